@@ -142,7 +142,8 @@ class PromptSource(Protocol):
     rollout_batch_size: int
     micro_batch_size: int
     max_tokens_per_micro_batch: int | None
-    """Tokens that a forward pass may compute in training, in place of ``micro_batch_size``; ``None``: no limit."""
+    """Tokens that a rank may compute in a forward pass of training, in place of ``micro_batch_size``; ``None``: no
+    limit."""
     updates_per_iteration: int
     """Optimizer updates of an iteration, read only with ``max_tokens_per_micro_batch``."""
 

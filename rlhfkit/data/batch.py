@@ -102,11 +102,25 @@ class PaddedBatch:
 
     def trim(self) -> Self:
         """Cut padding that all rows share."""
-        length = max(int(self.lengths.max()), 1) if len(self) else 1
+        return self.first_tokens(max(int(self.lengths.max()), 1) if len(self) else 1)
+
+    def first_tokens(self, length: int) -> Self:
+        """Cut rows after ``length`` tokens, at least 1."""
         ends = {"token": length, "step": length - 1}
         return self.map_tensors(
             lambda tensor, metadata: tensor if metadata["axis"] == "row" else tensor[:, : ends[metadata["axis"]]]
         )
+
+    def placeholder(self) -> Self:
+        """One sequence of two tokens, of which none is selected, with this batch's fields, all 0 or their fill.
+
+        The least that a model can run, for a rank that only takes part in a forward pass of others.
+        """
+        shapes = {"token": (1, 2), "step": (1, 1), "row": (1,)}
+        blank = self.map_tensors(
+            lambda tensor, metadata: tensor.new_full(shapes[metadata["axis"]], metadata.get("fill", 0))
+        )
+        return dataclasses.replace(blank, attention_mask=blank.input_ids == 0)
 
     def pad(self, length: int) -> Self:
         """Pad on the right to ``length`` tokens.

@@ -49,7 +49,7 @@ def exchange_rows(
     """Send each row to the rank that trains on it and return this rank's rows, in iteration order. A collective.
 
     Tokens, masks, log-probs, versions and rewards of tokens are sent once, without padding, from rank to rank; all
-    other columns are in the summary.
+    other columns are in the summary. A rank that gets no rows has an experience of none, two tokens wide.
 
     Args:
         experience: This rank's rows, with :attr:`~rlhfkit.data.Experience.rows` in ascending order.
@@ -68,7 +68,8 @@ def exchange_rows(
     arriving = torch.cat(coming)
     rows = arriving.sort().values
     chosen = summary.select(rows)
-    attention = torch.arange(max(int(chosen.lengths.max()), 1)) < chosen.lengths[:, None]
+    longest = max(int(chosen.lengths.max()), 1) if len(rows) else 2  # two tokens: what a model can run
+    attention = torch.arange(longest) < chosen.lengths[:, None]
     places = torch.searchsorted(rows, arriving).tolist()  # rows arrive by the rank that sent them
 
     def moved(values: Tensor, *, axis: int, fill: int = 0, sent_as: torch.dtype | None = None) -> Tensor:

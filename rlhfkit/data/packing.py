@@ -3,6 +3,9 @@
 An iteration of N sequences is divided into optimizer updates, each **globally** into ``accumulate * world_size``
 micro-batches of nearly equal tokens for the ranks, so any number of ranks trains on the same updates. Everything
 depends on lengths and seeds only: no state to save, and the same result on every rank.
+
+Ranks that compute their forward passes together (``ranks_per_forward`` of them, a forward group of the mesh) share
+micro-batches: one is planned for all of them, then :func:`deal_to_members` gives each member some of its rows.
 """
 
 import heapq
@@ -31,7 +34,8 @@ class MicroBatch:
     """The rows of one forward pass, and the optimizer update of the iteration they belong to."""
 
     rows: list[int]
-    """Indices of sequences, ascending."""
+    """Indices of sequences, ascending. None: the ranks that compute the forward pass together have rows for it, or
+    none of them has; this one brings a sequence of two tokens."""
     update: int
     """0 .. updates - 1."""
     trained: bool = True
@@ -56,10 +60,11 @@ def iteration_shape(
     micro_batch_size: int,
     accumulate: int,
     world_size: int,
+    ranks_per_forward: int = 1,
 ) -> IterationShape:
     """Compute the sizes of one iteration.
 
-    ``updates = rollout_batch_size * group_size / (micro_batch_size * accumulate * world_size)``
+    ``updates = rollout_batch_size * group_size / (micro_batch_size * accumulate * world_size / ranks_per_forward)``
 
     Args:
         rollout_batch_size: Prompts per iteration, all ranks together.
@@ -67,6 +72,7 @@ def iteration_shape(
         micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts).
         accumulate: Micro-batches per optimizer update and rank (``Trainer(accumulate_grad_batches)``).
         world_size: Ranks.
+        ranks_per_forward: Ranks that share a micro-batch; divides ``world_size``.
 
     Raises:
         ValueError: If a size is below 1, or the sequences do not fill a whole number of updates.
@@ -81,26 +87,29 @@ def iteration_shape(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-    sequences, window = rollout_batch_size * group_size, micro_batch_size * accumulate * world_size
+    sequences = rollout_batch_size * group_size
+    window = micro_batch_size * accumulate * (world_size // ranks_per_forward)
     if sequences % window:
         below, above = sequences // window * window, ceil(sequences / window) * window
         nearby = " or ".join(str(total) for total in (below, above) if total)
         raise ValueError(
             f"an iteration has rollout_batch_size {rollout_batch_size} * group_size {group_size} = {sequences} "
             f"sequences, and an optimizer update takes micro_batch_size {micro_batch_size} * accumulate_grad_batches "
-            f"{accumulate} * world_size {world_size} = {window} of them, which does not divide it: change one of these "
-            f"five so that it does (with the same update, an iteration of {nearby} sequences would)"
+            f"{accumulate} * {data_ranks(world_size, ranks_per_forward)} = {window} of them, which does not divide "
+            "it: change one of these five so that it does (with the same update, an iteration of "
+            f"{nearby} sequences would)"
         )
     return IterationShape(sequences, sequences // window * accumulate, sequences // window)
 
 
 def capped_iteration_shape(
-    rollout_batch_size: int, group_size: int, updates_per_iteration: int, world_size: int
+    rollout_batch_size: int, group_size: int, updates_per_iteration: int, world_size: int, ranks_per_forward: int = 1
 ) -> IterationShape:
     """Compute the sizes of an iteration whose micro-batches have a cap of tokens, and no fixed number.
 
     Raises:
-        ValueError: If the updates do not divide the sequences, or have fewer sequences than there are ranks.
+        ValueError: If the updates do not divide the sequences, or have fewer sequences than there are ranks, or groups
+            of ranks that share micro-batches.
     """
     sequences = rollout_batch_size * group_size
     said = f"an iteration has rollout_batch_size {rollout_batch_size} * group_size {group_size} = {sequences} sequences"
@@ -108,13 +117,23 @@ def capped_iteration_shape(
         raise ValueError(
             f"{said}, which updates_per_iteration {updates_per_iteration} does not divide: change one of these three"
         )
-    if sequences // updates_per_iteration < world_size:
+    if sequences // updates_per_iteration < world_size // ranks_per_forward:
         raise ValueError(
             f"{said}, {sequences // updates_per_iteration} for each of updates_per_iteration {updates_per_iteration}: "
-            f"fewer than world_size {world_size}, and every rank trains in every update. Lower updates_per_iteration "
-            "or raise rollout_batch_size"
+            f"fewer than {data_ranks(world_size, ranks_per_forward)}, and every rank trains in every update. Lower "
+            "updates_per_iteration or raise rollout_batch_size"
         )
     return IterationShape(sequences, updates_per_iteration, updates_per_iteration)
+
+
+def data_ranks(world_size: int, ranks_per_forward: int) -> str:
+    """How many micro-batches are computed at the same time, for messages."""
+    if ranks_per_forward == 1:
+        return f"world_size {world_size}"
+    return (
+        f"{world_size // ranks_per_forward} data-parallel ranks (world_size {world_size}, of which {ranks_per_forward} "
+        "each compute a forward pass together)"
+    )
 
 
 def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: bool = False) -> list[list[int]]:
@@ -241,7 +260,9 @@ def plan_micro_batches(
     num_updates: int,
     accumulate: int,
     world_size: int,
+    ranks_per_forward: int = 1,
     order: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
     split: Callable[[list[int], int], list[list[int]]] | None = None,
 ) -> list[list[MicroBatch]]:
     """Divide an iteration into updates and micro-batches and assign these to the ranks.
@@ -254,7 +275,9 @@ def plan_micro_batches(
         num_updates: Optimizer updates.
         accumulate: Micro-batches per update and rank.
         world_size: Ranks.
+        ranks_per_forward: Ranks that share a micro-batch; divides ``world_size``.
         order: Indices into ``lengths`` in training order, which may repeat between updates; ascending when ``None``.
+        groups: Equal for sequences that share a prompt, which then stay on one rank; ``None``: none do.
         split: Divides the rows of an update into micro-batches; :func:`split_by_tokens` when ``None``.
 
     Returns:
@@ -269,23 +292,67 @@ def plan_micro_batches(
             f"num_updates, accumulate and world_size must be at least 1, got {num_updates}, {accumulate}, {world_size}"
         )
     windows = update_windows(rows, num_updates)
-    size = len(windows[0])
-    if size < accumulate * world_size:
+    size, number = len(windows[0]), accumulate * (world_size // ranks_per_forward)
+    if size < number:
         raise ValueError(
             f"each of {num_updates} updates has {size} of {len(rows)} sequences, too few for accumulate {accumulate} * "
-            f"world_size {world_size} = {accumulate * world_size} micro-batches: raise rollout_batch_size or lower "
+            f"{data_ranks(world_size, ranks_per_forward)} = {number} micro-batches: raise rollout_batch_size or lower "
             "accumulate_grad_batches"
         )
     plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
     for update, window in enumerate(windows):
         if split is None:
-            dealt = split_by_tokens([lengths[row] for row in window], accumulate * world_size)
-            bins = [[window[index] for index in chosen] for chosen in dealt]
+            chosen = split_by_tokens([lengths[row] for row in window], number)
+            bins = [[window[index] for index in indices] for indices in chosen]
         else:
-            bins = split(window, accumulate * world_size)
-        for position, chosen in enumerate(bins):
-            plan[position % world_size].append(MicroBatch(chosen, update))
+            bins = split(window, number)
+        dealt = deal_to_members(bins, lengths, groups, world_size=world_size, ranks_per_forward=ranks_per_forward)
+        for position, share in enumerate(dealt):
+            plan[position % world_size].append(MicroBatch(share, update, trained=bool(share)))
     return plan
+
+
+def deal_to_members(
+    bins: list[list[int]],
+    lengths: Sequence[int],
+    groups: Sequence[int] | None = None,
+    *,
+    world_size: int,
+    ranks_per_forward: int,
+) -> list[list[int]]:
+    """Divide micro-batches among the ranks that compute them together, each in parts of nearly equal tokens.
+
+    With D = ``world_size / ranks_per_forward`` such groups of ranks, group g takes bins g, g + D, g + 2D, ... Who gets
+    the fullest part changes from bin to bin, so that also bins of one row go around.
+
+    Args:
+        bins: Rows of each micro-batch, which may be none.
+        lengths: Tokens of each row.
+        groups: Equal for rows that share a prompt, which then stay together, as a rank computes a shared prompt once;
+            ``None``: none do.
+        world_size: Ranks.
+        ranks_per_forward: Ranks that share a micro-batch; 1: the bins are returned.
+
+    Returns:
+        ``ranks_per_forward`` parts of each bin, some of them empty; rank r of R takes parts r, r + R, r + 2R, ...
+    """
+    if ranks_per_forward == 1:
+        return bins
+    dealt: list[list[int]] = []
+    for position, rows in enumerate(bins):
+        together: dict[int, list[int]] = defaultdict(list)
+        for row in rows:
+            together[row if groups is None else groups[row]].append(row)
+        pieces = list(together.values())
+        parts: list[list[int]] = [[] for _ in range(ranks_per_forward)]
+        if pieces:
+            sizes = [sum(lengths[row] for row in piece) for piece in pieces]
+            turn = position // (world_size // ranks_per_forward)
+            for place, chosen in enumerate(split_by_tokens(sizes, min(ranks_per_forward, len(pieces)))):
+                part = sorted(row for index in chosen for row in pieces[index])
+                parts[(turn + place) % ranks_per_forward] = part
+        dealt += parts
+    return dealt
 
 
 def update_windows(rows: Sequence[int], num_updates: int) -> list[list[int]]:

@@ -14,6 +14,8 @@ from math import ceil
 from rlhfkit.data.packing import (
     MicroBatch,
     best_fit_decreasing,
+    data_ranks,
+    deal_to_members,
     group_pieces,
     packed_tokens,
     padded_tokens,
@@ -44,6 +46,10 @@ class ForwardPass(ABC):
     @abstractmethod
     def halve(self, rows: Sequence[int]) -> Bins:
         """Divide two rows or more into two bins of nearly equal tokens."""
+
+    @abstractmethod
+    def deal(self, bins: Bins, world_size: int, ranks_per_forward: int) -> Bins:
+        """:func:`~rlhfkit.data.packing.deal_to_members`, without more tokens in all."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,12 @@ class PackedForward(ForwardPass):
         """Between groups or inside one, whichever is better balanced."""
         return split_groups_by_tokens(rows, 2, lengths=self.lengths, prompts=self.prompts, groups=self.groups, ranks=2)
 
+    def deal(self, bins: Bins, world_size: int, ranks_per_forward: int) -> Bins:
+        """The rows of a group in a bin stay together."""
+        return deal_to_members(
+            bins, self.lengths, self.groups, world_size=world_size, ranks_per_forward=ranks_per_forward
+        )
+
 
 @dataclass(frozen=True)
 class PaddedForward(ForwardPass):
@@ -131,6 +143,10 @@ class PaddedForward(ForwardPass):
         ordered, middle = self._longest_first(rows), len(rows) // 2
         return [ordered[:middle], ordered[middle:]]
 
+    def deal(self, bins: Bins, world_size: int, ranks_per_forward: int) -> Bins:
+        """Row by row."""
+        return deal_to_members(bins, self.lengths, world_size=world_size, ranks_per_forward=ranks_per_forward)
+
 
 def capped_batches(forward: ForwardPass, rows: Sequence[int], max_tokens: int) -> Bins:
     """Divide one or more rows into few batches of at most ``max_tokens``, fullest first; a longer row is alone."""
@@ -139,7 +155,13 @@ def capped_batches(forward: ForwardPass, rows: Sequence[int], max_tokens: int) -
 
 
 def plan_capped_micro_batches(
-    forward: ForwardPass, num_rows: int, *, max_tokens: int, num_updates: int, world_size: int
+    forward: ForwardPass,
+    num_rows: int,
+    *,
+    max_tokens: int,
+    num_updates: int,
+    world_size: int,
+    ranks_per_forward: int = 1,
 ) -> list[list[MicroBatch]]:
     """Divide an iteration into updates and these into as few micro-batches of at most ``max_tokens`` as were found.
 
@@ -151,32 +173,39 @@ def plan_capped_micro_batches(
     Args:
         forward: What a forward pass over rows costs.
         num_rows: Sequences.
-        max_tokens: Tokens of a micro-batch.
+        max_tokens: Tokens of a micro-batch, of all ranks that share it.
         num_updates: Optimizer updates.
         world_size: Ranks.
+        ranks_per_forward: Ranks that share a micro-batch; divides ``world_size``. Those without rows of it bring two
+            tokens, which do not count.
 
     Returns:
         ``plan[rank]``: the micro-batches of a rank, in training order.
 
     Raises:
-        ValueError: If the updates do not divide the sequences, or an update has fewer sequences than ranks.
+        ValueError: If the updates do not divide the sequences, or an update has fewer sequences than ranks, or groups
+            of ranks that share micro-batches.
     """
-    windows = update_windows(range(num_rows), num_updates)
-    if len(windows[0]) < world_size:
+    windows, at_once = update_windows(range(num_rows), num_updates), world_size // ranks_per_forward
+    if len(windows[0]) < at_once:
         raise ValueError(
-            f"each of {num_updates} updates has {len(windows[0])} of {num_rows} sequences, fewer than world_size "
-            f"{world_size}: raise rollout_batch_size or lower updates_per_iteration"
+            f"each of {num_updates} updates has {len(windows[0])} of {num_rows} sequences, fewer than "
+            f"{data_ranks(world_size, ranks_per_forward)}: raise rollout_batch_size or lower updates_per_iteration"
         )
     filled = [_fill(forward, window, max_tokens) for window in windows]
-    accumulate = max(ceil(len(bins) / world_size) for bins in filled)
+    accumulate = max(ceil(len(bins) / at_once) for bins in filled)
     plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
     for update, bins in enumerate(filled):
-        balanced = _balance(forward, bins, accumulate * world_size, max_tokens, world_size)
+        balanced = _balance(forward, bins, accumulate * at_once, max_tokens, at_once)
+        if ranks_per_forward > 1:
+            balanced += [[] for _ in range(accumulate * at_once - len(balanced))]
+            balanced = forward.deal(balanced, world_size, ranks_per_forward)
         for rank, share in enumerate(plan):
             own = balanced[rank::world_size]
-            share += [MicroBatch(rows, update) for rows in own]
-            repeated = [min((row for rows in own for row in rows), key=lambda row: forward.tokens([row]))]
-            share += [MicroBatch(repeated, update, trained=False) for _ in range(accumulate - len(own))]
+            share += [MicroBatch(rows, update, trained=bool(rows)) for rows in own]
+            if len(own) < accumulate:
+                repeated = [min((row for rows in own for row in rows), key=lambda row: forward.tokens([row]))]
+                share += [MicroBatch(repeated, update, trained=False) for _ in range(accumulate - len(own))]
     return plan
 
 

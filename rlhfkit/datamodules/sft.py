@@ -22,6 +22,7 @@ from rlhfkit.datamodules.tokenization.sources import (
     read_rows,
 )
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
+from rlhfkit.mesh import Mesh, mesh_of
 from rlhfkit.protocols import HasModelLimits
 from rlhfkit.validation import check_integer
 
@@ -93,8 +94,10 @@ class SFTDataModule(L.LightningDataModule):
             validation_split: Split of ``validation_data``, if it has several.
             subset: Configuration of a hub data set.
             micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts);
-                8 if ``max_tokens_per_micro_batch`` is not given.
-            max_tokens_per_micro_batch: Fill micro-batches up to this many tokens instead; at least ``max_length``.
+                8 if ``max_tokens_per_micro_batch`` is not given. Ranks that compute forward passes together
+                (``sequence_parallel_size``, ``tensor_parallel_size``) share a micro-batch.
+            max_tokens_per_micro_batch: Fill micro-batches up to this many tokens per rank instead; times
+                ``sequence_parallel_size`` at least ``max_length``.
             max_length: Tokens per sequence.
             overlong: What to do with longer sequences; ``"truncate"`` cuts their end. Counts are logged; examples with
                 no token left to learn are dropped.
@@ -126,11 +129,6 @@ class SFTDataModule(L.LightningDataModule):
             raise ValueError(f"name messages={messages!r} or text={text!r}, not both: they are two kinds of data")
         if micro_batch_size is not None and max_tokens_per_micro_batch is not None:
             raise ValueError("give micro_batch_size or max_tokens_per_micro_batch, not both")
-        if max_tokens_per_micro_batch is not None and max_tokens_per_micro_batch < max_length:
-            raise ValueError(
-                f"max_tokens_per_micro_batch must be at least max_length {max_length}, so that each sequence fits, got "
-                f"{max_tokens_per_micro_batch}"
-            )
         if overlong not in ("truncate", "drop", "error"):
             raise ValueError(f"overlong must be 'truncate', 'drop' or 'error', got {overlong!r}")
         self.data = as_mixture(data)
@@ -163,6 +161,7 @@ class SFTDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Download, convert and tokenise once per machine."""
+        self._check_capacity()
         sources = [(source, self.split) for source in list_sources(self.data)]
         if self.validation_data is not None:
             sources.append((self.validation_data, self.validation_split))
@@ -175,9 +174,10 @@ class SFTDataModule(L.LightningDataModule):
         """Read and tokenise the data; a second call does nothing.
 
         Raises:
-            ValueError: If a column is missing, a value has the wrong type, a row is longer than the model's context, or
-                no row has a token to learn.
+            ValueError: If a column is missing, a value has the wrong type, a row is longer than the model's context, no
+                row has a token to learn, or ``max_tokens_per_micro_batch`` is too small for a row.
         """
+        self._check_capacity()
         if self.examples is not None:
             return
         tokenizer = self._load_tokenizer()
@@ -185,6 +185,26 @@ class SFTDataModule(L.LightningDataModule):
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
         examples = [self._build(source, self.split, tokenizer) for source in list_sources(self.data)]
         self.examples = self.data.mix(examples, seed=self.seed) if isinstance(self.data, Mixture) else examples[0]
+
+    @property
+    def _mesh(self) -> Mesh:
+        return Mesh() if self.trainer is None else mesh_of(self.trainer)
+
+    @property
+    def max_tokens_of_forward(self) -> int | None:
+        """Tokens of a micro-batch: those of the ranks that divide them among themselves."""
+        limit = self.max_tokens_per_micro_batch
+        return None if limit is None else limit * self._mesh.sequence
+
+    def _check_capacity(self) -> None:
+        """Raise ValueError unless each sequence fits into a micro-batch; not known before there is a Trainer."""
+        limit, parts = self.max_tokens_of_forward, self._mesh.sequence
+        if limit is not None and limit < self.max_length:
+            shared = f" * sequence_parallel_size {parts} = {limit}" if parts > 1 else ""
+            raise ValueError(
+                f"max_tokens_per_micro_batch must be at least max_length {self.max_length}, so that each sequence "
+                f"fits, got {self.max_tokens_per_micro_batch}{shared}"
+            )
 
     def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.tokenizer, None if self.trainer is None else self.trainer.lightning_module)
@@ -254,9 +274,10 @@ class SFTDataModule(L.LightningDataModule):
             lengths=examples.lengths,
             targets=examples.targets,
             micro_batch_size=None if self.max_tokens_per_micro_batch else self.micro_batch_size,
-            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+            max_tokens_per_micro_batch=self.max_tokens_of_forward,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            ranks_per_forward=self._mesh.forward_group_size,
             seed=self.seed,
             **arguments,
         )

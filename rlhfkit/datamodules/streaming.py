@@ -106,6 +106,7 @@ class StreamingSFTDataModule(SFTDataModule):
             accumulate=trainer.accumulate_grad_batches,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            ranks_per_forward=self._mesh.forward_group_size,
         )
         if self._loader_state is not None:
             self._stream_loader.load_state_dict(self._loader_state)

@@ -38,6 +38,18 @@ def test_select_trims() -> None:
     assert isinstance(collate_tokens(EXAMPLES).select([1]), TokenBatch)
 
 
+def test_a_placeholder_is_two_tokens_with_the_fields_of_any_batch() -> None:
+    batch = collate_tokens([TokenExample([1, 2, 3], [False, True, True])], StepTotals(2.0, 1.0, 4))
+    for blank in (batch.placeholder(), batch.select([]).placeholder()):
+        assert blank.input_ids.tolist() == [[0, 0]]
+        assert blank.attention_mask.tolist() == [[True, True]]
+        assert blank.loss_mask.tolist() == [[False]]
+        assert blank.step_micro_batches == 4
+    assert batch.first_tokens(2).input_ids.tolist() == [[1, 2]]
+    assert batch.first_tokens(2).loss_mask.tolist() == [[True]]
+    assert batch.first_tokens(9).input_ids.tolist() == [[1, 2, 3]]
+
+
 def test_bad_examples_are_rejected() -> None:
     with pytest.raises(ValueError, match="2 tokens and a mask of 1"):
         TokenExample([1, 2], [True])

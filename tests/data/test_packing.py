@@ -15,6 +15,7 @@ from rlhfkit.data.packing import (
     balanced_partition,
     best_fit_decreasing,
     capped_iteration_shape,
+    deal_to_members,
     iteration_shape,
     packed_tokens,
     plan_micro_batches,
@@ -154,6 +155,9 @@ def test_sizes_that_do_not_divide_name_all_numbers_and_the_cure() -> None:
         iteration_shape(10, 8, 4, 2, 3)
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         iteration_shape(10, 0, 4, 2, 3)
+    assert iteration_shape(72, 8, 4, 8, 12, 2) == iteration_shape(72, 8, 4, 8, 6)
+    with pytest.raises(ValueError, match=r"2 \* 3 data-parallel ranks \(world_size 6, of which 2 each .* = 24 of them"):
+        iteration_shape(10, 8, 4, 2, 6, 2)
 
 
 def test_sizes_of_an_iteration_with_a_cap_say_what_does_not_fit() -> None:
@@ -162,6 +166,9 @@ def test_sizes_of_an_iteration_with_a_cap_say_what_does_not_fit() -> None:
         capped_iteration_shape(9, 8, 5, 4)
     with pytest.raises(ValueError, match="2 for each of updates_per_iteration 4: fewer than world_size 3"):
         capped_iteration_shape(2, 4, 4, 3)
+    assert capped_iteration_shape(2, 4, 4, 4, 2) == IterationShape(8, 4, 4)
+    with pytest.raises(ValueError, match=r"fewer than 3 data-parallel ranks \(world_size 6, of which 2 each"):
+        capped_iteration_shape(2, 4, 4, 6, 2)
 
 
 @given(
@@ -187,6 +194,44 @@ def test_one_rank_and_many_ranks_train_on_the_same_updates(
         assert sorted(pieces) == sorted(batch.rows for batch in one[0] if batch.update == update)
     for share in many:
         assert [batch.update for batch in share] == [update for update in range(updates) for _ in range(acc)]
+
+
+@given(
+    updates=st.integers(1, 2),
+    acc=st.integers(1, 3),
+    data=st.integers(1, 3),
+    together=st.integers(2, 4),
+    per_bin=st.integers(1, 6),
+    seed=st.integers(0, 2**16),
+)
+def test_ranks_that_share_micro_batches_train_on_the_rows_of_one_that_does_not(
+    updates: int, acc: int, data: int, together: int, per_bin: int, seed: int
+) -> None:
+    generator = random.Random(seed)
+    count = updates * acc * data * per_bin
+    lengths = [generator.randint(1, 2048) for _ in range(count)]
+    groups = sorted(generator.randrange(5) for _ in range(count))
+    sizes = {"num_updates": updates, "accumulate": acc}
+    alone = plan_micro_batches(lengths, world_size=data, **sizes)
+    shared = plan_micro_batches(lengths, world_size=data * together, ranks_per_forward=together, groups=groups, **sizes)
+    for number, own in enumerate(alone):
+        members = shared[number * together : (number + 1) * together]
+        assert [len(share) for share in members] == [len(own)] * together
+        for batch, *parts in zip(own, *members, strict=True):
+            assert sorted(row for part in parts for row in part.rows) == batch.rows
+            assert all(part.trained == bool(part.rows) for part in parts)
+            owners = [{groups[row] for row in part.rows} for part in parts]
+            assert sum(map(len, owners)) == len(set().union(*owners))  # samples of a prompt are on one rank
+
+
+def test_members_get_equal_tokens_and_take_turns_with_the_fullest_part() -> None:
+    bins = [[0, 1, 2, 3], [4], [5], [], [6], [7]]
+    lengths = [9, 5, 4, 8, 1, 1, 1, 1]
+    dealt = deal_to_members(bins, lengths, world_size=4, ranks_per_forward=2)
+    assert dealt == [[0, 2], [1, 3], [4], [], [], [5], [], [], [6], [], [7], []]
+    # Ranks 0 and 1 take bins 0, 2 and 4; ranks 2 and 3 the others.
+    assert [dealt[rank::4] for rank in range(4)] == [[[0, 2], [], [6]], [[1, 3], [5], []], [[4], [], [7]], [[], [], []]]
+    assert deal_to_members(bins, lengths, world_size=4, ranks_per_forward=1) == bins
 
 
 def test_ranks_work_on_micro_batches_of_one_size_at_a_time() -> None:

@@ -66,6 +66,28 @@ def test_no_micro_batch_is_above_the_cap_and_all_ranks_and_updates_have_equally_
 
 
 @settings(deadline=None)
+@given(iterations, st.integers(1, 200), st.sampled_from([1, 2]), st.integers(1, 3), st.integers(2, 4), st.booleans())
+def test_ranks_that_share_micro_batches_have_the_rows_of_one_that_does_not(
+    drawn: list[tuple[int, list[int]]], cap: int, updates: int, data: int, together: int, packed: bool
+) -> None:
+    """The same micro-batches, and a prompt is computed as often: no more tokens in all."""
+    forward, count = forwards(drawn)[0 if packed else 1], 4 * len(drawn)
+    sizes = {"max_tokens": cap, "num_updates": updates}
+    alone = plan_capped_micro_batches(forward, count, world_size=data, **sizes)
+    shared = plan_capped_micro_batches(forward, count, world_size=data * together, ranks_per_forward=together, **sizes)
+    for number, own in enumerate(alone):
+        members = shared[number * together : (number + 1) * together]
+        for batch, *parts in zip(own, *members, strict=True):
+            assert {part.update for part in parts} == {batch.update}
+            assert all(part.trained == bool(part.rows) for part in parts)
+            rows = sorted(row for part in parts for row in part.rows)
+            assert rows == (batch.rows if batch.trained else [])
+            tokens = [computed(forward, part.rows) for part in parts if part.rows]
+            if batch.trained:
+                assert sum(tokens) <= computed(forward, batch.rows)
+
+
+@settings(deadline=None)
 @given(iterations, st.integers(60, 400), st.booleans())
 def test_there_are_at_most_a_few_micro_batches_more_than_their_tokens_need(
     drawn: list[tuple[int, list[int]]], cap: int, packed: bool

@@ -18,6 +18,7 @@ from tiny_models import tiny_tokenizer
 from rlhfkit.data import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.datamodules import SFTDataModule
 from rlhfkit.losses import aggregate
+from rlhfkit.mesh import Mesh
 
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 4) + str(i + 1)} for i in range(11)]
@@ -302,6 +303,25 @@ def test_stopped_and_resumed_run_trains_on_the_same_rows(tmp_path: Path, step: i
     before = sum(itertools.islice(itertools.cycle(rows_per_step), step))
     assert resumed.seen == straight.seen[before:]
     assert torch.equal(resumed.table, straight.table)
+
+
+def test_a_row_may_be_as_long_as_the_ranks_that_divide_it_have_room_for() -> None:
+    options = {"tokenizer": tiny_tokenizer(), "max_length": 20, "max_tokens_per_micro_batch": 10}
+    data = SFTDataModule([{"text": "a" * 19}], **options)
+    with pytest.raises(ValueError, match="at least max_length 20, so that each sequence fits, got 10$"):
+        data.setup("fit")
+    trainer = L.Trainer(accelerator="cpu", logger=False)
+    data.trainer = trainer
+    trainer.strategy.mesh = Mesh(0, 4, tensor=4)  # all of them compute all tokens
+    with pytest.raises(ValueError, match="got 10$"):
+        data.prepare_data()
+    trainer.strategy.mesh = Mesh(0, 2, sequence=2)
+    data.setup("fit")
+    assert data.examples.lengths == [20]
+    long = SFTDataModule([{"text": "a"}], **options | {"max_length": 21})
+    long.trainer = trainer
+    with pytest.raises(ValueError, match=r"max_length 21, .* got 10 \* sequence_parallel_size 2 = 20"):
+        long.setup("fit")
 
 
 def test_using_it_too_early_says_what_to_do() -> None:

@@ -24,6 +24,7 @@ from rlhfkit.data.token_cap import PackedForward, PaddedForward, plan_capped_mic
 from rlhfkit.data.types import Experience
 from rlhfkit.data.unpadded import UnpaddedRows
 from rlhfkit.distributed import all_reduce
+from rlhfkit.mesh import mesh_of
 from rlhfkit.protocols import learner_of, prompts_of
 
 log = logging.getLogger(__name__)
@@ -38,16 +39,12 @@ def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
     fast = int(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by Lightning outside its class
     if fast:
         return IterationShape(fast * trainer.world_size * group_size, fast, fast)
-    data = prompts_of(trainer)
+    data, ranks = prompts_of(trainer), (trainer.world_size, mesh_of(trainer).forward_group_size)
     if data.max_tokens_per_micro_batch is None:
         return iteration_shape(
-            data.rollout_batch_size,
-            group_size,
-            data.micro_batch_size,
-            trainer.accumulate_grad_batches,
-            trainer.world_size,
+            data.rollout_batch_size, group_size, data.micro_batch_size, trainer.accumulate_grad_batches, *ranks
         )
-    return capped_iteration_shape(data.rollout_batch_size, group_size, data.updates_per_iteration, trainer.world_size)
+    return capped_iteration_shape(data.rollout_batch_size, group_size, data.updates_per_iteration, *ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +67,7 @@ def plan_iteration(
     shape: IterationShape,
     world_size: int,
     *,
+    ranks_per_forward: int = 1,
     max_tokens: int | None = None,
     packed: bool = True,
 ) -> IterationPlan:
@@ -79,17 +77,22 @@ def plan_iteration(
         summary: N sequences; samples of a prompt are side by side.
         shape: Number of updates, and of micro-batches unless there is a cap.
         world_size: Ranks.
-        max_tokens: Tokens that a forward pass may compute; ``None``: the number of micro-batches is given.
+        ranks_per_forward: Ranks that share a micro-batch; divides ``world_size``.
+        max_tokens: Tokens that a forward pass may compute, on all these ranks together; ``None``: the number of
+            micro-batches is given.
         packed: Whether forward passes leave padding out and compute a shared prompt once; counts with ``max_tokens``.
     """
     lengths, prompts, groups = summary.lengths.tolist(), summary.prompt_lengths.tolist(), summary.group.tolist()
     if max_tokens is None:
+        at_once = world_size // ranks_per_forward
         micro_batches = plan_micro_batches(
             lengths,
             num_updates=shape.updates,
             accumulate=shape.micro_batches_per_rank // shape.updates,
             world_size=world_size,
-            split=partial(split_groups_by_tokens, lengths=lengths, prompts=prompts, groups=groups, ranks=world_size),
+            ranks_per_forward=ranks_per_forward,
+            groups=groups,
+            split=partial(split_groups_by_tokens, lengths=lengths, prompts=prompts, groups=groups, ranks=at_once),
         )
     else:
         micro_batches = plan_capped_micro_batches(
@@ -98,6 +101,7 @@ def plan_iteration(
             max_tokens=max_tokens,
             num_updates=shape.updates,
             world_size=world_size,
+            ranks_per_forward=ranks_per_forward,
         )
     update = torch.zeros(len(summary), dtype=torch.int64)
     for share in micro_batches:
@@ -114,26 +118,28 @@ class IterationPlanner:
 
     def plan(self, trainer: L.Trainer, summary: IterationSummary, group_size: int) -> tuple[IterationPlan, int]:
         """Plan an iteration; also returns the micro-batches of all ranks whose losses an optimizer step averages."""
-        shape, ranks = shape_of(trainer, group_size), trainer.world_size
-        max_tokens = prompts_of(trainer).max_tokens_per_micro_batch
-        if max_tokens is None:
-            return plan_iteration(summary, shape, ranks), trainer.accumulate_grad_batches * ranks
+        shape, mesh = shape_of(trainer, group_size), mesh_of(trainer)
+        per_rank = prompts_of(trainer).max_tokens_per_micro_batch
+        plan_rows = partial(plan_iteration, summary, shape, mesh.world_size, ranks_per_forward=mesh.forward_group_size)
+        if per_rank is None:
+            return plan_rows(), trainer.accumulate_grad_batches * mesh.world_size
         if trainer.is_global_zero:
-            self._warn(summary, max_tokens)
-        packed = learner_of(trainer).packs_sequences
-        plan = plan_iteration(summary, shape, ranks, max_tokens=max_tokens, packed=packed)
-        return plan, plan.accumulate * ranks
+            self._warn(summary, per_rank, mesh.sequence)
+        plan = plan_rows(max_tokens=per_rank * mesh.sequence, packed=learner_of(trainer).packs_sequences)
+        return plan, plan.accumulate * mesh.world_size
 
-    def _warn(self, summary: IterationSummary, max_tokens: int) -> None:
+    def _warn(self, summary: IterationSummary, per_rank: int, parts: int) -> None:
         longest = int(summary.lengths.max())
-        if longest > max_tokens and not self._warned:
+        if longest > per_rank * parts and not self._warned:
             self._warned = True
             log.warning(
-                "a sequence of %d tokens is longer than max_tokens_per_micro_batch=%d and cannot be divided: it is a "
-                "micro-batch of its own, which needs more memory. Later ones are not reported. Raise "
+                "a sequence of %d tokens is longer than max_tokens_per_micro_batch=%d%s and cannot be divided%s: it is "
+                "a micro-batch of its own, which needs more memory. Later ones are not reported. Raise "
                 "max_tokens_per_micro_batch, or limit SamplingSpec(max_new_tokens=...) and max_prompt_length",
                 longest,
-                max_tokens,
+                per_rank,
+                f" * sequence_parallel_size {parts}" if parts > 1 else "",
+                " further" if parts > 1 else "",
             )
 
 
@@ -174,7 +180,9 @@ class MicroBatches(Sequence[Experience]):
             return [self[each] for each in range(*number.indices(len(self)))]
         update = self._planned[number].update
         batch = self.rows.select(self._places[number])
-        if not self._planned[number].trained:
+        if not len(batch):  # the rows of this micro-batch are those of other ranks
+            batch = batch.placeholder()
+        elif not self._planned[number].trained:
             batch = dataclasses.replace(batch, action_mask=torch.zeros_like(batch.action_mask))
         tokens, sequences = self.counts[:, update].tolist()
         return dataclasses.replace(

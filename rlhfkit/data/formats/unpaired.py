@@ -179,5 +179,5 @@ class UnpairedLoader(StepLoader[UnpairedBatch]):
             batch = collate_mismatched([self.examples[row] for row in rows or [self._shortest(micro_batches)]])
             if batch is None:
                 return ()
-            batches.append(batch if rows else batch.without_targets())
+            batches.append(batch if rows else self._filler(batch))
         return tuple(batches)

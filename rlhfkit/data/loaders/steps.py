@@ -8,6 +8,10 @@ of them.
 
 In a short last window ``step_micro_batches`` stays ``accumulate * world_size``, by which Lightning divides, and a rank
 without examples gets a batch without targets, since every rank must yield equally many.
+
+Ranks that compute their forward passes together (``ranks_per_forward``) share micro-batches: a step takes
+``micro_batch_size * accumulate * world_size / ranks_per_forward`` examples, and each of these ranks gets some of the
+examples of a micro-batch, or two tokens without targets.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +19,18 @@ from math import ceil
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rlhfkit.data.batch import StepTotals
-from rlhfkit.data.packing import best_fit_decreasing, permutation, split_by_tokens
+from rlhfkit.data.packing import best_fit_decreasing, deal_to_members, permutation, split_by_tokens
 from rlhfkit.validation import check_integer
+
+WITHOUT_MESH = {"ranks_per_forward": 1}
+"""What the states of loaders had no entry for before there was a mesh."""
+
+
+def check_ranks_per_forward(ranks_per_forward: int, world_size: int) -> None:
+    """Raise ValueError unless the ranks can be divided into groups of that many."""
+    check_integer("ranks_per_forward", ranks_per_forward, minimum=1)
+    if world_size % ranks_per_forward:
+        raise ValueError(f"ranks_per_forward must divide world_size {world_size}, got {ranks_per_forward}")
 
 
 class StepBatch(Protocol):
@@ -24,6 +38,10 @@ class StepBatch(Protocol):
 
     def without_targets(self) -> Self:
         """The same batch with nothing to train."""
+        ...
+
+    def first_tokens(self, length: int) -> Self:
+        """The same batch with at most that many tokens of each row."""
         ...
 
 
@@ -45,6 +63,7 @@ class TokenizedDataset(MapDataset, Protocol):
 
 
 B = TypeVar("B", bound=StepBatch)
+F = TypeVar("F", bound=StepBatch)
 
 
 class StepLoader(Generic[B]):
@@ -67,6 +86,7 @@ class StepLoader(Generic[B]):
         accumulate: int = 1,
         rank: int = 0,
         world_size: int = 1,
+        ranks_per_forward: int = 1,
         shuffle: bool = True,
         seed: int = 0,
         epoch: Callable[[], int] | None = None,
@@ -85,6 +105,7 @@ class StepLoader(Generic[B]):
             accumulate: Micro-batches per step and rank (``Trainer(accumulate_grad_batches)``).
             rank: This rank.
             world_size: Ranks.
+            ranks_per_forward: Ranks that share a micro-batch, neighbours (``Mesh.forward_group_size``).
             shuffle: A new permutation in each epoch; in order when false.
             seed: Of the permutations.
             epoch: Returns the epoch, e.g. ``lambda: trainer.current_epoch``; ``None``: the one of :meth:`set_epoch`.
@@ -92,8 +113,8 @@ class StepLoader(Generic[B]):
             whole_epoch: Totals of the epoch instead of the step, so the plain mean over batches is exact (validation).
 
         Raises:
-            ValueError: If sizes are out of range, both or none of the two sizes of a micro-batch are given, an example
-                is longer than the token budget, or there is nothing to train on.
+            ValueError: If sizes are out of range or do not divide, both or none of the two sizes of a micro-batch are
+                given, an example is longer than the token budget, or there is nothing to train on.
         """
         if (micro_batch_size is None) == (max_tokens_per_micro_batch is None):
             raise ValueError(
@@ -108,6 +129,7 @@ class StepLoader(Generic[B]):
         }.items():
             check_integer(name, size, minimum=1, optional=name in ("micro_batch_size", "max_tokens_per_micro_batch"))
         check_integer("rank", rank, minimum=0, maximum=world_size - 1)
+        check_ranks_per_forward(ranks_per_forward, world_size)
         check_integer("seed", seed)
         if len(lengths) != len(targets):
             raise ValueError(f"lengths and targets are per example, got {len(lengths)} and {len(targets)}")
@@ -120,6 +142,7 @@ class StepLoader(Generic[B]):
         self.accumulate = accumulate
         self.rank = rank
         self.world_size = world_size
+        self.ranks_per_forward = ranks_per_forward
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
@@ -146,7 +169,12 @@ class StepLoader(Generic[B]):
     @property
     def window(self) -> int:
         """Units per optimizer step, all ranks together."""
-        return (self.micro_batch_size or 1) * self.accumulate * self.world_size
+        return (self.micro_batch_size or 1) * self.accumulate * self._at_once
+
+    @property
+    def _at_once(self) -> int:
+        """Micro-batches that are computed at the same time, by all ranks."""
+        return self.world_size // self.ranks_per_forward
 
     def __len__(self) -> int:
         """Micro-batches per epoch, the same on every rank."""
@@ -155,7 +183,7 @@ class StepLoader(Generic[B]):
 
     def _micro_batches(self, units: int) -> int:
         """Micro-batches per rank in a window of that many units."""
-        return ceil(units / ((self.micro_batch_size or 1) * self.world_size))
+        return ceil(units / ((self.micro_batch_size or 1) * self._at_once))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, where no ``epoch`` callable was given."""
@@ -182,7 +210,7 @@ class StepLoader(Generic[B]):
 
     def _split(self, units: Sequence[int]) -> list[list[int]]:
         """The micro-batches of a step for all ranks, fullest first, with empty ones where there are too few."""
-        wanted = self._micro_batches(len(units)) * self.world_size
+        wanted = self._micro_batches(len(units)) * self._at_once
         if self._bins is not None:
             filled = [self._bins[unit] for unit in units]
             filled.sort(key=lambda rows: (-sum(self.lengths[row] for row in rows), rows[0]))
@@ -190,7 +218,10 @@ class StepLoader(Generic[B]):
             rows = sorted(units)
             bins = split_by_tokens([self.lengths[row] for row in rows], min(wanted, len(rows)))
             filled = [[rows[index] for index in chosen] for chosen in bins]
-        return filled + [[] for _ in range(wanted - len(filled))]
+        filled += [[] for _ in range(wanted - len(filled))]
+        return deal_to_members(
+            filled, self.lengths, world_size=self.world_size, ranks_per_forward=self.ranks_per_forward
+        )
 
     def _totals(self, rows: Sequence[int], averaged: int) -> StepTotals:
         """Totals of these examples, averaged over that many micro-batches of every rank."""
@@ -211,7 +242,12 @@ class StepLoader(Generic[B]):
     def _batch(self, rows: list[int], totals: StepTotals, micro_batches: list[list[int]]) -> B:
         if rows:
             return self.collate([self.examples[row] for row in rows], totals)
-        return self.collate([self.examples[self._shortest(micro_batches)]], totals).without_targets()
+        return self._filler(self.collate([self.examples[self._shortest(micro_batches)]], totals))
+
+    def _filler(self, batch: F) -> F:
+        """A batch for a rank without examples: no targets, and two tokens where it is joined with those of others."""
+        batch = batch.without_targets()
+        return batch if self.ranks_per_forward == 1 else batch.first_tokens(2)
 
     def _shortest(self, micro_batches: list[list[int]]) -> int:
         """The cheapest example, for a forward pass without targets."""
@@ -230,6 +266,7 @@ class StepLoader(Generic[B]):
             "max_tokens_per_micro_batch": self.max_tokens_per_micro_batch,
             "accumulate": self.accumulate,
             "world_size": self.world_size,
+            "ranks_per_forward": self.ranks_per_forward,
             "seed": self.seed,
         }
 
@@ -239,7 +276,7 @@ class StepLoader(Generic[B]):
         Raises:
             ValueError: If the order of the data would differ from the saved one.
         """
-        own = self.state_dict()
+        own, state = self.state_dict(), {**WITHOUT_MESH, **state}
         changed = [name for name in own if name != "position" and own[name] != state.get(name)]
         if changed and state["position"]:
             differences = ", ".join(f"{name} was {state.get(name)} and is {own[name]}" for name in changed)

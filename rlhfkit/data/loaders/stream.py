@@ -1,17 +1,19 @@
 """``StreamLoader``: supervised data of unknown length, one optimizer step at a time.
 
 Every rank reads the whole stream and takes its share of each ``micro_batch_size * accumulate * world_size`` examples:
-exact totals without communication, and the same steps on any number of ranks.
+exact totals without communication, and the same steps on any number of ranks. Ranks that compute their forward passes
+together (``ranks_per_forward``) share micro-batches, as in :mod:`rlhfkit.data.loaders.steps`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from rlhfkit.data.batch import StepTotals, TokenExample
-from rlhfkit.data.packing import split_by_tokens
+from rlhfkit.data.loaders.steps import WITHOUT_MESH, StepBatch, check_ranks_per_forward
+from rlhfkit.data.packing import deal_to_members, split_by_tokens
 from rlhfkit.validation import check_integer
 
-B = TypeVar("B")
+B = TypeVar("B", bound=StepBatch)
 
 Stream = Iterator[tuple[Any, TokenExample]]
 """Endless examples, each with the position after it: plain values at which the stream can be opened again."""
@@ -35,6 +37,7 @@ class StreamLoader(Generic[B]):
         accumulate: int = 1,
         rank: int = 0,
         world_size: int = 1,
+        ranks_per_forward: int = 1,
     ) -> None:
         """Plan the steps; nothing is read yet.
 
@@ -46,26 +49,30 @@ class StreamLoader(Generic[B]):
             accumulate: Micro-batches per step and rank (``Trainer(accumulate_grad_batches)``).
             rank: This rank.
             world_size: Ranks.
+            ranks_per_forward: Ranks that share a micro-batch, neighbours (``Mesh.forward_group_size``).
 
         Raises:
-            ValueError: If a size is out of range.
+            ValueError: If a size is out of range, or the ranks do not divide.
         """
         self._sizes = {
             "steps_per_epoch": steps_per_epoch,
             "micro_batch_size": micro_batch_size,
             "accumulate": accumulate,
             "world_size": world_size,
+            "ranks_per_forward": ranks_per_forward,
         }
         for name, size in self._sizes.items():
             check_integer(name, size, minimum=1)
         check_integer("rank", rank, minimum=0, maximum=world_size - 1)
+        check_ranks_per_forward(ranks_per_forward, world_size)
         self.open_stream = open_stream
         self.collate = collate
         self.steps_per_epoch = steps_per_epoch
         self.accumulate = accumulate
         self.rank = rank
         self.world_size = world_size
-        self.window = micro_batch_size * accumulate * world_size
+        self.ranks_per_forward = ranks_per_forward
+        self.window = micro_batch_size * accumulate * (world_size // ranks_per_forward)
         self._stream: Stream | None = None
         self._before: Any = None  # position before the current step
         self._behind: Any = None  # position after it
@@ -96,12 +103,20 @@ class StreamLoader(Generic[B]):
             self._behind, example = next(self._stream)
             examples.append(example)
         targets = [example.targets for example in examples]
-        bins = self.accumulate * self.world_size
-        totals = StepTotals(float(sum(targets)), float(sum(count > 0 for count in targets)), bins)
-        chosen = split_by_tokens([len(example.input_ids) for example in examples], bins)
-        return [
-            self.collate([examples[index] for index in rows], totals) for rows in chosen[self.rank :: self.world_size]
-        ]
+        totals = StepTotals(
+            float(sum(targets)), float(sum(count > 0 for count in targets)), self.accumulate * self.world_size
+        )
+        lengths = [len(example.input_ids) for example in examples]
+        bins = split_by_tokens(lengths, self.accumulate * (self.world_size // self.ranks_per_forward))
+        dealt = deal_to_members(bins, lengths, world_size=self.world_size, ranks_per_forward=self.ranks_per_forward)
+        return [self._batch(rows, examples, totals) for rows in dealt[self.rank :: self.world_size]]
+
+    def _batch(self, rows: Sequence[int], examples: Sequence[TokenExample], totals: StepTotals) -> B:
+        """A micro-batch; two tokens without targets for a rank that has no rows of the one it shares."""
+        if rows:
+            return self.collate([examples[index] for index in rows], totals)
+        shortest = min(examples, key=lambda example: len(example.input_ids))
+        return self.collate([shortest], totals).without_targets().first_tokens(2)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the stream and in the epoch."""
@@ -119,6 +134,7 @@ class StreamLoader(Generic[B]):
         Raises:
             ValueError: If the saved run was inside an epoch of other sizes.
         """
+        state = {**WITHOUT_MESH, **state}
         changed = [name for name, size in self._sizes.items() if size != state[name]]
         if changed and state["position"]:
             differences = ", ".join(f"{name} was {state[name]} and is {self._sizes[name]}" for name in changed)

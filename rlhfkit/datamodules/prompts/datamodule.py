@@ -97,11 +97,14 @@ class PromptDataModule(L.LightningDataModule):
             subset: Configuration of a hub data set.
             rollout_batch_size: Prompts per iteration, all ranks together.
             micro_batch_size: Sequences per micro-batch on average; 8 if ``max_tokens_per_micro_batch`` is not given.
-            max_tokens_per_micro_batch: Tokens that a forward pass may compute in training, instead of
+                Ranks that compute forward passes together (``sequence_parallel_size``, ``tensor_parallel_size``) share
+                a micro-batch.
+            max_tokens_per_micro_batch: Tokens that a rank may compute in a forward pass of training, instead of
                 ``micro_batch_size`` and ``accumulate_grad_batches``: the number of micro-batches then follows from the
                 samples of each iteration, so that memory is bounded however long they are. Packed batches count a
-                prompt once for the samples of its group in a micro-batch; padded ones count rows times the longest. A
-                longer sequence is a micro-batch of its own, with a warning.
+                prompt once for the samples of its group in a micro-batch; padded ones count rows times the longest.
+                With ``sequence_parallel_size=s`` a micro-batch has s times as many tokens, of which each rank computes
+                its part. A longer sequence is a micro-batch of its own, with a warning.
             updates_per_iteration: Optimizer updates of an iteration with ``max_tokens_per_micro_batch``, each on
                 equally many sequences of all ranks; 1 (fully on-policy) if not given.
             validation_batch_size: Prompts per batch of validation, all ranks together.

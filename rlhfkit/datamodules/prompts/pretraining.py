@@ -7,6 +7,7 @@ from typing import Any
 from rlhfkit.data.batch import TokenBatch, collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
+from rlhfkit.mesh import mesh_of
 
 
 class PretrainingText:
@@ -27,10 +28,11 @@ class PretrainingText:
             lengths=examples.lengths,
             targets=examples.targets,
             micro_batch_size=None if data.max_tokens_per_micro_batch else data.micro_batch_size,
-            max_tokens_per_micro_batch=data.max_tokens_per_micro_batch,
+            max_tokens_per_micro_batch=data.max_tokens_of_forward,
             accumulate=accumulate or 1,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            ranks_per_forward=mesh_of(trainer).forward_group_size,
             shuffle=data.shuffle,
             seed=data.seed,
             drop_last=True,

@@ -214,9 +214,10 @@ class OnPolicyModule(RewardedModule):
     def prepare(self, experience: Experience) -> Experience:
         """Complete an iteration before its first update: rewards, log-probs, values, advantages. A collective.
 
-        ``experience`` has this rank's rows of the iteration (``experience.own_rows``), at least one, and a summary of
-        all rows (``experience.summary``); a group's samples may be on several ranks. In one process, or without a
-        summary, its rows are the whole iteration. The rewards of the returned copy are those before
+        ``experience`` has this rank's rows of the iteration (``experience.own_rows``) and a summary of all rows
+        (``experience.summary``); a group's samples may be on several ranks. There is at least one row, except on ranks
+        that share micro-batches with others (``sequence_parallel_size``, ``tensor_parallel_size``). In one process, or
+        without a summary, its rows are the whole iteration. The rewards of the returned copy are those before
         :meth:`process_rewards`, for the log.
         """
         if self.kl_early_stopping is not None:

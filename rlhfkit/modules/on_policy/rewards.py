@@ -350,7 +350,7 @@ class RewardedModule(PolicyModule):
         Args:
             model: What ``compute`` calls; in eval mode meanwhile.
             compute: From a batch of b sequences of t tokens to (b, t-1), or (b, t-1, C).
-            experience: B sequences of this rank; other ranks have others, and any number from 1 on.
+            experience: B sequences of this rank, which may be none; other ranks have others.
             rows: (B,) bool, the wanted sequences, which may be none; ``None``: all.
             columns: C, if ``compute`` returns several numbers for each token.
 
@@ -371,11 +371,12 @@ class RewardedModule(PolicyModule):
                 values = compute(batch)
             results[batch_rows.to(self.device, non_blocking=True), : values.shape[1]] = values.float()
         if passes > len(batches):
-            # A sharded model gathers its weights in each forward pass, so that all ranks must run equally many.
-            shortest = experience.select(experience.lengths.argmin()[None]).to(self.device)
+            # A sharded model gathers its weights in each forward pass, and ranks with parts of the tokens or weights
+            # compute it together, so that all ranks must run equally many.
+            nothing = experience.select([]).placeholder().to(self.device)
             for _ in range(passes - len(batches)):
                 with self.trainer.precision_plugin.forward_context():
-                    compute(shortest)
+                    compute(nothing)
         model.train(training)
         return results.cpu()
 

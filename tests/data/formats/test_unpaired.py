@@ -58,9 +58,12 @@ def test_a_mismatched_pair_is_the_prompt_with_the_other_completion_cut_to_the_li
         assert examples[row].mismatched == TokenExample(wanted, [False] + [True] * (len(wanted) - 1))
 
 
-@pytest.mark.parametrize(("size", "accumulate", "ranks"), [(6, 1, 1), (2, 3, 1), (1, 3, 2), (2, 1, 3), (1, 6, 1)])
+@pytest.mark.parametrize(
+    ("size", "accumulate", "ranks", "together"),
+    [(6, 1, 1, 1), (2, 3, 1, 1), (1, 3, 2, 1), (2, 1, 3, 1), (1, 6, 1, 1), (2, 3, 2, 2), (1, 3, 4, 2)],
+)
 def test_a_step_brings_the_mismatched_pairs_of_its_answers_first_and_once(
-    size: int, accumulate: int, ranks: int
+    size: int, accumulate: int, ranks: int, together: int
 ) -> None:
     desirable = [prompt % 2 == 0 for prompt in PROMPTS]
     examples = UnpairedExamples(Answers(PROMPTS), desirable)
@@ -75,12 +78,14 @@ def test_a_step_brings_the_mismatched_pairs_of_its_answers_first_and_once(
             accumulate=accumulate,
             rank=rank,
             world_size=ranks,
+            ranks_per_forward=together,
         )
         for number, batch in enumerate(loader):
             step = number // accumulate
             assert bool(batch.mismatched) == (number % accumulate == 0)
             for part in batch.mismatched:
                 kept = part.loss_mask.any(-1)
+                assert kept.any() or together == 1 or part.input_ids.shape == (1, 2)
                 steps[step] += [tuple(row[row > 0].tolist()) for row in part.input_ids[kept]]
             if batch.mismatched:  # equally many forward passes on every rank
                 assert len(batch.mismatched) == min(accumulate, len(loader) - number)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -37,22 +38,27 @@ def windows(batches: list[list[TokenBatch]], accumulate: int) -> list[list[Token
     return [[batch for share in batches for batch in share[start : start + accumulate]] for start in steps]
 
 
+def of_each(members: list[Any], size: int) -> list[list[Any]]:
+    """What the ranks have that share micro-batches."""
+    return [members[first : first + size] for first in range(0, len(members), size)]
+
+
 @given(
     count=st.integers(1, 40),
     micro=st.integers(1, 4),
     accumulate=st.integers(1, 4),
-    world=st.integers(1, 4),
+    data=st.integers(1, 4),
+    together=st.sampled_from([1, 1, 2, 4]),
     epoch=st.integers(0, 3),
 )
 def test_all_ranks_yield_equally_many_batches_and_every_example_once(
-    count: int, micro: int, accumulate: int, world: int, epoch: int
+    count: int, micro: int, accumulate: int, data: int, together: int, epoch: int
 ) -> None:
-    examples = make_examples(count)
+    examples, world = make_examples(count), data * together
+    options = {"micro_batch_size": micro, "accumulate": accumulate, "epoch": lambda: epoch}
     shares = []
     for rank in range(world):
-        one = loader(
-            examples, micro_batch_size=micro, accumulate=accumulate, rank=rank, world_size=world, epoch=lambda: epoch
-        )
+        one = loader(examples, rank=rank, world_size=world, ranks_per_forward=together, **options)
         shares.append(list(one))
         assert len(shares[-1]) == len(one)
     seen = [
@@ -65,7 +71,15 @@ def test_all_ranks_yield_equally_many_batches_and_every_example_once(
         seen.remove(sequence)  # what is left over only fills up ranks that have nothing to do
     trained = sum(int(batch.loss_mask.sum()) for batch in itertools.chain(*shares))
     assert trained == sum(example.targets for example in examples)
-    assert len(seen) < world
+    assert len(seen) < world if together == 1 else all(len(row) == 2 for row in seen)
+    # Each optimizer step and micro-batch of the ranks that share it has the examples that it has without sharing.
+    alone = loader(examples, world_size=data, **options)
+    shared = loader(examples, world_size=world, ranks_per_forward=together, **options)
+    for (totals, bins), (own_totals, parts) in zip(alone.steps(epoch), shared.steps(epoch), strict=True):
+        joined = [sorted(itertools.chain(*part)) for part in of_each(parts, together)]
+        assert joined == bins
+        assert own_totals[:2] == totals[:2]
+        assert own_totals.micro_batches == accumulate * world
 
 
 @given(count=st.integers(1, 40), micro=st.integers(1, 4), accumulate=st.integers(1, 4), world=st.integers(1, 4))
@@ -97,13 +111,11 @@ class Model(nn.Module):
         return -logprobs.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
 
 
-def step_gradients(micro: int, accumulate: int, world: int, mode: str) -> list[torch.Tensor]:
+def step_gradients(micro: int, accumulate: int, world: int, mode: str, together: int = 1) -> list[torch.Tensor]:
     """Gradients of all steps of an epoch, with the divisions that Lightning and data-parallel averaging do."""
     examples = make_examples(29, seed=2)
-    shares = [
-        list(loader(examples, micro_batch_size=micro, accumulate=accumulate, rank=rank, world_size=world))
-        for rank in range(world)
-    ]
+    options = {"micro_batch_size": micro, "accumulate": accumulate, "world_size": world, "ranks_per_forward": together}
+    shares = [list(loader(examples, rank=rank, **options)) for rank in range(world)]
     gradients = []
     for step in windows(shares, accumulate):
         model = Model()
@@ -116,13 +128,19 @@ def step_gradients(micro: int, accumulate: int, world: int, mode: str) -> list[t
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "sequence-mean-token-mean"])
-@pytest.mark.parametrize(("micro", "accumulate", "world"), [(1, 8, 1), (2, 4, 1), (4, 1, 2), (2, 2, 2), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("micro", "accumulate", "world", "together"),
+    [
+        *[(1, 8, 1, 1), (2, 4, 1, 1), (4, 1, 2, 1), (2, 2, 2, 1), (1, 2, 4, 1)],
+        *[(8, 1, 2, 2), (2, 2, 4, 2), (1, 4, 4, 2), (1, 8, 4, 4)],
+    ],
+)
 def test_gradient_of_a_step_does_not_depend_on_how_it_is_split(
-    micro: int, accumulate: int, world: int, mode: str
+    micro: int, accumulate: int, world: int, together: int, mode: str
 ) -> None:
     """29 examples in steps of 8: the last step has 5, whose micro-batches are fewer and some ranks' empty."""
     expected = step_gradients(8, 1, 1, mode)
-    found = step_gradients(micro, accumulate, world, mode)
+    found = step_gradients(micro, accumulate, world, mode, together)
     assert len(found) == len(expected) == 4
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
@@ -131,14 +149,18 @@ def test_gradient_of_a_step_does_not_depend_on_how_it_is_split(
 @pytest.mark.parametrize("mode", ["token-mean", "sequence-mean-token-mean"])
 @pytest.mark.parametrize("budget", [12, 16])
 def test_with_a_token_budget_a_step_does_not_depend_on_the_ranks(budget: int, mode: str) -> None:
-    """4 micro-batches a step: of one rank, of two ranks, of four; the totals are those of the bins in the step."""
+    """4 micro-batches a step: of one rank, of two, of four, of two groups; the totals are those of the bins in it."""
     examples = make_examples(29, seed=2)
     found = []
-    for accumulate, world in [(4, 1), (2, 2), (1, 4)]:
+    for accumulate, world, together in [(4, 1, 1), (2, 2, 1), (1, 4, 1), (4, 2, 2), (2, 4, 2), (1, 12, 3)]:
         options = {"max_tokens_per_micro_batch": budget, "accumulate": accumulate, "world_size": world}
-        shares = [list(loader(examples, rank=rank, **options)) for rank in range(world)]
+        shares = [list(loader(examples, rank=rank, ranks_per_forward=together, **options)) for rank in range(world)]
         assert len({len(share) for share in shares}) == 1
-        assert all(int(batch.attention_mask.sum()) <= budget for share in shares for batch in share)
+        for members in of_each(shares, together):
+            for parts in zip(*members, strict=True):
+                fillers = [part for part in parts if part.input_ids.shape == (1, 2) and not part.loss_mask.any()]
+                assert sum(int(part.attention_mask.sum()) for part in parts) <= budget + 2 * len(fillers)
+                assert together > 1 or not fillers
         trained = sum(int(batch.loss_mask.sum()) for share in shares for batch in share)
         assert trained == sum(example.targets for example in examples)
         gradients = []
@@ -248,6 +270,19 @@ def test_resuming_with_other_sizes_inside_an_epoch_is_an_error_and_at_its_end_is
     assert len(list(other)) == len(other)
 
 
+def test_a_step_among_other_ranks_is_refused_inside_an_epoch_and_states_of_before_the_mesh_are_known() -> None:
+    examples, options = make_examples(29), {"micro_batch_size": 2, "world_size": 4}
+    saved, other = loader(examples, **options), loader(examples, ranks_per_forward=2, **options)
+    next(iter(saved))
+    with pytest.raises(ValueError, match="ranks_per_forward was 1 and is 2"):
+        other.load_state_dict(saved.state_dict())
+    state = saved.state_dict()
+    del state["ranks_per_forward"]
+    loader(examples, **options).load_state_dict(state)
+    with pytest.raises(ValueError, match="ranks_per_forward was 1 and is 2"):
+        other.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -256,6 +291,7 @@ def test_resuming_with_other_sizes_inside_an_epoch_is_an_error_and_at_its_end_is
         ({"micro_batch_size": 1, "max_tokens_per_micro_batch": 9}, "got micro_batch_size=1 and"),
         ({"max_tokens_per_micro_batch": 3}, "does not fit into 3"),
         ({"micro_batch_size": 1, "rank": 2, "world_size": 2}, "at least 0 and at most 1, got 2"),
+        ({"micro_batch_size": 1, "world_size": 4, "ranks_per_forward": 3}, "must divide world_size 4, got 3"),
     ],
 )
 def test_sizes_out_of_range_are_rejected(options: dict[str, int], message: str) -> None:

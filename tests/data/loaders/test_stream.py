@@ -42,19 +42,27 @@ def test_epochs_go_on_where_the_last_one_ended_and_nothing_is_lost() -> None:
     assert sorted(seen[:4]) == [0, 3, 6, 9]  # a step is the next window
 
 
-@pytest.mark.parametrize(("accumulate", "world"), [(4, 1), (2, 2), (1, 4)])
-def test_a_step_is_the_same_on_any_number_of_ranks(accumulate: int, world: int) -> None:
-    shares = [list(loader(micro_batch_size=2, accumulate=accumulate, world_size=world, rank=r)) for r in range(world)]
+@pytest.mark.parametrize(
+    ("accumulate", "world", "together"), [(4, 1, 1), (2, 2, 1), (1, 4, 1), (4, 2, 2), (2, 4, 2), (2, 8, 4)]
+)
+def test_a_step_is_the_same_on_any_number_of_ranks(accumulate: int, world: int, together: int) -> None:
+    options = {"micro_batch_size": 2, "accumulate": accumulate, "world_size": world, "ranks_per_forward": together}
+    shares = [list(loader(rank=rank, **options)) for rank in range(world)]
     for step in range(3):
         batches = [batch for share in shares for batch in share[step * accumulate : (step + 1) * accumulate]]
+        fillers = [batch for batch in batches if not batch.loss_mask.any()]  # each example has a target
+        assert all(batch.input_ids.shape == (1, 2) for batch in fillers)
+        assert together > 1 or not fillers
         whole = collate_tokens([example(3 * (8 * step + i)) for i in range(8)])
-        assert sorted(n for batch in batches for n in batch.input_ids[:, 0].tolist()) == whole.input_ids[:, 0].tolist()
+        seen = sorted(n for batch in batches if batch.loss_mask.any() for n in batch.input_ids[:, 0].tolist())
+        assert seen == whole.input_ids[:, 0].tolist()
         for batch in batches:
             assert batch.step_tokens == int(whole.loss_mask.sum())
             assert batch.step_sequences == 8
             assert batch.step_micro_batches == accumulate * world
-        tokens = [int(batch.attention_mask.sum()) for batch in batches]
-        assert max(tokens) - min(tokens) <= 9
+        if together == 1:
+            tokens = [int(batch.attention_mask.sum()) for batch in batches]
+            assert max(tokens) - min(tokens) <= 9
 
 
 @pytest.mark.parametrize("stop", range(1, 13))
@@ -79,6 +87,8 @@ def test_other_sizes_can_go_on_at_the_end_of_an_epoch_only() -> None:
     next(running)
     with pytest.raises(ValueError, match="accumulate was 2 and is 1"):
         other.load_state_dict(stopped.state_dict())
+    with pytest.raises(ValueError, match="world_size was 1 and is 2, ranks_per_forward was 1 and is 2"):
+        loader(world_size=2, ranks_per_forward=2).load_state_dict(stopped.state_dict())
     list(running)
     other.load_state_dict(stopped.state_dict())
     assert numbers(other)[0][0] == 36
