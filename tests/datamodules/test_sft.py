@@ -308,12 +308,12 @@ def test_stopped_and_resumed_run_trains_on_the_same_rows(tmp_path: Path, step: i
 def test_a_row_may_be_as_long_as_the_ranks_that_divide_it_have_room_for() -> None:
     options = {"tokenizer": tiny_tokenizer(), "max_length": 20, "max_tokens_per_micro_batch": 10}
     data = SFTDataModule([{"text": "a" * 19}], **options)
-    with pytest.raises(ValueError, match="at least max_length 20, so that each sequence fits, got 10$"):
+    with pytest.raises(ValueError, match=r"at least max_length 20, so that each sequence fits, got 10$"):
         data.setup("fit")
     trainer = L.Trainer(accelerator="cpu", logger=False)
     data.trainer = trainer
     trainer.strategy.mesh = Mesh(0, 4, tensor=4)  # all of them compute all tokens
-    with pytest.raises(ValueError, match="got 10$"):
+    with pytest.raises(ValueError, match=r"got 10$"):
         data.prepare_data()
     trainer.strategy.mesh = Mesh(0, 2, sequence=2)
     data.setup("fit")
