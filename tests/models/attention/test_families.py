@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM
 
@@ -43,6 +45,11 @@ def test_a_shrunken_configuration_keeps_what_decides_attention() -> None:
     assert tiny.sliding_window < 5 < config.sliding_window
 
 
+UNHEARD_UNTIL_5_19 = pytest.mark.skipif(
+    Version(transformers.__version__) >= Version("5.20"), reason="Moshi of newer Transformers can be packed"
+)
+
+
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
@@ -50,7 +57,7 @@ def test_a_shrunken_configuration_keeps_what_decides_attention() -> None:
         ("gpt_oss", "away from what they are alone"),  # sinks
         ("llama4_text", "away from what they are alone"),  # chunks
         ("recurrent_gemma", "away from what they are alone"),
-        ("moshi", "none of its layers reads"),
+        pytest.param("moshi", "none of its layers reads", marks=UNHEARD_UNTIL_5_19),
         ("bloom", "does not go through Transformers' attention interface"),
         ("mamba", "does not go through Transformers' attention interface"),
     ],
@@ -66,7 +73,9 @@ def test_what_would_be_wrong_is_not_packed_and_the_reason_is_named(model_type: s
 
 def test_the_attention_of_an_unpacked_model_keeps_soft_caps() -> None:
     """Transformers takes ``sdpa`` for Gemma 2 unless told, which has none."""
-    assert exact_attention(meta(Gemma2Config(num_hidden_layers=2))) == "eager"
+    gemma = meta(Gemma2Config(num_hidden_layers=2))
+    # Transformers 5.23 takes ``eager`` by itself.
+    assert (exact_attention(gemma) or gemma.config._attn_implementation) == "eager"
     assert exact_attention(meta(LlamaConfig(num_hidden_layers=2))) is None
 
 
