@@ -38,6 +38,7 @@ from rlhfkit.strategies.deepspeed.engines import (
     require_unmanaged_accumulation,
 )
 from rlhfkit.strategies.deepspeed.gradients import discard_gradients, gradient_norm, set_clipping
+from rlhfkit.strategies.deepspeed.loss_scale import loss_scale
 from rlhfkit.strategies.deepspeed.precision import EnginePrecision
 from rlhfkit.strategies.deepspeed.synchronized_steps import StepOutcome, SynchronizedSteps
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict, hugging_face_sharding, unshard
@@ -387,6 +388,11 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
                 module.log(f"grad_norm/{name}", self.gradient_norms[name])
         if not module.trainer.barebones:
             module.log("skipped_updates", float(self.skipped_updates))
+            half = {name: engine for name, engine in optimizer.engines.items() if engine.fp16_enabled()}
+            if half:
+                module.log("rescaled_updates", float(self.rescaled_updates))
+            for name, engine in half.items():
+                module.log(f"loss_scale/{name}", loss_scale(engine))
         optimizer.mark_stepped()
         return result
 

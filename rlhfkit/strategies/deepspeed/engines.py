@@ -14,7 +14,8 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlhfkit.strategies.deepspeed.gradients import set_clipping, stage_0_loss_scale, undo_initial_step
+from rlhfkit.strategies.deepspeed.gradients import set_clipping, undo_initial_step
+from rlhfkit.strategies.deepspeed.loss_scale import scaled_for_autograd, scaled_for_engine
 from rlhfkit.strategies.deepspeed.param_groups import groups_by_child
 
 if TYPE_CHECKING:
@@ -247,9 +248,11 @@ def engines_of(loss: Tensor) -> set[str]:
 def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **kwargs: Any) -> list[str]:
     """Back-propagate a scalar loss through all engines that it depends on; return their names.
 
+    In fp16 each engine has a loss scale of its own. A loss that depends on several engines then takes one backward pass
+    for each, with the loss multiplied by its scale, through what lies between its parameters and the loss only.
+
     Raises:
         RuntimeError: If the loss does not depend on an engine.
-        MisconfigurationException: If it depends on several engines under fp16, where each has its own loss scale.
     """
     names = sorted(engines_of(loss) & set(engines))
     if not names:
@@ -260,14 +263,12 @@ def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **k
         )
     if len(names) == 1:
         engine = engines[names[0]]
-        engine.backward(loss * (stage_0_loss_scale(engine) or 1.0), **kwargs)
+        engine.backward(scaled_for_engine(engine, loss), **kwargs)
         return names
     taking_part = [engines[name] for name in names]
     if any(engine.fp16_enabled() for engine in taking_part):
-        raise MisconfigurationException(
-            f"One loss spans the engines {names}, but with fp16 each engine has its own loss scale. Use bf16 or fp32,"
-            " or manual optimization with one manual_backward per engine."
-        )
+        _backward_one_by_one(taking_part, loss, **kwargs)
+        return names
     # DeepSpeed 0.19.8 supports a plain `loss.backward()` from ZeRO 1 on, but not at stage 0. This does what its
     # `engine.backward` does around autograd, for several engines at once and at every stage.
     with ExitStack() as stack:
@@ -277,6 +278,19 @@ def backward_through(engines: Mapping[str, "DeepSpeedEngine"], loss: Tensor, **k
         for engine in taking_part:
             engine._backward_epilogue()
     return names
+
+
+def _backward_one_by_one(
+    engines: Sequence["DeepSpeedEngine"], loss: Tensor, *, retain_graph: bool = False, **kwargs: Any
+) -> None:
+    """Back-propagate a loss through one engine after the other, each time multiplied by the engine's loss scale."""
+    for engine in engines:
+        own = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        keep = retain_graph or engine is not engines[-1]
+        with _running_backward(engine):
+            scaled = cast(Any, scaled_for_autograd(engine, loss))  # torch 2.13 does not type backward
+            scaled.backward(inputs=own, retain_graph=keep, **kwargs)
+            engine._backward_epilogue()
 
 
 @contextmanager

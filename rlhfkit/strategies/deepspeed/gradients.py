@@ -53,19 +53,7 @@ def _clip_and_measure(engine: "DeepSpeedEngine", norm: float) -> None:
 def gradient_norm(engine: "DeepSpeedEngine") -> float:
     """Return the norm of the last step's gradient before clipping; NaN if DeepSpeed does not know it."""
     norm: Any = engine.get_global_grad_norm()
-    if norm is None:
-        return math.nan
-    return float(norm) / (stage_0_loss_scale(engine) or 1.0)
-
-
-def stage_0_loss_scale(engine: "DeepSpeedEngine") -> float | None:
-    """Return the loss scale of an fp16 engine at stage 0, else ``None``.
-
-    At stage 0, deepspeed 0.19.8 only divides gradients by it; from stage 1 on it also scales losses and unscales norms.
-    """
-    if engine.fp16_enabled() and not engine.zero_optimization():
-        return float(engine.optimizer.loss_scale_config.cur_scale)
-    return None
+    return math.nan if norm is None else float(norm)
 
 
 def discard_gradients(engine: "DeepSpeedEngine") -> None:

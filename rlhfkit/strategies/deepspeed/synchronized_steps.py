@@ -1,6 +1,6 @@
 """Step all engines of an optimizer or none: a loss or gradient that is not finite on any rank skips the update."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.distributed import all_reduce
+from rlhfkit.strategies.deepspeed import loss_scale
 from rlhfkit.strategies.deepspeed.gradients import discard_gradients
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ class GradientNormTracker:
 
     The sum over all micro-batches is an upper bound of the norm that the optimizer sees (triangle inequality). If its
     square is a finite float32, no average over micro-batches and ranks and no norm that DeepSpeed computes can
-    overflow, so that no engine skips a step on its own.
+    overflow, so that no engine skips a step on its own. In fp16 that takes a second bound: the sum of the largest
+    elements, below which no sum over micro-batches and ranks leaves the range of fp16.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, half: bool = False) -> None:
         self._device = device
+        self._half = half
         parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
         self._handles = [p.register_hook(self._add_norm) for p in parameters]  # torch 2.13 does not type it
         self.reset()
@@ -42,22 +45,31 @@ class GradientNormTracker:
     def reset(self) -> None:
         """Begin a new accumulation window."""
         self._norms: list[Tensor] = []
+        self._maxima: list[Tensor] = []
+        self._largest = torch.zeros((), dtype=torch.float32, device=self._device)
         self._gradients = torch.zeros((), dtype=torch.float32, device=self._device)
         self._losses = torch.zeros((), dtype=torch.float32, device=self._device)
 
     def _add_norm(self, gradient: Tensor) -> None:
         self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+        if self._half:
+            self._maxima.append(torch.linalg.vector_norm(gradient.detach(), torch.inf, dtype=torch.float32))
 
     def after_backward(self, loss: Tensor) -> None:
         """Add the gradients of one backward pass and the absolute value of ``loss``."""
         if self._norms:
             self._gradients += torch.stack(self._norms).sum()
-        self._norms = []
+        if self._maxima:
+            self._largest += torch.stack(self._maxima).max()
+        self._norms, self._maxima = [], []
         self._losses += loss.detach().float().abs()
 
     def totals(self) -> Tensor:
-        """(2,) float32: sum of absolute losses and squared sum of gradient norms, since the last reset."""
-        return torch.stack([self._losses, self._gradients.square()])
+        """(3,) float32, since the last reset.
+
+        The sum of absolute losses, the squared sum of gradient norms, and in fp16 the sum of largest gradients.
+        """
+        return torch.stack([self._losses, self._gradients.square(), self._largest])
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -75,7 +87,10 @@ class SynchronizedSteps:
     def __init__(self, engines: Mapping[str, "DeepSpeedEngine"], device: torch.device) -> None:
         self._to_skip: set[str] = set()  # in the next step
         self._skipped: set[str] = set()  # in the last step
-        self._trackers = {name: GradientNormTracker(engine.module, device) for name, engine in engines.items()}
+        self._trackers = {
+            name: GradientNormTracker(engine.module, device, half=engine.fp16_enabled())
+            for name, engine in engines.items()
+        }
 
     def after_backward(self, names: Iterable[str], loss: Tensor) -> None:
         """Record a backward pass of ``loss`` through the named engines."""
@@ -83,9 +98,10 @@ class SynchronizedSteps:
             self._trackers[name].after_backward(loss)
 
     def step(self, engines: Mapping[str, "DeepSpeedEngine"]) -> StepOutcome:
-        """Step these engines, or drop the gradients of all. A collective: one sum of two numbers per engine.
+        """Step these engines, or drop the gradients of all. A collective: one sum of three numbers per engine.
 
-        Under fp16 with a dynamic loss scale, an overflow is not an error as long as DeepSpeed can lower the scale.
+        Under fp16 with a dynamic loss scale, an overflow is not an error as long as the scale can fall: it falls in the
+        engines whose gradients overflowed, and no engine steps.
         """
         self._skipped = self._to_skip & set(engines)
         self._to_skip -= self._skipped
@@ -94,14 +110,13 @@ class SynchronizedSteps:
             return StepOutcome.STEPPED
         losses, gradients = self._finite(list(engines))
         if all(losses.values()) and all(gradients.values()):
-            for engine in engines.values():
-                engine.step()
-            outcome = StepOutcome.STEPPED
+            outcome = _step_all(list(engines.values()))
         else:
-            to_rescale = {n for n in engines if losses[n] and not gradients[n] and loss_scale_can_fall(engines[n])}
+            can_fall = {name for name, engine in engines.items() if loss_scale.loss_scale_can_fall(engine)}
+            to_rescale = {name for name in can_fall if losses[name] and not gradients[name]}
             for name, engine in engines.items():
                 if name in to_rescale:
-                    engine.step()  # DeepSpeed sees the overflow too: it drops the gradients and lowers the scale
+                    loss_scale.lower_loss_scale(engine)
                 else:
                     discard_gradients(engine)
             explained = all(losses.values()) and to_rescale == {name for name in engines if not gradients[name]}
@@ -122,7 +137,11 @@ class SynchronizedSteps:
         """Whether the losses, and the gradients, of each engine were finite on all ranks. A collective."""
         totals = torch.stack([self._trackers[name].totals() for name in names])
         all_reduce(totals)
-        losses, gradients = torch.isfinite(totals).T.tolist()
+        if len(names) == 1:
+            totals[:, 2] = 0  # DeepSpeed sees the sums themselves; a single engine has no other to wait for
+        totals[:, 2] = torch.where(totals[:, 2] <= loss_scale.LARGEST_HALF, 0.0, torch.inf)
+        losses, norms, largest = torch.isfinite(totals).T.tolist()
+        gradients = [norm and element for norm, element in zip(norms, largest, strict=True)]
         return dict(zip(names, losses, strict=True)), dict(zip(names, gradients, strict=True))
 
     def reset(self, name: str) -> None:
@@ -135,12 +154,12 @@ class SynchronizedSteps:
             tracker.remove()
 
 
-def loss_scale_can_fall(engine: "DeepSpeedEngine") -> bool:
-    """Whether the engine trains in fp16 with a dynamic loss scale above its minimum."""
-    if not engine.fp16_enabled():
-        return False
-    if hasattr(engine.optimizer, "loss_scaler"):  # ZeRO 1 to 3
-        scaler = engine.optimizer.loss_scaler
-        return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
-    scale = engine.optimizer.loss_scale_config
-    return bool(scale.dynamic_loss_scale and scale.cur_scale > scale.min_loss_scale)
+def _step_all(engines: Sequence["DeepSpeedEngine"]) -> StepOutcome:
+    """Step engines whose gradients are finite on all ranks; only the fp16 sum of a single one can still overflow."""
+    for number, engine in enumerate(engines):
+        can_fall = loss_scale.loss_scale_can_fall(engine)
+        if loss_scale.step(engine):
+            for waiting in engines[number + 1 :]:
+                discard_gradients(waiting)
+            return StepOutcome.RESCALED if can_fall else StepOutcome.SKIPPED
+    return StepOutcome.STEPPED
