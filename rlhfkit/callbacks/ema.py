@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.distributed import full_shape, is_sharded, local_shard
+from rlhfkit.mesh import mesh_of
 from rlhfkit.protocols import STATES_OF_RANKS, RLHFStrategy, callbacks_of
 from rlhfkit.validation import check_integer, check_number
 
@@ -29,7 +30,8 @@ class EMA(L.Callback):
     After n averaged updates the average is ``Σ_k d^(n-k) w_k / Σ_k d^(n-k)``, k = 1 .. n: bias-corrected like Adam's
     moments, without the weights before training. Under ``RLHFDeepSpeedStrategy`` each rank averages and saves its own
     shard, 4 bytes per parameter divided by the number of ranks; under other strategies every rank averages everything.
-    Checkpoints contain the average, and resuming is bitwise; another number of ranks resumes with the same average.
+    Checkpoints contain the average, and resuming is bitwise; another number of ranks resumes with the same average,
+    except with tensor parallelism, where each rank averages its part of every weight.
 
     Example::
 
@@ -75,6 +77,7 @@ class EMA(L.Callback):
         self._average: dict[str, Tensor] = {}
         self._step = 0  # the latest optimizer step that was seen
         self._per_rank = False
+        self._in_slices = False  # weights that are whole on every rank are averaged in slices
         self._saved_ranks: Sequence[Mapping[str, Tensor]] | None = None  # averages of a checkpoint of other ranks
         self._swapped = ExitStack()
 
@@ -96,6 +99,8 @@ class EMA(L.Callback):
         """Start the average, or check that a checkpoint's average fits the weights."""
         # RLHFDeepSpeedStrategy writes the callbacks of each rank, others those of rank 0, which then needs everything.
         self._per_rank = isinstance(trainer.strategy, RLHFStrategy)
+        # With tensor parallelism ranks have different parts of a weight, of which each averages its own.
+        self._in_slices = self._per_rank and mesh_of(trainer).tensor == 1
         shares = {name: self._share(parameter) for name, parameter in self._parameters(pl_module).items()}
         self._step = trainer.global_step
         saved, self._saved_ranks = self._saved_ranks, None
@@ -103,6 +108,11 @@ class EMA(L.Callback):
             self._average = {name: share.to(self.device, torch.float32, copy=True) for name, share in shares.items()}
             return
         if saved is not None and self._per_rank:
+            if not self._in_slices:
+                raise ValueError(
+                    "the checkpoint's EMA was saved by another number of ranks, for which averages of weights that "
+                    "are divided by tensor_parallel_size are not split again: resume with the same ranks"
+                )
             self._average = self._share_anew(saved, self._parameters(pl_module), shares)
         sizes = {name: share.numel() for name, share in shares.items()}
         if sizes != {name: average.numel() for name, average in self._average.items()}:
@@ -154,7 +164,7 @@ class EMA(L.Callback):
 
     def _slice(self, flat: Tensor) -> tuple[int, int]:
         """Elements of an unsharded parameter per rank, and the index of this rank's part."""
-        if not self._per_rank:
+        if not self._in_slices:
             return flat.numel(), 0
         return math.ceil(flat.numel() / dist.get_world_size()), dist.get_rank()
 
@@ -186,7 +196,7 @@ class EMA(L.Callback):
         for name, parameter in parameters.items():
             share = self._share(parameter)
             share.copy_(shares[name])
-            if self._per_rank and not is_sharded(parameter):
+            if self._in_slices and not is_sharded(parameter):
                 self._gather_slices(parameter.data.view(-1), share)
         # At ZeRO 3, small parameters are whole on every rank.
         whole: list[Any] = [p for p in parameters.values() if is_sharded(p)]

@@ -140,7 +140,8 @@ class ExperienceLoader(Generic[T]):
             raise ValueError(
                 f"the checkpoint was saved inside an iteration of {state['length']} micro-batches per rank, this run "
                 f"has {self._multiples}: resume with the same batch sizes, number of updates, "
-                "accumulate_grad_batches and ranks, or from a checkpoint of the end of an iteration"
+                "accumulate_grad_batches, ranks and ranks per forward pass (sequence_parallel_size, "
+                "tensor_parallel_size), or from a checkpoint of the end of an iteration"
             )
         if remaining:
             self._set_length(state["length"])

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.packing import packed_tokens, padded_tokens, split_groups_by_tokens
+from rlhfkit.data.packing import split_groups_by_tokens
 from rlhfkit.data.token_cap import PackedForward, PaddedForward, capped_batches
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import all_reduce, cpu_group
+from rlhfkit.distributed import all_reduce, cpu_group, get_rank, get_world_size
 from rlhfkit.losses import (
     KLEstimator,
     RewardMoments,
@@ -23,7 +23,9 @@ from rlhfkit.losses import (
     stop_properly_penalty,
     token_rewards,
 )
+from rlhfkit.mesh import Mesh, forward_group_of
 from rlhfkit.models import load_scalar_model, load_tokenizer, packs_batches, policy_output, reward_output
+from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.arguments import options
 from rlhfkit.modules.base import PolicyModule, freeze
 from rlhfkit.modules.on_policy.kl_control import KLControl
@@ -83,8 +85,9 @@ class RewardedModule(PolicyModule):
         mask_truncated: Learn nothing from answers that the length limit cut off (overlong filtering, DAPO: Yu et al.,
             2025, arXiv:2503.14476, section 3.4). Baselines still include their rewards; means of losses are over the
             other tokens.
-        max_tokens_per_forward: Tokens per forward pass of policy, critic, reference, teacher or reward model over an
-            iteration, without gradient (OpenRLHF's default is 16192); a longer sequence is computed alone.
+        max_tokens_per_forward: Tokens that a rank computes in a forward pass of policy, critic, reference, teacher or
+            reward model over an iteration, without gradient (OpenRLHF's default is 16192); a longer sequence is
+            computed alone, with ``sequence_parallel_size`` by all ranks that share it.
         kl_coef: Weight of the KL penalty; 0 (TRL's default) loads no reference model.
         kl_estimator: ``k1``, ``k2`` or ``k3``; ``None``: k1 in the reward (InstructGPT), k3 in the loss (GRPO). In the
             loss k1 has a gradient of mean 0 and is refused, except with the ratio as its weight
@@ -359,50 +362,66 @@ class RewardedModule(PolicyModule):
         """
         last = () if columns is None else (columns,)
         results = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
-        batches = self._forward_batches(model, experience, rows)
-        passes = int(all_reduce(torch.tensor(len(batches)), "max", group=cpu_group()))
-        if not passes:
+        turns = self._forward_turns(model, experience, rows)
+        if not turns:
             return results.cpu()
+        nothing = experience.select([]).placeholder().to(self.device)
         training = model.training
         model.eval()
-        for batch_rows in batches:
-            batch = experience.select(batch_rows).to(self.device)
+        for batch_rows in turns:
+            batch = nothing if batch_rows is None else experience.select(batch_rows).to(self.device)
             with self.trainer.precision_plugin.forward_context():
                 values = compute(batch)
-            results[batch_rows.to(self.device, non_blocking=True), : values.shape[1]] = values.float()
-        if passes > len(batches):
-            # A sharded model gathers its weights in each forward pass, and ranks with parts of the tokens or weights
-            # compute it together, so that all ranks must run equally many.
-            nothing = experience.select([]).placeholder().to(self.device)
-            for _ in range(passes - len(batches)):
-                with self.trainer.precision_plugin.forward_context():
-                    compute(nothing)
+            if batch_rows is not None:
+                results[batch_rows.to(self.device, non_blocking=True), : values.shape[1]] = values.float()
         model.train(training)
         return results.cpu()
 
-    def _forward_batches(self, model: nn.Module, experience: Experience, rows: Tensor | None) -> list[Tensor]:
-        """Divide the wanted rows into batches of at most ``max_tokens_per_forward`` tokens, as their indices.
+    def _forward_turns(self, model: nn.Module, experience: Experience, rows: Tensor | None) -> list[Tensor | None]:
+        """The rows of each forward pass, ``None`` for one in which only other ranks have some. A collective.
 
-        A longer sequence is a batch of its own.
+        A sharded model gathers its weights in each pass, so that all ranks run equally many. Ranks that compute their
+        passes together have a turn each for batches that are longer than a rank's share: a long sequence then is the
+        only one.
+        """
+        group = forward_group_of(unwrap(model))
+        mesh = Mesh(get_rank(), get_world_size()) if group is None else group.mesh
+        # The batches of all members are computed at once, and each rank computes its part of all their tokens.
+        limit = max(self.max_tokens_per_forward // mesh.tensor, 1)
+        batches, long = self._forward_batches(model, experience, rows, limit)
+        counts = torch.zeros(mesh.world_size, 2, dtype=torch.int64)
+        if mesh.forward_group_size == 1:
+            long = 0
+        counts[mesh.rank] = torch.tensor([long, len(batches) - long])
+        counts = all_reduce(counts, group=cpu_group())
+        of_groups = counts[:, 0].view(mesh.data, mesh.forward_group_size)
+        before, slots = int(of_groups[mesh.data_rank, : mesh.member].sum()), int(of_groups.sum(-1).max())
+        turns: list[Tensor | None] = [None] * (slots + int(counts[:, 1].max()))
+        turns[before : before + long] = batches[:long]
+        turns[slots : slots + len(batches) - long] = batches[long:]
+        return turns
+
+    def _forward_batches(
+        self, model: nn.Module, experience: Experience, rows: Tensor | None, limit: int
+    ) -> tuple[list[Tensor], int]:
+        """Divide the wanted rows into batches of at most ``limit`` tokens, as their indices.
+
+        A longer sequence is a batch of its own; these come first. Also returns how many of them there are.
         """
         wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
         if not len(wanted):
-            return []
+            return [], 0
         lengths, prompts, groups = (
             column[wanted].tolist() for column in (experience.lengths, experience.prompt_lengths, experience.group)
         )
-        number = min(math.ceil(sum(lengths) / self.max_tokens_per_forward), len(wanted))
+        number = min(math.ceil(sum(lengths) / limit), len(wanted))
         bins = split_groups_by_tokens(
             range(len(wanted)), number, lengths=lengths, prompts=prompts, groups=groups, ranks=1
         )
-        packed, limit = packs_batches(model), self.max_tokens_per_forward
-        if any(
-            (packed_tokens(each, lengths, prompts, groups) if packed else padded_tokens(each, lengths)) > limit
-            for each in bins
-        ):
-            forward = PackedForward(lengths, prompts, groups) if packed else PaddedForward(lengths)
+        forward = PackedForward(lengths, prompts, groups) if packs_batches(model) else PaddedForward(lengths)
+        if any(forward.tokens(each) > limit for each in bins):
             bins = capped_batches(forward, range(len(wanted)), limit)
-        return [wanted[chosen] for chosen in bins]
+        return [wanted[chosen] for chosen in bins], sum(forward.tokens(each) > limit for each in bins)
 
     # ------------------------------------------------------------------ checkpoints
 

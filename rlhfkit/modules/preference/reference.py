@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.distributed import all_reduce, full_parameters, get_world_size, is_sharded
+from rlhfkit.mesh import Mesh, forward_group_of
 from rlhfkit.models import has_adapter, load_causal_lm, unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule, freeze
@@ -216,23 +217,28 @@ def compute_reference(
 ) -> Tensor:
     """Log-probs of all answers of N pairs under a model, each rank computing its share. A collective.
 
-    ``max_tokens`` is the number of tokens per forward pass. Returns (N, 2) float32 on the CPU, chosen and rejected, the
-    same on every rank.
+    ``max_tokens`` is the number of tokens per rank and forward pass. Returns (N, 2) float32 on the CPU, chosen and
+    rejected, the same on every rank.
     """
     from tqdm.auto import tqdm
 
-    device, world, rank = trainer.strategy.root_device, trainer.world_size, trainer.global_rank
+    device, group = trainer.strategy.root_device, forward_group_of(unwrap(model))
+    mesh = Mesh(trainer.global_rank, trainer.world_size) if group is None else group.mesh
     total = torch.zeros(len(examples), 2, device=device)
-    batches = token_batches(examples.lengths, max_tokens)
+    batches = token_batches(examples.lengths, max_tokens * mesh.sequence)
     training = model.training
     model.eval()
-    for first in tqdm(range(0, len(batches), world), desc="Reference log-probs", disable=rank > 0, leave=False):
-        # Every rank runs equally many forward passes: a sharded model gathers its weights in each.
-        rows = batches[min(first + rank, len(batches) - 1)]
-        batch: PreferenceBatch = collate_preferences([examples[row] for row in rows]).to(device)
+    turns = range(0, len(batches), mesh.data)
+    for first in tqdm(turns, desc="Reference log-probs", disable=mesh.rank > 0, leave=False):
+        # Every rank runs equally many forward passes: a sharded model gathers its weights in each. Of ranks that
+        # compute them together one brings the rows, the others two tokens.
+        number = min(first + mesh.data_rank, len(batches) - 1)
+        rows = batches[number] if mesh.member == 0 else batches[-1][-1:]
+        batch: PreferenceBatch = collate_preferences([examples[row] for row in rows])
+        batch = (batch if mesh.member == 0 else batch.first_tokens(2)).to(device)
         with trainer.precision_plugin.forward_context():
             values = logprobs(model, batch)
-        if first + rank < len(batches):
+        if mesh.member == 0 and number == first + mesh.data_rank:
             total[rows] = values.float().view(-1, 2)
     model.train(training)
     return all_reduce(total).cpu()
