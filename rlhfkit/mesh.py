@@ -8,12 +8,14 @@ ranks as without one. What differs is how many tokens fit: a row may be as long 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from rlhfkit.validation import check_integer
+
+T = TypeVar("T")
 
 SequenceParallel = Literal["ulysses", "ring"]
 """How attention sees all tokens: each rank some heads of all (Jacobs et al. 2023, arXiv 2309.14509), or keys and values
@@ -107,6 +109,8 @@ class ForwardGroup:
     tensor: Any
     """Those with the same tokens, by part of the weights."""
     sequence_parallel: SequenceParallel = "ulysses"
+    members_on_cpu: Any = None
+    """Those of :attr:`members`, for objects, which never pass through NCCL."""
 
     @classmethod
     def create(cls, mesh: Mesh, sequence_parallel: SequenceParallel = "ulysses") -> "ForwardGroup":
@@ -114,13 +118,26 @@ class ForwardGroup:
         members = _own_group(mesh.forward_groups(), mesh.rank)
         sequence = _own_group(mesh.sequence_groups(), mesh.rank)
         tensor = _own_group(mesh.tensor_groups(), mesh.rank)
-        return cls(mesh, members, sequence, tensor, sequence_parallel)
+        on_cpu = members if dist.get_backend() == "gloo" else _own_group(mesh.forward_groups(), mesh.rank, "gloo")
+        return cls(mesh, members, sequence, tensor, sequence_parallel, on_cpu)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all members, by member, picklable. A collective of the members."""
+        if self.members_on_cpu is None:
+            return [value]
+        values: list[Any] = [None] * self.mesh.forward_group_size
+        dist.all_gather_object(values, value, group=self.members_on_cpu)
+        return values
+
+    def __deepcopy__(self, memo: Any) -> "ForwardGroup":
+        """Process groups are not copied: a copy of a model is computed by the same ranks."""
+        return self
 
 
-def _own_group(all_ranks: list[list[int]], rank: int) -> Any:
+def _own_group(all_ranks: list[list[int]], rank: int, backend: str | None = None) -> Any:
     own = None
     for ranks in all_ranks:  # every rank must take part in making every group
-        made = dist.new_group(ranks) if len(ranks) > 1 else None
+        made = dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None
         if rank in ranks:
             own = made
     return own

@@ -13,11 +13,23 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from rlhfkit.distributed import is_sharded
-from rlhfkit.models.forward import NO_ROUTER, TokenizedBatch, check_packing, next_token_inputs, replaced_head, unwrap
+from rlhfkit.models.forward import (
+    NO_ROUTER,
+    TokenizedBatch,
+    check_packing,
+    next_token_inputs,
+    refuse_router_loss,
+    replaced_head,
+    unwrap,
+)
 from rlhfkit.models.output_logits import output_logits
+from rlhfkit.models.parallel.joined_rows import JoinedRow
 
 TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
-"""The teacher at a slice of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K)."""
+"""The teacher at a slice of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K). Where a
+forward group computes the teacher, the tokens are those that this rank computes, of it and of the student."""
+Compare = Callable[[Tensor, tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+"""Compares logits (m, V), the teacher at these tokens, and the tokens (m,); the number is the denominator."""
 
 
 class Comparison(NamedTuple):
@@ -63,9 +75,11 @@ def compare_logits(
     model: nn.Module,
     batch: TokenizedBatch,
     mask: Tensor,
-    compare: Callable[[Tensor, Tensor, slice], Tensor],
+    compare: Compare,
+    teacher: TeacherRows | tuple[Tensor, Tensor],
     *,
     chunk_size: int,
+    denominator: float = 1.0,
     by_token: bool = False,
     router_aux_loss: bool = False,
     packed: bool | None = None,
@@ -73,34 +87,52 @@ def compare_logits(
     """Apply ``compare`` to the logits of the tokens that ``mask`` (B, T-1) selects, chunk by chunk, with gradient.
 
     Args:
-        compare: Takes logits (m, V), tokens (m,) and their slice of the M selected tokens; runs again in backward.
+        compare: Runs again in backward. It must not depend on this rank's batch otherwise, as a rank of a forward
+            group compares tokens of all members.
+        teacher: Of :func:`teacher_logits`, or known log-probs and ids (M, K) of the batch's own tokens.
         chunk_size: Tokens whose logits exist at a time.
+        denominator: What ``compare`` is given with this batch's tokens.
         by_token: ``compare`` returns (m, ...), which are concatenated; else a tensor, which is summed over the chunks.
 
     Raises:
-        ValueError: If ``router_aux_loss`` is asked of a model without a router.
+        ValueError: If ``router_aux_loss`` is asked of a model without a router, or of one that a forward group
+            computes.
     """
     bare = unwrap(model)
     known = output_logits(bare)
-    inputs, positions, targets, _ = next_token_inputs(bare, batch, mask, packed)
+    inputs, positions, targets, _, joined = next_token_inputs(bare, batch, mask, packed)
+    denominators = [denominator] if joined is None else joined.group.gather(denominator)
+    if joined is not None:
+        refuse_router_loss(bare, router_aux_loss)
+    rows_of = _rows_of(teacher, joined)
 
-    def compared(rows: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+    def over(rows: Tensor, head: Callable[[Tensor], Tensor], among: slice, denominator: float) -> Tensor:
         def one(rows: Tensor, part: slice) -> Tensor:
-            return compare(head(rows), targets[part], part)
+            return compare(head(rows), rows_of(part), targets[part], denominator)
 
-        starts = range(0, max(len(rows), 1), chunk_size)  # at least one chunk, so that an empty sum has a gradient
-        parts = [slice(start, start + chunk_size) for start in starts]
+        # At least one chunk, so that an empty sum has a gradient.
+        starts = range(among.start, max(among.stop, among.start + 1), chunk_size)
+        parts = [slice(start, min(start + chunk_size, among.stop)) for start in starts]
         values = [checkpoint(one, rows[part], part, use_reentrant=False) for part in parts]
         return torch.cat(values) if by_token else torch.stack(values).sum(0)
+
+    def compared(rows: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        if joined is None or by_token:
+            return over(rows, head, slice(0, len(rows)), denominator)
+        return torch.stack([over(rows, head, *one) for one in zip(joined.computed, denominators, strict=True)])
+
+    def returned(values: Tensor) -> Tensor:
+        if joined is None:
+            return values
+        return joined.to_owners(values) if by_token else joined.sums_to_owners(values)
 
     if router_aux_loss:
         inputs["output_router_logits"] = True
     if known is None:
         output = model(**inputs, use_cache=False)
         check_packing(model, inputs)
-        return _result(
-            compared(output.logits.flatten(0, 1)[positions], lambda rows: rows), output, bare, router_aux_loss
-        )
+        found = compared(output.logits.flatten(0, 1)[positions], lambda rows: rows)
+        return _result(returned(found), output, bare, router_aux_loss)
     layer, dtype = cast(Any, bare).get_output_embeddings(), torch.float32
 
     def forward(hidden: Tensor) -> Tensor:
@@ -113,7 +145,15 @@ def compare_logits(
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
     check_packing(model, inputs)
-    return _result(known.decode(output.logits, dtype), output, bare, router_aux_loss)
+    return _result(returned(known.decode(output.logits, dtype)), output, bare, router_aux_loss)
+
+
+def _rows_of(teacher: TeacherRows | tuple[Tensor, Tensor], joined: JoinedRow | None) -> TeacherRows:
+    """The teacher at the tokens that this rank computes."""
+    if not isinstance(teacher, tuple):
+        return teacher
+    values, ids = teacher if joined is None else (joined.from_owners(known) for known in teacher)
+    return lambda part: (values[part], ids[part])
 
 
 def _result(values: Tensor, output: Any, bare: nn.Module, router_aux_loss: bool) -> Comparison:

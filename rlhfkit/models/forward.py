@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlhfkit.data.host_copies import on_both
+from rlhfkit.data.host_copies import host_copy, on_both
 from rlhfkit.losses.fused_head.logprobs import linear_logprobs, logits_logprobs
 from rlhfkit.losses.fused_head.single_pass import TokenGradients, fits_one_block, linear_single_pass
 from rlhfkit.losses.fused_head.tiles import matmul_dtype
 from rlhfkit.losses.gradient_scope import GradientScope
+from rlhfkit.mesh import ForwardGroup, forward_group_of
 from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_together
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, without_masks
 from rlhfkit.models.output_logits import output_logits
+from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
 
 VALUE_HEAD = "value_head"
 """Attribute of a language model that holds the value head of a shared backbone; not part of the Hugging Face model."""
@@ -110,24 +112,32 @@ class ModelInputs(NamedTuple):
         arguments: Keyword arguments of the unwrapped model.
         positions: (M,) int64, index of each wanted token in their flattened ``input_ids``.
         wanted: (M,) int64, index of each wanted token in the flattened batch (B, T).
+        joined: Where a forward group computes the model together: ``arguments`` and ``positions`` are then those of
+            this rank's part of the tokens, and results go through :func:`own_results`. ``None``: each rank alone.
     """
 
     arguments: dict[str, Any]
     positions: Tensor
     wanted: Tensor
+    joined: JoinedRow | None = None
 
 
 def model_inputs(
-    model: nn.Module, batch: TokenizedBatch, wanted: Tensor | None = None, packed: bool | None = None
+    model: nn.Module,
+    batch: TokenizedBatch,
+    wanted: Tensor | None = None,
+    packed: bool | None = None,
+    request: tuple[Any, ...] = (),
 ) -> ModelInputs:
     """What the unwrapped model is given, and where the ``wanted`` tokens are; no wait if the host knows them.
 
-    ``wanted`` is (B, T) bool, all real tokens when ``None``.
+    ``wanted`` is (B, T) bool, all real tokens when ``None``. ``request`` is what else is asked of the forward pass,
+    which must be the same for all members of a forward group. With one, this is a collective of the members.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention.
     """
-    ours = packs_batches(model)
+    ours, group = packs_batches(model), forward_group_of(model)
     if packed and not ours:
         attention = cast(Any, model).config.get_text_config()._attn_implementation
         raise ValueError(
@@ -135,6 +145,10 @@ def model_inputs(
         )
     real = batch.attention_mask.bool()
     wanted = real if wanted is None else wanted.bool()
+    if group is not None:
+        if not ours or packed is False:
+            raise ValueError(UNPACKED_GROUP.format(type(model).__name__))
+        return _joined_inputs(group, batch.input_ids, real, wanted, (type(model).__name__, *request))
     if ours if packed is None else packed:
         lengths, prefixes, chosen = read_rows(batch.input_ids, real, wanted)
         layout = PackedLayout.from_lengths(lengths.tolist(), real.device, prefixes.tolist(), real.shape[1])
@@ -152,6 +166,33 @@ def model_inputs(
     return ModelInputs(arguments, index, index)
 
 
+def _joined_inputs(
+    group: ForwardGroup, input_ids: Tensor, real: Tensor, wanted: Tensor, request: tuple[Any, ...]
+) -> ModelInputs:
+    """:func:`model_inputs` where the members of a group compute their batches together."""
+    lengths, prefixes, chosen = read_rows(input_ids, real, wanted)
+    known = host_copy(input_ids)
+    tokens = (input_ids.cpu() if known is None else known).flatten()
+    layout = PackedLayout.from_lengths(lengths.tolist(), tokens.device, prefixes.tolist(), real.shape[1])
+    index = chosen.flatten().nonzero()[:, 0]
+    following = tokens[(index + 1).clamp(max=len(tokens) - 1)]
+    row = tokens[layout.tokens]
+    own = OwnRow(layout.lengths, layout.prefixes, row, layout.places.flatten()[index], following, request)
+    joined = join_rows(group, own, real.device)
+    return ModelInputs(joined.arguments, joined.positions, send_together([index], real.device)[0], joined)
+
+
+UNPACKED_GROUP = (
+    "{} cannot be computed by several ranks together: tokens on one rank must see those on others, which only our "
+    "packed attention provides. Load it with attention='auto', and leave packed=False out"
+)
+
+
+def own_results(computed: Tensor, joined: JoinedRow | None) -> Tensor:
+    """The numbers of this rank's own tokens, from those of the tokens that it computes; the same without a group."""
+    return computed if joined is None else joined.to_owners(computed)
+
+
 class NextTokenInputs(NamedTuple):
     """The result of :func:`next_token_inputs`.
 
@@ -160,21 +201,26 @@ class NextTokenInputs(NamedTuple):
         positions: (M,) int64, index in their flattened ``input_ids`` of the token before each selected one.
         targets: (M,) int64, the selected tokens.
         places: (M,) int64, index of each selected token on the flattened (B, T-1) next-token axis.
+        joined: See :class:`ModelInputs`; if not ``None``, ``targets`` too are those of the tokens computed here, while
+            ``places`` are always those of this rank's own.
     """
 
     arguments: dict[str, Any]
     positions: Tensor
     targets: Tensor
     places: Tensor
+    joined: JoinedRow | None = None
 
 
-def next_token_inputs(model: nn.Module, batch: TokenizedBatch, mask: Tensor, packed: bool | None) -> NextTokenInputs:
+def next_token_inputs(
+    model: nn.Module, batch: TokenizedBatch, mask: Tensor, packed: bool | None, request: tuple[Any, ...] = ()
+) -> NextTokenInputs:
     """:func:`model_inputs` for the tokens that ``mask`` (B, T-1) selects on the next-token axis."""
-    arguments, positions, before = model_inputs(
-        model, batch, on_both(lambda mask: pad(mask, (0, 1)), mask.bool()), packed
-    )
+    selected = on_both(lambda mask: pad(mask, (0, 1)), mask.bool())
+    arguments, positions, before, joined = model_inputs(model, batch, selected, packed, request)
     rows = before.div(batch.input_ids.shape[1], rounding_mode="floor")
-    return NextTokenInputs(arguments, positions, batch.input_ids.flatten()[before + 1], before - rows)
+    targets = batch.input_ids.flatten()[before + 1] if joined is None else joined.following
+    return NextTokenInputs(arguments, positions, targets, before - rows, joined)
 
 
 def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -220,19 +266,24 @@ def policy_output(
         packed: Remove the padding. ``None``: if the model has our packed attention.
         head_loss: The loss that the output is for: add ``output.head_gradient``, unless it is ``None``, to the loss
             that is computed from the output. The output layer then has 3 matrix products instead of 4 (2 instead of 3
-            if it is frozen), with the same result up to rounding.
+            if it is frozen), with the same result up to rounding. Ignored where a forward group computes the model.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
     """
     bare = unwrap(model)
-    inputs, positions, targets, places = next_token_inputs(bare, batch, mask, packed)
+    request = (temperature, entropy, router_aux_loss, values, torch.is_grad_enabled())
+    inputs, positions, targets, places, joined = next_token_inputs(bare, batch, mask, packed, request)
+    if joined is not None:
+        head_loss = None  # it knows this rank's own tokens, not those that it computes
+        refuse_router_loss(bare, router_aux_loss)
     if router_aux_loss:
         inputs["output_router_logits"] = True
     gradients = None if head_loss is None else _token_gradients(head_loss, mask, places)
     chosen, carrier, balance = _chosen(
         model, bare, inputs, positions, targets, temperature, entropy, values, head_loss, gradients
     )
+    chosen = own_results(chosen, joined)
     if router_aux_loss and balance is None:
         raise ValueError(NO_ROUTER.format(type(bare).__name__))
     empty = torch.zeros(mask.numel(), dtype=chosen.dtype, device=mask.device)
@@ -342,6 +393,15 @@ def _chosen(
 
 
 NO_ROUTER = "{} has no router with a load-balancing loss: use router_aux_loss_coef=0"
+
+
+def refuse_router_loss(model: nn.Module, asked: bool) -> None:
+    """Raise ValueError if the router's loss is asked of a model that a forward group computes: it needs all tokens."""
+    if asked:
+        raise ValueError(
+            f"the load-balancing loss of {type(model).__name__} is not supported where several ranks compute a forward "
+            "pass together, as it is no sum over tokens: use router_aux_loss_coef=0, or sequence_parallel_size=1"
+        )
 
 
 def has_router(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlhfkit.data.host_copies import on_both
 from rlhfkit.distributed import full_parameters
 from rlhfkit.losses.aggregation import full_precision
+from rlhfkit.mesh import forward_group_of
 from rlhfkit.models.attention.packed import without_masks
 from rlhfkit.models.forward import (
     NO_VALUE_HEAD,
@@ -22,6 +23,8 @@ from rlhfkit.models.forward import (
     backbone_router_loss,
     check_packing,
     model_inputs,
+    own_results,
+    refuse_router_loss,
     unwrap,
 )
 from rlhfkit.models.load import (
@@ -115,6 +118,11 @@ class ScalarModel(nn.Module):
     def config(self) -> Any:
         """The Transformers configuration."""
         return self.model.config
+
+    @property
+    def rlhfkit_forward_group(self) -> Any:
+        """The forward group of the classifier, see :mod:`rlhfkit.mesh`."""
+        return forward_group_of(self.model)
 
     def forward(
         self, positions: Tensor, *, router_aux_loss: bool = False, **inputs: Any
@@ -283,9 +291,13 @@ def scalar_forward(
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
     """
-    inputs, positions, wanted = model_inputs(unwrap(model), batch, mask, packed)
+    bare, request = unwrap(model), (router_aux_loss, torch.is_grad_enabled())
+    inputs, positions, wanted, joined = model_inputs(bare, batch, mask, packed, request)
+    if joined is not None:
+        refuse_router_loss(bare, router_aux_loss)
     found = model(positions=positions, router_aux_loss=router_aux_loss, **inputs)
     chosen, balance = found if router_aux_loss else (found, None)
+    chosen = own_results(chosen, joined)
     shape = batch.input_ids.shape
     empty = torch.zeros(shape.numel(), dtype=chosen.dtype, device=chosen.device)
     return ScalarOutput(empty.index_copy(0, wanted, chosen).view(shape), balance)

@@ -6,9 +6,10 @@ device (:func:`read_rows`). All indices are computed on the CPU and sent from pi
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +57,31 @@ class CumulativeLengths:
     """Tokens."""
 
 
+WholeAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of one rank over a whole row: (N, heads, D) from queries (heads, N, D), keys and values."""
+
+
+class SharedAttention(Protocol):
+    """Attention over a packed row whose tokens lie on several ranks: ``query`` (heads, n, D) to (n, heads, D).
+
+    ``key`` and ``value`` are those of the same n tokens, with key heads. ``layout`` is that of the whole row of N
+    tokens, ``whole`` attention over it by one rank. All ranks of a sequence group call it together.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: "PackedLayout",
+        whole: WholeAttention,
+        *,
+        scaling: float | None,
+        dropout: float,
+        sliding_window: int | None,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class PackedLayout:
     """The division of a packed row of N tokens into sequences, built once per forward pass.
@@ -76,6 +102,8 @@ class PackedLayout:
     """(1, N) int64, from 0 in every sequence."""
     readers: set[int] = field(default_factory=set, compare=False)
     """The ``id`` of each attention layer that has used the layout; empty after a forward pass if none did."""
+    shared: SharedAttention | None = field(default=None, compare=False)
+    """How attention sees all tokens where this rank computes only some of the row; ``None``: it computes all."""
 
     @classmethod
     def from_lengths(
@@ -111,6 +139,11 @@ class PackedLayout:
     def row_of(self, input_ids: Tensor) -> Tensor:
         """The (1, N) tokens of the packed row of a batch (B, T)."""
         return input_ids.flatten()[self.tokens][None]
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each sequence that are in the row for it alone; their sum is N."""
+        return [length - prefix for length, prefix in zip(self.lengths, self.prefixes, strict=True)]
 
     @cached_property
     def rows(self) -> list[int]:

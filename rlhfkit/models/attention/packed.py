@@ -65,11 +65,20 @@ def packed_attention(
     if query.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         # PyTorch does so for its own attention; norms of queries and keys may have left them in float32.
         query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
-    function = choose_kernel(Case.of(query, key, value, dropout), kernel)
-    options = (packed_layout, scaling, dropout, sliding_window)
-    if function is None:
-        return bucket_attention(query, key, value, *options)[None], None
-    return varlen_attention(function, query, key, value, *options)[None], None
+
+    def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        function = choose_kernel(Case.of(query, key, value, dropout), kernel)
+        options = (packed_layout, scaling, dropout, sliding_window)
+        if function is None:
+            return bucket_attention(query, key, value, *options)
+        return varlen_attention(function, query, key, value, *options)
+
+    if packed_layout.shared is None:
+        return whole(query, key, value)[None], None
+    out = packed_layout.shared(
+        query, key, value, packed_layout, whole, scaling=scaling, dropout=dropout, sliding_window=sliding_window
+    )
+    return out[None], None
 
 
 def _mask_if_given(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

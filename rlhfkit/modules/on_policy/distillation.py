@@ -267,9 +267,9 @@ class OnPolicyDistillationModule(GRPOModule):
         wanted = self.needs_entropy
         teacher = teacher_logits(self.teacher, batch, mask)
 
-        def compare(logits: Tensor, tokens: Tensor, part: slice) -> Tensor:
+        def compare(logits: Tensor, teacher: tuple[Tensor, Tensor | None], tokens: Tensor, _: float) -> Tensor:
             chosen = logits_logprobs(logits, tokens, temperature=temperature, entropy=wanted)
-            columns = [chosen.logprobs, self.compare(logits, teacher(part)[0], temperature), chosen.entropy]
+            columns = [chosen.logprobs, self.compare(logits, teacher[0], temperature), chosen.entropy]
             return torch.stack([column for column in columns if column is not None], -1)
 
         values, balance = compare_logits(
@@ -277,6 +277,7 @@ class OnPolicyDistillationModule(GRPOModule):
             batch,
             mask,
             compare,
+            teacher,
             chunk_size=self.chunk_size,
             by_token=True,
             router_aux_loss=self.balances_routers,

@@ -174,14 +174,15 @@ class DistillationModule(PolicyModule):
     def loss(self, batch: TokenBatch) -> LossOutput:
         """The loss of one micro-batch; its metrics are shares of the step's mean divergence and cross-entropy."""
         mask = batch.loss_mask
-        teacher = self.teacher_rows(batch)
         denominator = batch.token_denominator or max(float(mask.sum()), 1.0)
         (divergence, cross_entropy), router_loss = compare_logits(
             self.policy,
             batch,
             mask,
-            lambda logits, tokens, part: self.compare(logits, teacher(part), tokens, denominator),
+            self.compare,
+            self.teacher_rows(batch),
             chunk_size=self.chunk_size,
+            denominator=denominator,
             router_aux_loss=self.balances_routers,
         )
         share = self.distillation_coef
@@ -191,10 +192,10 @@ class DistillationModule(PolicyModule):
         result = LossOutput(share * divergence + (1.0 - share) * cross_entropy, parts)
         return self.with_router_loss(result, router_loss, mask)
 
-    def teacher_rows(self, batch: TokenBatch) -> TeacherRows:
+    def teacher_rows(self, batch: TokenBatch) -> TeacherRows | tuple[Tensor, Tensor]:
         """The teacher's outputs for a batch; RuntimeError with ``precompute_teacher`` if it does not have them."""
         if isinstance(batch, DistilledBatch):
-            return lambda part: (batch.teacher_logprobs[part], batch.teacher_ids[part])
+            return batch.teacher_logprobs, batch.teacher_ids
         if self.precompute_teacher:
             raise RuntimeError(
                 "precompute_teacher found no tokenised examples behind this batch's loader: use SFTDataModule, or a "

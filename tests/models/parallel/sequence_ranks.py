@@ -1,0 +1,180 @@
+"""What ranks that compute forward passes together find, beside each rank alone (``strategies/ranks.py``)."""
+
+import copy
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rlhfkit.mesh import FORWARD_GROUP, ForwardGroup, Mesh
+from rlhfkit.models import LoRA, ScalarModel, policy_output, scalar_output
+from rlhfkit.models.attention.families import use_packed_attention
+from rlhfkit.models.distillation import compare_logits, teacher_logits
+from rlhfkit.models.heads import add_value_head, classifier_class
+from rlhfkit.models.lora import add_lora
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+LENGTHS = ([13, 7, 20, 5], [2, 11], [1], [9, 17, 3])
+"""Tokens of each row of a rank's batch; ranks beyond these begin again."""
+
+
+class Batch:
+    """Rows of random tokens; the second shares a prefix with the first."""
+
+    def __init__(self, lengths: list[int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.input_ids = torch.randint(0, 61, (len(lengths), max(lengths)), generator=generator)
+        self.attention_mask = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+        if len(lengths) > 1:
+            self.input_ids[1, :2] = self.input_ids[0, :2]
+        self.mask = self.attention_mask[:, 1:] & (torch.rand(self.input_ids[:, 1:].shape, generator=generator) < 0.8)
+        self.weights = torch.randn(self.input_ids.shape, generator=generator, dtype=torch.float64)
+
+
+def language_model(**changes: Any) -> nn.Module:
+    """A tiny Qwen3 in float64, or another family if ``family`` names it."""
+    family = changes.pop("family", "qwen3")
+    config, kind = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "mistral": (MistralConfig, MistralForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
+    torch.manual_seed(0)
+    model = kind(config(**SIZES | {"num_key_value_heads": 2, "head_dim": 8} | changes))
+    return prepared(model)
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    """With packed attention, in float64, all weights different from their initial values."""
+    use_packed_attention(model)
+    model = model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, dtype=parameter.dtype)
+    return model.train()
+
+
+def policy_loss(model: nn.Module, batch: Batch, **asked: Any) -> tuple[Tensor, list[Tensor]]:
+    """A loss of log-probs, entropy and, if asked for, values, with the columns themselves."""
+    out = policy_output(model, batch, batch.mask, temperature=0.7, entropy=True, **asked)
+    columns = [column for column in (out.logprobs, out.entropy, out.values) if column is not None]
+    weights = batch.weights[:, 1:]
+    return sum(
+        ((number + 1) * (column * weights + column**2).sum() for number, column in enumerate(columns)), 0
+    ), columns
+
+
+def scalar_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """A loss of a scalar model's numbers at all tokens."""
+    values = scalar_output(model, batch)
+    return (values * batch.weights + values**2).sum(), [values]
+
+
+def distillation_loss(model: nn.Module, batch: Batch, *, by_token: bool) -> tuple[Tensor, list[Tensor]]:
+    """Squared distance to a teacher's logits, and to what the batch itself knows of its tokens."""
+    count, generator = int(batch.mask.sum()), torch.Generator().manual_seed(5)
+    known = torch.randn(count, 3, generator=generator, dtype=torch.float64), torch.arange(3).expand(count, 3).clone()
+    teacher = teacher_logits(model, batch, batch.mask)
+
+    def compare(logits: Tensor, teacher: tuple[Tensor, Tensor | None], tokens: Tensor, denominator: float) -> Tensor:
+        values, ids = teacher
+        apart = (logits - 1.3 * values) if ids is None else (logits.gather(1, ids) - values)
+        found = torch.stack([apart.square().sum(-1), apart.sum(-1) * tokens], -1) / denominator
+        return found if by_token else found.sum(0)
+
+    asked: dict[str, Any] = {"chunk_size": 4, "by_token": by_token, "denominator": 1.0 + count}
+    found = [compare_logits(model, batch, batch.mask, compare, rows, **asked).values for rows in (teacher, known)]
+    return sum(values.square().sum() for values in found), found
+
+
+def with_value_head() -> nn.Module:
+    model = language_model()
+    add_value_head(model, std=0.3)
+    model.value_head.double()
+    return model
+
+
+def with_lora() -> nn.Module:
+    model = language_model()
+    add_lora(model, LoRA(rank=3), base="tiny")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    return model.double()
+
+
+def with_checkpointing() -> nn.Module:
+    model = language_model(num_key_value_heads=1, tie_word_embeddings=True)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def scalar_model() -> nn.Module:
+    config = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, num_labels=1)
+    torch.manual_seed(0)
+    return ScalarModel(prepared(classifier_class(config, stepwise=False).from_config(config)))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, list[Tensor]]]]] = {
+    "policy": (language_model, policy_loss),
+    "window": (lambda: language_model(family="mistral", sliding_window=6), policy_loss),
+    "one key head, tied, checkpointing": (with_checkpointing, policy_loss),
+    "all key heads": (lambda: language_model(family="llama", num_key_value_heads=4), policy_loss),
+    "values": (with_value_head, lambda model, batch: policy_loss(model, batch, values=True)),
+    "lora": (with_lora, policy_loss),
+    "scalar": (scalar_model, scalar_loss),
+    "distillation": (language_model, partial(distillation_loss, by_token=False)),
+    "distillation by token": (language_model, partial(distillation_loss, by_token=True)),
+}
+
+
+def attach(model: nn.Module, group: ForwardGroup) -> None:
+    """Let a group compute a model's forward passes."""
+    setattr(model.model if isinstance(model, ScalarModel) else model, FORWARD_GROUP, group)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def everything(sequence: int, kind: str = "ulysses", **_: Any) -> dict[str, Any]:
+    """The largest difference of each case, between a group and each rank alone."""
+    rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    group = ForwardGroup.create(Mesh(rank, world_size, sequence=sequence), kind)
+    found: dict[str, Any] = {}
+    batch = Batch(LENGTHS[rank % len(LENGTHS)], seed=rank)
+    for name, (build, loss_of) in CASES.items():
+        alone = build()
+        together = copy.deepcopy(alone)
+        attach(together, group)
+        results = []
+        for model in (alone, together):
+            loss, columns = loss_of(model, batch)
+            loss.backward()
+            mean = gradients(model)
+            for gradient in mean.values():
+                dist.all_reduce(gradient)
+            results.append((loss, [column.detach() for column in columns], mean))
+        (loss, columns, mean), (joint_loss, joint_columns, joint_mean) = results
+        assert mean.keys() == joint_mean.keys()
+        found[name] = {
+            "loss": float((loss - joint_loss).detach().abs() / loss.detach().abs()),
+            "outputs": max(float((a - b).abs().max()) for a, b in zip(columns, joint_columns, strict=True)),
+            "gradients": max(float((mean[key] - joint_mean[key]).abs().max()) for key in mean),
+            "largest gradient": max(float(gradient.abs().max()) for gradient in mean.values()),
+        }
+    return found

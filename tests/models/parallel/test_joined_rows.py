@@ -1,0 +1,36 @@
+"""Covers ``joined_rows.py`` and ``ulysses.py``: forward passes of several ranks equal those of each rank alone."""
+
+from typing import Any
+
+import pytest
+from strategies import ranks
+
+from models.parallel.sequence_ranks import CASES
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("two")
+    return ranks.run("models.parallel.sequence_ranks:everything", ranks=2, folder=folder, sequence=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_each_alone(case: str, two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found[case]["outputs"] < 1e-12
+        assert found[case]["loss"] < 1e-12
+        assert found[case]["gradients"] < 1e-12 * max(found[case]["largest gradient"], 1.0)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two groups of two ranks: the same checks."""
+    folder = tmp_path_factory.mktemp("four")
+    return ranks.run("models.parallel.sequence_ranks:everything", ranks=4, folder=folder, sequence=4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", CASES)
+def test_four_ranks_equal_each_alone(case: str, four: list[dict[str, Any]]) -> None:
+    test_two_ranks_equal_each_alone.__wrapped__(case, four)
