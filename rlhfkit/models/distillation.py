@@ -117,9 +117,10 @@ def compare_logits(
         return torch.cat(values) if by_token else torch.stack(values).sum(0)
 
     def compared(rows: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        if joined is None or by_token:
+        if joined is None:
             return over(rows, head, slice(0, len(rows)), denominator)
-        return torch.stack([over(rows, head, *one) for one in zip(joined.computed, denominators, strict=True)])
+        found = [over(rows, head, *of_member) for of_member in zip(joined.computed, denominators, strict=True)]
+        return torch.cat(found) if by_token else torch.stack(found)
 
     def returned(values: Tensor) -> Tensor:
         if joined is None:

@@ -21,16 +21,3 @@ def test_two_ranks_equal_each_alone(case: str, two: list[dict[str, Any]]) -> Non
         assert found[case]["outputs"] < 1e-12
         assert found[case]["loss"] < 1e-12
         assert found[case]["gradients"] < 1e-12 * max(found[case]["largest gradient"], 1.0)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two groups of two ranks: the same checks."""
-    folder = tmp_path_factory.mktemp("four")
-    return ranks.run("models.parallel.sequence_ranks:everything", ranks=4, folder=folder, sequence=4)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("case", CASES)
-def test_four_ranks_equal_each_alone(case: str, four: list[dict[str, Any]]) -> None:
-    test_two_ranks_equal_each_alone.__wrapped__(case, four)
