@@ -15,6 +15,7 @@ from rlhfkit.data.host_copies import on_both
 from rlhfkit.distributed import full_parameters
 from rlhfkit.losses.aggregation import full_precision
 from rlhfkit.mesh import forward_group_of
+from rlhfkit.models.activation_memory import save_activation_memory
 from rlhfkit.models.attention.packed import without_masks
 from rlhfkit.models.forward import (
     NO_VALUE_HEAD,
@@ -166,6 +167,8 @@ def load_scalar_model(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     gradient_checkpointing: bool = False,
+    offload_activations: bool = False,
+    tiled_mlp: bool | int = False,
     lora: LoRA | None = None,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
@@ -183,6 +186,8 @@ def load_scalar_model(
         dtype: Of the weights.
         attention: Transformers' ``attn_implementation``; ``None``: our packed attention where the model allows it.
         gradient_checkpointing: Recompute activations in the backward pass.
+        offload_activations: Keep the checkpointed inputs of layers in CPU memory.
+        tiled_mlp: Compute MLPs in tiles of this many tokens; ``True``: of the hidden size.
         lora: Train the head and new adapters, and freeze everything else.
         quantization: Hold the frozen weights in 4 bits; needs ``lora``.
         trust_remote_code: Run Python code that comes with the model.
@@ -216,8 +221,7 @@ def load_scalar_model(
         add_lora(loaded, lora, base=name)
         loaded.score.requires_grad_(True)
     disable_dropout(model)
-    if gradient_checkpointing:
-        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    save_activation_memory(loaded, gradient_checkpointing, offload_activations, tiled_mlp)
     return model.train()
 
 

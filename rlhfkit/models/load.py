@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import torch
 from torch import nn
 
+from rlhfkit.models.activation_memory import save_activation_memory
 from rlhfkit.models.attention.families import use_packed_attention
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.attention.varlen import FLASH_PACKAGES
@@ -206,6 +207,8 @@ def load_causal_lm(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     gradient_checkpointing: bool = False,
+    offload_activations: bool = False,
+    tiled_mlp: bool | int = False,
     lora: LoRA | None = None,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
@@ -221,6 +224,8 @@ def load_causal_lm(
             ``varlen`` (torch's), ``flash_attention_2``, ``flash_attention_3`` or ``buckets``: packed with this one.
             Else Transformers' ``attn_implementation``, padded.
         gradient_checkpointing: Recompute activations in the backward pass.
+        offload_activations: Keep the checkpointed inputs of layers in CPU memory.
+        tiled_mlp: Compute MLPs in tiles of this many tokens; ``True``: of the hidden size.
         lora: Freeze the weights and train new adapters.
         quantization: Hold the frozen weights in 4 bits (``nf4``: QLoRA, Dettmers et al., 2023, arXiv:2305.14314). Needs
             bitsandbytes, and adapters to train.
@@ -252,8 +257,7 @@ def load_causal_lm(
         load_adapter(model, name)
     elif lora is not None:
         add_lora(model, lora, base=name)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    save_activation_memory(model, gradient_checkpointing, offload_activations, tiled_mlp)
     return model.train()
 
 

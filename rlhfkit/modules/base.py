@@ -58,6 +58,10 @@ class PolicyModule(CheckpointMixin):
             ``flash_attention_3``, ``buckets``), or Transformers' ``attn_implementation``, padded. ``None`` is ``auto``:
             the first kernel that can run, where the model can be packed.
         gradient_checkpointing: Recompute activations in the backward pass.
+        offload_activations: Keep in CPU memory what ``gradient_checkpointing`` holds until the backward pass; for long
+            rows on GPUs (ALST: Bekman et al., 2025, arXiv:2506.13996).
+        tiled_mlp: Compute dense MLPs in tiles of this many tokens, which the backward pass recomputes: their inner
+            activations exist for one tile only. ``True``: tiles of the hidden size (ALST's).
         lora: Train adapters and freeze the policy's own weights; checkpoints hold the adapters only.
         quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA); needs ``lora``.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, policy or critic, logged as
@@ -89,6 +93,8 @@ class PolicyModule(CheckpointMixin):
         lr_schedule: Schedule = "constant",
         attention: str | None = None,
         gradient_checkpointing: bool = False,
+        offload_activations: bool = False,
+        tiled_mlp: bool | int = False,
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
         router_aux_loss_coef: float = 0.0,
@@ -106,6 +112,10 @@ class PolicyModule(CheckpointMixin):
             raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
         check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 leaves the loss out")
         check_attention(attention)
+        if offload_activations and not gradient_checkpointing:
+            raise ValueError("offload_activations keeps what gradient_checkpointing saves: set both, or neither")
+        if not isinstance(tiled_mlp, bool):
+            check_integer("tiled_mlp", tiled_mlp, minimum=1, why="it is the number of tokens in a tile")
         self.save_hyperparameters()
         self.model_name = model
         self.lr = lr
@@ -115,6 +125,8 @@ class PolicyModule(CheckpointMixin):
         self.lr_schedule = lr_schedule
         self.attention = attention
         self.gradient_checkpointing = gradient_checkpointing
+        self.offload_activations = offload_activations
+        self.tiled_mlp = tiled_mlp
         self.lora = LoRA.of(lora)
         self.hparams.update(lora=None if self.lora is None else self.lora.plain())  # safe to load, unlike an object
         self.quantization = quantization
@@ -164,6 +176,8 @@ class PolicyModule(CheckpointMixin):
             dtype=self.model_dtype,
             attention=self.attention,
             gradient_checkpointing=self.gradient_checkpointing,
+            offload_activations=self.offload_activations,
+            tiled_mlp=self.tiled_mlp,
             lora=self.lora,
             quantization=self.quantization,
             trust_remote_code=self.trust_remote_code,

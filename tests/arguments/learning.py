@@ -138,6 +138,10 @@ def look(module: Any) -> dict[str, Any]:
             type(getattr(unwrap(child), "model", child)).__name__,
             type(child).__name__,
             getattr(getattr(child, "model", child), "is_gradient_checkpointing", None),
+            sum("forward" in vars(module) for module in child.modules()),  # tiled MLPs
+            sum(
+                "_with_offloaded" in str(vars(module).get("_gradient_checkpointing_func")) for module in child.modules()
+            ),
             getattr(getattr(child, "config", None), "_attn_implementation", None),
             [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in child.named_parameters()],
             repr(sum(float(p.detach().double().square().sum()) for p in child.parameters())),

@@ -49,6 +49,8 @@ POLICY: dict[str, Change | Unseen] = {
     "lr_schedule": Change("linear"),
     "attention": Change("sdpa", built=True),
     "gradient_checkpointing": Change(True, built=True),
+    "offload_activations": Change(True, given={"gradient_checkpointing": True}, built=True),
+    "tiled_mlp": Change(True, built=True),
     "lora": Change(LoRA(rank=2), built=True),
     "quantization": BITS,
     "router_aux_loss_coef": Change(0.5, given={"model": "@experts"}),

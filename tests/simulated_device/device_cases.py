@@ -1,22 +1,26 @@
 """What the simulated device itself does, in a process of its own."""
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from strategies.toys import save_tiny_llama
 from torch import nn
 
 from rlhfkit.losses.metrics import mean_metric
+from rlhfkit.models import load_causal_lm
 from simulated_device import record_host_waits, register
+from simulated_device.device import SimulatedTensor
 
 
 def device_behaviour(folder: Path) -> dict[str, Any]:
     """Entry point: everything that ``test_device.py`` asserts."""
     register()
-    return {"waits": waits(), "errors": errors(), "training": training()}
+    return {"waits": waits(), "errors": errors(), "training": training(), "offloaded": offloaded(folder)}
 
 
 def waits() -> dict[str, list[str]]:
@@ -92,3 +96,20 @@ def training() -> dict[str, Any]:
         weights = torch.load(saved)
         results.append([*(weights[name].tolist() for name in sorted(weights)), float(metric)])
     return {"equal": results[0] == results[1], "device of the copy": str(copy.deepcopy(trained)[0].weight.device)}
+
+
+def offloaded(folder: Path) -> dict[str, Any]:
+    """Inputs of the layers that a forward pass leaves on the device, and the gradients; without and with offloading."""
+    name, ids = save_tiny_llama(folder / "llama"), torch.arange(2, 36).view(2, 17)
+    found: dict[str, Any] = {}
+    for offload in (False, True):
+        model = load_causal_lm(name, attention="eager", gradient_checkpointing=True, offload_activations=offload)
+        model = model.to("sim")  # type: ignore[arg-type]
+        logits = model(input_ids=ids.to("sim"), use_cache=False).logits
+        gc.collect()
+        shape = (*ids.shape, model.config.hidden_size)
+        left = sum(isinstance(each, SimulatedTensor) and each.shape == shape for each in gc.get_objects())
+        logits.sum().backward()
+        gradients = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        found["with" if offload else "without"] = {"left": left, "gradients": [g.tolist() for g in gradients]}
+    return found

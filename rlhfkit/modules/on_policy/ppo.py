@@ -179,6 +179,8 @@ class PPOModule(OnPolicyModule):
             dtype=self.model_dtype,
             attention=self.attention,
             gradient_checkpointing=self.gradient_checkpointing,
+            offload_activations=self.offload_activations,
+            tiled_mlp=self.tiled_mlp,
             lora=self.lora,
             quantization=self.quantization,
             trust_remote_code=self.trust_remote_code,

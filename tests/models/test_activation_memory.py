@@ -1,0 +1,115 @@
+"""Tiled MLPs: the same numbers, in less memory. Offloading is tested in ``tests/simulated_device/test_device.py``."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.families import FAMILIES
+from rlhfkit import LoRA, SFTModule
+from rlhfkit.models import load_causal_lm, load_scalar_model
+
+CHOSEN = {family.name: family for family in FAMILIES}
+DENSE = ["Llama", "Gemma 3", "GPT-2", "GPT-NeoX (Pythia)", "Phi 3", "Qwen 3", "Qwen 2 MoE"]
+IDS = torch.arange(2, 36).view(2, 17)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: Any) -> dict[str, str]:
+    """One folder for each model."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: str(CHOSEN[name].save(root / str(i))) for i, name in enumerate([*DENSE, "Mixtral"])}
+
+
+def train(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs and gradients of one pass; of a loss that weighs tokens differently."""
+    output = model(input_ids=IDS, use_cache=False)
+    logprobs = output.logits.float().log_softmax(-1)[..., 5]
+    (logprobs * torch.linspace(-1, 1, IDS.numel()).view_as(logprobs)).sum().backward()
+    return logprobs.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def check_equal(first: Any, second: Any) -> None:
+    torch.testing.assert_close(first[0], second[0], rtol=0, atol=2e-5)
+    assert first[1].keys() == second[1].keys()
+    for name, gradient in first[1].items():
+        torch.testing.assert_close(second[1][name], gradient, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_tiles_of_any_size_change_nothing_but_rounding(folders: dict[str, str], name: str) -> None:
+    plain = train(load_causal_lm(folders[name]).eval())
+    for tokens, options in ((5, {}), (True, {}), (1, {"gradient_checkpointing": True})):
+        model = load_causal_lm(folders[name], tiled_mlp=tokens, **options)
+        check_equal(plain, train(model.eval() if not options else without_dropout(model)))
+
+
+def without_dropout(model: Any) -> Any:
+    """In training mode, as checkpoints need it."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def test_tiles_work_with_adapters_and_heads_of_scalars(folders: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    plain = load_causal_lm(folders["Llama"], lora=LoRA(rank=2))
+    torch.manual_seed(0)
+    tiled = load_causal_lm(folders["Llama"], lora=LoRA(rank=2), tiled_mlp=4)
+    check_equal(train(without_dropout(plain)), train(without_dropout(tiled)))
+    critic = load_scalar_model(folders["Llama"], head_std=0.0, tiled_mlp=4)
+    assert sum("forward" in vars(module) for module in critic.modules()) == 2
+
+
+def test_dropout_inside_a_tile_is_the_same_when_it_is_recomputed(folders: dict[str, str]) -> None:
+    model = load_causal_lm(folders["GPT-2"], tiled_mlp=5)  # drops a tenth in its MLP, in training mode
+    mlp = model.transformer.h[0].mlp
+    hidden = torch.randn(1, 12, 64, requires_grad=True)
+    torch.manual_seed(3)
+    out = mlp(hidden)
+    kept = (out != 0).float()
+    # The last layer's bias gradient counts the elements that were kept, by 1 / (1 - p).
+    (gradient,) = torch.autograd.grad(out.sum(), mlp.c_proj.bias)
+    torch.testing.assert_close(gradient, kept.sum((0, 1)) / 0.9)
+
+
+def peak(model: Any, tokens: int) -> int:
+    """The most bytes that one forward and backward pass of the layers adds for a moment."""
+    hidden = torch.randn(1, tokens, model.config.hidden_size, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        model.model.layers[0].mlp(hidden).sum().backward()
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def test_the_inner_activations_are_there_for_one_tile_only(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    plain, tiled = (load_causal_lm(str(tmp_path), tiled_mlp=tokens) for tokens in (False, 64))
+    growth = [(peak(model, 4096) - peak(model, 2048)) / 2048 for model in (plain, tiled)]
+    # Bytes a token: the plain MLP keeps gate, its activation, up and their product, 4 x 256 numbers. A tiled one has
+    # the output, its tiles, and the gradients of output and input, 4 to 6 x 32.
+    assert growth[0] > 4 * 256 * 4
+    assert growth[1] < 6 * 32 * 4 * 1.1
+
+
+def test_mixtures_of_experts_and_bad_arguments_are_refused(folders: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="MixtralForCausalLM has no dense MLP"):
+        load_causal_lm(folders["Mixtral"], tiled_mlp=True)
+    with pytest.raises(ValueError, match="tiled_mlp must be an integer of at least 1"):
+        SFTModule(folders["Llama"], tiled_mlp=0)
+    with pytest.raises(ValueError, match="set both, or neither"):
+        SFTModule(folders["Llama"], offload_activations=True)
