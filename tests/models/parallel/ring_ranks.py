@@ -1,0 +1,110 @@
+"""Ring attention on four ranks, and in the same processes on two groups of two."""
+
+import dataclasses
+import itertools
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import rlhfkit.models.parallel.ring_plan
+from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.packed import packed_attention
+from rlhfkit.models.parallel.ring import Ring, ring_attention
+from rlhfkit.models.parallel.ring_balance import balanced_blocks
+
+CPU = torch.device("cpu")
+ROWS = {
+    "one sequence": ([61], [0]),
+    "shared prefixes": ([5, 9, 20, 1, 7, 7, 12, 40, 3], [0, 3, 7, 0, 0, 7, 2, 0, 1]),
+    "short sequences": ([4, 6, 3, 8, 5, 2, 7], [0] * 7),
+    "fewer tokens than ranks": ([2], [0]),
+}
+HEADS = {"grouped heads": (6, 2), "one head": (1, 1)}
+
+
+def dealings(layout: PackedLayout, parts: int) -> dict[str, list[Tensor]]:
+    """Ways to deal the tokens of a row."""
+    count = len(layout.tokens)
+    generator = torch.Generator().manual_seed(count)
+    mixed = torch.randperm(count, generator=generator)
+    cuts = sorted(torch.randint(0, count + 1, (parts - 1,), generator=generator).tolist())
+    return {
+        "balanced": balanced_blocks(layout, parts),
+        "contiguous": list(torch.arange(count).tensor_split(parts)),
+        "any order, uneven": list(mixed.tensor_split(cuts)),
+        "one rank has all": [torch.arange(count if rank == 1 else 0) for rank in range(parts)],
+    }
+
+
+def tensors(heads: tuple[int, int], count: int, dtype: torch.dtype) -> list[Tensor]:
+    """(1, heads, N, D) queries, keys and values, and the weights of the outputs in the loss; equal on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = ((heads[0], 8), (heads[1], 8), (heads[1], 6))
+    made = [torch.randn(1, number, count, size, generator=generator, dtype=torch.float64) for number, size in sizes]
+    made.append(torch.randn(1, count, heads[0], 6, generator=generator, dtype=torch.float64))
+    return [tensor.to(dtype) for tensor in made]
+
+
+def whole(
+    layout: PackedLayout, inputs: list[Tensor], window: int | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Output and gradients of packed attention on one rank, in ``dtype`` if it is not that of the inputs."""
+    query, key, value, weights = (x.to(dtype or x.dtype) for x in inputs)
+    leaves = [x.requires_grad_() for x in (query.clone(), key.clone(), value.clone())]
+    out, _ = packed_attention(
+        torch.nn.Identity(), *leaves, None, scaling=0.3, sliding_window=window, packed_layout=layout, kernel="buckets"
+    )
+    return [out.detach()[0], *(x[0] for x in torch.autograd.grad((out * weights).sum(), leaves))]
+
+
+def in_ring(ring: Ring, inputs: list[Tensor], window: int | None) -> list[Tensor]:
+    """Output and gradients of this rank's tokens."""
+    tokens = ring.blocks[ring.place]
+    leaves = [x[0][:, tokens].requires_grad_() for x in inputs[:3]]
+    out = ring_attention(*leaves, ring, scaling=0.3, window=window)
+    return [out.detach(), *torch.autograd.grad((out * inputs[3][0][tokens]).sum(), leaves)]
+
+
+def differences(ring: Ring, inputs: list[Tensor], expected: list[Tensor], window: int | None) -> float:
+    """Largest difference of outputs and gradients, relative to the largest number of all."""
+    tokens = ring.blocks[ring.place]
+    out, *gradients = in_ring(ring, inputs, window)
+    return largest([out, *gradients], [expected[0][tokens], *(x[:, tokens] for x in expected[1:])], expected)
+
+
+def largest(one: list[Tensor], other: list[Tensor], scale: list[Tensor]) -> float:
+    """Largest difference of two lists of tensors, relative to the largest number of ``scale``."""
+    far = [float((a.double() - b.double()).abs().max()) for a, b in zip(one, other, strict=True) if a.numel()]
+    return max(far, default=0.0) / max(float(x.abs().max()) for x in scale)
+
+
+def everything(**_: Any) -> dict[str, dict[str, float]]:
+    """Differences by dtype, and by number of ranks, row, heads, window and dealing."""
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=4)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rlhfkit.models.parallel.ring_plan.SMALLEST_TILE = 4
+    found: dict[str, dict[str, float]] = {"float64": {}, "float32": {}, "bfloat16": {}}
+    cases = itertools.product(((4, dist.group.WORLD), (2, pairs[rank // 2])), ROWS, HEADS, (None, 5))
+    for (ranks, group), row, heads, window in cases:
+        if heads == "one head" and (window is not None or row != "shared prefixes"):
+            continue
+        layout = PackedLayout.from_lengths(ROWS[row][0], CPU, ROWS[row][1])
+        exact = tensors(HEADS[heads], len(layout.tokens), torch.float64)
+        expected = whole(layout, exact, window)
+        for dealing, blocks in dealings(layout, ranks).items():
+            ring = dataclasses.replace(Ring.of_group(layout, blocks, group), tile=4)
+            name = f"{ranks} ranks, {row}, {heads}, window {window}, {dealing}"
+            found["float64"][name] = differences(ring, exact, expected, window)
+            if dealing != "balanced":
+                continue
+            single = tensors(HEADS[heads], len(layout.tokens), torch.float32)
+            found["float32"][name] = differences(ring, single, whole(layout, single, window, torch.float64), window)
+            half = tensors(HEADS[heads], len(layout.tokens), torch.bfloat16)
+            same = whole(layout, half, window, torch.float64)
+            rounding = largest(whole(layout, half, window), same, same)
+            found["bfloat16"][name] = differences(ring, half, same, window) / rounding
+    return found
