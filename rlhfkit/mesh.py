@@ -17,9 +17,10 @@ from rlhfkit.validation import check_integer
 
 T = TypeVar("T")
 
-SequenceParallel = Literal["ulysses", "ring"]
+SequenceParallel = Literal["ulysses", "ring", "hybrid"]
 """How attention sees all tokens: each rank some heads of all (Jacobs et al. 2023, arXiv 2309.14509), or keys and values
-go around (Liu et al. 2023, arXiv 2310.01889)."""
+go around (Liu et al. 2023, arXiv 2310.01889), or the first among neighbours and the second among their groups (Fang &
+Zhao 2024, arXiv 2405.07719)."""
 
 
 @dataclass(frozen=True)

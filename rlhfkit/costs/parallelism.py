@@ -44,7 +44,7 @@ def exchange_bytes(layer: LayerShape, tokens: float, sharding: Sharding, *, item
     if sharding.sequence == 1:
         return 0.0
     keys = layer.key + layer.value
-    if sharding.sequence_parallel == "ring":
+    if sharding.sequence_parallel != "ulysses":
         numbers = 3 * itemsize * keys + _FULL * (4 * keys + layer.query)
         scores = min(_FULL * layer.heads / sharding.tensor * tokens**2, _RING_TILE_BYTES)
         return tokens * numbers / sharding.tensor + 2 * scores
@@ -127,7 +127,7 @@ def _head_refusals(shape: ModelShape, sharding: Sharding) -> list[str]:
     """Ulysses needs whole heads on every rank, and a ring does not."""
     size, tensor = sharding.sequence, sharding.tensor
     keys = shape.layer.key_heads or shape.layer.heads
-    if size == 1 or sharding.sequence_parallel == "ring" or shape.layer.heads % tensor or keys % tensor:
+    if size == 1 or sharding.sequence_parallel != "ulysses" or shape.layer.heads % tensor or keys % tensor:
         return []
     heads, keys = shape.layer.heads // tensor, keys // tensor
     each = f" of a tensor rank (tensor_parallel_size={tensor})" if tensor > 1 else ""

@@ -223,7 +223,7 @@ def _grouped_passes(run: Run) -> list[tuple[ModelShape, float, float]]:
     """
     sharding = run.sharding
     own = run.tokens / (sharding.data * sharding.sequence)
-    backward = 2 if sharding.sequence_parallel == "ring" and sharding.sequence > 1 else 1
+    backward = 2 if sharding.sequence_parallel != "ulysses" and sharding.sequence > 1 else 1
     trained = 1 + run.gradient_checkpointing + backward
     passes = [(shape, own * run.passes, float(trained)) for _, shape in trained_models(run)]
     passes += [(shape, own * share, 1.0) for shape, share in _forward_passes(run)]

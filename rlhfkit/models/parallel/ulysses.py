@@ -26,6 +26,8 @@ class UlyssesAttention:
     rank: int
     group: Any
     """Process group of the ranks, by chunk."""
+    members: range | None = None
+    """Those of the group that exchange, by chunk; ``None``: all."""
 
     def __call__(
         self,
@@ -58,15 +60,24 @@ class UlyssesAttention:
             for x in (query, key, value)
         ]
         sent = torch.cat(shares, 2).flatten(0, 1)
-        received = _exchanged(sent, (own,) * ranks, self.sizes, self.group)  # (N, numbers)
+        send, receive = self._of_group((own,) * ranks), self._of_group(self.sizes)
+        received = _exchanged(sent, send, receive, self.group)  # (N, numbers)
         mine = torch.split(received, [share.shape[2] for share in shares], 1)
         query, key, value = (
             part.view(len(part), -1, x.shape[2]).transpose(0, 1)  # (heads / P, N, D)
             for part, x in zip(mine, (query, key, value), strict=True)
         )
         out = whole(query, key, value)  # (N, heads / P, D)
-        back = _exchanged(out.flatten(1), self.sizes, (own,) * ranks, self.group)  # (P * n, numbers)
+        back = _exchanged(out.flatten(1), receive, send, self.group)  # (P * n, numbers)
         return back.view(ranks, own, *out.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+    def _of_group(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """For each rank of the group the tokens that are sent to it, or come from it."""
+        if self.members is None:
+            return counts
+        of_group = [0] * dist.get_world_size(self.group)
+        of_group[self.members.start : self.members.stop] = counts
+        return tuple(of_group)
 
 
 def check_heads(heads: int, ranks: int) -> None:
@@ -74,7 +85,7 @@ def check_heads(heads: int, ranks: int) -> None:
     if heads % ranks:
         raise ValueError(
             f"sequence_parallel='ulysses' deals {heads} query heads to {ranks} ranks, which do not divide them: use a "
-            "sequence_parallel_size that does, or sequence_parallel='ring', which needs no heads"
+            "sequence_parallel_size that does, or sequence_parallel='ring' or 'hybrid', which take any number"
         )
 
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rlhfkit.models.parallel.ring_plan
+from models.parallel.ring_models import differences as differences_of_models
+from models.parallel.ring_models import zero
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import packed_attention
 from rlhfkit.models.parallel.ring import Ring, ring_attention
@@ -82,15 +84,15 @@ def largest(one: list[Tensor], other: list[Tensor], scale: list[Tensor]) -> floa
 
 
 def everything(**_: Any) -> dict[str, dict[str, float]]:
-    """Differences by dtype, and by number of ranks, row, heads, window and dealing."""
+    """Differences by dtype, and by number of ranks, row, heads, window and dealing; and those of models."""
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=4)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     rlhfkit.models.parallel.ring_plan.SMALLEST_TILE = 4
-    found: dict[str, dict[str, float]] = {"float64": {}, "float32": {}, "bfloat16": {}}
+    found: dict[str, dict[str, float]] = {"float64": {}, "float32": {}, "bfloat16": {}, "models": {}, "engines": {}}
     cases = itertools.product(((4, dist.group.WORLD), (2, pairs[rank // 2])), ROWS, HEADS, (None, 5))
     for (ranks, group), row, heads, window in cases:
-        if heads == "one head" and (window is not None or row != "shared prefixes"):
+        if row != "shared prefixes" and (window is not None or heads == "one head"):
             continue
         layout = PackedLayout.from_lengths(ROWS[row][0], CPU, ROWS[row][1])
         exact = tensors(HEADS[heads], len(layout.tokens), torch.float64)
@@ -107,4 +109,7 @@ def everything(**_: Any) -> dict[str, dict[str, float]]:
             same = whole(layout, half, window, torch.float64)
             rounding = largest(whole(layout, half, window), same, same)
             found["bfloat16"][name] = differences(ring, half, same, window) / rounding
+    found["models"] = differences_of_models()
+    for stage in (2, 3):
+        found["engines"] |= zero(stage)
     return found

@@ -1,4 +1,7 @@
-"""Ring attention against packed attention on one rank; four ranks, which are two rings of two as well."""
+"""Ring attention against packed attention on one rank; four ranks, which are two rings of two as well.
+
+Covers ring_attention.py.
+"""
 
 from typing import Any
 
@@ -26,7 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
 
 
 def test_outputs_and_gradients_are_exact_for_any_row_and_dealing(found: dict[str, dict[str, float]]) -> None:
-    assert len(found["float64"]) == 72
+    assert len(found["float64"]) == 56
     assert {name: far for name, far in found["float64"].items() if not far < 1e-12} == {}
 
 
@@ -37,6 +40,17 @@ def test_float32_differs_by_rounding(found: dict[str, dict[str, float]]) -> None
 def test_bfloat16_rounds_no_more_than_packed_attention(found: dict[str, dict[str, float]]) -> None:
     # Distances to float64 on the same inputs, as shares of that of packed attention.
     assert {name: far for name, far in found["bfloat16"].items() if not far < 1.2} == {}
+
+
+def test_models_give_what_each_rank_alone_gives_with_any_number_of_heads(found: dict[str, dict[str, float]]) -> None:
+    assert len(found["models"]) == 16
+    assert {name: far for name, far in found["models"].items() if not far < 1e-12} == {}
+
+
+def test_sharded_engines_get_the_same_gradients(found: dict[str, dict[str, float]]) -> None:
+    # float32; relative to the largest gradient.
+    assert set(found["engines"]) == {"ZeRO 2", "ZeRO 3"}
+    assert {name: far for name, far in found["engines"].items() if not far < 2e-6} == {}
 
 
 @pytest.mark.parametrize("window", [None, 5])
