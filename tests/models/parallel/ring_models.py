@@ -65,7 +65,7 @@ def differences() -> dict[str, float]:
             attach(together, group)
             joint_loss, joint = loss_of(together, batch)
             joint_loss.backward()
-            pairs = [(a.detach(), b.detach(), 1.0) for a, b in zip(columns, joint, strict=True)]
+            pairs = [(a.detach(), b.detach(), 1.0) for a, b in zip(columns, joint, strict=True) if a.numel()]
             joint_sum = all_reduced(together)
             pairs += [(gradient, joint_sum[key], max(largest, 1.0)) for key, gradient in summed.items()]
             found[f"{case}, {name}"] = max(float((a - b).abs().max()) / scale for a, b, scale in pairs)
