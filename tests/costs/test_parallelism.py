@@ -241,7 +241,7 @@ def test_a_ring_needs_no_heads() -> None:
 def test_groups_divide_the_ranks() -> None:
     with pytest.raises(ValueError, match=r"sequence_parallel_size 3 \* tensor_parallel_size 1 = 3 ranks"):
         divided(sequence=3)
-    with pytest.raises(ValueError, match="sequence_parallel must be one of ulysses, ring, got 'tree'"):
+    with pytest.raises(ValueError, match="sequence_parallel must be one of ulysses, ring, hybrid, got 'tree'"):
         divided(sequence_parallel="tree")
     sharding = divided(sequence=4, tensor=2)
     assert (sharding.group, sharding.data, sharding.shards) == (8, 8, 32)
