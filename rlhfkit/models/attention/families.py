@@ -202,16 +202,24 @@ class TinyCopies:
 
 @contextmanager
 def _unsharded() -> Iterator[None]:
-    """Leave ``deepspeed.zero.Init``, in which Lightning's own ZeRO-3 strategies build models."""
+    """Leave ``deepspeed.zero.Init``, in which Lightning's own ZeRO-3 strategies build models, and Transformers' mode.
+
+    In its ZeRO-3 mode Transformers 5.19 fills the weights of classifiers while they are made, also of ones on "meta".
+    """
     if "deepspeed" not in sys.modules:
         yield
         return
     from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+    from transformers.integrations import deepspeed as integration
 
+    mode: Any = integration
+    sharding = mode._hf_deepspeed_config_weak_ref
     shutdown_init_context()
+    mode.unset_hf_deepspeed_config()
     try:
         yield
     finally:
+        mode._hf_deepspeed_config_weak_ref = sharding
         restore_init_context()
 
 

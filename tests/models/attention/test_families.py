@@ -16,6 +16,7 @@ from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, sca
 from rlhfkit.models.attention.families import FamilyKey, TinyCopies, _warn_once, exact_attention, packing_problem
 from rlhfkit.models.attention.packed import PACKED_ATTENTION
 from rlhfkit.models.attention.tiny_config import tiny_config
+from rlhfkit.strategies.deepspeed.zero3 import hugging_face_sharding
 
 
 def meta(config: Any) -> Any:
@@ -121,3 +122,18 @@ def test_a_packed_row_that_no_layer_of_a_classifier_has_read_is_an_error(tmp_pat
     )
     with pytest.raises(RuntimeError, match="no attention layer of LlamaForSequenceClassification has read"):
         scalar_output(model, batch)
+
+
+def test_a_classifier_is_packed_where_models_are_built_sharded() -> None:
+    """Transformers fills a classifier's weights while it is made then, of the copy on "meta" too."""
+    import deepspeed.runtime.zero.partition_parameters  # noqa: F401  (as in a run at ZeRO stage 3)
+    from transformers import LlamaForSequenceClassification
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    config = LlamaConfig(
+        vocab_size=91, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+    )
+    model = LlamaForSequenceClassification(config)
+    with hugging_face_sharding({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}):
+        assert packing_problem(model) is None
+        assert is_deepspeed_zero3_enabled()
