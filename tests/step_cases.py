@@ -31,6 +31,7 @@ from rlhfkit import (
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
 )
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 STEP, STEPS = 8, 2
 """Rows of an optimizer step, and steps."""
@@ -115,6 +116,7 @@ def train(
     attention: str | None,
     order: int | None,
     callbacks: Sequence[L.Callback] = (),
+    sequence: int = 1,
     **more: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Two steps by SGD, whose steps are as long as the gradients.
@@ -123,11 +125,12 @@ def train(
         folder: Of :func:`arguments.learning.prepare`.
         kind: Of :data:`KINDS`.
         setting: Which of its settings.
-        size: Rows of a micro-batch on each rank.
+        size: Rows of a micro-batch on each rank, or on each group of ranks that divide sequences.
         attention: Packed (``None``) or padded.
         order: Mixes the rows of each step; not of prompts, whose samples are drawn by their place, nor where the
             reference point of KTO pairs neighbours.
         callbacks: More callbacks of the Trainer.
+        sequence: Ranks that divide sequences among themselves; ``strategy`` is then a ZeRO stage.
         **more: Of the Trainer.
 
     Returns:
@@ -143,7 +146,9 @@ def train(
     arguments |= {"teacher": str(folder / "other")} if kind == "distillation" else {}
     fixed = data == "prompts" or (kind == "kto" and setting == 0)
     rows, steps = rows_of(data, None if fixed else order), Steps()
-    ranks = more.get("devices", 1)
+    ranks = more.get("devices", 1) // sequence
+    if sequence > 1:
+        more["strategy"] = RLHFDeepSpeedStrategy(more["strategy"], sequence_parallel_size=sequence)
     used: list[L.Callback] = [steps, *callbacks]
     if data == "prompts":
         sampling = SamplingSpec(group_size=2, max_new_tokens=4, stop_token_ids=tuple(range(64, 128)))

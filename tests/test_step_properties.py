@@ -81,3 +81,28 @@ def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
         losses = [sum(parts) / 2 for parts in zip(*(report[number] for report in reports), strict=True)]
         weights = torch.load(folder / f"case_{number}.pt")
         same((losses, weights), whole(folder, case["kind"], case["setting"]))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_step_does_not_depend_on_ranks_that_divide_sequences(count: int, folder: Path, tmp_path: Path) -> None:
+    """Every module and ZeRO stage, on one group of two ranks and on two; some ranks have no rows of their own."""
+    draw = random.Random(count)
+    kinds = list(KINDS) if count == 2 else ["sft", "kto", "grpo", "ppo"]
+    cases: list[dict[str, Any]] = [
+        {
+            "kind": kind,
+            "setting": draw.randrange(len(KINDS[kind][2])),
+            "size": draw.choice([1, 2, 4]),
+            "attention": None,
+            "order": draw.randrange(99),
+            "strategy": number % 4,
+            "sequence": 2,
+        }
+        for number, kind in enumerate(kinds)
+    ]
+    reports = ranks.run("step_cases:on_ranks", count, tmp_path, place=str(folder), cases=cases)
+    for number, case in enumerate(cases):
+        losses = [sum(parts) / count for parts in zip(*(report[number] for report in reports), strict=True)]
+        weights = torch.load(folder / f"case_{number}.pt")
+        same((losses, weights), whole(folder, case["kind"], case["setting"]))

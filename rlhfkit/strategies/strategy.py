@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from rlhfkit.checkpoints.resume import attach_exact_resume
 from rlhfkit.distributed import full_parameters, is_sharded
 from rlhfkit.gpu_checks import warn_if_cuda_is_missing
+from rlhfkit.mesh import SequenceParallel
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.checkpoint.snapshot import require_plain_writers
 from rlhfkit.strategies.deepspeed import gpu_setup, rendezvous
@@ -42,6 +43,7 @@ from rlhfkit.strategies.deepspeed.loss_scale import loss_scale
 from rlhfkit.strategies.deepspeed.precision import EnginePrecision
 from rlhfkit.strategies.deepspeed.synchronized_steps import StepOutcome, SynchronizedSteps
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict, hugging_face_sharding, unshard
+from rlhfkit.strategies.forward_groups import ForwardGroupMixin
 from rlhfkit.strategies.ray.launcher import RayLaunchMixin, RayOptions
 from rlhfkit.training_states import Part, TrainingStates
 from rlhfkit.validation import check_integer, check_number
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStrategy):
+class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStrategy):
     """Trains several child modules of one LightningModule with a DeepSpeed engine each.
 
     ``configure_optimizers`` returns one ordinary torch optimizer. Each direct child that owns parameter groups of it is
@@ -71,6 +73,13 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         engine_configs: Additional DeepSpeed configuration per child, for example
             ``{"critic": {"zero_optimization": {"stage": 2}}, "reference": {"zero_optimization": {"offload_param":
             {"device": "cpu"}}}}``. ``{"zero_optimization": {"stage": 0}}`` keeps a frozen child plain.
+        sequence_parallel_size: Ranks, neighbours, that divide the tokens of each forward pass among themselves, so that
+            rows fit that are that many times as long. They bring their micro-batches together and each keeps losses
+            and metrics of its own rows, so gradients are those of as many ranks without (:mod:`rlhfkit.mesh`). Needs
+            models with our packed attention.
+        sequence_parallel: How attention sees all tokens: ``"ulysses"``, each rank some heads, which the ranks must
+            divide (Jacobs et al. 2023, arXiv 2309.14509), or ``"ring"``, keys and values go around (Liu et al. 2023,
+            arXiv 2310.01889).
         init_timeout: Seconds that a rank waits for all others to join; the error names the missing ones.
         launcher: Who starts the ranks: ``"ray"`` (:class:`~rlhfkit.strategies.ray.launcher.RayLauncher`) or
             ``"subprocess"``, where Lightning runs the script again. ``None``: Ray in a notebook with several devices,
@@ -104,6 +113,8 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         stage: int = 2,
         *,
         engine_configs: Mapping[str, Mapping[str, Any]] | None = None,
+        sequence_parallel_size: int = 1,
+        sequence_parallel: SequenceParallel = "ulysses",
         init_timeout: float = 600.0,
         launcher: Literal["ray", "subprocess"] | None = None,
         num_nodes: int | None = None,
@@ -118,6 +129,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
                 "RLHFDeepSpeedStrategy needs DeepSpeed, which is not installed: pip install 'rlhfkit[deepspeed]'."
             )
         check_integer("stage", stage, minimum=0, maximum=3)
+        self.divide_sequences(sequence_parallel_size, sequence_parallel)
         if not isinstance(async_save, bool):
             raise TypeError(f"async_save must be True or False, got {async_save!r}.")
         check_number("init_timeout", init_timeout, above=0, why="it is in seconds")
@@ -240,6 +252,7 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             tensor.data = tensor.data.to(self.root_device)
 
+        self.attach_forward_group(module)
         for name, child in module.named_children():
             if self._stage_of(name) != 3:
                 unshard(child)  # if it was built sharded, or left sharded by an earlier run
@@ -472,6 +485,8 @@ class RLHFDeepSpeedStrategy(RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStra
             engine.destroy()
             if self.world_size == 1:
                 unshard(engine.module)
+        if module is not None:
+            self.detach_forward_group(module)
         self.engines, self.frozen_engines = {}, {}
         self._accumulating = set()
         self.optimizers = []  # otherwise Lightning would move their state, which belongs to the engines
