@@ -78,8 +78,8 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
             and metrics of its own rows, so gradients are those of as many ranks without (:mod:`rlhfkit.mesh`). Needs
             models with our packed attention.
         sequence_parallel: How attention sees all tokens: ``"ulysses"``, each rank some heads, which the ranks must
-            divide (Jacobs et al. 2023, arXiv 2309.14509), or ``"ring"``, keys and values go around (Liu et al. 2023,
-            arXiv 2310.01889).
+            divide (Jacobs et al. 2023, arXiv 2309.14509), ``"ring"``, keys and values go around (Liu et al. 2023, arXiv
+            2310.01889), or ``"hybrid"``, both (Fang & Zhao 2024, arXiv 2405.07719).
         init_timeout: Seconds that a rank waits for all others to join; the error names the missing ones.
         launcher: Who starts the ranks: ``"ray"`` (:class:`~rlhfkit.strategies.ray.launcher.RayLauncher`) or
             ``"subprocess"``, where Lightning runs the script again. ``None``: Ray in a notebook with several devices,

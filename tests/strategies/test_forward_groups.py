@@ -29,7 +29,7 @@ def group(sequence: int, kind: SequenceParallel = "ulysses") -> ForwardGroup:
     ("arguments", "message"),
     [
         ({"sequence_parallel_size": 0}, "sequence_parallel_size must be an integer of at least 1"),
-        ({"sequence_parallel": "megatron"}, r"sequence_parallel must be one of \('ulysses', 'ring'\), got 'megatron'"),
+        ({"sequence_parallel": "megatron"}, r"sequence_parallel must be one of \('ulysses', .*\), got 'megatron'"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
