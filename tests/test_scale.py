@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks are no part of the installed package
 
+from benchmarks.scale import parallelism
 from benchmarks.scale.calibration import errors, fit
 from benchmarks.scale.cells import LENGTHS, MODELS, SERIAL_LIMIT, cell
 from benchmarks.scale.measure import summarize
@@ -45,6 +46,21 @@ def test_a_rank_of_twice_as_many_has_half_the_tokens_and_all_the_sequences() -> 
 
 def test_page_is_what_the_script_writes() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(load()), "run python -m benchmarks.scale page"
+
+
+def test_the_table_of_the_strategy_page_is_what_the_script_writes() -> None:
+    text = parallelism.PAGE.read_text(encoding="utf-8")
+    assert parallelism.BEGIN in text
+    assert text == parallelism.page(text), "run python -m benchmarks.scale parallelism"
+
+
+def test_forward_groups_are_as_small_as_rows_allow() -> None:
+    """Numbers that the page's advice rests on: a row of 32k tokens at 70B needs two ranks, one of 8k none."""
+    alone, two, eight = (parallelism.line("70B", 64, tokens) for tokens in (8192, 32768, 131072))
+    column = parallelism.HEAD.index("sequence ranks")
+    assert [line[column] for line in (alone, two, eight)] == ["1", "2", "8"]
+    ulysses, tensor = (float(eight[column + add].rstrip("%")) for add in (2, 4))
+    assert ulysses < tensor
 
 
 def test_runs_of_1_2_4_and_6_ranks_were_predicted_within_a_quarter() -> None:

@@ -6,6 +6,7 @@ import logging
 import subprocess
 from typing import Any
 
+from benchmarks.scale import parallelism
 from benchmarks.scale.calibration import calibrate, errors, workload_of
 from benchmarks.scale.measure import measure_log, measure_runs, measure_store, summarize
 from benchmarks.scale.page import MEASURED, PAGE, load, page
@@ -48,10 +49,13 @@ def main() -> None:
     commands.add_parser("measure", help="constants and checks on this machine, about 5 minutes on two cores")
     commands.add_parser("large", help="16,384 samples of 2,048 tokens over 4 ranks, with a bound on memory")
     commands.add_parser("page", help="write docs/scale.md from what was measured")
+    commands.add_parser("parallelism", help="write the table of docs/strategy.md, from closed formulas")
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if options.command == "page":
         PAGE.write_text(page(load()), encoding="utf-8")
+    elif options.command == "parallelism":
+        parallelism.PAGE.write_text(parallelism.page(parallelism.PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         {"measure": measure, "large": large}[options.command]()
 

@@ -5,13 +5,14 @@ comes from :mod:`benchmarks.scale.simulator` with measured constants.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from benchmarks.scale.simulator import Prediction, StoreUse, Workload, predict, serial_seconds
 from rlhfkit.costs import GPUS, EngineShape, ModelShape, Run, model_shape
 from rlhfkit.costs.hardware import GIB
+from rlhfkit.costs.long_rows import smallest_division
 from rlhfkit.costs.memory import FRAGMENTATION, TRAINING, engine_memory, memory_parts, phase_bytes
 from rlhfkit.costs.run import Sharding
 from rlhfkit.costs.seconds import checkpoint_seconds, phase_seconds
@@ -22,6 +23,8 @@ LENGTHS = (2048, 16384, 65536)
 """Mean tokens of an answer; the limit is twice as many, and lengths are lognormal."""
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 1024, 16, 512
 GPU_NAME = "H200"
+ENGINE_SIZES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4))
+"""Tensor-parallel GPUs and pipeline stages of an engine, in the order in which they are tried."""
 HOST_BYTES = 128 * GIB
 """Of a rank: half of a machine of 2 TiB with 8 GPUs."""
 SERIAL_LIMIT = 0.03
@@ -78,28 +81,32 @@ def shape_of(name: str) -> ModelShape:
 
 
 def run_of(gpus: int, model: str, tokens: int) -> Run:
-    """The run of a cell: ZeRO 3 with gradient checkpointing, engines of the fewest GPUs that hold the model."""
+    """The run of a cell: ZeRO 3 with gradient checkpointing, engines and forward groups of the fewest GPUs that do.
+
+    Engines have tensor-parallel GPUs in a machine, and pipeline stages over several.
+    """
     ranks = gpus // 2
-    for parallel in (1, 2, 4, 8):
-        if parallel > ranks:
+    for tensor, stages in ENGINE_SIZES:
+        if tensor * stages > ranks:
             break
         run = Run(
             policy=shape_of(model),
             gpu=GPUS[GPU_NAME],
             sharding=Sharding(ranks=ranks, stage=3),
-            engine=EngineShape(count=ranks // parallel, tensor_parallel=parallel),
+            engine=EngineShape(count=ranks // (tensor * stages), tensor_parallel=tensor, pipeline_parallel=stages),
             gradient_checkpointing=True,
             sequences=PROMPTS * GROUP_SIZE,
             group_size=GROUP_SIZE,
             prompt_tokens=PROMPT_TOKENS,
             answer_tokens=tokens,
             max_answer_tokens=2 * tokens,
-            micro_batch_tokens=max(16384.0, 2.0 * tokens + PROMPT_TOKENS),
             max_staleness=1,
         )
         if engine_memory(run).longest >= 1:
             break
-    return run
+    sharding = smallest_division(run) or run.sharding
+    together = max(16384.0 * sharding.sequence, run.longest)
+    return replace(run, sharding=sharding, micro_batch_tokens=together)
 
 
 def work_of(run: Run) -> Workload:
@@ -111,7 +118,7 @@ def work_of(run: Run) -> Workload:
         answer_tokens=run.answer_tokens,
         longest=run.longest,
         ranks=run.sharding.ranks,
-        micro_batch_size=max(1.0, run.micro_batch_tokens / run.sequence_tokens),
+        micro_batch_size=max(1.0, run.micro_batch_tokens / run.sequence_tokens) / run.sharding.group,
     )
 
 
@@ -178,7 +185,8 @@ def first_wall(found: Cell) -> str:
     room = engine_memory(run)
     if room.longest < 1:
         part = "weights" if room.cache <= 0 else "one sequence's keys and values"
-        return f"engine: {part} on {engine.tensor_parallel} GPUs ({room.weights / GIB:.0f} GiB of weights each)"
+        gpus = engine.tensor_parallel * engine.pipeline_parallel
+        return f"engine: {part} on {gpus} GPUs ({room.weights / GIB:.0f} GiB of weights each)"
     parts = [part for part in memory_parts(run) if part.place == TRAINING]
     for phase, total in phase_bytes(parts, TRAINING).items():
         if total > run.gpu.memory * (1 - FRAGMENTATION):

@@ -108,11 +108,15 @@ def parts_of_a_rank(measured: Mapping[str, Any]) -> str:
 def line(found: Cell) -> list[str]:
     """A cell as a line of the table."""
     phases = found.phases
-    train = phases["train"] + phases["communication"] + phases["optimizer"]
+    train = sum(phases.get(name, 0.0) for name in TRAIN)
+    sharding, engine = found.run.sharding, found.run.engine
+    assert engine is not None
     return [
         f"{found.gpus:,}",
         found.model,
         f"{found.tokens // 1024}k",
+        f"{sharding.sequence}" + (f" x {sharding.tensor}" if sharding.tensor > 1 else ""),
+        f"{engine.tensor_parallel * engine.pipeline_parallel}",
         *(number(value) for value in (phases["generate"], phases["prepare"], train, phases["weight_sync"], found.save)),
         number(found.rank.total),
         number(found.rank.resident / GIB),
@@ -123,8 +127,9 @@ def line(found: Cell) -> list[str]:
     ]
 
 
+TRAIN = ("train", "sequence_parallel", "tensor_parallel", "communication", "optimizer")
 HEAD = [
-    *("GPUs", "model", "tokens", "generate, s", "prepare, s", "train, s", "sync, s", "save, s"),
+    *("GPUs", "model", "tokens", "group", "engine", "generate, s", "prepare, s", "train, s", "sync, s", "save, s"),
     *("rank's own work, s", "resident, GiB", "peak, GiB", "sent, GiB", "serial", "first wall"),
 ]
 
@@ -220,7 +225,10 @@ its rows without padding, and only the micro-batch in use is padded.
 
 {prompts} prompts of {prompt_tokens} tokens x {group} answers, one update an iteration. *Tokens* is the mean
 of an answer; lengths are lognormal (σ = 0.6) up to twice the mean. Half of the GPUs ({gpu}) train with ZeRO 3
-and gradient checkpointing, half generate, in engines of 1, 2, 4 or 8 GPUs, the fewest that hold the model;
+and gradient checkpointing, half generate. *Group* is the number of ranks that divide the tokens of a forward pass
+([sequence parallelism](strategy.md#which-kind-of-parallelism-when)), the smallest with which the longest row fits;
+*engine* the number of GPUs of an engine, the smallest that holds the model and a sequence: 1, 2, 4 or 8 tensor-parallel
+ones, then 2 and 4 pipeline stages of 8;
 `max_staleness=1`, so an iteration takes the longer of *generate* and the rest. *Save* is a checkpoint,
 written in the background. *Rank's own work*, *resident*, *peak* and *sent* are of one training rank on its
 CPU and for one iteration; *serial* is the share of work that more ranks do not make shorter, in the phase in

@@ -26,7 +26,7 @@ class Workload:
     """Tokens of the longest sequence."""
     ranks: int
     micro_batch_size: float = 4.0
-    """Sequences of a micro-batch."""
+    """Sequences of a micro-batch, of a forward group by the number of its ranks."""
 
     @property
     def tokens(self) -> float:

@@ -26,6 +26,7 @@ def layer_bytes(
     longest: float = 0.0,
     tensor: int = 1,
     repeated_keys: float = 1.0,
+    tiled: bool = False,
 ) -> float:
     """Bytes that autograd saves of one layer.
 
@@ -47,6 +48,7 @@ def layer_bytes(
         longest: Tokens of the longest sequence, for ``eager``.
         tensor: Ranks that divide heads and feed-forward block.
         repeated_keys: How often keys and values are held, where Ulysses has fewer of their heads than ranks.
+        tiled: Whether the feed-forward block is recomputed in tiles (``tiled_mlp``), so that nothing is saved of it.
     """
     residual = residual_itemsize or itemsize
     hidden, projections = layer.hidden, 2 * itemsize
@@ -61,21 +63,31 @@ def layer_bytes(
         attended += layer.heads * longest * (itemsize + _FULL)
     if layer.normalized_heads:
         attended += (_FULL + itemsize) * (layer.query + layer.key)
-    feed_forward = (4 if layer.gated else 2) * itemsize * layer.intermediate
+    feed_forward = 0 if tiled else (4 if layer.gated else 2) * itemsize * layer.intermediate
     experts = 2 * itemsize * hidden * layer.experts_per_token
     return tokens * (norms + (attended + feed_forward) / tensor + experts)
 
 
-def backward_bytes(layer: LayerShape, tokens: float, *, itemsize: int, tensor: int = 1) -> float:
+def backward_bytes(
+    layer: LayerShape, tokens: float, *, itemsize: int, tensor: int = 1, tile: float | None = None
+) -> float:
     """Bytes that the backward pass of one layer holds beside all its saved tensors, at its widest place.
 
     That is the feed-forward block. While the gradient of the product is formed, that of the last weight exists too:
     ``b (N I + H I)``; then both factors' gradients beside the product's, whose own saved input is freed: ``2 b N I``.
     The larger of the two, and gradients of the residual stream ``2 b N H``. Tensor parallelism divides I.
+
+    In tiles of t tokens the block is recomputed, ``4 b t I``, and N is t there. Attention is then the widest place:
+    gradients of queries, keys, values and outputs, ``b N (Q + K + V + O)``.
     """
-    block = tokens * layer.intermediate / tensor
+    tiled = tile is not None and tile < tokens
+    block = (tile if tile is not None and tiled else tokens) * layer.intermediate / tensor
     weight = layer.hidden * layer.intermediate / max(layer.experts_per_token, 1) / tensor
-    return itemsize * (max(2 * block, block + weight) + 2 * tokens * layer.hidden)
+    widest = max(2 * block, block + weight)
+    if tiled:
+        attended = tokens * (layer.query + layer.key + layer.value + layer.attention_output) / tensor
+        widest = max(widest + (4 if layer.gated else 2) * block, attended)
+    return itemsize * (widest + 2 * tokens * layer.hidden)
 
 
 def saved_bytes(
@@ -89,6 +101,7 @@ def saved_bytes(
     longest: float = 0.0,
     tensor: int = 1,
     repeated_keys: float = 1.0,
+    tiled: bool = False,
 ) -> float:
     """Bytes that autograd holds of all layers between forward and backward.
 
@@ -108,6 +121,7 @@ def saved_bytes(
         longest=longest,
         tensor=tensor,
         repeated_keys=repeated_keys,
+        tiled=tiled,
     )
     return shape.layers * one + last
 

@@ -80,6 +80,8 @@ def described_run(
         "sharding": sharding,
         "precision": Precision.of(precision, deepspeed=sharding.stage is not None),
         "gradient_checkpointing": policy.gradient_checkpointing,
+        "offload_activations": policy.offload_activations,
+        "tiled_mlp": policy.tiled_mlp,
         "attention": "packed" if policy.attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS) else policy.attention,
         "score_seconds": score_seconds,
         "efficiency": efficiency,
@@ -98,7 +100,16 @@ def described_run(
         fields["offload_training"] = rollouts.engine.colocate and gpu.name != "cpu" if offload is None else offload
         run = Run(**_with_micro_batches(fields, data, problems))
     else:
-        run = Run(**fields, **_offline(policy, data, lengths, sharding, accumulate_grad_batches, assumptions))
+        run = Run(**fields, **_offline(policy, data, lengths, sharding, accumulate_grad_batches, assumptions, problems))
+    if sharding.group > 1 and policy.router_aux_loss_coef and run.policy.experts:
+        problems.append(
+            "router_aux_loss_coef > 0 is not supported where several ranks compute a forward pass together: use 0"
+        )
+    if sharding.group > 1 and fields["attention"] != "packed":
+        problems.append(
+            f"attention={policy.attention!r} is not supported where several ranks compute a forward pass together: "
+            "leave it out, and tokens are packed"
+        )
     if run.policy.uncertainty > ModelShape.uncertainty:
         assumptions.append(
             f"the layers of the family {run.policy.family!r} are not those that the formulas describe: activations and "
@@ -210,15 +221,15 @@ def _sampling(
 ) -> dict[str, Any]:
     """Sizes of an iteration. Ranks of a forward group share micro-batches."""
     group, prompts, cap = rollouts.sampling.group_size, data.rollout_batch_size, data.max_tokens_per_micro_batch
-    sequences = prompts * group
+    sequences, ranks = prompts * group, (sharding.ranks, sharding.group)
     updates = data.updates_per_iteration
     if cap is None:
         updates = max(1, round(sequences / (data.micro_batch_size * accumulate * sharding.data)))
     try:
         if cap is None:
-            updates = iteration_shape(prompts, group, data.micro_batch_size, accumulate, sharding.data).updates
+            updates = iteration_shape(prompts, group, data.micro_batch_size, accumulate, *ranks).updates
         else:
-            capped_iteration_shape(prompts, group, updates, sharding.data)
+            capped_iteration_shape(prompts, group, updates, *ranks)
     except ValueError as error:
         problems.append(str(error))
     return {"sequences": sequences, "group_size": group, "updates": updates, "max_staleness": rollouts.max_staleness}
@@ -271,11 +282,17 @@ def _offline(
     sharding: Sharding,
     accumulate: int,
     assumptions: list[str],
+    problems: list[str],
 ) -> dict[str, Any]:
     """Sizes of one optimizer step on given data; each row at its greatest length unless lengths are given."""
     size, limit, cap, together = 8, None, None, 1
     if isinstance(data, SFTDataModule):
         size, limit, cap = data.micro_batch_size, data.max_length, data.max_tokens_per_micro_batch
+        if cap is not None and cap * sharding.sequence < limit:
+            problems.append(
+                f"max_tokens_per_micro_batch={cap} times sequence_parallel_size={sharding.sequence} is less than "
+                f"max_length={limit}: raise one of the first two, or lower the last"
+            )
     else:
         assumptions.append(f"a micro-batch has {size} rows: give data")
     if isinstance(data, PreferenceDataModule):

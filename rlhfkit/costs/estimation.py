@@ -161,9 +161,9 @@ class Estimate:
         tensors = sorted({row.tensor for row in self.longest_rows})
         found = {(row.sequence, row.tensor): row for row in self.longest_rows}
         table = Table(title="Longest row that fits, tokens")
-        table.add_column("sequence_parallel_size", justify="right")
+        table.add_column("sequence ranks", justify="right")
         for tensor in tensors:
-            table.add_column("without tensor ranks" if tensor == 1 else f"{tensor} tensor ranks", justify="right")
+            table.add_column("no tensor ranks" if tensor == 1 else f"{tensor} tensor ranks", justify="right")
         for sequence in sorted({row.sequence for row in self.longest_rows}):
             line = []
             for tensor in tensors:

@@ -5,6 +5,7 @@ more sequence or tensor ranks make less; more data-parallel ranks do not. Of pre
 micro-batch, and tokens are those of each.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -84,6 +85,14 @@ def divisions(run: Run) -> list[Sharding]:
                 found.append(sharding)
                 break
     return found
+
+
+def smallest_division(run: Run) -> Sharding | None:
+    """The smallest forward groups that compute the run's longest sequence; ``None``: none do."""
+    for sharding in divisions(run):
+        if _fits(with_row(replace(run, sharding=sharding), math.ceil(run.longest))):
+            return sharding
+    return None
 
 
 def refused(run: Run, sharding: Sharding) -> list[str]:

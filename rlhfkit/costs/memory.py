@@ -227,8 +227,13 @@ def _activation_parts(run: Run) -> list[MemoryPart]:
             longest=min(run.longest, run.micro_batch_tokens),
             tensor=sharding.tensor,
             repeated_keys=repeated_keys(shape.layer, sharding),
+            tiled=run.tile(shape) is not None,
         )
+        away = offloaded_activations(run, shape) if run.gpu.name != "cpu" else 0.0
+        saved -= away
         parts.append(MemoryPart(TRAINING, role, "activations", saved, ("train",)))
+        if away:
+            parts.append(MemoryPart(HOST, role, "activations", away, ("train",)))
         if residual != compute:
             cast = compute * on_rank(shape, shape.parameters, sharding.tensor)
             parts.append(MemoryPart(TRAINING, role, "weights cast by autocast", cast, ("train",)))
@@ -255,6 +260,13 @@ def _activation_parts(run: Run) -> list[MemoryPart]:
     return parts
 
 
+def offloaded_activations(run: Run, shape: ModelShape) -> float:
+    """Bytes of the inputs of layers that wait in the host's memory: ``L b N H`` with ``offload_activations``."""
+    if not (run.offload_activations and run.gradient_checkpointing):
+        return 0.0
+    return shape.layers * run.part_tokens * shape.layer.hidden * run.precision.weights
+
+
 def _head_moment(run: Run, shape: ModelShape) -> float:
     """Bytes beside saved tensors while the policy's output layer runs."""
     return head_bytes(
@@ -276,7 +288,7 @@ def _backward_moment(run: Run, shape: ModelShape) -> float:
     """
     compute, tokens, sharding = run.precision.compute, run.part_tokens, run.sharding
     moment = max(
-        backward_bytes(shape.layer, tokens, itemsize=compute, tensor=sharding.tensor),
+        backward_bytes(shape.layer, tokens, itemsize=compute, tensor=sharding.tensor, tile=run.tile(shape)),
         exchange_bytes(shape.layer, tokens, sharding, itemsize=compute),
     )
     moment += micro_batch_gradient_bytes(run, on_rank(shape, shape.trained, sharding.tensor))
@@ -290,7 +302,12 @@ def _backward_moment(run: Run, shape: ModelShape) -> float:
             longest=min(run.longest, run.micro_batch_tokens),
             tensor=sharding.tensor,
             repeated_keys=repeated_keys(shape.layer, sharding),
+            tiled=run.tile(shape) is not None,
         )
+        if (
+            offloaded_activations(run, shape) and run.gpu.name != "cpu"
+        ):  # the input of the layer is back, and the next one on its way
+            moment += 2 * tokens * shape.layer.hidden * run.precision.weights
     return moment
 
 
@@ -457,6 +474,8 @@ def _advice(run: Run, phase: str, largest: MemoryPart) -> str:
         smaller = "divide rows over more ranks (sequence_parallel_size)" if alone else "make micro-batches smaller"
         if not run.gradient_checkpointing:
             return f"Set gradient_checkpointing=True, or {smaller}"
+        if alone and not run.tiled_mlp and not run.policy.experts:
+            return f"{smaller[0].upper()}{smaller[1:]}, or set tiled_mlp=True and offload_activations=True"
         return smaller[0].upper() + smaller[1:]
     if run.sharding.ranks > 1 and stage != 3:
         return f"Use strategy='rlhf_zero3' in place of {'none' if stage is None else f'stage {stage}'}"

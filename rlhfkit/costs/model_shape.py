@@ -218,14 +218,16 @@ def _tensor_plan(text: Any) -> re.Pattern[str] | None:
     """The names of parameters that the family's tensor-parallel plan divides; ``None``: it divides none.
 
     Weights and biases of layers whose outputs are divided (``colwise``), weights of those whose inputs are
-    (``rowwise``). Layers that gather what they have divided would gain nothing.
+    (``rowwise``). A plan with other styles is one that the strategy refuses.
     """
     styles = {"colwise": "(weight|bias)", "rowwise": "weight"}
     plan = getattr(text, "base_model_tp_plan", None) or {}
+    if set(plan.values()) - {*styles, "replicated_with_grad_allreduce", "embedding_rowwise"}:
+        return None
     patterns = [
         re.escape(layer).replace(r"\*", r"\d+") + r"\." + styles[style]
         for layer, style in plan.items()
-        if style in styles and "expert" not in layer
+        if style in styles
     ]
     return re.compile(rf"(^|\.)({'|'.join(patterns)})$") if patterns else None
 

@@ -5,6 +5,8 @@ tokens that a rank computes of them, S and T the sizes of the two dimensions, b 
 widths of :class:`~rlhfkit.costs.model_shape.LayerShape`.
 """
 
+import math
+
 from rlhfkit.costs.model_shape import LayerShape, ModelShape
 from rlhfkit.costs.run import Run, Sharding
 
@@ -25,10 +27,11 @@ def on_rank(shape: ModelShape, parameters: float, tensor: int) -> float:
 
 
 def repeated_keys(layer: LayerShape, sharding: Sharding) -> float:
-    """How often Ulysses holds keys and values: more than once where there are fewer of their heads than ranks."""
+    """How often Ulysses holds keys and values: more than once where the ranks do not divide their heads."""
     if sharding.sequence_parallel != "ulysses" or sharding.sequence == 1:
         return 1.0
-    return max(1.0, sharding.group / (layer.key_heads or layer.heads))
+    heads = max((layer.key_heads or layer.heads) // sharding.tensor, 1)
+    return math.lcm(heads, sharding.sequence) / heads
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -110,7 +113,10 @@ def _tensor_refusals(shape: ModelShape, sharding: Sharding) -> list[str]:
             "long rows"
         ]
     if not shape.divisible:
-        return [f"Transformers has no tensor-parallel plan for the family {shape.family!r}: use ZeRO 3"]
+        return [
+            f"Transformers has no tensor-parallel plan for the family {shape.family!r}, or one that DeepSpeed cannot "
+            "follow: use ZeRO 3"
+        ]
     widths = {
         "attention heads": layer.heads,
         "key heads": layer.key_heads or layer.heads,
@@ -126,14 +132,11 @@ def _tensor_refusals(shape: ModelShape, sharding: Sharding) -> list[str]:
 def _head_refusals(shape: ModelShape, sharding: Sharding) -> list[str]:
     """Ulysses needs whole heads on every rank, and a ring does not."""
     size, tensor = sharding.sequence, sharding.tensor
-    keys = shape.layer.key_heads or shape.layer.heads
-    if size == 1 or sharding.sequence_parallel != "ulysses" or shape.layer.heads % tensor or keys % tensor:
+    if size == 1 or sharding.sequence_parallel != "ulysses" or shape.layer.heads % tensor:
         return []
-    heads, keys = shape.layer.heads // tensor, keys // tensor
+    heads = shape.layer.heads // tensor
     each = f" of a tensor rank (tensor_parallel_size={tensor})" if tensor > 1 else ""
     cure = "choose another size, or sequence_parallel='ring'"
     if heads % size:
         return [f"sequence_parallel_size={size} does not divide the {heads} attention heads{each}: {cure}"]
-    if keys % size and size % keys:
-        return [f"sequence_parallel_size={size} neither divides the {keys} key heads{each} nor is a multiple: {cure}"]
     return []

@@ -140,6 +140,10 @@ class Run:
     offload_training: bool = False
     """Training states go to the host's memory while colocated engines generate."""
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    """What ``gradient_checkpointing`` keeps waits in the host's memory."""
+    tiled_mlp: bool | int = False
+    """Feed-forward blocks are computed in tiles of so many tokens; true: as many as the hidden size."""
     attention: str = "packed"
     """``eager`` holds all scores of a sequence's tokens with one another; others do not."""
     entropy: bool = False
@@ -213,6 +217,13 @@ class Run:
     def micro_batches(self) -> int:
         """Micro-batches of a forward group in an iteration."""
         return max(1, round(self.tokens * self.passes / (self.micro_batch_tokens * self.sharding.data)))
+
+    def tile(self, shape: ModelShape) -> float | None:
+        """Tokens of a tile of a model's feed-forward blocks; ``None``: these are computed at once."""
+        if self.tiled_mlp is False or shape.experts:
+            return None
+        size = shape.layer.hidden if self.tiled_mlp is True else self.tiled_mlp
+        return float(size) if size < self.part_tokens else None
 
     @property
     def part_tokens(self) -> float:

@@ -7,7 +7,14 @@ share of the vendor's peak in :class:`~rlhfkit.costs.hardware.Efficiency`.
 import math
 from statistics import NormalDist
 
-from rlhfkit.costs.memory import cache_token_bytes, engine_memory, memory_parts, moved_bytes, trained_models
+from rlhfkit.costs.memory import (
+    cache_token_bytes,
+    engine_memory,
+    memory_parts,
+    moved_bytes,
+    offloaded_activations,
+    trained_models,
+)
 from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.parallelism import on_rank, ring_bytes, tensor_bytes, ulysses_bytes
 from rlhfkit.costs.run import Run
@@ -151,13 +158,20 @@ def _forward_passes(run: Run) -> list[tuple[ModelShape, float]]:
 
 
 def train_seconds(run: Run) -> float:
-    """Seconds of arithmetic of all updates, policy and critic; a teacher's or reference's passes without an engine."""
+    """Seconds of arithmetic of all updates, policy and critic; a teacher's or reference's passes without an engine.
+
+    Tiles of feed-forward blocks are computed once more: 2 operations for each of their numbers, 3 H I a layer.
+    """
     operations = sum(
         train_flops(
             shape, run.tokens * run.passes, run.sequence_tokens, gradient_checkpointing=run.gradient_checkpointing
         )
         for _, shape in trained_models(run)
     )
+    for _, shape in trained_models(run):
+        if run.tile(shape) is not None:
+            block = (3 if shape.layer.gated else 2) * shape.layer.hidden * shape.layer.intermediate
+            operations += 2.0 * run.tokens * run.passes * shape.layers * block
     seconds = operations / (run.sharding.ranks * run.gpu.flops * run.efficiency.train_flops)
     if run.engine is None:
         more = sum(
@@ -213,6 +227,13 @@ def tensor_seconds(run: Run) -> float:
         for shape, tokens, passes in _grouped_passes(run)
     )
     return moved / bandwidth
+
+
+def activation_seconds(run: Run) -> float:
+    """Seconds in which inputs of layers go to the host's memory and come back, which nothing hides."""
+    steps = run.tokens * run.passes / (run.micro_batch_tokens * run.sharding.data)
+    moved = sum(offloaded_activations(run, shape) for _, shape in trained_models(run))
+    return 2 * steps * moved / run.efficiency.host
 
 
 def _grouped_passes(run: Run) -> list[tuple[ModelShape, float, float]]:
@@ -296,6 +317,7 @@ def checkpoint_seconds(run: Run) -> float:
 def phase_seconds(run: Run) -> dict[str, float]:
     """Seconds of an iteration by phase; a checkpoint is not part of it."""
     together = {"sequence_parallel": sequence_seconds(run)} if run.sharding.sequence > 1 else {}
+    together |= {"offload_activations": activation_seconds(run)} if run.offload_activations else {}
     together |= {"tensor_parallel": tensor_seconds(run)} if run.sharding.tensor > 1 else {}
     training = {
         "train": train_seconds(run),

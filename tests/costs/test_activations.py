@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhfkit.costs import ModelShape, model_shape
-from rlhfkit.costs.activations import head_bytes, inference_bytes, layer_bytes, saved_bytes, tile_bytes
+from rlhfkit.costs.activations import backward_bytes, head_bytes, inference_bytes, layer_bytes, saved_bytes, tile_bytes
 from rlhfkit.losses.fused_head.tiles import tile_columns
 from rlhfkit.models.forward import policy_output
 from rlhfkit.models.load import choose_attention
@@ -93,3 +93,14 @@ def test_the_fused_head_needs_a_fraction_of_the_dense_one() -> None:
 def test_a_forward_pass_without_gradient_holds_less_than_a_layer_saves() -> None:
     shape = model_shape(CONFIGS["llama"])
     assert inference_bytes(shape, 100, itemsize=2) < layer_bytes(shape.layer, 100, itemsize=2)
+
+
+def test_tiles_of_feed_forward_blocks_leave_only_attention_and_norms() -> None:
+    layer = model_shape(CONFIGS["llama"]).layer
+    whole, tiled = (layer_bytes(layer, 1000, itemsize=2, tiled=on) for on in (False, True))
+    assert whole - tiled == 1000 * 4 * 2 * layer.intermediate
+    plain, in_tiles = (backward_bytes(layer, 100_000, itemsize=2, tile=tile) for tile in (None, 100))
+    attention = layer.query + layer.key + layer.value + layer.attention_output
+    assert in_tiles == 2 * 100_000 * (attention + 2 * layer.hidden)
+    assert plain > in_tiles
+    assert backward_bytes(layer, 100, itemsize=2, tile=100) == backward_bytes(layer, 100, itemsize=2)

@@ -160,3 +160,14 @@ def test_a_critic_and_a_reference_add_their_parts() -> None:
     run = dataclasses.replace(grpo_70b(), critic=small, reference=small, reward_model=small)
     roles = {part.role for part in memory_parts(run)}
     assert {"policy", "critic", "reference", "reward model", "engine"} <= roles
+
+
+def test_checkpoints_wait_in_the_hosts_memory() -> None:
+    here, away = (memory_parts(grpo_70b(offload_activations=offload)) for offload in (False, True))
+    inputs = 80 * 16384 * 8192 * 2
+    assert phase_bytes(away, HOST)["train"] - phase_bytes(here, HOST)["train"] == inputs
+    saved = phase_bytes(here, TRAINING)["train"] - phase_bytes(away, TRAINING)["train"]
+    assert saved == inputs - 2 * 16384 * 8192 * 2  # two layers' inputs are on the GPU while a layer is recomputed
+    assert memory_parts(grpo_70b(offload_activations=True, gradient_checkpointing=False)) == memory_parts(
+        grpo_70b(gradient_checkpointing=False)
+    )

@@ -17,6 +17,7 @@ from rlhfkit.costs.seconds import (
     prepare_seconds,
     survival,
     train_flops,
+    train_seconds,
     weight_sync_seconds,
 )
 
@@ -115,3 +116,15 @@ def test_without_an_engine_there_is_training_only() -> None:
     assert set(phases) == {"train", "communication", "optimizer"}
     assert find_gpu("H200").flops == find_gpu("H100").flops
     assert phase_seconds(grpo_70b(engine=None, gpu=find_gpu("H200")))["train"] == phases["train"]
+
+
+def test_saving_activation_memory_takes_time() -> None:
+    run = grpo_70b(engine=None)
+    tiled = dataclasses.replace(run, tiled_mlp=4096)
+    block = 2 * 3 * 8192 * 28672 * 80  # operations a token
+    rate = 256 * find_gpu("H100").flops * run.efficiency.train_flops
+    assert train_seconds(tiled) - train_seconds(run) == pytest.approx(run.tokens * block / rate)
+    away = dataclasses.replace(run, offload_activations=True)
+    copied = 2 * 80 * 8192 * 2 * run.tokens / 256
+    assert phase_seconds(away)["offload_activations"] == pytest.approx(copied / 20e9)
+    assert "offload_activations" not in phase_seconds(run)
