@@ -168,8 +168,10 @@ class Estimate:
             line = []
             for tensor in tensors:
                 row = found.get((sequence, tensor))
-                ring = row is not None and sequence > 1 and row.sequence_parallel == "ring"
-                text = "-" if row is None else f"{row.tokens:,}{' ring' if ring else ''}"
+                kind = (
+                    f" {row.sequence_parallel}" if row and sequence > 1 and row.sequence_parallel != "ulysses" else ""
+                )
+                text = "-" if row is None else f"{row.tokens:,}{kind}"
                 own = (sequence, tensor) == (self.run.sharding.sequence, self.run.sharding.tensor)
                 line.append(f"[bold]{text}[/bold]" if own else text)
             table.add_row(str(sequence), *line)

@@ -37,7 +37,7 @@ class LongestRow:
     tensor: int
     """``tensor_parallel_size``."""
     sequence_parallel: SequenceParallel
-    """A ring where the number of heads rules Ulysses out."""
+    """The hybrid where the number of heads rules Ulysses out."""
     tokens: int
     """0: weights and states alone do not fit."""
     limit: str
@@ -78,7 +78,7 @@ def divisions(run: Run) -> list[Sharding]:
     ]
     found = []
     for sequence, tensor in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1])):
-        kinds: tuple[SequenceParallel, ...] = (run.sharding.sequence_parallel, "ring")
+        kinds: tuple[SequenceParallel, ...] = (run.sharding.sequence_parallel, "hybrid")
         for kind in kinds:
             sharding = replace(run.sharding, sequence=sequence, tensor=tensor, sequence_parallel=kind)
             if not refused(run, sharding):
@@ -154,6 +154,7 @@ def _largest(holds: Callable[[int], bool]) -> int:
 
 def _arguments(row: LongestRow) -> str:
     words = [f"sequence_parallel_size={row.sequence}"] if row.sequence > 1 else []
-    words += ["sequence_parallel='ring'"] if row.sequence > 1 and row.sequence_parallel == "ring" else []
+    kind = row.sequence_parallel
+    words += [f"sequence_parallel={kind!r}"] if row.sequence > 1 and kind != "ulysses" else []
     words += [f"tensor_parallel_size={row.tensor}"] if row.tensor > 1 else []
     return ", ".join(words) or "no forward groups"

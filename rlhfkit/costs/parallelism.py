@@ -26,12 +26,23 @@ def on_rank(shape: ModelShape, parameters: float, tensor: int) -> float:
     return max(parameters - shape.divisible * (1 - 1 / tensor), 0.0)
 
 
+def dealt_ranks(layer: LayerShape, sharding: Sharding) -> tuple[int, int]:
+    """Sequence ranks that exchange tokens for heads, and places in the ring of such groups; their product is S.
+
+    Ulysses is (S, 1), a ring (1, S); the hybrid exchanges among as many neighbours as divide the heads.
+    """
+    size, kind = sharding.sequence, sharding.sequence_parallel
+    if kind != "hybrid":
+        return (size, 1) if kind == "ulysses" else (1, size)
+    neighbours = math.gcd(max(layer.heads // sharding.tensor, 1), size)
+    return neighbours, size // neighbours
+
+
 def repeated_keys(layer: LayerShape, sharding: Sharding) -> float:
-    """How often Ulysses holds keys and values: more than once where the ranks do not divide their heads."""
-    if sharding.sequence_parallel != "ulysses" or sharding.sequence == 1:
-        return 1.0
+    """How often ranks that exchange heads hold keys and values: more than once where they do not divide their heads."""
+    neighbours, _ = dealt_ranks(layer, sharding)
     heads = max((layer.key_heads or layer.heads) // sharding.tensor, 1)
-    return math.lcm(heads, sharding.sequence) / heads
+    return math.lcm(heads, neighbours) / heads
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -42,16 +53,17 @@ def exchange_bytes(layer: LayerShape, tokens: float, sharding: Sharding, *, item
 
     Ulysses: what is sent and what arrives, ``2 b n (Q + K + V) / T``. A ring, in its backward pass: three blocks of
     keys and values (the own one, that in use, the next one), ``3 b n (K + V) / T``, gradients of four and of the
-    queries in float32, ``4 n (4 (K + V) + Q) / T``, and two tiles of scores.
+    queries in float32, ``4 n (4 (K + V) + Q) / T``, and two tiles of scores. The hybrid has both.
     """
-    if sharding.sequence == 1:
-        return 0.0
-    keys = layer.key + layer.value
-    if sharding.sequence_parallel != "ulysses":
+    neighbours, places = dealt_ranks(layer, sharding)
+    keys, held = repeated_keys(layer, sharding) * (layer.key + layer.value), 0.0
+    if neighbours > 1:
+        held += 2 * itemsize * tokens * (layer.query + keys) / sharding.tensor
+    if places > 1:
         numbers = 3 * itemsize * keys + _FULL * (4 * keys + layer.query)
         scores = min(_FULL * layer.heads / sharding.tensor * tokens**2, _RING_TILE_BYTES)
-        return tokens * numbers / sharding.tensor + 2 * scores
-    return 2 * itemsize * tokens * (layer.query + repeated_keys(layer, sharding) * keys) / sharding.tensor
+        held += tokens * numbers / sharding.tensor + 2 * scores
+    return held
 
 
 def joined_bytes(run: Run) -> float:
@@ -69,19 +81,24 @@ def ulysses_bytes(layer: LayerShape, tokens: float, sharding: Sharding, *, items
     ``b n (Q + K + V + O) / T * (S - 1) / S``. With as many key heads as heads ``4 b n H``, n = N / S of a row of N
     tokens: Jacobs et al. (DeepSpeed-Ulysses, 2023, arXiv:2309.14509, section 3.2).
     """
-    size = sharding.sequence
+    size, _ = dealt_ranks(layer, sharding)
     numbers = layer.query + repeated_keys(layer, sharding) * (layer.key + layer.value) + layer.attention_output
     return itemsize * tokens * numbers / sharding.tensor * (size - 1) / size
 
 
-def ring_bytes(layer: LayerShape, tokens: float, sharding: Sharding, *, itemsize: int) -> float:
+def ring_bytes(layer: LayerShape, tokens: float, sharding: Sharding, *, itemsize: int, backward: bool = False) -> float:
     """Bytes that a rank sends in one layer's forward pass: every other block of keys and values passes through it.
 
     ``b n (K + V) / T * (S - 1)``: it does not shrink with more ranks (n S tokens), but is sent while the block before
     is computed: Liu et al. (2023, arXiv:2310.01889, section 3). The backward pass sends the blocks again, and their
-    gradients: twice as many. An upper bound: a block ends its travel where no query sees a key of it any more.
+    gradients, which return to their own rank, ``4 n (K + V) / T * S`` in float32. An upper bound: a block ends its
+    travel where no query sees a key of it any more. In the hybrid (Fang and Zhao, 2024, arXiv:2405.07719) S are the
+    places of the ring only.
     """
-    return itemsize * tokens * (layer.key + layer.value) / sharding.tensor * (sharding.sequence - 1)
+    _, places = dealt_ranks(layer, sharding)
+    keys = repeated_keys(layer, sharding) * (layer.key + layer.value)
+    gradients = _FULL * places if backward and places > 1 else 0
+    return tokens * keys / sharding.tensor * (itemsize * (places - 1) + gradients)
 
 
 def tensor_bytes(layer: LayerShape, tokens: float, sharding: Sharding, *, itemsize: int) -> float:
@@ -136,7 +153,7 @@ def _head_refusals(shape: ModelShape, sharding: Sharding) -> list[str]:
         return []
     heads = shape.layer.heads // tensor
     each = f" of a tensor rank (tensor_parallel_size={tensor})" if tensor > 1 else ""
-    cure = "choose another size, or sequence_parallel='ring'"
+    cure = "choose another size, or sequence_parallel='ring' or 'hybrid'"
     if heads % size:
         return [f"sequence_parallel_size={size} does not divide the {heads} attention heads{each}: {cure}"]
     return []

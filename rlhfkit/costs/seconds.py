@@ -16,7 +16,7 @@ from rlhfkit.costs.memory import (
     trained_models,
 )
 from rlhfkit.costs.model_shape import ModelShape
-from rlhfkit.costs.parallelism import on_rank, ring_bytes, tensor_bytes, ulysses_bytes
+from rlhfkit.costs.parallelism import dealt_ranks, on_rank, ring_bytes, tensor_bytes, ulysses_bytes
 from rlhfkit.costs.run import Run
 
 _STEPS = 64  # points of the integrals over lengths
@@ -196,23 +196,26 @@ def sequence_seconds(run: Run) -> float:
     """Seconds in which attention waits for numbers of other sequence ranks, training and preparation together.
 
     Ulysses waits for all it exchanges. A ring waits for what takes longer to send than the attention of the block
-    before takes to compute.
+    before takes to compute, which is twice as long in the backward pass. The hybrid does the first among neighbours.
     """
-    sharding = run.sharding
+    sharding, rates = run.sharding, run.efficiency
     if sharding.sequence == 1:
         return 0.0
-    bandwidth = collective_bandwidth(run, sharding.group)
-    rate = run.gpu.flops * run.efficiency.train_flops
     seconds = 0.0
-    for shape, tokens, sent in _grouped_passes(run):
-        if sharding.sequence_parallel == "ulysses":
-            each = ulysses_bytes(shape.layer, tokens, sharding, itemsize=run.precision.compute) / bandwidth
-        else:
-            numbers = 2.0 * (shape.layer.query + shape.layer.attention_output) / sharding.tensor
-            computing = tokens * numbers * attended(shape, run.sequence_tokens) / rate
-            each = ring_bytes(shape.layer, tokens, sharding, itemsize=run.precision.compute) / bandwidth
-            each = max(0.0, each - computing * (sharding.sequence - 1) / sharding.sequence)
-        seconds += shape.layers * sent * each
+    for shape, tokens, forwards, backwards in _grouped_passes(run):
+        layer = shape.layer
+        neighbours, places = dealt_ranks(layer, sharding)
+        exchanged = ulysses_bytes(layer, tokens, sharding, itemsize=run.precision.compute)
+        seconds += (
+            shape.layers * (forwards + backwards) * exchanged / collective_bandwidth(run, neighbours * sharding.tensor)
+        )
+        numbers = 2.0 * (layer.query + layer.attention_output) / sharding.tensor
+        computing = tokens * numbers * attended(shape, run.sequence_tokens) / (run.gpu.flops * rates.train_flops)
+        for passes, backward in ((forwards, False), (backwards, True)):
+            sending = ring_bytes(layer, tokens, sharding, itemsize=run.precision.compute, backward=backward)
+            hidden = (2 if backward else 1) * computing * (places - 1) / places
+            waiting = sending / collective_bandwidth(run, sharding.group) - hidden
+            seconds += shape.layers * passes * max(0.0, waiting)
     return seconds
 
 
@@ -223,8 +226,9 @@ def tensor_seconds(run: Run) -> float:
         return 0.0
     bandwidth = collective_bandwidth(run, sharding.tensor)
     moved = sum(
-        shape.layers * passes * tensor_bytes(shape.layer, tokens, sharding, itemsize=run.precision.compute)
-        for shape, tokens, passes in _grouped_passes(run)
+        shape.layers * (forwards + backwards) * tensor_bytes(layer, tokens, sharding, itemsize=run.precision.compute)
+        for shape, tokens, forwards, backwards in _grouped_passes(run)
+        for layer in (shape.layer,)
     )
     return moved / bandwidth
 
@@ -236,19 +240,12 @@ def activation_seconds(run: Run) -> float:
     return 2 * steps * moved / run.efficiency.host
 
 
-def _grouped_passes(run: Run) -> list[tuple[ModelShape, float, float]]:
-    """Each model, the tokens of an iteration that a rank computes of it, and how often its layers exchange for them.
-
-    Once in the forward pass, once when it is recomputed, and once in the backward pass; twice there in a ring, where
-    attention does as much more arithmetic.
-    """
-    sharding = run.sharding
-    own = run.tokens / (sharding.data * sharding.sequence)
-    backward = 2 if sharding.sequence_parallel != "ulysses" and sharding.sequence > 1 else 1
-    trained = 1 + run.gradient_checkpointing + backward
-    passes = [(shape, own * run.passes, float(trained)) for _, shape in trained_models(run)]
-    passes += [(shape, own * share, 1.0) for shape, share in _forward_passes(run)]
-    return passes
+def _grouped_passes(run: Run) -> list[tuple[ModelShape, float, float, float]]:
+    """Each model, the tokens of an iteration that a rank computes of it, and its forward and backward passes."""
+    own = run.tokens / (run.sharding.data * run.sharding.sequence)
+    forwards = 2.0 if run.gradient_checkpointing else 1.0
+    passes = [(shape, own * run.passes, forwards, 1.0) for _, shape in trained_models(run)]
+    return passes + [(shape, own * share, 1.0, 0.0) for shape, share in _forward_passes(run)]
 
 
 def communication_seconds(run: Run) -> float:

@@ -9,6 +9,7 @@ from rlhfkit.costs import Efficiency, LayerShape, ModelShape, Run, Sharding, fin
 from rlhfkit.costs.activations import saved_bytes
 from rlhfkit.costs.memory import TRAINING, memory_parts, memory_problems, optimizer_bytes, phase_bytes, weight_bytes
 from rlhfkit.costs.parallelism import (
+    dealt_ranks,
     exchange_bytes,
     joined_bytes,
     on_rank,
@@ -82,6 +83,22 @@ def test_a_ring_sends_every_other_block_of_keys_and_values_once() -> None:
     """Section 3 of arXiv:2310.01889: the other P - 1 blocks of c tokens, 2 c h numbers each, pass through a rank."""
     sharding = divided(sequence=4, sequence_parallel="ring")
     assert ring_bytes(PLAIN_HEADS, 100, sharding, itemsize=2) == 2 * 3 * (2 * 100 * 1024)
+    eight = divided(sequence=8, sequence_parallel="ring")  # 8 key heads of 128: counted in docs/strategy.md
+    sent = [ring_bytes(llama_70b().layer, 1, eight, itemsize=2, backward=backward) / 1024 for backward in (False, True)]
+    assert sent == [28, 92]
+
+
+def test_the_hybrid_exchanges_heads_as_far_as_they_go_and_blocks_beyond() -> None:
+    """28 heads on 8 ranks: four neighbours have seven heads each, and two such groups are a ring (arXiv:2405.07719)."""
+    layer = dataclasses.replace(PLAIN_HEADS, heads=28, key_heads=4)
+    hybrid = divided(sequence=8, sequence_parallel="hybrid")
+    assert dealt_ranks(layer, hybrid) == (4, 2)
+    assert ulysses_bytes(layer, 100, hybrid, itemsize=2) == ulysses_bytes(layer, 100, divided(sequence=4), itemsize=2)
+    pair = divided(sequence=2, sequence_parallel="ring")
+    assert ring_bytes(layer, 100, hybrid, itemsize=2) == ring_bytes(layer, 100, pair, itemsize=2)
+    parts = [exchange_bytes(layer, 100, sharding, itemsize=2) for sharding in (divided(sequence=4), pair, hybrid)]
+    assert parts[0] + parts[1] == parts[2]
+    assert dealt_ranks(layer, divided(sequence=4, sequence_parallel="hybrid")) == (4, 1)
 
 
 def test_tensor_ranks_reduce_the_residual_stream_twice_a_layer() -> None:
