@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         local_rows,
         presets,
     )
+    from rlhfkit.roles import ModelPool
     from rlhfkit.rollout import (
         DynamicSampling,
         HealthPolicy,
@@ -87,6 +88,7 @@ _HOMES = {
     "LocalEngine": "rollout",
     "LossOutput": "losses",
     "Mixture": "datamodules",
+    "ModelPool": "roles",
     "NonFiniteGuard": "callbacks",
     "ORPOModule": "modules",
     "OnPolicyDistillationModule": "modules",
@@ -149,6 +151,7 @@ __all__ = [
     "LocalEngine",
     "LossOutput",
     "Mixture",
+    "ModelPool",
     "NonFiniteGuard",
     "ORPOModule",
     "OnPolicyDistillationModule",

@@ -169,7 +169,7 @@ def _roles(module: PolicyModule) -> dict[str, Any]:
         roles["entropy"] = module.needs_entropy
         roles["old_logprobs"] = module.needs_old_logprobs
         roles["prepare_tokens"] = module.max_tokens_per_forward
-        if module.reward_model_name is not None:
+        if module.reward_model_name is not None and module.reward_pool is None:
             roles["reward_model"] = shape(module.reward_model_name)
     return roles
 

@@ -32,6 +32,7 @@ from . import learning
 from .table import Change, Rows, Unseen, arguments_of, ignored
 
 LEAST: dict[str, Any] = {"model": "@model", "lr": 0.03}
+ELSEWHERE = Unseen("the numbers are the same wherever the reference is; tests/roles/test_model_pool.py")
 BITS = Unseen("needs the extra qlora; tests/modules/test_lora.py compares with full weights where it is installed")
 
 
@@ -87,6 +88,7 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "correction": Change("tis"),
     "log_entropy": Change(False),
     "reward_model": Change("@scorer"),
+    "reference": ELSEWHERE,
     "mask_truncated": Change(True),
     "reward_processing.stop_properly_coef": Change(0.1),
     "reward_processing.missing_eos_penalty": Change(0.7),

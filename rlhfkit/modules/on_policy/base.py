@@ -42,6 +42,7 @@ from rlhfkit.modules.on_policy.local_rows import (
     takes_local_rows,
     warn_of_gathering,
 )
+from rlhfkit.modules.on_policy.placed_models import ask, pool_result
 from rlhfkit.modules.on_policy.rewards import RewardedModule, two_tokens
 from rlhfkit.protocols import PretrainingSource, datamodule_of
 from rlhfkit.validation import check_number
@@ -241,6 +242,8 @@ class OnPolicyModule(RewardedModule):
 
         The first update uses its own log-probs as old ones.
         """
+        pool = self.reference_pool
+        asked = None if pool is None else ask(pool, "logprobs", self, experience)  # while the policy computes
         updates = experience.update if experience.iteration is None else experience.iteration.update  # of all ranks
         rows = experience.update >= 0 if self.needs_old_logprobs else experience.update > 0
         if experience.old_logprobs is None and (self.needs_old_logprobs or bool((updates > 0).any())):
@@ -250,6 +253,8 @@ class OnPolicyModule(RewardedModule):
             with self.reference_model() as reference:
                 ref_logprobs = self.distributed_logprobs(reference, experience)
             experience = dataclasses.replace(experience, ref_logprobs=ref_logprobs)
+        if asked is not None:
+            experience = dataclasses.replace(experience, ref_logprobs=pool_result(asked))
         return experience
 
     def add_values(self, experience: Experience) -> Experience:

@@ -37,6 +37,8 @@ from rlhfkit.modules.on_policy.local_rows import (
     update_moments,
     whiten_all,
 )
+from rlhfkit.modules.on_policy.placed_models import ask, pool_result
+from rlhfkit.roles import ModelPool
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -80,7 +82,11 @@ class RewardedModule(PolicyModule):
         model: Folder or hub name of the policy.
         reward_model: Folder or hub name of a reward model with the policy's tokens, whose normalized score is added to
             the callback's reward, in validation too. It is a frozen child, sharded or offloaded like the reference;
-            every rank scores its share. :class:`~rlhfkit.rewards.ModelReward` does the same unsharded.
+            every rank scores its share. :class:`~rlhfkit.rewards.ModelReward` does the same unsharded. A
+            :class:`~rlhfkit.roles.ModelPool`: on machines of its own.
+        reference: Where the reference model of the KL penalty is: ``None``: a frozen child, or the policy without its
+            adapters; a :class:`~rlhfkit.roles.ModelPool`: on machines of its own, where it works while the policy
+            computes its old log-probs.
         reward_processing: Penalties, normalization and clipping of rewards, see :class:`RewardProcessing`.
         mask_truncated: Learn nothing from answers that the length limit cut off (overlong filtering, DAPO: Yu et al.,
             2025, arXiv:2503.14476, section 3.4). Baselines still include their rewards; means of losses are over the
@@ -116,7 +122,8 @@ class RewardedModule(PolicyModule):
         self,
         model: str,
         *,
-        reward_model: str | None = None,
+        reward_model: str | ModelPool | None = None,
+        reference: ModelPool | None = None,
         reward_processing: RewardProcessing | None = None,
         mask_truncated: bool = False,
         max_tokens_per_forward: int = 16384,
@@ -129,7 +136,15 @@ class RewardedModule(PolicyModule):
         super().__init__(model, **kwargs)
         check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         check_number("kl_coef", kl_coef, minimum=0, why="0 is no reference model")
-        self.reward_model_name = reward_model
+        self.reward_model_name: str | None
+        if isinstance(reward_model, str):
+            self.reward_model_name, self.reward_pool = reward_model, None
+        else:
+            self.reward_pool = ModelPool.of(reward_model)
+            self.reward_model_name = None if self.reward_pool is None else self.reward_pool.model
+        """The replicas of the reward model; ``None``: it is a child, or there is none."""
+        self.reference_pool = ModelPool.of(reference)
+        """The replicas of the reference model; ``None``: it is in the module, or there is none."""
         self.reward_processing = options(RewardProcessing, reward_processing)
         self.mask_truncated = mask_truncated
         self.max_tokens_per_forward = max_tokens_per_forward
@@ -142,6 +157,14 @@ class RewardedModule(PolicyModule):
         """What the KL penalty is subtracted from; ``None``: it is in the loss, or there is none."""
         self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")
         self.kl_control = options(KLControl, kl_control)
+        for name, pool in {"reward_model": self.reward_pool, "reference": self.reference_pool}.items():
+            if pool is not None:
+                self.hparams[name] = pool.plain()
+        if self.reference_pool is not None and not self.kl_coef:
+            raise ValueError(
+                "reference=ModelPool(...) starts a model that nothing asks: give a kl_coef (0.01 is OpenRLHF's), or "
+                "leave reference out"
+            )
         self.hparams.update(
             reward_processing=dataclasses.asdict(self.reward_processing), kl_control=dataclasses.asdict(self.kl_control)
         )
@@ -176,22 +199,31 @@ class RewardedModule(PolicyModule):
     def configure_model(self) -> None:
         """Build the policy and the reward model."""
         super().configure_model()
-        if self.reward_model_name is not None and not hasattr(self, "reward_model"):
+        if self.reward_model_name is not None and self.reward_pool is None and not hasattr(self, "reward_model"):
             self.reward_model = self.build_reward_model()
 
     def build_reward_model(self) -> nn.Module:
         """Load the reward model, frozen; raises ValueError if its tokens differ. Override to wrap or change it."""
         assert self.reward_model_name is not None
-        name, trust = self.reward_model_name, self.trust_remote_code
-        if load_tokenizer(name, trust_remote_code=trust).get_vocab() != self.tokenizer.get_vocab():
+        self._check_tokens_of_reward_model()
+        model = load_scalar_model(
+            self.reward_model_name,
+            new_head=False,
+            dtype=self.model_dtype,
+            attention=self.attention,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return freeze(model)
+
+    def _check_tokens_of_reward_model(self) -> None:
+        name = self.reward_model_name
+        assert name is not None
+        tokenizer = load_tokenizer(name, trust_remote_code=self.trust_remote_code)
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
                 f"the reward model {name} has another tokenizer than the policy {self.model_name}: give the "
                 "callback a ModelReward(..., text=lambda sample: ...) in place of reward_model"
             )
-        model = load_scalar_model(
-            name, new_head=False, dtype=self.model_dtype, attention=self.attention, trust_remote_code=trust
-        )
-        return freeze(model)
 
     @property
     def scores_samples(self) -> bool:
@@ -203,6 +235,8 @@ class RewardedModule(PolicyModule):
 
         ``None``: this rank has no rows, and only takes part in the forward passes of the others; the result is (0,).
         """
+        if self.reward_pool is not None:
+            return self._scores_of_pool(self.reward_pool, experience)
 
         def scores(batch: Experience) -> Tensor:
             return reward_output(self.reward_model, batch, normalized=True)[:, None]
@@ -211,6 +245,11 @@ class RewardedModule(PolicyModule):
             placeholder = two_tokens()
             return self.distributed_forward(self.reward_model, scores, placeholder, torch.tensor([False]))[:0, 0]
         return self.distributed_forward(self.reward_model, scores, experience)[:, 0]
+
+    def _scores_of_pool(self, pool: ModelPool, experience: Experience | None) -> Tensor:
+        if not pool.started:
+            self._check_tokens_of_reward_model()
+        return pool_result(ask(pool, "reward", self, experience), columns=1)[:, 0]
 
     def add_reward_model_scores(self, experience: Experience) -> Experience:
         """Add the reward model's scores to the rewards and, as ``model``, to their parts, if missing. A collective."""
@@ -261,8 +300,8 @@ class RewardedModule(PolicyModule):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL penalty."""
-        return bool(self.initial_kl_coef)
+        """Whether the module has a reference model, as a KL penalty needs."""
+        return bool(self.initial_kl_coef) and self.reference_pool is None
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -388,7 +427,7 @@ class RewardedModule(PolicyModule):
         mesh = Mesh(get_rank(), get_world_size()) if group is None else group.mesh
         # The batches of all members are computed at once, and each rank computes its part of all their tokens.
         limit = max(self.max_tokens_per_forward // mesh.tensor, 1)
-        batches, long = self._forward_batches(model, experience, rows, limit)
+        batches, long = self._forward_batches(experience, rows, limit, packed=packs_batches(model))
         counts = torch.zeros(mesh.world_size, 2, dtype=torch.int64)
         if mesh.forward_group_size == 1:
             long = 0
@@ -401,8 +440,13 @@ class RewardedModule(PolicyModule):
         turns[slots : slots + len(batches) - long] = batches[long:]
         return turns
 
+    def forward_batches(self, experience: Experience) -> list[Tensor]:
+        """Indices (b,) of the rows of each forward pass of a model on machines of its own."""
+        return self._forward_batches(experience, None, self.max_tokens_per_forward, packed=True)[0]
+
+    @staticmethod
     def _forward_batches(
-        self, model: nn.Module, experience: Experience, rows: Tensor | None, limit: int
+        experience: Experience, rows: Tensor | None, limit: int, *, packed: bool
     ) -> tuple[list[Tensor], int]:
         """Divide the wanted rows into batches of at most ``limit`` tokens, as their indices.
 
@@ -418,10 +462,17 @@ class RewardedModule(PolicyModule):
         bins = split_groups_by_tokens(
             range(len(wanted)), number, lengths=lengths, prompts=prompts, groups=groups, ranks=1
         )
-        forward = PackedForward(lengths, prompts, groups) if packs_batches(model) else PaddedForward(lengths)
+        forward = PackedForward(lengths, prompts, groups) if packed else PaddedForward(lengths)
         if any(forward.tokens(each) > limit for each in bins):
             bins = capped_batches(forward, range(len(wanted)), limit)
         return [wanted[chosen] for chosen in bins], sum(forward.tokens(each) > limit for each in bins)
+
+    def teardown(self, stage: str) -> None:
+        """End the replicas of models on machines of their own."""
+        super().teardown(stage)
+        for pool in (self.reward_pool, self.reference_pool):
+            if pool is not None:
+                pool.close()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhfkit import GRPOModule, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.losses import discounted_returns, group_advantages, whiten
-from rlhfkit.models.forward import model_inputs
+from rlhfkit.models.forward import model_inputs, packs_batches
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules import presets
 from rlhfkit.rewards import ModelReward, WeightedSum
@@ -146,7 +146,7 @@ def test_forward_passes_over_an_iteration_are_within_their_limit_however_long_it
         for index, count in enumerate([3, 50, 20, 9])
     ]
     rows = Experience.from_samples(samples)
-    batches = module._forward_batches(module.policy, rows, None, 40)[0]
+    batches = module._forward_batches(rows, None, 40, packed=packs_batches(module.policy))[0]
     assert sorted(torch.cat(batches).tolist()) == list(range(12))
     for batch in batches:
         inputs = model_inputs(module.policy, rows.select(batch)).arguments

@@ -1,0 +1,51 @@
+"""Models of a module that are on machines of their own: starting them, and waiting for their numbers."""
+
+from typing import Protocol
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from rlhfkit.data.types import Experience
+from rlhfkit.distributed import exchange_errors
+from rlhfkit.models.load import precision_dtype
+from rlhfkit.roles import ModelPool, ModelPoolError
+from rlhfkit.roles.model_pool import PendingRows
+from rlhfkit.roles.replica import Role
+
+
+class Asking(Protocol):
+    """A module that asks."""
+
+    @property
+    def trainer(self) -> L.Trainer:
+        """The running Trainer."""
+        ...
+
+    def forward_batches(self, experience: Experience) -> list[Tensor]:
+        """Indices of the rows of each forward pass."""
+        ...
+
+
+def ask(pool: ModelPool, role: Role, module: Asking, experience: Experience | None) -> PendingRows | None:
+    """Ask for numbers of this rank's rows, which may be none; the first time, start the replicas. A collective."""
+    precision = module.trainer.precision  # the numbers are those of a child of the module
+    pool.start(role, weights=precision_dtype(precision), compute=precision_dtype(precision, compute=True))
+    return None if experience is None else pool.submit(experience, module.forward_batches(experience))
+
+
+def pool_result(asked: PendingRows | None, columns: int | None = None) -> Tensor:
+    """Wait for the numbers of this rank's rows, see :meth:`PendingRows.result`; (0, 1) without any. A collective.
+
+    Raises:
+        ModelPoolError: On all ranks, if those of one rank cannot be computed.
+    """
+    values, failure = torch.zeros(0, 1), None
+    try:
+        values = values if asked is None else asked.result(columns)
+    except ModelPoolError as error:  # the other ranks are told below, then it is raised here
+        failure = error
+    raised = exchange_errors(failure, error_type=ModelPoolError)
+    if raised is not None:
+        raise raised
+    return values

@@ -1,0 +1,35 @@
+"""A rank of a run whose reference is a child of the module, then in a pool."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from rl_runs import PlainGRPO, setup_run, weights
+
+from rlhfkit.roles import ModelPool
+
+
+def train(folder: Path) -> dict[str, Any]:
+    """The largest difference of the weights of both runs, and where the reference was."""
+    os.environ.pop("RAY_ADDRESS", None)
+    trained, held = [], []
+    own = folder / f"rank{os.environ['LOCAL_RANK']}"  # ranks must not write the same model
+    for elsewhere in (False, True):
+        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1}
+        if elsewhere:  # replicas read rank 0's folder
+            arguments["reference"] = ModelPool(str(own / "model"), num_replicas=2, start_timeout=100.0)
+        trainer, module, data, _ = setup_run(
+            own,
+            module=PlainGRPO,
+            module_arguments=arguments,
+            data_arguments={"micro_batch_size": 4},
+            strategy="ddp",
+            devices=2,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, datamodule=data)
+        trained.append(weights(module))
+        held.append(hasattr(module, "reference"))
+    moved = [float((trained[1][name] - tensor).abs().max()) for name, tensor in trained[0].items()]
+    return {"difference": max(moved), "held": held, "finite": bool(torch.isfinite(torch.tensor(moved)).all())}
