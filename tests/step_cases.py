@@ -31,7 +31,9 @@ from rlhfkit import (
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
 )
-from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.mesh import SequenceParallel, forward_group_of
+from rlhfkit.models import unwrap
+from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
 
 STEP, STEPS = 8, 2
 """Rows of an optimizer step, and steps."""
@@ -71,6 +73,10 @@ class Steps(L.Callback):
     def __init__(self) -> None:
         self.parts: list[float] = []
         self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        group = forward_group_of(unwrap(pl_module.policy))
+        assert getattr(trainer.strategy, "sequence_parallel_size", 1) == (1 if group is None else group.mesh.sequence)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.parts.append(float(outputs["loss"]))
@@ -117,6 +123,7 @@ def train(
     order: int | None,
     callbacks: Sequence[L.Callback] = (),
     sequence: int = 1,
+    sharing: SequenceParallel = "ulysses",
     **more: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Two steps by SGD, whose steps are as long as the gradients.
@@ -130,7 +137,8 @@ def train(
         order: Mixes the rows of each step; not of prompts, whose samples are drawn by their place, nor where the
             reference point of KTO pairs neighbours.
         callbacks: More callbacks of the Trainer.
-        sequence: Ranks that divide sequences among themselves; ``strategy`` is then a ZeRO stage.
+        sequence: Ranks that divide sequences among themselves; ``strategy`` is then a ZeRO stage, ``None``: DDP.
+        sharing: How attention sees the tokens of all of them.
         **more: Of the Trainer.
 
     Returns:
@@ -148,7 +156,10 @@ def train(
     rows, steps = rows_of(data, None if fixed else order), Steps()
     ranks = more.get("devices", 1) // sequence
     if sequence > 1:
-        more["strategy"] = RLHFDeepSpeedStrategy(more["strategy"], sequence_parallel_size=sequence)
+        stage, sizes = more.pop("strategy"), {"sequence_parallel_size": sequence, "sequence_parallel": sharing}
+        more["strategy"] = (
+            SequenceParallelDDPStrategy(**sizes) if stage is None else RLHFDeepSpeedStrategy(stage, **sizes)
+        )
     used: list[L.Callback] = [steps, *callbacks]
     if data == "prompts":
         sampling = SamplingSpec(group_size=2, max_new_tokens=4, stop_token_ids=tuple(range(64, 128)))

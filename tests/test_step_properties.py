@@ -86,7 +86,7 @@ def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_step_does_not_depend_on_ranks_that_divide_sequences(count: int, folder: Path, tmp_path: Path) -> None:
-    """Every module and ZeRO stage, on one group of two ranks and on two; some ranks have no rows of their own."""
+    """Every module, DDP and ZeRO 0 to 3, on one group of two ranks and on two; some ranks have no rows of their own."""
     draw = random.Random(count)
     kinds = list(KINDS) if count == 2 else ["sft", "kto", "grpo", "ppo"]
     cases: list[dict[str, Any]] = [
@@ -96,8 +96,9 @@ def test_a_step_does_not_depend_on_ranks_that_divide_sequences(count: int, folde
             "size": draw.choice([1, 2, 4]),
             "attention": None,
             "order": draw.randrange(99),
-            "strategy": number % 4,
+            "strategy": (0, 3, 2, None, 1)[number % 5],
             "sequence": 2,
+            "sharing": draw.choice(["ulysses", "ring"]),
         }
         for number, kind in enumerate(kinds)
     ]

@@ -6,8 +6,9 @@ Start at :mod:`rlhfkit.strategies.strategy`.
 """
 
 from rlhfkit.strategies.registry import register
+from rlhfkit.strategies.sequence_ddp import SequenceParallelDDPStrategy
 from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy
 
-__all__ = ["RLHFDeepSpeedStrategy", "register"]
+__all__ = ["RLHFDeepSpeedStrategy", "SequenceParallelDDPStrategy", "register"]
 
 register()

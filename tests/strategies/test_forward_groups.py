@@ -1,4 +1,4 @@
-"""Covers ``forward_groups.py``: what is refused; ``tests/test_step_properties.py`` shows that steps are equal."""
+"""Covers ``forward_groups.py`` and ``sequence_ddp.py``: what is refused (equal steps: ``test_step_properties.py``)."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfkit.mesh import FORWARD_GROUP, ForwardGroup, Mesh, SequenceParallel, forward_group_of, mesh_of
 from rlhfkit.models.attention.families import use_packed_attention
-from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
 from rlhfkit.strategies.forward_groups import check_model, hugging_face_models
 
 
@@ -35,6 +35,8 @@ def group(sequence: int, kind: SequenceParallel = "ulysses") -> ForwardGroup:
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RLHFDeepSpeedStrategy(**arguments)
+    with pytest.raises(ValueError, match=message):
+        SequenceParallelDDPStrategy(**{"sequence_parallel_size": 2} | arguments)
 
 
 def test_the_mesh_is_known_and_checked_when_the_trainer_is_made() -> None:
