@@ -62,7 +62,11 @@ class Case:
     stage: int | None = None
     """ZeRO stage; ``None``: Lightning's own strategy."""
     ranks: int = 1
+    sequence: int = 1
+    """Ranks that divide the tokens of the first rank's rows; the others bring two tokens."""
+    sequence_parallel: str = "ulysses"
     gradient_checkpointing: bool = False
+    tiled_mlp: bool | int = False
     fused_head: bool = True
     precision: str = "32-true"
     hidden: int = 384
@@ -90,7 +94,9 @@ class Case:
     def name(self) -> str:
         """A short name of what is special about the case."""
         parts = [self.module, "lightning" if self.stage is None else f"zero{self.stage}", f"{self.ranks} ranks"]
+        parts += [f"{self.sequence} {self.sequence_parallel}"] if self.sequence > 1 else []
         parts += ["checkpointing"] if self.gradient_checkpointing else []
+        parts += ["tiled MLP"] if self.tiled_mlp else []
         parts += [] if self.fused_head else ["dense head"]
         parts += [] if self.precision == "32-true" else [self.precision]
         return " ".join(parts)
@@ -99,6 +105,8 @@ class Case:
 CASES = [
     Case(),
     Case(gradient_checkpointing=True),
+    Case(tiled_mlp=128),
+    Case(gradient_checkpointing=True, tiled_mlp=128),
     Case(fused_head=False),
     Case(precision="bf16-true"),
     Case(stage=0),
@@ -114,6 +122,9 @@ CASES = [
     Case(stage=2, ranks=2),
     Case(stage=3, ranks=2),
     Case(module="ppo", stage=2, ranks=2, precision="bf16-true"),
+    Case(stage=2, ranks=2, sequence=2),
+    Case(stage=3, ranks=2, sequence=2, gradient_checkpointing=True),
+    Case(module="ppo", stage=2, ranks=2, sequence=2, precision="bf16-true"),
     Case(module="grpo", stage=3, ranks=2, gradient_checkpointing=True, precision="bf16-true"),
 ]
 
@@ -129,9 +140,17 @@ def estimated(case: Case) -> dict[str, float]:
         critic=shape if case.module == "ppo" else None,
         reference=shape if case.module == "ppo" else None,
         gpu=GPU(name="cpu", memory=2**40, flops=1e12, bandwidth=1e11, link=1e10),
-        sharding=Sharding(ranks=case.ranks, stage=case.stage, bucket=BUCKET, live_parameters=BUCKET),
+        sharding=Sharding(
+            ranks=case.ranks,
+            sequence=case.sequence,
+            sequence_parallel=case.sequence_parallel,
+            stage=case.stage,
+            bucket=BUCKET,
+            live_parameters=BUCKET,
+        ),
         precision=Precision.of(case.precision, deepspeed=case.stage is not None),
         gradient_checkpointing=case.gradient_checkpointing,
+        tiled_mlp=case.tiled_mlp,
         entropy=case.module != "sft",
         micro_batch_tokens=case.sequences * case.length,
         trained_share=(case.length - 1) / case.length,
@@ -235,22 +254,24 @@ class Measure(L.Callback):
 def batch_of(case: Case) -> TokenBatch | Experience:
     """Random tokens, and for own samples what preparation would have added."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, case.vocabulary, (case.sequences, case.length), generator=generator)
-    attention, mask = torch.ones_like(ids).bool(), torch.ones(case.sequences, case.length - 1).bool()
+    brings = int(os.environ.get("LOCAL_RANK", 0)) % case.sequence == 0
+    rows, length = (case.sequences, case.length) if brings else (1, 2)
+    ids = torch.randint(2, case.vocabulary, (rows, length), generator=generator)
+    attention, mask = torch.ones_like(ids).bool(), torch.full((rows, length - 1), brings)
     if case.module == "sft":
         return TokenBatch(input_ids=ids, attention_mask=attention, loss_mask=mask)
-    steps, rows = torch.zeros(mask.shape), torch.zeros(case.sequences)
+    steps, rewards = torch.zeros(mask.shape), torch.zeros(rows)
     return Experience(
         input_ids=ids,
         attention_mask=attention,
         action_mask=mask,
         rollout_logprobs=steps,
         versions=torch.zeros(mask.shape, dtype=torch.int64),
-        rewards=rows,
-        group=torch.arange(case.sequences),
-        sample_index=rows.long(),
-        truncated=rows.bool(),
-        update=rows.long(),
+        rewards=rewards,
+        group=torch.arange(rows),
+        sample_index=rewards.long(),
+        truncated=rewards.bool(),
+        update=rewards.long(),
         old_logprobs=steps - 8,
         ref_logprobs=steps - 8,
         values=steps,
@@ -269,6 +290,8 @@ def strategy_of(case: Case) -> Strategy | str:
         stage=case.stage,
         reduce_bucket_size=BUCKET,
         allgather_bucket_size=BUCKET,
+        sequence_parallel_size=case.sequence,
+        sequence_parallel=case.sequence_parallel,
         engine_configs={name: {"zero_optimization": live} for name in children} if case.stage == 3 else None,
     )
 
@@ -280,7 +303,9 @@ def measured(case: Case, folder: Path) -> dict[str, float]:
         rlhfkit.models.forward.output_logits = lambda model: None  # as for families whose head is not known
     torch.manual_seed(0)
     LlamaForCausalLM(case.config).save_pretrained(folder)
-    module: Any = MODULES[case.module](str(folder), gradient_checkpointing=case.gradient_checkpointing)
+    module: Any = MODULES[case.module](
+        str(folder), gradient_checkpointing=case.gradient_checkpointing, tiled_mlp=case.tiled_mlp
+    )
     module.row_problems = lambda batch: []  # a forward pass of its own, which the peak is not about
     measure = Measure()
     trainer = L.Trainer(
@@ -380,7 +405,7 @@ def _seconds(call: Any) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the first six cases only")
+    parser.add_argument("--quick", action="store_true", help="the first eight cases only")
     parser.add_argument("--time", action="store_true", help="also the ratio of phases")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -390,7 +415,7 @@ def main() -> None:
             print(json.dumps(measured(Case(**json.loads(options.case)), Path(folder))))
         return
     rows, worst = {}, 0.0
-    for case in CASES[:6] if options.quick else CASES:
+    for case in CASES[:8] if options.quick else CASES:
         expected, found = estimated(case), measured_on_ranks(case)
         off = errors(expected, found)
         worst = max([worst, *map(abs, off.values())])

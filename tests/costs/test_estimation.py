@@ -5,6 +5,7 @@ Covers description.py.
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,6 +184,37 @@ def test_strategies_are_known_by_name_and_as_objects(
     assert (found.stage, found.offload_optimizer, found.offload_parameters) == (stage, optimizer, parameters)
     assert found.ranks == 4
     assert found.bucket == (5 if isinstance(strategy, RLHFDeepSpeedStrategy) else 200_000_000)
+
+
+def test_the_strategy_says_which_ranks_compute_together(folder: str) -> None:
+    strategy = RLHFDeepSpeedStrategy(stage=3, sequence_parallel_size=2, sequence_parallel="ring")
+    found = sharding_of(strategy, 8)
+    assert (found.sequence, found.sequence_parallel, found.tensor, found.data) == (2, "ring", 1, 4)
+    with pytest.raises(ValueError, match="which does not divide the 3 rank"):
+        estimate(SFTModule(folder), strategy=strategy, devices=3)
+
+
+def test_micro_batches_of_a_group_have_its_rows_or_the_tokens_of_its_ranks(folder: str) -> None:
+    strategy = RLHFDeepSpeedStrategy(stage=2, sequence_parallel_size=2)
+    module = GRPOModule(folder)
+    run = estimate(module, prompts(), rollouts(), strategy=strategy, devices=4).run
+    assert run.micro_batch_tokens == pytest.approx(8 * run.tokens / run.sequences)  # eight rows of a group
+    assert run.updates == 2  # of 32 sequences, two groups take eight each
+    capped = prompts(max_tokens_per_micro_batch=64, micro_batch_size=None)
+    assert estimate(module, capped, rollouts(), strategy=strategy, devices=4).run.micro_batch_tokens == 128
+    long = SFTDataModule([{"text": "1+1=2"}], max_length=200, max_tokens_per_micro_batch=64)
+    (problem,) = estimate(SFTModule(folder), long, strategy=strategy, devices=2).problems
+    assert "max_tokens_per_micro_batch=64 times sequence_parallel_size=2 is less than max_length=200" in problem
+
+
+def test_what_several_ranks_cannot_compute_together_is_a_problem(folder: str, tmp_path: Path) -> None:
+    strategy = RLHFDeepSpeedStrategy(stage=2, sequence_parallel_size=2)
+    found = estimate(SFTModule(folder, attention="eager"), strategy=strategy, devices=2)
+    assert "attention='eager' is not supported where several ranks" in str(found.first_problem)
+    CONFIGS["mixtral"].save_pretrained(tmp_path)
+    mixture = SFTModule(str(tmp_path), router_aux_loss_coef=0.01)
+    assert "router_aux_loss_coef > 0" in str(estimate(mixture, strategy=strategy, devices=2).first_problem)
+    assert estimate(SFTModule(str(tmp_path)), strategy=strategy, devices=2).problems == []
 
 
 def test_plain_values_do_as_well() -> None:

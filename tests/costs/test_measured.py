@@ -17,6 +17,8 @@ SMALL: dict[str, Any] = {"hidden": 192, "layers": 3, "vocabulary": 1024, "length
 TOLERANCE = 0.15
 ALONE = {
     "supervised, checkpointing": {"gradient_checkpointing": True},
+    "supervised, tiled blocks": {"tiled_mlp": 64},
+    "supervised, checkpointing, tiled blocks": {"gradient_checkpointing": True, "tiled_mlp": 64},
     "supervised, dense head": {"fused_head": False, "vocabulary": 8192},
     "supervised, bfloat16": {"precision": "bf16-true"},
     "own samples and critic": {"module": "ppo"},
@@ -24,6 +26,7 @@ ALONE = {
 TOGETHER = {
     "ZeRO 2": {"stage": 2, "ranks": 2},
     "ZeRO 3, critic, bfloat16": {"stage": 3, "ranks": 2, "module": "ppo", "precision": "bf16-true"},
+    "ZeRO 2, half of the tokens by Ulysses": {"stage": 2, "ranks": 2, "sequence": 2, "length": 256},
 }
 
 
