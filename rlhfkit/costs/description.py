@@ -163,7 +163,8 @@ def _roles(module: PolicyModule) -> dict[str, Any]:
         roles["critic"] = shape(module.critic_name or module.model_name, adapters=True)
     if isinstance(module, DistillationModule) and module.precompute_teacher:
         return roles
-    if isinstance(module, DistillationModule | OnPolicyDistillationModule):
+    elsewhere = isinstance(module, OnPolicyDistillationModule) and module.teacher_pool is not None
+    if isinstance(module, DistillationModule | OnPolicyDistillationModule) and not elsewhere:
         roles["teacher"] = shape(module.teacher_name)
     if isinstance(module, OnPolicyModule):
         roles["entropy"] = module.needs_entropy

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from models.test_forward import experience
-from rl_runs import setup_run
+from rl_runs import setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_model
 
-from rlhfkit import Experience, GRPOModule
+from rlhfkit import Experience, GRPOModule, OnPolicyDistillationModule
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.roles import ModelPool, ModelPoolError
 
@@ -126,7 +126,7 @@ def test_scores_are_those_of_the_reward_model_in_this_process(tmp_path: Path, fo
 
 
 def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Path, ray_session: None) -> None:
-    weights = []
+    trained = []
     tiny_model(tmp_path / "model")
     load_scalar_model(str(tmp_path / "model"), head_std=0.1).save_pretrained(tmp_path / "reward")
     load_tokenizer(str(tmp_path / "model")).save_pretrained(tmp_path / "reward")
@@ -139,11 +139,29 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
         trainer.fit(module, datamodule=data)
         assert hasattr(module, "reference") != elsewhere
         assert hasattr(module, "reward_model") != elsewhere
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()]))
-    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
+        trained.append(torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()]))
+    torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=1e-6)
     restored = GRPOModule(**dict(module.hparams))
     assert restored.reference_pool is not None
     assert restored.reference_pool.plain() == arguments["reference"].plain()
+
+
+def test_a_student_learns_the_same_from_a_teacher_elsewhere(tmp_path: Path, ray_session: None) -> None:
+    trained = []
+    tiny_model(tmp_path / "model")
+    for elsewhere in (False, True):
+        teacher: Any = str(tiny_model(tmp_path / "teacher", seed=1))
+        arguments = {"teacher": ModelPool(teacher) if elsewhere else teacher}
+        trainer, module, data, _ = setup_run(
+            tmp_path, module=OnPolicyDistillationModule, module_arguments=arguments, max_epochs=1
+        )
+        trainer.fit(module, datamodule=data)
+        assert hasattr(module, "teacher") != elsewhere
+        trained.append(weights(module))
+    for name, tensor in trained[0].items():
+        torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="a divergence compares the teacher's probabilities of all tokens"):
+        OnPolicyDistillationModule(str(tmp_path / "model"), ModelPool("teacher"), divergence="jsd")
 
 
 @pytest.mark.distributed

@@ -23,8 +23,10 @@ from rlhfkit.models.distillation import compare_logits, teacher_logits
 from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.on_policy.local_rows import local_rows
+from rlhfkit.modules.on_policy.placed_models import ask, pool_result
 from rlhfkit.modules.optim import Schedule
-from rlhfkit.modules.supervised.teacher import load_teacher
+from rlhfkit.modules.supervised.teacher import check_teacher_tokens, load_teacher
+from rlhfkit.roles import ModelPool
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -62,7 +64,8 @@ class OnPolicyDistillationModule(GRPOModule):
 
     Args:
         model: Folder or hub name of the student.
-        teacher: Folder or hub name of the teacher.
+        teacher: Folder or hub name of the teacher, which is a frozen child. A :class:`~rlhfkit.roles.ModelPool`: on
+            machines of its own; without a ``divergence`` only.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default for reinforcement learning).
         divergence: ``None``: reverse KL of the sampled token, as an advantage. Else ``forward_kl``, ``reverse_kl``,
             ``jsd``, a function of the log-probs of student and teacher, or its dotted name; see
@@ -100,7 +103,7 @@ class OnPolicyDistillationModule(GRPOModule):
     def __init__(
         self,
         model: str,
-        teacher: str,
+        teacher: str | ModelPool,
         *,
         lr: float = 1e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
@@ -150,7 +153,17 @@ class OnPolicyDistillationModule(GRPOModule):
         check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
         if divergence is None and top_k is not None:
             raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
-        self.teacher_name = teacher
+        self.teacher_pool = None if isinstance(teacher, str) else ModelPool.of(teacher)
+        """The replicas of the teacher; ``None``: it is a child."""
+        self.teacher_name = str(teacher) if self.teacher_pool is None else self.teacher_pool.model
+        if self.teacher_pool is not None:
+            self.hparams["teacher"] = self.teacher_pool.plain()
+            self.pools.append(self.teacher_pool)
+            if divergence is not None:
+                raise ValueError(
+                    "a divergence compares the teacher's probabilities of all tokens, and a ModelPool has those of the "
+                    "sampled ones: leave divergence out, or give the teacher's name, so that it is a child"
+                )
         self.distillation_coef = distillation_coef
         self.distillation_gamma = distillation_gamma
         self.reward_coef = reward_coef
@@ -204,7 +217,9 @@ class OnPolicyDistillationModule(GRPOModule):
     def configure_model(self) -> None:
         """Build the student, reference and reward model if needed, and the teacher."""
         super().configure_model()
-        if not hasattr(self, "teacher"):
+        if self.teacher_pool is not None:
+            check_teacher_tokens(self.teacher_name, self)
+        elif not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
 
     def build_teacher(self) -> nn.Module:
@@ -230,10 +245,13 @@ class OnPolicyDistillationModule(GRPOModule):
 
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs and, without a divergence, the teacher's."""
+        pool = self.teacher_pool
+        asked = None if pool is None else ask(pool, "logprobs", self, experience)  # while the student computes
         experience = super().add_logprobs(experience)
         if self.divergence is not None:
             return experience
-        return dataclasses.replace(experience, teacher_logprobs=self.distributed_logprobs(self.teacher, experience))
+        found = self.distributed_logprobs(self.teacher, experience) if asked is None else pool_result(asked)
+        return dataclasses.replace(experience, teacher_logprobs=found)
 
     def compute_advantages(self, experience: Experience) -> Experience:
         """Add advantages, unless the loss is the divergence alone."""

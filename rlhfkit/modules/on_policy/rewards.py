@@ -157,9 +157,12 @@ class RewardedModule(PolicyModule):
         """What the KL penalty is subtracted from; ``None``: it is in the loss, or there is none."""
         self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")
         self.kl_control = options(KLControl, kl_control)
+        self.pools: list[ModelPool] = []
+        """All models of this module that are on machines of their own."""
         for name, pool in {"reward_model": self.reward_pool, "reference": self.reference_pool}.items():
             if pool is not None:
                 self.hparams[name] = pool.plain()
+                self.pools.append(pool)
         if self.reference_pool is not None and not self.kl_coef:
             raise ValueError(
                 "reference=ModelPool(...) starts a model that nothing asks: give a kl_coef (0.01 is OpenRLHF's), or "
@@ -470,9 +473,8 @@ class RewardedModule(PolicyModule):
     def teardown(self, stage: str) -> None:
         """End the replicas of models on machines of their own."""
         super().teardown(stage)
-        for pool in (self.reward_pool, self.reference_pool):
-            if pool is not None:
-                pool.close()
+        for pool in self.pools:
+            pool.close()
 
     # ------------------------------------------------------------------ checkpoints
 

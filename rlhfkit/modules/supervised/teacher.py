@@ -7,8 +7,8 @@ from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule, freeze
 
 
-def load_teacher(name: str, student: PolicyModule) -> nn.Module:
-    """Load a frozen teacher without dropout, like the student; raises ValueError if their tokens differ."""
+def check_teacher_tokens(name: str, student: PolicyModule) -> None:
+    """Raise ValueError if the tokens of teacher and student differ."""
     trusted = student.trust_remote_code
     vocabulary = student.tokenizer.get_vocab()
     teacher_vocabulary = load_tokenizer(name, trust_remote_code=trusted).get_vocab()
@@ -19,6 +19,12 @@ def load_teacher(name: str, student: PolicyModule) -> nn.Module:
             f"({len(teacher_vocabulary)} and {len(vocabulary)}; {len(different)} differ, e.g. {different[:4]}): "
             "distillation compares the probabilities of the same tokens, so take a teacher of the same family"
         )
+
+
+def load_teacher(name: str, student: PolicyModule) -> nn.Module:
+    """Load a frozen teacher without dropout, like the student; raises ValueError if their tokens differ."""
+    check_teacher_tokens(name, student)
+    trusted = student.trust_remote_code
     teacher = load_causal_lm(name, dtype=student.model_dtype, attention=student.attention, trust_remote_code=trusted)
     disable_dropout(teacher)
     return freeze(teacher)
