@@ -1,13 +1,14 @@
-"""Exchanges between training ranks: gathered objects and sums, errors that all ranks learn of, and ZeRO-3 parameters.
+"""Exchanges between training ranks: gathered objects and sums, errors that all ranks learn of, parts of parameters.
 
 All ranks must call a collective. Without an initialized process group, or with one rank, nothing is exchanged. Imports
 torch only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -150,7 +151,7 @@ def error_of_all(
     return (failure.recoverable or error_type)(f"rank {rank} failed: {failure.message}")
 
 
-# ---------------------------------------------------------------- ZeRO stage 3
+# ---------------------------------------------------------------- parts of parameters: ZeRO stage 3, tensor parallelism
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -158,27 +159,95 @@ def is_sharded(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+class TensorPart(NamedTuple):
+    """How tensor parallelism divides a parameter. The parameter has it as the attribute :data:`TENSOR_PART`."""
+
+    dimension: int
+    sizes: tuple[int, ...]
+    """Of the part of each rank of the group along ``dimension``."""
+    group: Any
+
+
+TENSOR_PART = "rlhfkit_tensor_part"
+
+
+def tensor_part(parameter: Tensor) -> TensorPart | None:
+    """How tensor parallelism divides a parameter; ``None`` if each rank has all of it (or its ZeRO-3 shard)."""
+    return getattr(parameter, TENSOR_PART, None)
+
+
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of the whole parameter, also while ZeRO stage 3 shards it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """Shape of the whole parameter, also while ZeRO stage 3 or tensor parallelism divide it."""
+    shape = list(getattr(parameter, "ds_shape", parameter.shape))
+    part = tensor_part(parameter)
+    if part is not None:
+        shape[part.dimension] = sum(part.sizes)
+    return tuple(shape)
 
 
 @contextmanager
 def full_parameters(parameters: Iterable[nn.Parameter], *, modifier_rank: int | None = None) -> Iterator[None]:
-    """Give ZeRO-3 parameters their full values inside the context; others are left as they are. A collective.
+    """Give divided parameters their full values inside the context; others are left as they are. A collective.
+
+    Parameters are divided by ZeRO stage 3, by tensor parallelism, or by both.
 
     Args:
         parameters: The same on every rank.
         modifier_rank: Rank whose changes all ranks get when the context ends; ``None``: changes are lost.
     """
+    parameters = list(parameters)
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
-    if not sharded:
+    divided = [parameter for parameter in parameters if tensor_part(parameter) is not None]
+    if not sharded and not divided:
         yield
         return
-    import deepspeed
+    with ExitStack() as stack:
+        if sharded:
+            import deepspeed
 
-    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank):
+            # An index in the group that ZeRO 3 divides a parameter over.
+            stack.enter_context(deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank))
+        stack.enter_context(_whole_tensor_parts(divided, keep_changes=modifier_rank is not None))
         yield
+        if modifier_rank is not None:
+            for parameter in parameters:
+                if tensor_part(parameter) is not None or _zero_group_is_smaller(parameter):
+                    dist.broadcast(parameter.data, src=modifier_rank)
+
+
+@contextmanager
+def _whole_tensor_parts(divided: list[nn.Parameter], *, keep_changes: bool) -> Iterator[None]:
+    """Join the parts that tensor parallelism has made of parameters, which ZeRO stage 3 has gathered already."""
+    own = {id(parameter): parameter.data for parameter in divided}
+    for parameter in divided:
+        parameter.data = _joined(parameter)
+    try:
+        yield
+        for parameter in divided if keep_changes else ():
+            part = cast(TensorPart, tensor_part(parameter))
+            parts = torch.split(parameter.data, list(part.sizes), part.dimension)
+            own[id(parameter)].copy_(parts[dist.get_rank(part.group)])
+    finally:
+        for parameter in divided:
+            parameter.data = own[id(parameter)]
+
+
+def _zero_group_is_smaller(parameter: Any) -> bool:
+    """Whether ZeRO 3 divides a parameter over some ranks only, as beside tensor parallelism."""
+    return is_sharded(parameter) and dist.get_world_size(parameter.ds_process_group) < get_world_size()
+
+
+def _joined(parameter: nn.Parameter) -> Tensor:
+    """The parts of all ranks of the tensor group, in one tensor."""
+    part = cast(TensorPart, tensor_part(parameter))
+    data = parameter.data.contiguous()
+    shape = list(data.shape)
+    parts = []
+    for size in part.sizes:
+        shape[part.dimension] = size
+        parts.append(data.new_empty(shape))
+    dist.all_gather(parts, data, group=part.group)
+    return torch.cat(parts, part.dimension)
 
 
 def local_shard(parameter: Any) -> Tensor:

@@ -23,6 +23,7 @@ from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_togeth
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, without_masks
 from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
+from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
 
 VALUE_HEAD = "value_head"
 """Attribute of a language model that holds the value head of a shared backbone; not part of the Hugging Face model."""
@@ -359,6 +360,8 @@ def _chosen(
         return chosen, None, getattr(output, "aux_loss", None)
     layer = cast(Any, bare).get_output_embeddings()
     dtype, single_pass = torch.float32, False
+    group = forward_group_of(bare)
+    tensor_group = None if group is None else group.tensor
 
     def forward(hidden: Tensor) -> Tensor:
         nonlocal dtype, single_pass
@@ -373,6 +376,9 @@ def _chosen(
         carrier = None
         if head_loss is not None and gradients is not None and _in_single_pass(head_loss, selected, layer.weight):
             carrier, *out = linear_single_pass(selected, layer.weight, targets, gradients, **arguments)
+        elif tensor_group is not None:
+            found = vocabulary_parallel_logprobs(selected, layer.weight, targets, group=tensor_group, **arguments)
+            out = list(found)
         else:
             out = list(linear_logprobs(selected, layer.weight, targets, **arguments))
         columns = [column for column in out if column is not None]

@@ -28,7 +28,7 @@ from rlhfkit.gpu_checks import warn_if_cuda_is_missing
 from rlhfkit.mesh import SequenceParallel
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.checkpoint.snapshot import require_plain_writers
-from rlhfkit.strategies.deepspeed import gpu_setup, rendezvous
+from rlhfkit.strategies.deepspeed import gpu_setup, rendezvous, tensor_parallel
 from rlhfkit.strategies.deepspeed.engines import (
     EngineOptimizer,
     backward_through,
@@ -80,6 +80,10 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
         sequence_parallel: How attention sees all tokens: ``"ulysses"``, each rank some heads, which the ranks must
             divide (Jacobs et al. 2023, arXiv 2309.14509), ``"ring"``, keys and values go around (Liu et al. 2023, arXiv
             2310.01889), or ``"hybrid"``, both (Fang & Zhao 2024, arXiv 2405.07719).
+        tensor_parallel_size: Ranks over which the weights of each layer are divided, neighbours with fast links; they
+            compute their forward passes together (:mod:`rlhfkit.mesh`). It divides the attention heads and the number
+            of ranks. Embedding and output layer stay whole; the vocabulary's logits are divided. Not for mixtures of
+            experts, LoRA and quantised weights.
         init_timeout: Seconds that a rank waits for all others to join; the error names the missing ones.
         launcher: Who starts the ranks: ``"ray"`` (:class:`~rlhfkit.strategies.ray.launcher.RayLauncher`) or
             ``"subprocess"``, where Lightning runs the script again. ``None``: Ray in a notebook with several devices,
@@ -115,6 +119,7 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
         engine_configs: Mapping[str, Mapping[str, Any]] | None = None,
         sequence_parallel_size: int = 1,
         sequence_parallel: SequenceParallel = "ulysses",
+        tensor_parallel_size: int = 1,
         init_timeout: float = 600.0,
         launcher: Literal["ray", "subprocess"] | None = None,
         num_nodes: int | None = None,
@@ -132,6 +137,7 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
         self.divide_sequences(sequence_parallel_size, sequence_parallel)
         if not isinstance(async_save, bool):
             raise TypeError(f"async_save must be True or False, got {async_save!r}.")
+        check_integer("tensor_parallel_size", tensor_parallel_size, minimum=1)
         check_number("init_timeout", init_timeout, above=0, why="it is in seconds")
         check_integer("num_nodes", num_nodes, minimum=1, optional=True)
         self._ray_options = RayOptions(launcher, num_nodes, resources_per_rank, return_weights)
@@ -143,6 +149,8 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
         kwargs.setdefault("exclude_frozen_parameters", True)
         kwargs.setdefault("logging_batch_size_per_gpu", 1)  # "auto" would ask the dataloader for a batch size
         super().__init__(stage=stage, **kwargs)
+        self.tensor_parallel_size = tensor_parallel_size
+        self._tensor_plans: dict[str, dict[str, Any]] = {}  # sections of the configurations of children
         self.engine_configs = {name: dict(config) for name, config in (engine_configs or {}).items()}
         self.init_timeout = init_timeout
         self.log_gradient_norm = log_gradient_norm
@@ -253,6 +261,7 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
             tensor.data = tensor.data.to(self.root_device)
 
         self.attach_forward_group(module)
+        tensor_group = self._divide_weights(module)
         for name, child in module.named_children():
             if self._stage_of(name) != 3:
                 unshard(child)  # if it was built sharded, or left sharded by an earlier run
@@ -261,14 +270,16 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
             require_known_children(module, self.engine_configs)
-            self.engines, made = create_training_engines(module, optimizers, self.config_of, self.root_device)
+            self.engines, made = create_training_engines(
+                module, optimizers, self.config_of, self.root_device, tensor_group
+            )
             self.optimizers = [EngineOptimizer(base, engines, self.discard_gradients) for base, engines in made]
             self._steps = SynchronizedSteps(self.engines, self.root_device)
             if self.async_save:
                 require_plain_writers(self.engines)
         rest = {name for name, _ in module.named_children() if name not in self.engines}
         self.frozen_children, self.frozen_engines = place_frozen_children(
-            module, rest, self.config_of, self.root_device, self._training_dtype
+            module, rest, self.config_of, self.root_device, self._training_dtype, tensor_group
         )
         for name, engine in {**self.engines, **self.frozen_engines}.items():
             module._modules[name] = engine
@@ -276,6 +287,12 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
         self._states = TrainingStates(module, self._state_holders, self.root_device)
         attach_exact_resume(trainer, module)
         self.barrier()
+
+    def _divide_weights(self, module: pl.LightningModule) -> Any:
+        """Plan how tensor parallelism divides each child; returns the process group of this rank's parts, or None."""
+        group = self.forward_group
+        self._tensor_plans = tensor_parallel.plan_children(module, self.mesh, group, self.root_device)
+        return None if group is None else group.tensor
 
     @property
     def _training_dtype(self) -> torch.dtype | None:
@@ -286,7 +303,10 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
     def config_of(self, child: str, *, trainable: bool) -> dict[str, Any]:
         """Return the complete DeepSpeed configuration of a child, after the Trainer has set the precision."""
         assert isinstance(self.config, dict)
-        return engine_config(self.config, self.engine_configs.get(child, {}), trainable=trainable)
+        config = engine_config(self.config, self.engine_configs.get(child, {}), trainable=trainable)
+        if child in self._tensor_plans:
+            config["tensor_parallel"] = self._tensor_plans[child]
+        return config
 
     def _stage_of(self, child: str) -> int:
         return int(self.config_of(child, trainable=True)["zero_optimization"].get("stage", 0))
@@ -324,9 +344,14 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Shard Hugging Face models at stage 3 while ``configure_model`` builds or loads them."""
+        """Shard Hugging Face models at stage 3 while ``configure_model`` builds or loads them.
+
+        With tensor parallelism each rank builds them whole, in CPU memory: DeepSpeed 0.19.8 would shard over all ranks
+        what must be sharded over those with the same part only.
+        """
         self._init_config_if_needed()
-        with hugging_face_sharding(self.config_of("", trainable=True) if self.stage == 3 else None):
+        early = self.stage == 3 and self.tensor_parallel_size == 1
+        with hugging_face_sharding(self.config_of("", trainable=True) if early else None):
             yield
 
     @contextmanager
@@ -485,7 +510,7 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
             engine.destroy()
             if self.world_size == 1:
                 unshard(engine.module)
-        if module is not None:
+        if module is not None and self.tensor_parallel_size == 1:  # else the weights stay divided
             self.detach_forward_group(module)
         self.engines, self.frozen_engines = {}, {}
         self._accumulating = set()

@@ -97,6 +97,7 @@ def test_importing_the_strategies_registers_names_without_deepspeed() -> None:
     [
         ({"stage": 4}, "stage must be an integer of at least 0 and at most 3, got 4"),
         ({"init_timeout": 0}, "init_timeout must be a finite number above 0"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

@@ -156,20 +156,10 @@ class _LinearLogprobs(torch.autograd.Function):
         chunk: int | None,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
-        device = hidden.device
-        rows, columns = shape = tile_shape(hidden.shape[0], weight.shape[0], chunk, dtype, device.type)
-        with torch.autocast(device.type, enabled=False):
-            tiles = make_tiles(shape, dtype, device, transform, entropy=entropy)
-            state = RunningSoftmax.empty(hidden.shape[0], tiles.reduction, device, entropy=entropy)
-            source = hidden.to(dtype)
-            for column in slices(weight.shape[0], columns):
-                part = weight[column].to(dtype)
-                part_bias = None if bias is None else bias[column].to(dtype)
-                for row in slices(hidden.shape[0], rows):
-                    raw = tiles.product(source[row], part, part_bias)
-                    tiles.accumulate(state.rows(row), raw, targets[row] - column.start)
-            normalizer, entropies = state.log_normalizer(), state.entropy()
-            logprobs = state.chosen - normalizer
+        shape = tile_shape(hidden.shape[0], weight.shape[0], chunk, dtype, hidden.device.type)
+        state = head_statistics(hidden, weight, bias, targets, transform, entropy, shape, dtype)
+        normalizer, entropies = state.log_normalizer(), state.entropy()
+        logprobs = state.chosen - normalizer
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropies)
         ctx.settings = (transform, shape, dtype)
         ctx.set_materialize_grads(False)
@@ -188,11 +178,37 @@ class _LinearLogprobs(torch.autograd.Function):
                 "again; call linear_logprobs inside the forward of the module that owns the weight"
             )
         with torch.autocast(hidden.device.type, enabled=False):
-            found = _head_gradients(hidden, weight, bias, targets, gradient, ctx.needs_input_grad[:3], *ctx.settings)
+            found = head_gradients(hidden, weight, bias, targets, gradient, ctx.needs_input_grad[:3], *ctx.settings)
         return (*found, None, None, None, None, None)
 
 
-def _head_gradients(
+def head_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    entropy: bool,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> RunningSoftmax:
+    """Softmax statistics of the logits of all vocabulary entries in ``weight``, by tiles of ``shape``."""
+    rows, columns = shape
+    device = hidden.device
+    with torch.autocast(device.type, enabled=False):
+        tiles = make_tiles(shape, dtype, device, transform, entropy=entropy)
+        state = RunningSoftmax.empty(hidden.shape[0], tiles.reduction, device, entropy=entropy)
+        source = hidden.to(dtype)
+        for column in slices(weight.shape[0], columns):
+            part = weight[column].to(dtype)
+            part_bias = None if bias is None else bias[column].to(dtype)
+            for row in slices(hidden.shape[0], rows):
+                raw = tiles.product(source[row], part, part_bias)
+                tiles.accumulate(state.rows(row), raw, targets[row] - column.start)
+    return state
+
+
+def head_gradients(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -93,6 +93,14 @@ class RunningSoftmax:
         weighted = None if self.weighted is None else self.weighted[rows]
         return RunningSoftmax(self.peak[rows], self.total[rows], self.chosen[rows], weighted)
 
+    def move_peak(self, peak: Tensor) -> None:
+        """Refer the sums to another ``peak`` (N,), which is at least the own one, in place."""
+        decay = (self.peak - peak).exp_()
+        if self.weighted is not None:
+            self.weighted.sub_((peak - self.peak) * self.total).mul_(decay)
+        self.total.mul_(decay)
+        self.peak.copy_(peak)
+
     def log_normalizer(self) -> Tensor:
         """``log Z``, shape (N,)."""
         return self.peak + self.total.log()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhfkit.distributed import all_reduce, full_parameters, get_world_size, is_sharded, local_shard
+from rlhfkit.distributed import all_reduce, full_parameters, get_world_size, is_sharded, local_shard, tensor_part
 from rlhfkit.models.lora import ADAPTER, adapter_settings, has_adapter
 from rlhfkit.models.weights.files import TensorGroup, saved_layout
 from rlhfkit.models.weights.merging import (
@@ -127,6 +127,8 @@ class ModuleWeights:
                 return "they are merged with a LoRA adapter"
             if is_sharded(parameter) or hasattr(parameter, "full_tensor"):
                 return "they are sharded"
+            if tensor_part(parameter) is not None:
+                return "they are divided over ranks by tensor parallelism"
             if hasattr(parameter, "quant_state"):
                 return "they have 4 bits"
             if self.dtype not in (None, parameter.dtype):

@@ -98,7 +98,9 @@ class BackgroundSave:
         options: dict[str, Any] = {"timeout": self._timeout, "doing": f"saving {self.path}", "log": _LOG}
         on_rank_zero(self._create_folder, **options)
         # Not ended early by the error of another rank: rank 0 deletes the folder, in which nobody may write then.
-        records = on_all_ranks(self._write_files, in_thread=False, **options)
+        on_all_ranks(self._write_files, in_thread=False, **options)
+        # A rank may hash what another has written: names of files tell the rank only without tensor parallelism.
+        records = on_all_ranks(self._hash_files, in_thread=False, **options)
         merged = {name: record for part in records for name, record in part.items()}
         on_rank_zero(lambda: self._commit(merged), **options)
 
@@ -106,12 +108,15 @@ class BackgroundSave:
         with explain_write_errors(self.path):
             directory.create_temporary(self.path)
 
-    def _write_files(self) -> dict[str, dict[str, Any]]:
+    def _write_files(self) -> None:
         with explain_write_errors(self.path):
             while self._writes:
                 write = self._writes.pop(0)
                 write.folder.mkdir(parents=True, exist_ok=True)
                 write.write()
+
+    def _hash_files(self) -> dict[str, dict[str, Any]]:
+        with explain_write_errors(self.path):
             folder = directory.temporary_path(self.path)
             return sync_and_hash(folder, directory.files_of_rank(folder, get_rank()), threads=self._threads)
 

@@ -60,6 +60,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
     frozen_children: set[str]
     _accumulating: set[str]
     async_save: bool = False
+    tensor_parallel_size: int = 1
     snapshot_bytes = 0
     """CPU memory of this rank that the last save with ``async_save`` took until it was written."""
     _background_save: BackgroundSave | None = None
@@ -108,10 +109,16 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             names = directory.files_of_rank(folder, self.global_rank)
             return sync_and_hash(folder, names, threads=self._hashing_threads)
 
-        on_each_rank(lambda: directory.create_temporary(path) if self.is_global_zero else None)
+        on_each_rank(lambda: self._create_folders(path) if self.is_global_zero else None)
         on_each_rank(lambda: self._write_files(folder, checkpoint))
         records = {name: record for part in on_each_rank(hash_own_files) for name, record in part.items()}
         on_each_rank(lambda: directory.commit(path, records, self._about(checkpoint)) if self.is_global_zero else None)
+
+    def _create_folders(self, path: Path) -> None:
+        """Create the temporary folder and those of the engines, which DeepSpeed creates too late for some ranks."""
+        folder = directory.create_temporary(path)
+        for name in self.engines:
+            (folder / name / _TAG).mkdir(parents=True)
 
     def _write_files(self, folder: Path, checkpoint: Mapping[str, Any]) -> None:
         with errors_at_the_end(self.engines.values()):
@@ -120,12 +127,14 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         torch.save(_state_outside_engines(checkpoint), folder / rank_file(self.global_rank))
 
     def _save_engine(self, engine: "DeepSpeedEngine", folder: Path) -> None:
+        # Lets deepspeed's converter change the number of ranks of ZeRO 1 and 2 checkpoints. With tensor parallelism
+        # DeepSpeed writes what it needs to join the parts.
+        info = {} if self.tensor_parallel_size > 1 else {"universal_checkpoint_version": 0.4}
         engine.save_checkpoint(
             str(folder),
             tag=_TAG,
             save_latest=False,
-            # Lets deepspeed's converter change the number of ranks of ZeRO 1 and 2 checkpoints.
-            client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}},
+            client_state={"universal_checkpoint_info": info} if info else {},
             exclude_frozen_parameters=self.exclude_frozen_parameters,
         )
 
@@ -171,6 +180,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         return {
             "saved_at": time.time(),
             "world_size": self.world_size,
+            "tensor_parallel_size": self.tensor_parallel_size,
             "global_step": checkpoint.get("global_step"),
             "engines": {name: engine.zero_optimization_stage() for name, engine in self.engines.items()},
         }
@@ -193,6 +203,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         same_ranks = manifest["world_size"] == self.world_size
         if fitting:
             self._require_same_engines(path, manifest)
+            self._require_same_division(path, manifest)
             if not same_ranks:
                 self._prepare_other_ranks(path, manifest)
             self._load_engines(path, manifest)
@@ -231,6 +242,21 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
                     f"{path}: '{name}' was saved at ZeRO stage {stage} and this run uses"
                     f" {engine.zero_optimization_stage()}; resume with the same stage."
                 )
+
+    def _require_same_division(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Raise if the parts of the weights are not those of this run."""
+        saved, own = manifest.get("tensor_parallel_size", 1), self.tensor_parallel_size
+        if saved != own:
+            raise CheckpointError(
+                f"{path} was saved with tensor_parallel_size={saved} and this run has {own}: resume with the same, or"
+                " start a new run from exported weights."
+            )
+        if own > 1 and manifest["world_size"] != self.world_size:
+            raise CheckpointError(
+                f"{path} was saved by {manifest['world_size']} ranks with tensor_parallel_size={saved} and this run has"
+                f" {self.world_size}: with tensor parallelism, resume with the same number of ranks, or start a new run"
+                " from exported weights."
+            )
 
     def _prepare_other_ranks(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Raise if the data cannot be split over another number of ranks; warn about what is not restored."""
@@ -336,7 +362,13 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 
 def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
     """Read the full weights of one child from a checkpoint: fp32, or at stage 0 in training precision."""
-    stage = directory.read_manifest(checkpoint)["engines"][child]
+    manifest = directory.read_manifest(checkpoint)
+    if manifest.get("tensor_parallel_size", 1) > 1:
+        raise CheckpointError(
+            f"{checkpoint} was saved with tensor_parallel_size={manifest['tensor_parallel_size']}: whole weights cannot"
+            " be read from it. Resume it with the same size, and export the weights (HFExport, save_pretrained)."
+        )
+    stage = manifest["engines"][child]
     folder = checkpoint / child
     if stage == 0:
         file = folder / _TAG / "mp_rank_00_model_states.pt"

@@ -14,6 +14,8 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlhfkit.distributed import tensor_part
+from rlhfkit.strategies.deepspeed import tensor_parallel
 from rlhfkit.strategies.deepspeed.gradients import set_clipping, undo_initial_step
 from rlhfkit.strategies.deepspeed.loss_scale import scaled_for_autograd, scaled_for_engine
 from rlhfkit.strategies.deepspeed.param_groups import groups_by_child
@@ -93,7 +95,7 @@ def require_known_children(module: nn.Module, engine_configs: Mapping[str, Any])
 
 
 def create_training_engines(
-    module: nn.Module, optimizers: Sequence[Optimizer], config_of: ConfigOf, device: torch.device
+    module: nn.Module, optimizers: Sequence[Optimizer], config_of: ConfigOf, device: torch.device, tensor_group: Any
 ) -> tuple[dict[str, "DeepSpeedEngine"], list[tuple[Optimizer, dict[str, "DeepSpeedEngine"]]]]:
     """Create one engine for each child that an optimizer updates.
 
@@ -118,14 +120,21 @@ def create_training_engines(
         engines = {}
         for name, groups in children.items():
             part = split_optimizer(optimizer, groups)
-            engines[name] = create_engine(module.get_submodule(name), config_of(name, trainable=True), part, device)
+            child, config = module.get_submodule(name), config_of(name, trainable=True)
+            tensor_parallel.require_known_norm(name, config)
+            engines[name] = create_engine(child, config, part, device, tensor_group)
             tag_outputs(engines[name], name)
         made.append((optimizer, engines))
     return {name: engine for _, engines in made for name, engine in engines.items()}, made
 
 
 def place_frozen_children(
-    module: nn.Module, names: Collection[str], config_of: ConfigOf, device: torch.device, dtype: torch.dtype | None
+    module: nn.Module,
+    names: Collection[str],
+    config_of: ConfigOf,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    tensor_group: Any,
 ) -> tuple[set[str], dict[str, "DeepSpeedEngine"]]:
     """Move the named, untrained children into ZeRO-3 inference engines or directly to the device.
 
@@ -142,9 +151,11 @@ def place_frozen_children(
         frozen.add(name)
         config = config_of(name, trainable=False)
         if "zero_optimization" in config:
-            engines[name] = create_engine(child, config, None, device)
+            engines[name] = create_engine(child, config, None, device, tensor_group)
         else:
             move_frozen_child(child, device, dtype)
+            if "tensor_parallel" in config:
+                tensor_parallel.divide_plain_child(child, config["tensor_parallel"], tensor_group)
     return frozen, engines
 
 
@@ -164,9 +175,12 @@ def split_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optim
 
 
 def create_engine(
-    child: nn.Module, config: dict[str, Any], optimizer: Optimizer | None, device: torch.device
+    child: nn.Module, config: dict[str, Any], optimizer: Optimizer | None, device: torch.device, tensor_group: Any
 ) -> "DeepSpeedEngine":
-    """Wrap a child module in a DeepSpeed engine: for training with an optimizer, else for inference."""
+    """Wrap a child module in a DeepSpeed engine: for training with an optimizer, else for inference.
+
+    ``tensor_group``: process group that its weights are divided over if ``config`` says so.
+    """
     import deepspeed
 
     arguments: dict[str, Any] = {}
@@ -184,6 +198,9 @@ def create_engine(
     if optimizer is not None:
         undo_initial_step(engine)
         set_clipping(engine, 0.0)
+    if "tensor_parallel" in config:
+        tensor_parallel.remove_first_batch_check(engine)
+        tensor_parallel.mark_parts(engine.module, tensor_group)
     engine.train(training)
     return engine
 
@@ -201,7 +218,8 @@ def move_frozen_child(child: nn.Module, device: torch.device, dtype: torch.dtype
     child.to(device)
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         for tensor in (*child.parameters(), *child.buffers()):
-            torch.distributed.broadcast(tensor.data, src=0)
+            if tensor_part(tensor) is None:  # an earlier run has divided it
+                torch.distributed.broadcast(tensor.data, src=0)
 
 
 def tag_outputs(engine: nn.Module, name: str) -> None:

@@ -7,6 +7,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+
+from rlhfkit.distributed import tensor_part
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -44,10 +47,22 @@ def set_clipping(engine: "DeepSpeedEngine", norm: float) -> None:
 def _clip_and_measure(engine: "DeepSpeedEngine", norm: float) -> None:
     """Clip plain fp32 gradients, which are already averaged over ranks, and store their norm."""
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
-    total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    total = _norm_of_whole_gradients(parameters)
     engine._global_grad_norm = total.item()
     if norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, norm, total)
+
+
+def _norm_of_whole_gradients(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """The norm of all gradients; of those that tensor parallelism divides, over all parts. Then a collective."""
+    whole = [p.grad for p in parameters if p.grad is not None and tensor_part(p) is None]
+    parts = [(p.grad, part) for p in parameters if p.grad is not None and (part := tensor_part(p)) is not None]
+    total = torch.nn.utils.get_total_norm(whole)
+    if not parts:
+        return total
+    square = torch.nn.utils.get_total_norm([gradient for gradient, _ in parts]).square()
+    dist.all_reduce(square, group=parts[0][1].group)
+    return (square + total.square()).sqrt()
 
 
 def gradient_norm(engine: "DeepSpeedEngine") -> float:

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from rlhfkit.distributed import full_parameters, is_sharded
+from rlhfkit.distributed import full_parameters, is_sharded, tensor_part
 
 
 @contextmanager
@@ -44,6 +45,11 @@ def unshard(module: nn.Module) -> None:
             continue
         with full_parameters(own):
             for parameter in own:
+                if tensor_part(parameter) is not None:
+                    raise MisconfigurationException(
+                        "an earlier run has divided these weights by ZeRO stage 3 and tensor parallelism: use stage 3 "
+                        "again, or save them and build the module anew"
+                    )
                 if id(parameter) not in replaced:
                     full = parameter.detach().to("cpu", copy=True)
                     replaced[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
@@ -95,5 +101,5 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, from
                 value = state.get(prefix + name)
                 if leader and value is not None:
                     tensor.data.copy_(value)
-                if from_rank_zero and not (isinstance(tensor, nn.Parameter) and is_sharded(tensor)):
+                if from_rank_zero and not is_sharded(tensor) and tensor_part(tensor) is None:
                     dist.broadcast(tensor.data, src=0)

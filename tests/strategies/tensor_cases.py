@@ -1,0 +1,194 @@
+"""What one rank runs to show that tensor parallelism trains, saves and exports as one rank does."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from plain_sgd import PlainSGD
+from rl_runs import setup_run
+from tiny_models import tiny_tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rlhfkit import DistillationModule, DPOModule, PPOModule, PreferenceDataModule, SFTDataModule, SFTModule
+from strategies import toys
+from strategies.parity_cases import RANK, RANKS, full_weights, weight_difference
+
+
+def write(folder: Path) -> None:
+    """Models (normed queries and keys, a vocabulary that 2 does not divide) and data."""
+    for name, seed in (("model", 1), ("reference", 2)):
+        config = Qwen3Config(
+            vocab_size=129,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            initializer_range=0.1,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = Qwen3ForCausalLM(config)
+            for parameter in model.parameters():
+                parameter.data += 0.05 * torch.randn(parameter.shape)
+            model.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    rows = [{"prompt": f"{i}+{i}=", "completion": "x" * (i % 5 + 1) + str(2 * i)} for i in range(16)]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [
+        {"prompt": r["prompt"], "chosen": r["completion"], "rejected": "y" * (i % 3 + 1)} for i, r in enumerate(rows)
+    ]
+    (folder / "dpo.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+class Spy(L.Callback):
+    """Losses over all ranks, gradient norms, and the full weights at the end."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
+        if (index + 1) % trainer.accumulate_grad_batches == 0:
+            self.norms += list(trainer.strategy.gradient_norms.values())
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        children = ["policy", "critic"] if hasattr(module, "critic") else ["policy"]
+        self.weights = full_weights(module, trainer.strategy, children)
+
+    def updates(self) -> list[float]:
+        """The loss of each update: which rows are in which of its micro-batches depends on the number of ranks."""
+        return [first + second for first, second in zip(self.losses[::2], self.losses[1::2], strict=True)]
+
+
+class PlainSFT(PlainSGD, SFTModule):
+    """SFT with SGD."""
+
+
+class PlainDPO(PlainSGD, DPOModule):
+    """DPO with SGD."""
+
+
+class PlainDistillation(PlainSGD, DistillationModule):
+    """Distillation with SGD."""
+
+
+class PlainPPO(PlainSGD, PPOModule):
+    """PPO with SGD."""
+
+
+def run(
+    kind: str, folder: Path, strategy: Any, groups: int, callbacks: Sequence[L.Callback] = (), **options: Any
+) -> tuple[L.Trainer, Spy]:
+    """Two updates of two micro-batches of four rows; or, of PPO, an iteration of 32 samples in two updates.
+
+    ``groups`` of ranks compute forward passes together.
+    """
+    spy, model, path = Spy(), str(folder / "model"), options.pop("ckpt_path", None)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1, **options}
+    options |= {"callbacks": [spy, *callbacks], "strategy": strategy}
+    if kind == "ppo":
+        os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
+        trainer, ppo, data, _ = setup_run(
+            folder,
+            module=PlainPPO,
+            module_arguments={"lr": 0.02, "critic_lr": 0.02},
+            data_arguments={"micro_batch_size": 8 // groups},
+            devices=RANKS,
+            use_distributed_sampler=False,
+            **options,
+        )
+        trainer.fit(ppo, data, ckpt_path=path)
+        return trainer, spy
+    trainer = toys.trainer(ranks=RANKS, **options)
+    if kind in ("sft", "distillation"):
+        sft = SFTDataModule(str(folder / "sft.jsonl"), micro_batch_size=4 // groups)
+        teacher = str(folder / "reference")
+        module = PlainSFT(model, lr=0.05) if kind == "sft" else PlainDistillation(model, teacher, lr=0.05)
+        trainer.fit(module, sft, ckpt_path=path)
+    else:
+        pairs = PreferenceDataModule(str(folder / "dpo.jsonl"), micro_batch_size=4 // groups)
+        trainer.fit(PlainDPO(model, lr=0.05, ref_model=str(folder / "reference")), pairs, ckpt_path=path)
+    return trainer, spy
+
+
+def train(folder: Path, cases: dict[str, dict[str, Any]], place: str) -> dict[str, Any]:
+    """Run each case (``"sft, stage 2"``: arguments of the strategy); rank 0 writes full weights to ``place``."""
+    from rlhfkit import RLHFDeepSpeedStrategy
+
+    own = folder / f"rank{RANK}"
+    own.mkdir()
+    write(own)
+    report = {}
+    for name, arguments in cases.items():
+        precision = arguments.pop("precision", "32-true")
+        strategy = RLHFDeepSpeedStrategy(**arguments)
+        together = arguments.get("tensor_parallel_size", 1) * arguments.get("sequence_parallel_size", 1)
+        _, spy = run(name.partition(",")[0], own, strategy, RANKS // together, precision=precision)
+        report[name] = {"losses": spy.updates(), "norms": spy.norms}
+        if RANK == 0:
+            torch.save(spy.weights, Path(place) / f"{name}, {RANKS} ranks.pt")
+    return report
+
+
+class Save(L.Callback):
+    """Saves a checkpoint after the first update."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_step == 1 and (index + 1) % 2 == 0:
+            trainer.save_checkpoint(self.path)
+
+
+class Offload(L.Callback):
+    """Moves weights and optimizer states away and back before each batch."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        trainer.strategy.offload_states()
+        trainer.strategy.reload_states()
+
+
+def resume(folder: Path, place: str) -> dict[str, Any]:
+    """Straight runs against resumed ones, whose states are moved around, with an average of the weights, exported."""
+    from rlhfkit import EMA, HFExport, RLHFDeepSpeedStrategy
+    from rlhfkit.checkpoints import CheckpointError
+
+    own = folder / f"rank{RANK}"
+    own.mkdir()
+    write(own)
+    report: dict[str, Any] = {}
+
+    def fit(name: str, stage: int, *more: L.Callback, tensor_parallel_size: int = 2, **options: Any) -> Spy:
+        average = EMA(0.5, export=HFExport(Path(place) / f"{name} average", every_n_epochs=None), validate=False)
+        last = HFExport(Path(place) / name, every_n_epochs=None)
+        strategy = RLHFDeepSpeedStrategy(stage, tensor_parallel_size=tensor_parallel_size, async_save=bool(stage % 2))
+        _, spy = run("sft", own, strategy, RANKS // tensor_parallel_size, [average, last, *more], **options)
+        return spy
+
+    for stage in range(4):
+        path = Path(place) / f"{stage}.ckpt"
+        straight = fit(f"straight {stage}", stage, Save(path))
+        resumed = fit(f"resumed {stage}", stage, Offload(), ckpt_path=path)
+        report[str(stage)] = {
+            "weight": weight_difference(straight.weights, resumed.weights) if RANK == 0 else 0.0,
+            "norms": [straight.norms, resumed.norms],
+        }
+    try:
+        fit("other", 2, tensor_parallel_size=1, ckpt_path=Path(place) / "2.ckpt")
+    except CheckpointError as error:
+        report["other size"] = str(error)
+    return report

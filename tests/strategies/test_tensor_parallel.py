@@ -1,0 +1,244 @@
+"""Weights divided over ranks: training, saving and exporting equal one rank; what cannot be divided is refused.
+
+Covers strategies/deepspeed/tensor_parallel.py, with tensor_cases.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.gpt2 import GPT2LMHeadModel
+from transformers.models.mixtral import MixtralForCausalLM
+
+from rlhfkit.models.heads import ScalarModel
+from rlhfkit.models.lora import LoRA, add_lora
+from rlhfkit.strategies.deepspeed.tensor_parallel import plan_of, require_known_norm
+from strategies import ranks
+
+# Norms are about 4; neighbouring fp32 numbers there are 4.8e-7 apart.
+TOLERANCE = 1e-6
+KINDS = ["sft", "dpo", "ppo"]
+TWO_RANKS = [f"{kind}, stage {stage}" for kind in KINDS for stage in range(4)]
+
+
+def trained(folder: Path, number: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Losses and norms of each run, and its weights."""
+    reports = ranks.run("strategies.tensor_cases:train", number, folder / str(number), cases=cases, place=str(folder))
+    for report in reports[1:]:
+        assert report == reports[0], (
+            "losses are averaged over ranks, and norms are of all parts: everybody saw the same"
+        )
+    return {
+        name: values | {"weights": torch.load(folder / f"{name}, {number} ranks.pt")}
+        for name, values in reports[0].items()
+    }
+
+
+def check_equal(run: dict[str, Any], one: dict[str, Any]) -> None:
+    assert run["losses"] == pytest.approx(one["losses"], abs=TOLERANCE)
+    assert run["norms"] == pytest.approx(one["norms"], abs=TOLERANCE)
+    assert run["weights"].keys() == one["weights"].keys()
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(run["weights"][name], weight, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.distributed
+class TestTwoRanks:
+    """Every rank has half of the weights."""
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("tensor")
+
+    @pytest.fixture(scope="class")
+    def one(self, folder: Path) -> dict[str, Any]:
+        return trained(folder, 1, {kind: {"stage": 0} for kind in KINDS})
+
+    @pytest.fixture(scope="class")
+    def two(self, folder: Path) -> dict[str, Any]:
+        cases = {name: {"stage": int(name[-1]), "tensor_parallel_size": 2} for name in TWO_RANKS}
+        return trained(folder, 2, cases)
+
+    @pytest.mark.parametrize("name", TWO_RANKS)
+    def test_losses_norms_and_weights_equal_one_rank(self, name: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+        """Two updates of two micro-batches, clipped; a reference model, a critic, weights sent to an engine."""
+        check_equal(two[name], one[name.partition(",")[0]])
+
+    @pytest.fixture(scope="class")
+    def resumed(self, folder: Path) -> dict[str, Any]:
+        report: dict[str, Any] = ranks.run("strategies.tensor_cases:resume", 2, folder / "resume", place=str(folder))[0]
+        return report
+
+    @pytest.mark.parametrize("stage", range(4))
+    def test_resuming_is_bitwise(self, stage: int, resumed: dict[str, Any]) -> None:
+        values = resumed[str(stage)]
+        assert values["weight"] == 0.0
+        assert values["norms"][1] == values["norms"][0][1:]
+
+    @pytest.mark.parametrize("stage", range(4))
+    def test_exported_folders_hold_whole_weights(
+        self, stage: int, folder: Path, one: dict[str, Any], resumed: dict[str, Any]
+    ) -> None:
+        exported = load_file(folder / f"straight {stage}" / "model.safetensors")
+        own = {name.removeprefix("policy."): weight for name, weight in one["sft"]["weights"].items()}
+        assert exported.keys() <= own.keys()
+        for name, weight in exported.items():
+            torch.testing.assert_close(weight, own[name], rtol=0, atol=TOLERANCE)
+
+    @pytest.mark.parametrize("stage", range(4))
+    def test_the_average_of_the_weights_is_that_of_every_stage(
+        self, stage: int, folder: Path, resumed: dict[str, Any]
+    ) -> None:
+        first, last = (
+            load_file(folder / f"{kind} {stage} average" / "model.safetensors") for kind in ("straight", "resumed")
+        )
+        at_stage_0 = load_file(folder / "straight 0 average" / "model.safetensors")
+        unlike = load_file(folder / f"straight {stage}" / "model.safetensors")
+        assert first.keys() == last.keys() == unlike.keys()
+        assert any(not torch.equal(first[name], unlike[name]) for name in first)
+        for name, weight in first.items():
+            assert torch.equal(weight, last[name])
+            torch.testing.assert_close(weight, at_stage_0[name], rtol=0, atol=TOLERANCE)
+
+    def test_another_size_is_refused_when_resuming(self, resumed: dict[str, Any]) -> None:
+        assert "saved with tensor_parallel_size=2 and this run has 1" in resumed["other size"]
+
+
+@pytest.mark.distributed
+def test_four_ranks_that_divide_tokens_and_weights_equal_one_rank(tmp_path: Path) -> None:
+    sizes = {"stage": 2, "tensor_parallel_size": 2, "sequence_parallel_size": 2}
+    four = trained(tmp_path, 4, {"dpo": sizes})
+    check_equal(four["dpo"], trained(tmp_path, 1, {"dpo": {"stage": 0}})["dpo"])
+
+
+def test_16_bits_at_stage_0_are_refused() -> None:
+    config = {"tensor_parallel": {}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
+    with pytest.raises(MisconfigurationException, match="use stage 1, 2 or 3"):
+        require_known_norm("policy", config)
+    require_known_norm("policy", config | {"zero_optimization": {"stage": 1}})
+    require_known_norm("policy", config | {"bf16": {"enabled": False}})
+
+
+# ---------------------------------------------------------------- plans
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def patterns(section: dict[str, Any], kind: str) -> list[str]:
+    specs = section["partition_config"]["layer_specs"]
+    return [pattern for spec in specs if spec["partition_type"] == kind for pattern in spec["patterns"]]
+
+
+def test_a_plan_divides_columns_and_rows_and_sums_the_gradients_of_norms_of_heads() -> None:
+    section = plan_of("policy", Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4)), 2)
+    assert section["autotp_size"] == 2
+    assert section["partition_config"]["use_default_specs"] is False
+    assert r"^model\.layers\.\d+\.self_attn\.q_proj\.weight$" in patterns(section, "column")
+    assert r"^model\.layers\.\d+\.mlp\.down_proj\.weight$" in patterns(section, "row")
+    assert patterns(section, "skip") == [
+        rf"^model\.layers\.{layer}\.self_attn\.{norm}\.weight$" for layer in range(2) for norm in ("q_norm", "k_norm")
+    ]
+
+
+def test_the_plan_of_a_critic_has_the_names_inside_it() -> None:
+    critic = ScalarModel(LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)))
+    assert patterns(plan_of("critic", critic, 2), "row") == [
+        r"^model\.model\.layers\.\d+\.self_attn\.o_proj\.weight$",
+        r"^model\.model\.layers\.\d+\.mlp\.down_proj\.weight$",
+    ]
+
+
+def test_norms_that_are_not_trained_need_no_sums() -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4)).requires_grad_(False)
+    assert patterns(plan_of("reference", model, 2), "skip") == []
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | changes)))
+
+
+def with_adapters() -> nn.Module:
+    model = llama()
+    add_lora(model, LoRA(rank=2), base="llama")
+    return model
+
+
+def with_an_unplanned_weight() -> nn.Module:
+    model: Any = llama()
+    model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    return model
+
+
+def with_another_kind_of_layer() -> nn.Module:
+    model: Any = llama()
+    model.model.layers[0].mlp.up_proj = nn.Identity()
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "no plan": (
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)),
+        2,
+        "has no base_model",
+    ),
+    "no Hugging Face model": (lambda: nn.Linear(2, 2), 2, "Linear has no base_model_tp_plan"),
+    "a mixture": (
+        lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2)),
+        2,
+        "MixtralModel is a mixture of experts",
+    ),
+    "a style without its own layers": (
+        lambda: Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0)),
+        2,
+        "has the styles ['colwise_gather_output', 'rowwise_split_input']",
+    ),
+    "heads": (llama, 4, "4 attention heads and 2 key-value heads, which the size 4 does not divide"),
+    "features": (lambda: llama(intermediate_size=25), 2, "has 25 features to divide"),
+    "LoRA": (with_adapters, 2, "has LoRA adapters"),
+    "quantised": (lambda: _quantised(llama()), 2, "is quantised"),
+    "a weight that is not planned": (
+        with_an_unplanned_weight,
+        2,
+        "does not say what becomes of layers.1.self_attn.sinks",
+    ),
+    "another layer": (with_another_kind_of_layer, 2, "layers.0.mlp.up_proj is a Identity"),
+}
+
+
+def _quantised(model: nn.Module) -> nn.Module:
+    first: Any = next(model.parameters())
+    first.quant_state = object()
+    return model
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_divided_exactly_is_refused_with_what_to_do(case: str) -> None:
+    make, size, reason = REFUSED[case]
+    with pytest.raises(MisconfigurationException, match="Use tensor_parallel_size=1") as error:
+        plan_of("policy", make(), size)
+    assert "'policy'" in str(error.value)
+    assert reason in str(error.value)
