@@ -32,7 +32,7 @@ from rlhfkit.modules import (
     SFTModule,
 )
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
-from rlhfkit.strategies import RLHFDeepSpeedStrategy, register
+from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
 
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt where neither an argument nor the data's ``max_prompt_length`` says it."""
@@ -101,6 +101,8 @@ def described_run(
         run = Run(**_with_micro_batches(fields, data, problems))
     else:
         run = Run(**fields, **_offline(policy, data, lengths, sharding, accumulate_grad_batches, assumptions, problems))
+    if sharding.tensor > 1 and sharding.stage == 0 and fields["precision"].compute < 4:
+        problems.append("tensor_parallel_size > 1 at stage 0 is not supported in 16 bits: use stage 1, 2 or 3")
     if sharding.group > 1 and policy.router_aux_loss_coef and run.policy.experts:
         problems.append(
             "router_aux_loss_coef > 0 is not supported where several ranks compute a forward pass together: use 0"
@@ -201,10 +203,13 @@ def sharding_of(strategy: str | Strategy, ranks: int) -> Sharding:
             bucket=int(zero.get("reduce_bucket_size", 5e8)),
             overlap=bool(zero.get("overlap_comm", True)),
             live_parameters=int(live),
-            sequence=getattr(strategy, "sequence_parallel_size", 1),
-            tensor=getattr(strategy, "tensor_parallel_size", 1),
-            sequence_parallel=getattr(strategy, "sequence_parallel", "ulysses"),
+            sequence=strategy.sequence_parallel_size,
+            tensor=strategy.tensor_parallel_size,
+            sequence_parallel=strategy.sequence_parallel,
         )
+    if isinstance(strategy, SequenceParallelDDPStrategy):
+        size, kind = strategy.sequence_parallel_size, strategy.sequence_parallel
+        return Sharding(ranks=ranks, sequence=size, sequence_parallel=kind)
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     if name not in _PLAIN and name not in ("DDPStrategy", "SingleDeviceStrategy"):
         known = [one for one in StrategyRegistry.available_strategies() if one.startswith("rlhf_")]

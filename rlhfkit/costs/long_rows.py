@@ -59,22 +59,20 @@ def longest_row(run: Run) -> LongestRow:
 def longest_rows(run: Run) -> list[LongestRow]:
     """Of every division of the ranks that is not refused, the smallest groups first, within a group tensor ranks last.
 
-    Tensor ranks stay within a machine. Without a DeepSpeed engine ranks are not divided.
+    Tensor ranks stay within a machine, and need a DeepSpeed engine.
     """
     return [longest_row(replace(run, sharding=sharding)) for sharding in divisions(run)]
 
 
 def divisions(run: Run) -> list[Sharding]:
     """Ways to divide the ranks of a run into forward groups, see :func:`longest_rows`."""
-    if run.sharding.stage is None:
-        return [run.sharding]
-    ranks = run.sharding.ranks
+    ranks, most = run.sharding.ranks, 1 if run.sharding.stage is None else run.gpus_per_machine
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     pairs = [
         (sequence, tensor)
         for tensor in sizes
         for sequence in sizes
-        if tensor <= run.gpus_per_machine and ranks % (sequence * tensor) == 0
+        if tensor <= most and ranks % (sequence * tensor) == 0
     ]
     found = []
     for sequence, tensor in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1])):
@@ -124,8 +122,9 @@ def suggestion(run: Run, rows: list[LongestRow]) -> str | None:
             f"tokens; {_arguments(longest)} reaches {longest.tokens:,}"
         )
     best = enough[0]
+    strategy = "SequenceParallelDDPStrategy" if run.sharding.stage is None else "RLHFDeepSpeedStrategy"
     return (
-        f"a row of {run.longest:,.0f} tokens fits with {_arguments(best)} of RLHFDeepSpeedStrategy, up to "
+        f"a row of {run.longest:,.0f} tokens fits with {_arguments(best)} of {strategy}, up to "
         f"{best.tokens:,} tokens, if a micro-batch is one row (micro_batch_size=1, or max_tokens_per_micro_batch up to "
         f"{best.tokens * run.sequences_together // best.sequence:,})"
     )

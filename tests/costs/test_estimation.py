@@ -34,6 +34,7 @@ from rlhfkit.costs import GPU, estimate, estimate_run
 from rlhfkit.costs.description import sharding_of
 from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.memory import TRAINING
+from rlhfkit.strategies import SequenceParallelDDPStrategy
 
 from .shapes import CONFIGS, grpo_70b
 
@@ -190,6 +191,8 @@ def test_the_strategy_says_which_ranks_compute_together(folder: str) -> None:
     strategy = RLHFDeepSpeedStrategy(stage=3, sequence_parallel_size=2, sequence_parallel="ring")
     found = sharding_of(strategy, 8)
     assert (found.sequence, found.sequence_parallel, found.tensor, found.data) == (2, "ring", 1, 4)
+    plain = sharding_of(SequenceParallelDDPStrategy(4), 8)
+    assert (plain.stage, plain.sequence, plain.data) == (None, 4, 2)
     with pytest.raises(ValueError, match="which does not divide the 3 rank"):
         estimate(SFTModule(folder), strategy=strategy, devices=3)
 
@@ -211,6 +214,10 @@ def test_what_several_ranks_cannot_compute_together_is_a_problem(folder: str, tm
     strategy = RLHFDeepSpeedStrategy(stage=2, sequence_parallel_size=2)
     found = estimate(SFTModule(folder, attention="eager"), strategy=strategy, devices=2)
     assert "attention='eager' is not supported where several ranks" in str(found.first_problem)
+    divided = RLHFDeepSpeedStrategy(stage=0, tensor_parallel_size=2)
+    assert "at stage 0 is not supported in 16 bits" in str(
+        estimate(SFTModule(folder), strategy=divided, devices=2).first_problem
+    )
     CONFIGS["mixtral"].save_pretrained(tmp_path)
     mixture = SFTModule(str(tmp_path), router_aux_loss_coef=0.01)
     assert "router_aux_loss_coef > 0" in str(estimate(mixture, strategy=strategy, devices=2).first_problem)

@@ -70,9 +70,10 @@ def test_all_divisions_are_looked_at_and_refused_ones_left_out() -> None:
     assert {row.tensor for row in longest_rows(adapters)} == {1}
 
 
-def test_without_deepspeed_ranks_are_not_divided() -> None:
-    (row,) = longest_rows(run_70b(sharding=Sharding(ranks=64)))
-    assert (row.sequence, row.tensor) == (1, 1)
+def test_without_deepspeed_only_tokens_are_divided() -> None:
+    rows = longest_rows(run_70b(sharding=Sharding(ranks=64)))
+    assert {row.tensor for row in rows} == {1}
+    assert {row.sequence for row in rows} == {1, 2, 4, 8, 16, 32, 64}
 
 
 def test_the_smallest_group_that_is_enough_is_suggested() -> None:
