@@ -74,14 +74,13 @@ def validate(strategy: str, model: str, precision: str, path: Path) -> float:
 
 
 def damage(folder: Path, model: str, place: str) -> dict[str, Any]:
-    """What happens to bad input: a flipped byte, another stage, no checkpoint at all."""
+    """What happens to bad input: a flipped byte, no checkpoint at all."""
     source = Path(place)
     if RANKS == 1:
         return {"validation": validate("rlhf_zero3", model, "32-true", source / "stage3-32-true" / "end.ckpt")}
     report: dict[str, Any] = {}
     two = source / "stage2-32-true"
     report["typo"] = problem("rlhf_zero2", model, two / "typo.ckpt")
-    report["stage"] = problem("rlhf_zero3", model, two / "end.ckpt")
     report["file"] = problem("rlhf_zero2", model, Path(model) / "config.json")
     file = two / "end.ckpt" / "policy" / "checkpoint" / "mp_rank_00_model_states.pt"
     if RANK == 0:

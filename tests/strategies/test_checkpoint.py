@@ -75,7 +75,6 @@ def test_damage_and_mismatch_are_named_and_the_previous_checkpoint_is_used(
 
     results = ranks.run("strategies.resume_cases:damage", 2, tmp_path / "two", model=model_folder, place=str(place))
     for values in results:  # the same error on every rank, and no hang
-        assert "saved at ZeRO stage 2 and this run uses 3" in values["stage"]
         assert "is a file, not a checkpoint directory" in values["file"]
         assert values["losses"] == 8, "resumed from the middle (4 of 12 batches done), not from the end (6)"
         assert "typo.ckpt does not exist. In" in values["typo"]

@@ -1,6 +1,7 @@
-"""Training resumes with another number of ranks as with the same one, at every ZeRO stage.
+"""Training resumes with another number of ranks, or at another ZeRO stage, as with the same one.
 
-Covers strategies/checkpoint/universal.py and strategies/checkpoint/slow_steps.py, with universal_cases.py.
+Covers strategies/checkpoint/universal.py, strategies/checkpoint/stages.py and strategies/checkpoint/slow_steps.py, with
+universal_cases.py.
 """
 
 from pathlib import Path
@@ -15,6 +16,9 @@ from strategies import ranks
 from strategies.async_cases import same
 
 pytestmark = pytest.mark.distributed
+
+STAGE_CHANGES = {(2, 2): [(0, 3), (3, 0), (1, 2), (2, 3), (3, 1)], (1, 2): [(0, 2), (1, 0), (3, 2)], (2, 1): [(1, 3)]}
+"""Ranks that saved and ranks that resume, to pairs of their ZeRO stages; each stage is left and entered."""
 
 Reports = dict[tuple[int, int], dict[str, Any]]
 """(Ranks that saved, ranks that resumed) to what happened in each case."""
@@ -36,7 +40,15 @@ def reports(root: Path, model_folder: str, tied_model_folder: str) -> Reports:
     for saved in (1, 2):
         for count in (1, 2):
             folder = root / f"{saved}-{count}"
-            results = ranks.run("strategies.universal_cases:resume", count, folder, saved_by=saved, **arguments)
+            changes = STAGE_CHANGES.get((saved, count), [])
+            results = ranks.run(
+                "strategies.universal_cases:resume",
+                count,
+                folder,
+                saved_by=saved,
+                stage_changes=changes,
+                **arguments,
+            )
             assert all(result.keys() == results[0].keys() for result in results)
             found[saved, count] = results[0]
     return found
@@ -71,6 +83,26 @@ def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same(
     assert weight_difference(root, saved, name) <= tolerance
 
 
+@pytest.mark.parametrize("ranks_of", list(STAGE_CHANGES))
+def test_a_run_goes_on_at_another_zero_stage_as_at_the_same(
+    reports: Reports, root: Path, ranks_of: tuple[int, int]
+) -> None:
+    saved, count = ranks_of
+    for before, after in STAGE_CHANGES[ranks_of]:
+        same = reports[saved, saved][f"stage {before}, middle"]
+        other = reports[ranks_of][f"stage {before} to {after}, middle"]
+        assert other.get("error") is None
+        assert other["losses"] == pytest.approx(same["losses"], abs=1e-6), (before, after)
+        assert other["rates"] == same["rates"]
+        assert (other["steps"], other["epoch"], other["seen"]) == (6, 2, 12)
+        weights = [
+            torch.load(root / folder / f"{name}.pt")
+            for folder, name in ((f"{saved}-{saved}", f"{before}-middle"), (f"{saved}-{count}", f"{before}-to-{after}"))
+        ]
+        off = max((weights[0][key].double() - weights[1][key].double()).abs().max().item() for key in weights[0])
+        assert off <= 1e-6, (before, after)
+
+
 @pytest.mark.parametrize("saved", [1, 2])
 def test_the_original_is_only_read_and_no_copy_is_left(reports: Reports, saved: int) -> None:
     for case, values in reports[saved, 3 - saved].items():
@@ -82,7 +114,10 @@ def test_the_original_is_only_read_and_no_copy_is_left(reports: Reports, saved: 
 def test_what_cannot_be_dealt_anew_is_one_clear_error(reports: Reports, saved: int) -> None:
     other = reports[saved, 3 - saved]
     error = other["sgd, stage 2, middle"]["error"]
-    assert "keeps nothing. DeepSpeed changes the number of ranks only of optimizers that keep ['exp_avg'" in error
+    assert (
+        "keeps nothing. DeepSpeed changes the number of ranks or the stage only of optimizers that keep ['exp_avg'"
+        in error
+    )
     error = other["fixed size, middle"]["error"]
     assert f"saved by {saved} rank(s) inside an epoch" in error
     assert "do not say where they stood" in error

@@ -101,8 +101,10 @@ def save(folder: Path, model: str, place: str, tied: str) -> None:
     run(2, model, 1, [saver, SaveAt(4 // RANKS, where / "middle.ckpt")], **options)
 
 
-def resume(folder: Path, model: str, place: str, tied: str, saved_by: int) -> dict[str, Any]:
-    """The second epoch of what another (or the same) number of ranks began."""
+def resume(
+    folder: Path, model: str, place: str, tied: str, saved_by: int, stage_changes: list[list[int]]
+) -> dict[str, Any]:
+    """The second epoch of what another (or the same) number of ranks began, also at another ZeRO stage."""
     report: dict[str, Any] = {}
     cases: list[tuple[str, str, int, dict[str, Any]]] = []
     cases += [(f"stage {stage}", f"{stage}", stage, {}) for stage in STAGES]
@@ -113,6 +115,9 @@ def resume(folder: Path, model: str, place: str, tied: str, saved_by: int) -> di
             report[f"{case}, {path.stem}"] = attempt(
                 stage, path, folder / f"{name}-{path.stem}.pt", **({"model": model} | options)
             )
+    for before, after in stage_changes:
+        path, kept = Path(place) / f"{saved_by}-{before}" / "middle.ckpt", folder / f"{before}-to-{after}.pt"
+        report[f"stage {before} to {after}, middle"] = attempt(after, path, kept, model=model)
     options = {"model": model, "data": FixedSize, "trainer": {"accumulate_grad_batches": 4 // RANKS}}
     for path in sorted((Path(place) / f"{saved_by}-fixed").iterdir()):
         report[f"fixed size, {path.stem}"] = attempt(2, path, folder / f"fixed-{path.stem}.pt", **options)

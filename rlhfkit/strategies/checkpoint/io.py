@@ -192,8 +192,8 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         True: Lightning does not pass the argument on for strategies that restore after setup.
 
         Raises:
-            CheckpointError: If no intact checkpoint is found, if this run trains other engines or uses other stages, or
-                if it has another number of ranks for which DeepSpeed or the data cannot be split.
+            CheckpointError: If no intact checkpoint is found, if this run trains other engines, or if it has another
+                number of ranks or other ZeRO stages for which DeepSpeed or the data cannot be converted.
         """
         assert self.lightning_module is not None
         self.wait_for_saves()
@@ -235,13 +235,16 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             raise CheckpointError(
                 f"{path} holds the engines {sorted(manifest['engines'])}, this run trains {sorted(self.engines)}."
             )
-        for name, engine in self.engines.items():
-            stage = manifest["engines"][name]
-            if stage != engine.zero_optimization_stage():
-                raise CheckpointError(
-                    f"{path}: '{name}' was saved at ZeRO stage {stage} and this run uses"
-                    f" {engine.zero_optimization_stage()}; resume with the same stage."
-                )
+        changed = {
+            name: (manifest["engines"][name], engine.zero_optimization_stage())
+            for name, engine in self.engines.items()
+            if manifest["engines"][name] != engine.zero_optimization_stage()
+        }
+        if changed and getattr(self, "tensor_parallel_size", 1) > 1:
+            raise CheckpointError(
+                f"{path}: ZeRO stages saved and of this run: {changed}. With tensor parallelism, resume with the same"
+                " stages, or start a new run from exported weights (rlhfkit export)."
+            )
 
     def _require_same_division(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Raise if the parts of the weights are not those of this run."""
@@ -274,7 +277,11 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 
     def _load_engines(self, path: Path, manifest: Mapping[str, Any]) -> None:
         other_ranks = manifest["world_size"] != self.world_size
-        to_convert = [name for name, stage in manifest["engines"].items() if stage > 0 and other_ranks]
+        to_convert = [
+            name
+            for name, stage in manifest["engines"].items()
+            if (stage > 0 and other_ranks) or stage != self.engines[name].zero_optimization_stage()
+        ]
         for name in self.engines:  # in this order on every rank: loading is a collective at stage 3
             if name in to_convert:
                 continue
@@ -287,7 +294,9 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             if loaded is None:
                 raise CheckpointError(f"DeepSpeed found nothing to load in {path / name}.")
         if to_convert:
-            with universal.converted(path, to_convert, manifest, timeout=self.checkpoint_timeout) as folder:
+            engines = {name: self.engines[name] for name in to_convert}
+            timeout = self.checkpoint_timeout
+            with universal.converted(path, to_convert, manifest, timeout=timeout, engines=engines) as folder:
                 for name in to_convert:
                     universal.load_converted(self.engines[name], folder / name, _TAG)
         for optimizer in self.optimizers:

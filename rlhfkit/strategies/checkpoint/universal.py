@@ -1,4 +1,4 @@
-"""Resume with another number of ranks, through a temporary copy in DeepSpeed's universal checkpoint format."""
+"""Resume with another number of ranks or at another ZeRO stage, through a copy in DeepSpeed's universal format."""
 
 import argparse
 import contextlib
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.cleanup import write_owner
+from rlhfkit.strategies.checkpoint import stages
 from rlhfkit.strategies.checkpoint.slow_steps import Phases, on_rank_zero, run_in_phases
 
 if TYPE_CHECKING:
@@ -26,8 +27,17 @@ _ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
 @contextmanager
-def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, timeout: float) -> Iterator[Path]:
-    """Convert the sharded engines of a checkpoint for any number of ranks, inside the context. A collective.
+def converted(
+    path: Path,
+    names: Iterable[str],
+    manifest: Mapping[str, Any],
+    *,
+    timeout: float,
+    engines: Mapping[str, "DeepSpeedEngine"] | None = None,
+) -> Iterator[Path]:
+    """Convert engines of a checkpoint for any number of ranks, inside the context. A collective.
+
+    With ``engines``, those that will load it, for any ZeRO stage too.
 
     The ranks write a copy of the same size into a temporary folder beside the checkpoint, which is only read: each
     takes an equal share of the saved files apart, then puts an equal share of the parameters together. Raises
@@ -35,8 +45,14 @@ def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, 
     """
     doing = f"converting {path}"
     folder = on_rank_zero(lambda: _create_folder(path), timeout=timeout, doing=doing)
+    targets = {
+        name: (stages.parameter_names(engine), stages.parameter_shapes(engine))
+        for name, engine in (engines or {}).items()
+    }
     try:
-        run_in_phases(lambda phases: _convert(path, folder, names, manifest, phases), timeout=timeout, doing=doing)
+        run_in_phases(
+            lambda phases: _convert(path, folder, names, manifest, targets, phases), timeout=timeout, doing=doing
+        )
         yield folder
         if dist.is_initialized():
             dist.barrier()  # until all ranks have read it
@@ -56,19 +72,38 @@ def _create_folder(path: Path) -> Path:
     return folder
 
 
-def _convert(path: Path, folder: Path, names: Iterable[str], manifest: Mapping[str, Any], phases: Phases) -> None:
-    """Convert this rank's share of each engine."""
+def _convert(
+    path: Path,
+    folder: Path,
+    names: Iterable[str],
+    manifest: Mapping[str, Any],
+    targets: Mapping[str, tuple[list[list[str]], dict[str, tuple[int, ...]]]],
+    phases: Phases,
+) -> None:
+    """Convert this rank's share of each engine; ``targets`` are names and shapes of parameters that will load it."""
     try:
         for name in names:
             (tag,) = (entry.name for entry in (path / name).iterdir() if entry.is_dir())
-            _require_adam(path, name, path / name / tag)
-            _convert_engine(path / name / tag, folder / name / tag, phases)
+            source, target, stage = path / name / tag, folder / name / tag, manifest["engines"][name]
+            _require_adam(path, name, source, stage)
+            if stage > 0:
+                _convert_engine(source, target, phases)
+            elif phases.rank == 0:
+                stages.convert_stage_0(source, target, targets[name][0])
+            if name in targets:
+                if phases.rank == 0:
+                    stages.complete(target)
+                phases.gather([])
+                for parameter, shape in phases.share(sorted(targets[name][1].items())):
+                    stages.reshape(target, parameter, shape)
+                phases.gather([])
     except Exception as error:
         if phases.interrupted or isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"DeepSpeed could not convert {path} for another number of ranks ({type(error).__name__}: {error}). Resume"
-            f" with {manifest['world_size']} rank(s), or start a new run from exported weights."
+            f"DeepSpeed could not convert {path} for another number of ranks or another ZeRO stage"
+            f" ({type(error).__name__}: {error}). Resume with {manifest['world_size']} rank(s) at the same stages"
+            f" ({manifest['engines']}), or start a new run from exported weights (rlhfkit export)."
         ) from error
 
 
@@ -115,31 +150,33 @@ def _convert_engine(source: Path, target: Path, phases: Phases) -> None:
         ds_to_universal._do_parallel_work = original
 
 
-def _require_adam(path: Path, name: str, folder: Path) -> None:
+def _require_adam(path: Path, name: str, folder: Path, stage: int) -> None:
     """Raise CheckpointError if DeepSpeed cannot convert the state of the optimizer."""
-    file = min(folder.glob("*_optim_states.pt"))
-    state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
-    base = state.get("base_optimizer_state") or state["optimizer_state_dict"]  # stage 3
+    if stage == 0:
+        base = stages.stage_0_optimizer(folder)[1]
+    else:
+        file = min(folder.glob("*_optim_states.pt"))
+        state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+        base = state.get("base_optimizer_state") or state["optimizer_state_dict"]  # stage 3
     found = {key for entry in base["state"].values() for key in entry}
     if found != _ADAM_STATE:
         raise CheckpointError(
             f"{path}: the optimizer of '{name}' keeps {sorted(found) or 'nothing'}. DeepSpeed changes the number of"
-            f" ranks only of optimizers that keep {sorted(_ADAM_STATE)}, such as AdamW. Resume with the ranks that"
-            " saved it, or start a new run from exported weights."
+            f" ranks or the stage only of optimizers that keep {sorted(_ADAM_STATE)}, such as AdamW. Resume with the"
+            " ranks and the stage that saved it, or start a new run from exported weights (rlhfkit export)."
         )
 
 
 def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
     """Load weights, optimizer state and hyperparameters of one engine from its converted folder."""
-    engine._config.load_universal_checkpoint = True
-    try:
-        loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
-    finally:
-        engine._config.load_universal_checkpoint = False
-    if loaded is None:
-        raise CheckpointError(f"DeepSpeed found nothing to load in {folder}.")
+    if engine.zero_optimization():
+        _load_universal(engine, folder, tag)
+    else:
+        stages.load_stage_0(engine, folder / tag)
     file = folder / tag / "zero" / "optimizer_state.pt"
-    groups = torch.load(file, map_location="cpu", weights_only=False)["param_groups"]
+    common = torch.load(file, map_location="cpu", weights_only=False)
+    stages.load_loss_scale(engine, common)
+    groups = common["param_groups"]
     # deepspeed 0.19.8 at stage 3 gives all groups the settings of the first, and one shared step counter that each
     # group then increments.
     for own, saved in zip(engine.basic_optimizer.param_groups, groups, strict=True):
@@ -148,6 +185,16 @@ def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()
     _load_buffers(engine, folder / tag)
+
+
+def _load_universal(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
+    engine._config.load_universal_checkpoint = True
+    try:
+        loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    if loaded is None:
+        raise CheckpointError(f"DeepSpeed found nothing to load in {folder}.")
 
 
 def _load_buffers(engine: "DeepSpeedEngine", folder: Path) -> None:
