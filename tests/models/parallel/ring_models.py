@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from models.parallel.sequence_ranks import LENGTHS, Batch, attach, gradients, language_model, policy_loss, scalar_loss
 from models.parallel.sequence_ranks import scalar_model as scalar_model_of_qwen
 from rlhfkit.mesh import ForwardGroup, Mesh
+from rlhfkit.strategies.deepspeed import rendezvous
 
 
 def odd_heads() -> nn.Module:
@@ -73,16 +74,17 @@ def differences() -> dict[str, float]:
 
 
 def zero(stage: int) -> dict[str, float]:
-    """Largest difference of gradients under DeepSpeed's ZeRO to those without, in float32, of a ring of 4 ranks."""
+    """Largest difference of gradients under DeepSpeed's ZeRO to those without, in float32, of one ring."""
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    rank = dist.get_rank()
-    batch, group = Batch(LENGTHS[rank], seed=rank), ForwardGroup.create(Mesh(rank, 4, sequence=4), "ring")
+    rendezvous.prepare_cpu()  # or DeepSpeed compiles an extension, which takes a minute
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batch, group = Batch(LENGTHS[rank], seed=rank), ForwardGroup.create(Mesh(rank, ranks, sequence=ranks), "ring")
     alone = odd_heads().float()
     together = copy.deepcopy(alone)
     policy_loss(alone, batch)[0].backward()
-    mean = {name: gradient / 4 for name, gradient in all_reduced(alone).items()}
+    mean = {name: gradient / ranks for name, gradient in all_reduced(alone).items()}
     attach(together, group)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
