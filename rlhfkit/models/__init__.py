@@ -1,6 +1,6 @@
 """Hugging Face models: loading, LoRA, packed attention, and one forward pass that gives log-probs or values.
 
-May import: losses, data, and Transformers and peft when used.
+May import: losses, data, ``mesh.py``, ``distributed.py``, and Transformers and peft when used.
 Start at :mod:`rlhfkit.models.load` and :mod:`rlhfkit.models.forward`.
 """
 
