@@ -1,6 +1,12 @@
 """Covers ``mesh.py``."""
 
+from pathlib import Path
+from typing import Any
+
+import mesh_ranks
 import pytest
+import torch
+from strategies import ranks
 
 from rlhfkit.mesh import Mesh
 
@@ -21,3 +27,78 @@ def test_ranks_that_cannot_be_divided_are_an_error() -> None:
         Mesh(0, 8, sequence=3, tensor=2)
     with pytest.raises(ValueError, match="sequence_parallel_size"):
         Mesh(0, 8, sequence=0)
+
+
+@pytest.fixture(scope="module")
+def runs(vllm_pool: Any, vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, Any]]:
+    """Each run on one rank, and on each of 4 ranks of which two share forward passes, with final weights."""
+    folder, found = tmp_path_factory.mktemp("mesh"), dict[str, Any]()
+    reports = ranks.run("mesh_ranks:everything", 4, folder, timeout=400, model=str(vllm_model))
+    for run in mesh_ranks.RUNS:
+        keep = mesh_ranks.Keep()
+        alone = mesh_ranks.fit(folder / "alone", str(vllm_model), vllm_pool, run, "auto", keep)
+        shared = [report[run] for report in reports]
+        found[run] = (
+            alone | {"weights": keep.weights, "trained_in_all": sum(keep.trained)},
+            shared,
+            torch.load(folder / f"{run}.pt"),
+        )
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.distributed
+@pytest.mark.parametrize("run", mesh_ranks.RUNS)
+def test_four_ranks_that_share_forward_passes_train_as_one(runs: dict[str, Any], run: str) -> None:
+    alone, shared, weights = runs[run]
+    assert [each["together"] for each in shared] == [2] * 4
+    for each in shared:
+        assert each["steps"] == alone["steps"]
+        assert each["tokens"] == alone["tokens"]
+        assert len(each["sizes"]) == len(shared[0]["sizes"])
+        for name, value in alone["metrics"].items():
+            if not (
+                run == "sft" and name == "loss"
+            ):  # the last step of an epoch is not full: a mean over micro-batches
+                assert each["metrics"][name] == pytest.approx(value, rel=1e-4, abs=2e-6), name
+    assert weights.keys() == alone["weights"].keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.distributed
+def test_rows_longer_than_what_a_rank_may_compute_are_divided_and_some_ranks_bring_two_tokens(
+    runs: dict[str, Any],
+) -> None:
+    for run in ("sft", "grpo"):
+        shared = runs[run][1]
+        of_groups = [
+            [sum(parts) for parts in zip(*(each["sizes"] for each in shared[first : first + 2]), strict=True)]
+            for first in (0, 2)
+        ]
+        fillers = 2  # tokens, where one of the two ranks has no rows
+        assert max(map(max, of_groups)) <= 2 * mesh_ranks.CAP + fillers
+        assert max(max(each["sizes"]) for each in shared) > mesh_ranks.CAP
+        assert sum(sum(each["trained"]) for each in shared) == runs[run][0]["trained_in_all"]
+    ppo = runs["ppo"][1]
+    assert [each["rows"] for each in ppo] == [[4] * 3, [0] * 3] * 2
+    assert {size for each in ppo[1::2] for size in each["sizes"]} == {2}
+    # Log-probs of rows above a rank's share: each rank of two has a turn for every one.
+    for first, second in (grpo[:2] for grpo in (runs["grpo"][1], runs["grpo"][1][2:])):
+        assert all(not (one and other) for one, other in zip(first["turns"], second["turns"], strict=True))
+        assert max(first["turns"] + second["turns"]) > mesh_ranks.CAP
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.distributed
+def test_a_run_resumed_on_the_same_mesh_inside_an_epoch_is_bitwise_the_straight_one(runs: dict[str, Any]) -> None:
+    for run in mesh_ranks.SAVED_AFTER:
+        for each in runs[run][1]:
+            rest = each["resumed"]["sizes"]
+            assert each["bitwise"], run
+            assert 0 < len(rest) < len(each["sizes"])
+            assert each["sizes"][-len(rest) :] == rest

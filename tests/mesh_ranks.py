@@ -1,0 +1,183 @@
+"""Runs of ranks that share forward passes, and the same runs on one rank, for ``test_mesh.py``."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from plain_sgd import PlainSGD
+from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks
+from shared_pool import SharedPool
+
+from rlhfkit import (
+    EMA,
+    Invariants,
+    NonFiniteGuard,
+    PPOModule,
+    PromptDataModule,
+    RolloutCallback,
+    SamplingSpec,
+    SFTDataModule,
+    SFTModule,
+)
+from rlhfkit.mesh import forward_group_of
+from rlhfkit.models import unwrap
+from rlhfkit.modules.on_policy.rewards import RewardProcessing
+from rlhfkit.rollout import ModuleWeights, RolloutEngine
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
+
+CAP = 12
+"""Tokens that a rank may compute: fewer than the longest rows have."""
+TEXTS = [{"text": "ab" * (1 + number % 9) + str(number)} for number in range(22)]
+SAMPLING = SamplingSpec(group_size=4, max_new_tokens=12, min_new_tokens=1)
+
+
+class PlainPPO(PlainSGD, PPOModule):
+    """PPO with SGD."""
+
+
+class PlainSFT(PlainSGD, SFTModule):
+    """Supervised training with SGD, whose loss is not a number in one micro-batch of one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        broken = self.trainer.global_step == 4 and batch_idx % self.trainer.accumulate_grad_batches == 0
+        return loss * torch.nan if broken and self.global_rank == 0 else loss
+
+
+class Keep(L.Callback):
+    """What was sampled, what this rank had in each micro-batch, and the final weights; saves a checkpoint once."""
+
+    def __init__(self, path: Path | None = None, after: int = 0) -> None:
+        self.path, self.after = path, after
+        self.tokens: list[Any] = []
+        self.sizes: list[int] = []
+        self.trained: list[int] = []
+        self.rows: list[int] = []
+        self.turns: list[int] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.together = 1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.sizes.append(int(batch.attention_mask.sum()))
+        self.trained.append(int(batch.action_mask.sum()))
+        if len(self.sizes) == self.after:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not isinstance(trainer.datamodule, PromptDataModule):
+            return
+        rollouts = RolloutCallback.of(trainer)
+        if not rollouts.inside_collected_iteration:
+            return
+        self.tokens.append([one.token_ids for one in samples_of_all_ranks(rollouts)])
+        experience = rollouts.experience
+        assert experience is not None
+        self.rows.append(len(experience))
+        turns = pl_module._forward_turns(pl_module.policy, experience, None)
+        self.turns = [0 if rows is None else int(experience.select(rows).attention_mask.sum()) for rows in turns]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        group = forward_group_of(unwrap(pl_module.policy))
+        self.together = 1 if group is None else group.mesh.forward_group_size
+        averages = [one for one in trainer.callbacks if isinstance(one, EMA)]
+        for name in ("policy", "critic"):
+            if hasattr(pl_module, name):
+                self._keep(name, getattr(pl_module, name))
+        for ema in averages:
+            with ema.applied(pl_module):
+                self._keep("average", pl_module.policy)
+
+    def _keep(self, label: str, model: Any) -> None:
+        self.weights |= {f"{label}.{name}": tensor.detach().clone() for name, tensor in ModuleWeights(model)}
+
+
+def sft(folder: Path, model: str, engine: RolloutEngine | None, alone: bool) -> Any:
+    """Steps of 4 micro-batches, each of the texts that fit into the tokens of two ranks."""
+    data = SFTDataModule(
+        TEXTS, max_length=2 * CAP, max_tokens_per_micro_batch=2 * CAP if alone else CAP,
+        validation_data=TEXTS[3:16], validation_split="train",
+    )  # fmt: skip
+    callbacks = [EMA(0.5, validate=False), NonFiniteGuard()]
+    return PlainSFT(model, lr=0.05), data, callbacks, {"accumulate_grad_batches": 4 if alone else 2}
+
+
+def grpo(folder: Path, model: str, engine: RolloutEngine | None, alone: bool) -> Any:
+    """Two updates of an iteration, in as many micro-batches as the answers need; rows above a rank's share."""
+    size: dict[str, Any] = {"micro_batch_size": 4}
+    if not alone:
+        size = {"max_tokens_per_micro_batch": CAP, "updates_per_iteration": 2}
+    data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=8, **size)
+    module = PlainGRPO(model, lr=0.05, kl_coef=0.01, max_tokens_per_forward=CAP)
+    rollouts = RolloutCallback(digits, engine=engine, sampling=SAMPLING)
+    return module, data, [rollouts, Invariants()], {"accumulate_grad_batches": 4 if alone else 1}
+
+
+def ppo(folder: Path, model: str, engine: RolloutEngine | None, alone: bool) -> Any:
+    """Two prompts an iteration, one for each two ranks: the other two ranks have no row of their own."""
+    data = PromptDataModule(
+        prompts_file(folder), answer="answer", rollout_batch_size=2, micro_batch_size=8 if alone else 4
+    )
+    module = PlainPPO(
+        model, lr=0.05, critic_lr=0.05, kl_coef=0.01, max_tokens_per_forward=40,
+        reward_processing=RewardProcessing(normalize=True),
+    )  # fmt: skip
+    return module, data, [RolloutCallback(digits, engine=engine, sampling=SAMPLING)], {}
+
+
+RUNS: dict[str, Callable[..., Any]] = {"sft": sft, "grpo": grpo, "ppo": ppo}
+
+
+def fit(
+    folder: Path, model: str, engine: RolloutEngine | None, run: str, strategy: Any, keep: Keep, **arguments: Any
+) -> dict[str, Any]:
+    """Three epochs of a run, or the rest of them."""
+    rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    own = folder / f"rank{rank}"
+    own.mkdir(parents=True, exist_ok=True)
+    module, data, callbacks, more = RUNS[run](own, model, engine, world == 1)
+    trainer = L.Trainer(
+        **more, accelerator="cpu", strategy=strategy, devices=world, max_epochs=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, default_root_dir=str(own), callbacks=[*callbacks, keep],
+    )  # fmt: skip
+    trainer.fit(module, data, **arguments)
+    if world > 1:
+        os.environ["WORLD_SIZE"] = str(world)  # Lightning deletes it when a fit ends
+    return {
+        "tokens": keep.tokens,
+        "sizes": keep.sizes,
+        "trained": keep.trained,
+        "rows": keep.rows,
+        "turns": keep.turns,
+        "steps": trainer.global_step,
+        "together": keep.together,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if "time/" not in name},
+    }
+
+
+MESHES = {"sft": (3, {"sequence_parallel_size": 2}), "grpo": (2, {"sequence_parallel_size": 2})}
+MESHES["ppo"] = (3, {"sequence_parallel_size": 2, "sequence_parallel": "ring"})
+SAVED_AFTER = {"sft": 13, "grpo": 35}
+"""Micro-batches of a rank: inside an accumulation window, in the last epoch."""
+
+
+def everything(folder: Path, model: str) -> dict[str, Any]:
+    """Entry point of a rank: every run, and those that are saved once more from there."""
+    report: dict[str, Any] = {}
+    pool = SharedPool(kv_cache_gib=0.1, max_model_len=64)
+    for run, (stage, sizes) in MESHES.items():
+        path, after = folder / f"{run}.ckpt", SAVED_AFTER.get(run, 0)
+        keep = Keep(path, after)
+        report[run] = fit(folder, model, pool, run, RLHFDeepSpeedStrategy(stage, **sizes), keep)
+        if os.environ["LOCAL_RANK"] == "0":
+            torch.save(keep.weights, folder / f"{run}.pt")
+        if after:
+            rest = Keep()
+            strategy = RLHFDeepSpeedStrategy(stage, **sizes)
+            report[run]["resumed"] = fit(folder, model, pool, run, strategy, rest, ckpt_path=str(path))
+            report[run]["bitwise"] = all(torch.equal(rest.weights[name], keep.weights[name]) for name in keep.weights)
+    pool.really_close()
+    return report
