@@ -38,7 +38,7 @@ from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrateg
 STEP, STEPS = 8, 2
 """Rows of an optimizer step, and steps."""
 KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
-    "sft": (SFTModule, "texts", [{}]),
+    "sft": (SFTModule, "texts", [{}, {"tiled_mlp": 3, "gradient_checkpointing": True}]),
     "dft": (DFTModule, "texts", [{}]),
     "distillation": (DistillationModule, "texts", [{"chunk_size": 3}, {"divergence": "jsd", "distillation_coef": 0.4}]),
     "dpo": (

@@ -49,6 +49,7 @@ RECORDS = {
 ENGINE = LocalEngine()
 
 REQUIRED: dict[str, dict[str, Any]] = {
+    "SequenceParallelDDPStrategy": {"sequence_parallel_size": 2},
     "AgentEngine": {"engine": ENGINE, "agent": lambda connection, prompt: 0.0},
     "ByColumn": {"name": "difficulty"},
     "RequestParser": {"max_samples": 4, "max_tokens": 4},
@@ -84,6 +85,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 ANY = "*"
 ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     (ANY, "seed"): ((-1,), "any integer seeds"),
+    (ANY, "tiled_mlp"): ((True,), "tiles of the default size"),
     ("RolloutCallback", "probe_tolerance"): ((math.inf,), "switches the probe off"),
     ("VLLMPool", "probe_tolerance"): ((math.inf,), "switches the probe off"),
     ("RolloutCallback", "success_threshold"): ((-1.0,), "rewards may be negative"),
