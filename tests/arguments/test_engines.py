@@ -22,6 +22,7 @@ TABLE: dict[type, Rows] = {
         "tensor_parallel_size": Change(2),
         "pipeline_parallel_size": Change(2),
         "data_parallel_size": Change(2, refused=True),  # the model has no experts
+        "expert_parallel": Change(True, given={"tensor_parallel_size": 2}, refused=True),
         "colocate": Change(True),
         "sleep_level": Change(1, given=BESIDE),
         "max_model_len": Change(32),

@@ -1,14 +1,17 @@
 """Where engines run: on devices of their own, or on the GPUs of the training ranks.
 
-An engine runs on one machine. Engines with devices of their own form one Ray placement group, a bundle each. A
-colocated engine is pinned to the GPUs of as many neighbouring ranks as it has GPUs.
+Engines with devices of their own form one Ray placement group, with a bundle for each engine on each of its machines:
+one, unless the engine is larger than the largest. A colocated engine is on one machine, pinned to the GPUs of as many
+neighbouring ranks as it has GPUs.
 """
 
 import contextlib
+import math
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +19,7 @@ from rlhfkit.gpu_checks import why_cuda_is_missing
 from rlhfkit.gpus import VARIABLE, name_of_uuid, uuid_of_name, visible_names
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.remote.division import machines_per_engine
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class ActorPlacement:
     """Training ranks whose GPUs the engine must not have."""
     shared: tuple[RankLocation, ...] = ()
     """Training ranks whose GPUs the engine must have, and no others."""
+    others: tuple[dict[str, Any], ...] = ()
+    """Options of the Ray actors of its other machines."""
 
 
 # ---------------------------------------------------------------- ranks and their GPUs
@@ -274,13 +280,14 @@ def _node_of(host: str) -> str:
 
 
 class DedicatedPlacement:
-    """Devices of their own for engines: a placement group with one bundle of ``cpus`` and ``gpus`` per engine.
+    """Devices of their own for engines: a placement group with one bundle per engine, of ``cpus`` and ``gpus``.
 
-    A bundle is never divided, so the GPUs of an engine are on one machine. ``SPREAD`` prefers different machines for
-    different engines. A restarted engine gets its bundle again; if the machine is gone, Ray moves the bundle. No engine
-    is started on a GPU of ``ranks`` (all training ranks); ``held`` counts Ray's GPUs that are reserved for ranks
-    unknown to Ray. EngineError if the cluster or its largest machine is too small, or busy for ``timeout`` seconds;
-    ``note`` is added to the first of these.
+    A bundle is never divided, so its GPUs are on one machine. An engine of several ``processes`` that no machine has
+    room for gets a bundle on each of as few machines as have it; with ``processes=1`` that is an error. ``SPREAD``
+    prefers different machines for different bundles. A restarted engine gets its bundles again; if a machine is gone,
+    Ray moves its bundles. No engine is started on a GPU of ``ranks`` (all training ranks); ``held`` are Ray's GPUs that
+    are reserved for ranks unknown to Ray. EngineError if the cluster or its largest machine is too small, or busy for
+    ``timeout`` seconds; ``note`` is added to the first of these.
     """
 
     def __init__(
@@ -291,7 +298,8 @@ class DedicatedPlacement:
         timeout: float,
         *,
         ranks: Sequence[RankLocation] = (),
-        held: int = 0,
+        held: Sequence[RankLocation] = (),
+        processes: int = 1,
         note: str = "",
     ) -> None:
         import ray
@@ -299,7 +307,8 @@ class DedicatedPlacement:
         self._ranks = tuple(rank for rank in ranks if rank.gpu is not None)
         bundle: dict[str, float] = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
         total = ray.cluster_resources()
-        taken = {"GPU": held + sum(rank.on_ray for rank in self._ranks)}
+        of_ranks = [*held, *(rank for rank in self._ranks if rank.on_ray)]
+        taken = {"GPU": len(of_ranks)}
         for name, each in sorted(bundle.items(), reverse=True):  # GPUs first: they are the scarce resource
             left = total.get(name, 0) - taken.get(name, 0)
             if left < each * num_engines:
@@ -311,15 +320,13 @@ class DedicatedPlacement:
                     f"{num_engines} engine(s) need {each * num_engines:g} {name}(s), but Ray's cluster has "
                     f"{total.get(name, 0):g}{used}: {cure}{note}"
                 )
-            largest = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
-            if largest < each:
-                raise EngineError(
-                    f"an engine is on one machine and needs {each:g} {name}(s) there, but the largest machine of Ray's "
-                    f"cluster has {largest:g}: lower the product of VLLMPool(tensor_parallel_size=..., "
-                    "pipeline_parallel_size=..., data_parallel_size=...)"
-                )
-        self._bundle = bundle
-        self._group = ray.util.placement_group([bundle] * num_engines, strategy="SPREAD")
+        nodes = _resources_for_engines(of_ranks)
+        machines = machines_per_engine(processes, bundle, nodes)
+        if machines is None:
+            raise EngineError(_too_large(bundle, nodes, processes))
+        self._machines = machines
+        self._bundle = {name: float(math.ceil(each / machines)) for name, each in bundle.items()}  # Ray takes no 1.5
+        self._group = ray.util.placement_group([self._bundle] * num_engines * machines, strategy="SPREAD")
         if not self._group.wait(timeout):
             free = ray.available_resources()
             self.close()
@@ -330,21 +337,24 @@ class DedicatedPlacement:
 
     def placements(self) -> list[ActorPlacement]:
         """Return the placement of each engine."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+        first = range(0, self._group.bundle_count, self._machines)
         return [
             ActorPlacement(
-                {
-                    "num_cpus": self._bundle["CPU"],
-                    "num_gpus": self._bundle.get("GPU", 0),
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=engine
-                    ),
-                },
+                self._options(bundle),
                 excluded=self._ranks,
+                others=tuple(self._options(bundle + number) for number in range(1, self._machines)),
             )
-            for engine in range(self._group.bundle_count)
+            for bundle in first
         ]
+
+    def _options(self, bundle: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {
+            "num_cpus": self._bundle["CPU"],
+            "num_gpus": self._bundle.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+        }
 
     def close(self) -> None:
         """Release the resources."""
@@ -353,3 +363,26 @@ class DedicatedPlacement:
         if ray.is_initialized():
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(self._group)
+
+
+def _resources_for_engines(of_ranks: Sequence[RankLocation]) -> list[dict[str, float]]:
+    """Return the resources of each machine, without the GPUs of training ranks."""
+    import ray
+
+    taken = Counter(rank.host for rank in of_ranks)
+    return [
+        node["Resources"] | {"GPU": node["Resources"].get("GPU", 0) - taken[node["NodeManagerHostname"]]}
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _too_large(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]], processes: int) -> str:
+    largest = {name: max(node.get(name, 0) for node in nodes) for name in need}
+    name = next(name for name in sorted(need, reverse=True) if largest[name] < need[name])
+    many = "" if processes == 1 else f", and its {processes} processes cannot be divided equally over those there are"
+    return (
+        f"an engine is on one machine and needs {need[name]:g} {name}(s) there, but the largest machine of Ray's "
+        f"cluster has {largest[name]:g}{many}: lower the product of VLLMPool(tensor_parallel_size=..., "
+        "pipeline_parallel_size=..., data_parallel_size=...)"
+    )

@@ -139,6 +139,11 @@ class RemoteEnginePool(RolloutEngine):
         self._joined: JoinedRay | None = None  # on other ranks
         self._store: RankStore | None = None
 
+    @property
+    def spans_machines(self) -> bool:
+        """Whether the processes of an engine may be on several machines."""
+        return False
+
     # ---------------------------------------------------------------- to be implemented
 
     @abstractmethod
@@ -273,9 +278,16 @@ class RemoteEnginePool(RolloutEngine):
             return colocated_placements(ranks, self.num_engines, processes)
         cpus = self.cpus_per_engine * (processes if device == "cpu" else 1)
         gpus = processes if device == "cuda" else 0
-        held = 0 if self._reservation is None else len(self._reservation.gpus)
+        held = () if self._reservation is None else self._reservation.gpus
         self._dedicated = DedicatedPlacement(
-            self.num_engines, cpus, gpus, self.start_timeout, ranks=ranks, held=held, note=self._gpu_note
+            self.num_engines,
+            cpus,
+            gpus,
+            self.start_timeout,
+            ranks=ranks,
+            held=held,
+            processes=processes if self.spans_machines else 1,
+            note=self._gpu_note,
         )
         return self._dedicated.placements()
 

@@ -21,6 +21,7 @@ from rlhfkit.rollout.remote.gpu_holder import assigned_gpus
 from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation
 from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Completion, RemoteEngine, Request
 from rlhfkit.rollout.vllm.backends import AsyncBackend, Backend, InProcessBackend
+from rlhfkit.rollout.vllm.machines import WorkerMachines, node_arguments, run_workers
 
 Result = TypeVar("Result")
 
@@ -91,6 +92,7 @@ class ActorLauncher:
             placement.excluded,
             placement.shared,
             self.weight_bytes,
+            placement.others,
         )
 
 
@@ -99,7 +101,7 @@ class VLLMActor(RemoteEngine):
 
     ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` overrides variables set by Ray; ``excluded`` are
     training ranks whose GPUs this engine must not have, ``shared`` those whose GPUs it must have; ``weight_bytes``, if
-    known, each of its GPUs must hold.
+    known, each of its GPUs must hold; ``others`` are the options of the actors of its other machines.
     """
 
     def __init__(
@@ -110,12 +112,15 @@ class VLLMActor(RemoteEngine):
         excluded: Sequence[RankLocation] = (),
         shared: Sequence[RankLocation] = (),
         weight_bytes: float = 0.0,
+        others: Sequence[dict[str, Any]] = (),
     ) -> None:
         os.environ.update(environment or {})
         self._excluded = tuple(excluded)
         self._shared = tuple(shared)
         self._weight_bytes = weight_bytes
         self._arguments = arguments
+        self._others = tuple(others)
+        self._machines: WorkerMachines | None = None
         self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
         self._numbers = itertools.count()
         self._tasks: dict[str, list[asyncio.Task[Any]]] = {}
@@ -132,7 +137,12 @@ class VLLMActor(RemoteEngine):
         import ray
 
         gpus = self._check_gpus()
-        config = await self._backend.start(self._arguments)
+        self._start_other_machines()
+        try:
+            config = await self._backend.start(self._arguments)
+        except Exception:
+            self._check_machines()  # the cause, if there is one
+            raise
         if config.parallel_config.pipeline_parallel_size > 1:
             await self._backend.rpc("allocate_pipeline_buffers")
         await self._backend.set_version("0")
@@ -145,8 +155,42 @@ class VLLMActor(RemoteEngine):
             "pid": this.pid,
             "node": ray.get_runtime_context().get_node_id(),
             "gpus": gpus,
+            "machines": 1 + len(self._others),
             "processes": [(one.pid, one.create_time()) for one in (this, *this.children(recursive=True))],
         }
+
+    def _start_other_machines(self) -> None:
+        """Start the workers of the engine's other machines, which wait for those of this one."""
+        import ray
+
+        if not self._others:
+            return
+        self._arguments |= node_arguments(1 + len(self._others))
+        kind = ray.remote(VLLMActor)
+        rest = (False, None, self._excluded, (), self._weight_bytes)
+        actors = [
+            kind.options(**options).remote(self._arguments | {"node_rank": number}, *rest)
+            for number, options in enumerate(self._others, 1)
+        ]
+        self._machines = WorkerMachines(actors, [actor.run_workers.remote() for actor in actors])
+
+    def _check_machines(self) -> None:
+        if self._machines is not None:
+            self._machines.check()
+
+    async def other_pids(self) -> list[int]:
+        """Return the process ids of the actors of the engine's other machines."""
+        return [] if self._machines is None else await self._machines.pids()
+
+    async def pid(self) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
+    @plain_errors
+    async def run_workers(self) -> None:
+        """Run the workers of another machine than the first; returns when one of them has ended."""
+        self._check_gpus()
+        await asyncio.to_thread(run_workers, self._arguments)
 
     def _check_gpus(self) -> list[str]:
         """Return the kinds of this engine's GPUs, as far as the driver reports them.
@@ -192,6 +236,7 @@ class VLLMActor(RemoteEngine):
     @plain_errors
     async def health(self) -> dict[str, Any]:
         """Return the health; RuntimeError if vLLM reports that it has failed."""
+        self._check_machines()
         step, now = await self._backend.step_count(), time.monotonic()
         if step != self._step[0] or self._paused or not self._tasks:
             self._step = (step, now)

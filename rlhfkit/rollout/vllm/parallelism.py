@@ -25,6 +25,7 @@ _OTHER_PROCESSES = frozenset(
         "data_parallel_external_lb",
         "data_parallel_multi_port_external_lb",
         "data_parallel_backend",
+        "enable_expert_parallel",
         "distributed_executor_backend",
         "enable_elastic_ep",
         "elastic_ep_max_dp_size",
@@ -53,11 +54,18 @@ class Parallelism:
     """Stages of consecutive layers."""
     data: int = 1
     """Replicas of the attention layers, among which requests and experts are divided."""
+    experts: bool = False
+    """Whether whole experts are dealt to the processes of a stage; else each expert is divided over them."""
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         for name, size in zip(_SIZES, (self.tensor, self.pipeline, self.data), strict=True):
             check_integer(name, size, minimum=1)
+        if self.experts and self.tensor * self.data == 1:
+            raise ValueError(
+                "VLLMPool(expert_parallel=True) deals experts to tensor_parallel_size * data_parallel_size processes, "
+                "which is 1: raise one of them"
+            )
 
     @property
     def processes(self) -> int:
@@ -67,6 +75,8 @@ class Parallelism:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``vllm.EngineArgs``."""
         arguments: dict[str, Any] = dict(zip(_SIZES, (self.tensor, self.pipeline, self.data), strict=True))
+        if self.experts:
+            arguments["enable_expert_parallel"] = True
         if self.processes > 1:
             # Processes of the engine's own actor. In an actor that Ray has placed vLLM would choose actors of Ray.
             arguments["distributed_executor_backend"] = "mp"
@@ -75,12 +85,15 @@ class Parallelism:
     def check_engine_arguments(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError if ``VLLMPool(engine_arguments=...)`` has other sizes or spreads an engine over machines."""
         mine = dict(zip(_SIZES, (self.tensor, self.pipeline, self.data), strict=True))
-        wrong = [name for name in given if (name in mine and given[name] != mine[name]) or name in _OTHER_PROCESSES]
+        same = mine | {"enable_expert_parallel": self.experts}
+        wrong = [
+            name for name in given if name in mine.keys() | _OTHER_PROCESSES and given[name] != same.get(name, ...)
+        ]
         if wrong:
             raise ValueError(
                 f"VLLMPool(engine_arguments=...) must leave {', '.join(wrong)} out: devices and weight transfers are "
                 f"laid out for VLLMPool({', '.join(f'{name}={size}' for name, size in mine.items())}), where sizes are "
-                "given, and for engines that are on one machine each"
+                "given (expert_parallel too), and engines are divided over machines by rlhfkit"
             )
 
     def weight_bytes(self, arguments: Mapping[str, Any]) -> float:
@@ -106,7 +119,16 @@ class Parallelism:
         return float(count * dtype.itemsize / self.processes)
 
     def check_device(self, device: str) -> None:
-        """Raise EngineError for what vLLM 0.32 divides on GPUs only: tokens of experts (no ``all_gatherv`` on CPUs)."""
+        """Raise EngineError for what vLLM 0.32 divides on GPUs only.
+
+        Tokens of experts: there is no ``all_gatherv`` on CPUs. Whole experts: the CPU kernel ignores ``expert_map``,
+        and reads beyond the experts that its process has.
+        """
+        if device == "cpu" and self.experts:
+            raise EngineError(
+                "vLLM's CPU build starts with expert_parallel=True and crashes at the first request: leave it out, and "
+                "every expert is divided over tensor_parallel_size processes"
+            )
         if device == "cpu" and self.data > 1:
             raise EngineError(
                 f"vLLM's CPU build starts data_parallel_size={self.data} and fails at the first request: leave it out, "
@@ -120,7 +142,13 @@ class Parallelism:
         """
         text = config.get_text_config()
         problems = [*_tensor_problems(text, self.tensor), *_pipeline_problems(text, self.pipeline)]
-        if self.data > 1 and not any(getattr(text, name, None) for name in _EXPERTS):
+        experts = next((count for name in _EXPERTS if isinstance(count := getattr(text, name, None), int)), 0)
+        if self.experts and experts < self.tensor * self.data:
+            problems.append(
+                f"expert_parallel=True needs an expert for each of tensor_parallel_size * data_parallel_size = "
+                f"{self.tensor * self.data} processes, and this model has {experts}"
+            )
+        if self.data > 1 and not experts:
             problems.append(
                 f"data_parallel_size={self.data} divides the experts of a mixture, and this model has none: give "
                 f"VLLMPool(num_engines=...) {self.data} times as many engines, which also fail and restart one by one"

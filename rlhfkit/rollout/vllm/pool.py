@@ -45,8 +45,10 @@ class VLLMPool(RemoteEnginePool):
         tensor_parallel_size: Processes, each on a GPU of its own, that divide every layer of an engine.
         pipeline_parallel_size: Stages of consecutive layers, each of ``tensor_parallel_size`` processes.
         data_parallel_size: Of mixtures of experts: replicas of the attention layers, each of ``tensor_parallel_size *
-            pipeline_parallel_size`` processes, that share the experts. Needs GPUs. All processes of an engine are on
-            one machine.
+            pipeline_parallel_size`` processes, that share the experts. Needs GPUs. All processes of such an engine
+            are on one machine. Others are divided equally over as few machines as have room for them.
+        expert_parallel: Of mixtures of experts: deal whole experts to the processes of a stage (vLLM's
+            ``enable_expert_parallel``); else each expert is divided over them. Weights are sent in full either way.
         max_model_len: Tokens of prompt and completion; ``None``: the model's context.
         colocate: Engines share the training ranks' GPUs: weights pass as handles to GPU memory, and engines
             :meth:`sleep` during training (``RolloutCallback`` calls it). Else engines have devices of their own.
@@ -94,6 +96,7 @@ class VLLMPool(RemoteEnginePool):
         *,
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
+        expert_parallel: bool = False,
         colocate: bool = False,
         sleep_level: int = 2,
         max_model_len: int | None = None,
@@ -115,7 +118,9 @@ class VLLMPool(RemoteEnginePool):
         delta_sync: bool = False,
         health: HealthPolicy | None = None,
     ) -> None:
-        self.parallelism = Parallelism(tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
+        self.parallelism = Parallelism(
+            tensor_parallel_size, pipeline_parallel_size, data_parallel_size, expert_parallel
+        )
         super().__init__(
             num_engines,
             self.parallelism.processes,
@@ -163,6 +168,11 @@ class VLLMPool(RemoteEnginePool):
         self.environment = dict(environment or {})
         self._stop_token_ids: tuple[int, ...] = ()  # end-of-sequence tokens of the model
         self._logprobs_mode = self.engine_arguments.get("logprobs_mode", "processed_logprobs")
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether an engine may be on several machines: not if it has data-parallel replicas, nor when colocated."""
+        return self.parallelism.data == 1 and not self.colocate
 
     @property
     def quantized(self) -> bool:

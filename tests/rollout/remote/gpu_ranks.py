@@ -53,6 +53,8 @@ def place_engines() -> dict[str, Any]:
         if "RAY_ADDRESS" not in os.environ and not locations[0].on_ray:
             taken = dataclasses.replace(locations[1], gpu=report["engines"][0])
             report["refusal"] = refusal(dataclasses.replace(placements[0], excluded=(taken,)))
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "0":
+            report["held_late"] = held_when_released_late(pool, locations)
         if locations[1].uuid is not None:
             report["beside"] = beside(locations[1])
         pool.connect_to_ray(locations)  # engines that could not be started do not keep their devices
@@ -63,6 +65,28 @@ def place_engines() -> dict[str, Any]:
     finally:
         pool.close()
     return report
+
+
+def held_when_released_late(pool: Any, locations: list[Any]) -> list[str]:
+    """Which of the ranks' GPUs are held by a reservation that begins while another actor has all eight for a second."""
+    import threading
+
+    import ray
+
+    from rlhfkit.rollout.remote.gpu_holder import GPUHolder
+    from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
+
+    pool._release_devices()
+    other = ray.remote(GPUHolder).options(num_cpus=0, num_gpus=8).remote()
+    ray.get(other.gpus.remote(), timeout=100)
+    release = threading.Timer(1.0, ray.kill, [other])
+    release.start()
+    reservation = GPUReservation(locations, timeout=60)
+    try:
+        return [str(rank.gpu) for rank in reservation.gpus]
+    finally:
+        release.join()
+        reservation.close()
 
 
 def refusal(place: Any) -> str:

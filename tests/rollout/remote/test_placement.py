@@ -130,11 +130,13 @@ def test_engines_apart_spread_over_the_machines_of_an_existing_cluster() -> None
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["machines"] == 2
+    assert report["divided"] == [2, 1]  # two bundles of one core, for one engine
     assert not report["loopback"]  # engines of another machine must reach the trainer
     for name, message in (
         ("too_many", "3 engine(s) need 3 CPU(s), but Ray's cluster has 2"),
         ("no_gpu", "1 engine(s) need 1 GPU(s), but Ray's cluster has 0"),
         ("too_large", "an engine is on one machine and needs 2 CPU(s) there, but the largest machine of Ray's cluster"),
+        ("indivisible", "has 1, and its 3 processes cannot be divided equally over those there are"),
         ("taken", "could not place 2 engine(s) of {'CPU': 1.0} within 1 s; free are {'CPU': 0"),
     ):
         text, seconds = report[name]
@@ -213,6 +215,8 @@ class TestEnginesApart:
         assert [first["gpu"], second["gpu"]] == names
         assert sorted(first["held"]) == ["0", "1"]  # as Ray calls them
         check_apart(first["held"], first, names)
+        if own_gpu == "number":  # Ray counts a GPU as free only some time after its holder was killed
+            assert sorted(first["held_late"]) == ["0", "1"]
         if own_gpu == "uuid":  # rank 1 calls the machine's GPU 1 its number 0
             assert first["beside"]["seen"] == "Simulated 1"
             assert re.match(

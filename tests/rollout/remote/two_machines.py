@@ -26,14 +26,24 @@ def main() -> None:
         dedicated = DedicatedPlacement(2, cpus=1, gpus=0, timeout=60)
         placed = ray.util.placement_group_table(dedicated._group)["bundles_to_node_id"]
         report["machines"] = len(set(placed.values()))
-        asked = {"too_many": (3, 1, 0), "taken": (2, 1, 0), "no_gpu": (1, 1, 1), "too_large": (1, 2, 0)}
-        for name, (engines, cpus, gpus) in asked.items():
+        asked = {
+            "too_many": (3, 1, 0, 1),
+            "taken": (2, 1, 0, 1),
+            "no_gpu": (1, 1, 1, 1),
+            "too_large": (1, 2, 0, 1),
+            "indivisible": (1, 2, 0, 3),
+        }
+        for name, (engines, cpus, gpus, processes) in asked.items():
             start = time.monotonic()
             try:
-                DedicatedPlacement(engines, cpus=cpus, gpus=gpus, timeout=1)
+                DedicatedPlacement(engines, cpus=cpus, gpus=gpus, timeout=1, processes=processes)
             except EngineError as error:
                 report[name] = [str(error), time.monotonic() - start]
         dedicated.close()
+        divided = DedicatedPlacement(1, cpus=2, gpus=0, timeout=60, processes=2)
+        placed = ray.util.placement_group_table(divided._group)["bundles_to_node_id"]
+        report["divided"] = [len(set(placed.values())), len(divided.placements()[0].others)]
+        divided.close()
         DedicatedPlacement(2, cpus=1, gpus=0, timeout=60).close()  # what was given back can be had again
     finally:
         ray.shutdown()

@@ -29,6 +29,7 @@ MIXTRAL = MixtralConfig(num_attention_heads=8, num_key_value_heads=8, num_hidden
         (Parallelism(tensor=2, pipeline=4), LLAMA),
         (Parallelism(pipeline=3), LLAMA),
         (Parallelism(tensor=2, data=2), MIXTRAL),
+        (Parallelism(tensor=2, data=2, experts=True), MIXTRAL),
     ],
 )
 def test_models_that_have_the_parts_are_accepted(sizes: Parallelism, config: Any) -> None:
@@ -46,6 +47,8 @@ def test_models_that_have_the_parts_are_accepted(sizes: Parallelism, config: Any
         ),
         (Parallelism(pipeline=5), LLAMA, "pipeline_parallel_size=5 must not exceed its 4 layers"),
         (Parallelism(data=2), LLAMA, "this model has none: give VLLMPool(num_engines=...) 2 times as many"),
+        (Parallelism(tensor=2, experts=True), LLAMA, "data_parallel_size = 2 processes, and this model has 0"),
+        (Parallelism(tensor=8, experts=True), MIXTRAL, "data_parallel_size = 8 processes, and this model has 4"),
         (Parallelism(tensor=3, pipeline=5), MIXTRAL, "heads; pipeline_parallel_size=5"),
     ],
 )
@@ -66,6 +69,23 @@ def test_cpus_cannot_exchange_tokens_of_experts() -> None:
     Parallelism(data=2).check_device("cuda")
     with pytest.raises(EngineError, match="fails at the first request: leave it out"):
         Parallelism(data=2).check_device("cpu")
+    Parallelism(tensor=2, experts=True).check_device("cuda")
+    with pytest.raises(EngineError, match="expert_parallel=True and crashes at the first request"):
+        Parallelism(tensor=2, experts=True).check_device("cpu")
+
+
+def test_experts_are_dealt_to_several_processes_or_it_is_an_error() -> None:
+    assert Parallelism(tensor=2, experts=True).arguments()["enable_expert_parallel"] is True
+    with pytest.raises(ValueError, match="which is 1: raise one of them"):
+        VLLMPool(expert_parallel=True, pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="must leave enable_expert_parallel out"):
+        VLLMPool(2, 2, engine_arguments={"enable_expert_parallel": True})
+
+
+def test_only_engines_without_replicas_and_with_devices_of_their_own_may_span_machines() -> None:
+    assert VLLMPool(1, 16).spans_machines
+    assert not VLLMPool(1, 8, data_parallel_size=2).spans_machines
+    assert not VLLMPool(1, 8, colocate=True).spans_machines
 
 
 def test_sizes_in_engine_arguments_are_refused_unless_they_say_the_same() -> None:

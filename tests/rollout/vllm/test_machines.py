@@ -1,0 +1,57 @@
+"""Engines over several machines, and what ends them."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlhfkit.rollout.vllm.machines import WorkerMachines
+
+
+class OtherMachine:
+    """Plays the actor of another machine, whose workers run until the actor ends."""
+
+    def run_workers(self, error: str | None) -> None:
+        if error is None:
+            threading.Event().wait()
+        if error:
+            raise RuntimeError(error)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [("", "a worker has ended"), ("no such GPU", "no such GPU"), (None, "died")],
+)
+def test_an_engine_ends_with_any_of_its_machines(ray_session: None, error: str | None, says: str) -> None:
+    import ray
+
+    actor = ray.remote(OtherMachine).options(num_cpus=0).remote()
+    ended = threading.Event()
+    machines = WorkerMachines([actor], [actor.run_workers.remote(error)], end=ended.set)
+    if error is None:
+        machines.check()
+        ray.kill(actor)
+    assert ended.wait(60)
+    with pytest.raises(RuntimeError, match=f"machine 1 of the engine is lost: (.|\\n)*{says}"):
+        machines.check()
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_an_engine_over_two_machines_computes_with_the_weights_it_is_sent(vllm_model: Path) -> None:
+    """Two Ray nodes with one core each, and tensor parallelism over both; then a worker of the second one dies."""
+    script = Path(__file__).with_name("two_machine_engine.py")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, script, vllm_model], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    assert report["machines"] == 2
+    assert max(report["differences"]) < 1e-5  # float32 on both sides; what is left is the order of summation
+    assert "machine 1 of the engine is lost: a worker has ended" in report["lost"]
