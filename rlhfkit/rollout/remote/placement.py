@@ -379,7 +379,10 @@ def _resources_for_engines(of_ranks: Sequence[RankLocation]) -> list[dict[str, f
 
 def _too_large(need: Mapping[str, float], nodes: Sequence[Mapping[str, float]], processes: int) -> str:
     largest = {name: max(node.get(name, 0) for node in nodes) for name in need}
-    name = next(name for name in sorted(need, reverse=True) if largest[name] < need[name])
+    short = [name for name in sorted(need, reverse=True) if largest[name] < need[name]]
+    if not short:
+        return f"an engine needs {dict(need)} of one machine, and no machine of Ray's cluster has all of it"
+    name = short[0]
     many = "" if processes == 1 else f", and its {processes} processes cannot be divided equally over those there are"
     return (
         f"an engine is on one machine and needs {need[name]:g} {name}(s) there, but the largest machine of Ray's "
