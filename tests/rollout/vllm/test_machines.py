@@ -30,6 +30,7 @@ class OtherMachine:
 def test_an_engine_ends_with_any_of_its_machines(ray_session: None, error: str | None, says: str) -> None:
     import ray
 
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers of Ray cannot import tests
     actor = ray.remote(OtherMachine).options(num_cpus=0).remote()
     ended = threading.Event()
     machines = WorkerMachines([actor], [actor.run_workers.remote(error)], end=ended.set)
