@@ -180,13 +180,13 @@ def compiles_in_the_backward_thread(setting: Setting) -> Iterator[Figure]:
 
     head = random_head(*setting.size((500, 128, 5000), (60, 32, 500))).on(setting.device, torch.float32)
     threads: set[str] = set()
-    original = logprobs._head_gradients
+    original = logprobs.head_gradients
 
     def noted(*arguments: Any) -> Any:
         threads.add(threading.current_thread().name)
         return original(*arguments)
 
-    logprobs._head_gradients = noted
+    logprobs.head_gradients = noted
     with fallbacks() as found:
         got = with_gradients(head, lambda one: _linear(one, entropy=True))
     yield Figure("gradient", distance(got, with_gradients(head.on("cpu", torch.float64), dense)), 1e-4)

@@ -157,7 +157,7 @@ class OnPolicyDistillationModule(GRPOModule):
         """The replicas of the teacher; ``None``: it is a child."""
         self.teacher_name = str(teacher) if self.teacher_pool is None else self.teacher_pool.model
         if self.teacher_pool is not None:
-            self.hparams["teacher"] = self.teacher_pool.plain()
+            self.hparams.update(teacher=self.teacher_pool.plain())
             self.pools.append(self.teacher_pool)
             if divergence is not None:
                 raise ValueError(

@@ -161,7 +161,7 @@ class RewardedModule(PolicyModule):
         """All models of this module that are on machines of their own."""
         for name, pool in {"reward_model": self.reward_pool, "reference": self.reference_pool}.items():
             if pool is not None:
-                self.hparams[name] = pool.plain()
+                self.hparams.update({name: pool.plain()})
                 self.pools.append(pool)
         if self.reference_pool is not None and not self.kl_coef:
             raise ValueError(
