@@ -8,12 +8,15 @@ ranks as without one. What differs is how many tokens fit: a row may be as long 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from rlhfkit.validation import check_integer
+
+if TYPE_CHECKING:
+    import lightning as L
 
 T = TypeVar("T")
 
@@ -147,7 +150,7 @@ def _own_group(all_ranks: list[list[int]], rank: int, backend: str | None = None
 # ---------------------------------------------------------------- which mesh a run and a model have
 
 
-def mesh_of(trainer: Any) -> Mesh:
+def mesh_of(trainer: "L.Trainer") -> Mesh:
     """The mesh of a Trainer's strategy; without one every rank computes its forward passes alone."""
     mesh = getattr(trainer.strategy, "mesh", None)
     return mesh if isinstance(mesh, Mesh) else Mesh(trainer.global_rank, trainer.world_size)

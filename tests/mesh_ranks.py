@@ -24,7 +24,7 @@ from rlhfkit import (
 )
 from rlhfkit.mesh import forward_group_of
 from rlhfkit.models import unwrap
-from rlhfkit.modules.on_policy.rewards import RewardProcessing
+from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.rollout import ModuleWeights, RolloutEngine
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 

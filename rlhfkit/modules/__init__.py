@@ -9,10 +9,10 @@ from rlhfkit.modules.on_policy import presets
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.distillation import OnPolicyDistillationModule
 from rlhfkit.modules.on_policy.grpo import GRPOModule
-from rlhfkit.modules.on_policy.kl_control import KLControl
-from rlhfkit.modules.on_policy.local_rows import local_rows
 from rlhfkit.modules.on_policy.ppo import PPOModule
-from rlhfkit.modules.on_policy.rewards import RewardProcessing
+from rlhfkit.modules.on_policy.preparation.kl_control import KLControl
+from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
+from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.dpo import DPOModule
 from rlhfkit.modules.preference.kto import KTOModule

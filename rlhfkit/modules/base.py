@@ -5,12 +5,9 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import PaddedBatch, moved
@@ -36,11 +33,11 @@ from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.gpu_memory import require_gpu_memory
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
-from rlhfkit.modules.optim import SCHEDULES, Schedule, learning_rate_factor, make_adamw
+from rlhfkit.modules.optim import SCHEDULES, OptimizationMixin, Schedule
 from rlhfkit.validation import check_integer, check_number
 
 
-class PolicyModule(CheckpointMixin):
+class PolicyModule(OptimizationMixin, CheckpointMixin):
     """A LightningModule around one causal language model, ``self.policy``.
 
     Subclasses write ``training_step`` and usually a short ``loss``; optimization is automatic. ``configure_model``
@@ -280,64 +277,7 @@ class PolicyModule(CheckpointMixin):
             if math.isfinite(difference) and difference > tolerance  # NaN of a diverged policy is reported elsewhere
         ]
 
-    # ------------------------------------------------------------------ optimizer
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer: one for each child with parameters that require a gradient.
-
-        Add ``"lr"`` to a group to give it its own learning rate.
-        """
-        groups = {
-            name: [parameter for parameter in child.parameters() if parameter.requires_grad]
-            for name, child in self.named_children()
-        }
-        return [{"params": parameters, "name": name} for name, parameters in groups.items() if parameters]
-
-    def configure_optimizers(self) -> Any:
-        """AdamW over :meth:`parameter_groups`, with warm-up and decay per optimizer step."""
-        if self._trainer is not None:  # Lightning accepts NaN, which would make every gradient NaN
-            clip = self.trainer.gradient_clip_val
-            check_number("Trainer(gradient_clip_val=...)", clip, minimum=0, optional=True, infinite=True)
-        groups = self.parameter_groups()
-        optimizer = make_adamw(
-            groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, trainer=self._trainer
-        )
-        kind, warmup = self.lr_schedule, self.warmup_steps
-        if kind == "constant" and not warmup:
-            return optimizer
-        total: int | None = None
-        if kind != "constant":
-            steps = self.trainer.estimated_stepping_batches
-            if steps == math.inf:
-                raise ValueError(f"lr_schedule={kind!r} decays to the end of training: give Trainer(max_epochs=...)")
-            total = int(steps)
-        factor = partial(learning_rate_factor, schedule=kind, warmup_steps=warmup, total_steps=total)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clip the gradient of each child by its own norm, and log the norms as ``grad_norm/<child>``.
-
-        A large gradient of a critic then does not shrink the actor's update. DeepSpeed's engines do this themselves.
-        Without a ``gradient_clip_val`` nothing is clipped or logged.
-        """
-        if not gradient_clip_val or isinstance(self.trainer.precision_plugin, DeepSpeedPrecision):
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        owners = {id(parameter): name for name, child in self.named_children() for parameter in child.parameters()}
-        by_child: dict[str, list[nn.Parameter]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                by_child.setdefault(owners.get(id(parameter), "module"), []).append(parameter)
-        for name, parameters in by_child.items():
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self.log(f"grad_norm/{name}", torch.nn.utils.get_total_norm(gradients))
-            # The precision plugin reads the parameters from the optimizer, and whether it unscales gradients itself.
-            unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
-            part: Any = SimpleNamespace(param_groups=[{"params": parameters}], _step_supports_amp_scaling=unscales)
-            self.clip_gradients(part, gradient_clip_val, gradient_clip_algorithm)
+    # ------------------------------------------------------------------ type of the weights
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the module, but keep float32 buffers and float32 adapters in float32, as DeepSpeed does.

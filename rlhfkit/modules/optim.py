@@ -1,11 +1,17 @@
-"""AdamW, and learning-rate schedules: warm-up, then constant, linear or cosine."""
+"""``OptimizationMixin``: AdamW, learning-rate schedules (warm-up, then constant, linear or cosine), and clipping."""
 
 import math
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
+import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from rlhfkit.validation import check_number
 
 Schedule = Literal["constant", "linear", "cosine"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -27,7 +33,12 @@ def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_s
 
 
 def make_adamw(
-    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], weight_decay: float, trainer: Any | None
+    groups: list[dict[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    trainer: L.Trainer | None,
 ) -> torch.optim.AdamW:
     """Make torch's AdamW over parameter groups, with its fused kernels where a Trainer trains on GPUs.
 
@@ -45,3 +56,70 @@ def make_adamw(
     rank_zero_info(f"AdamW: {'fused' if fused else 'default'} kernels of torch, {why}")
     # None, not False: False also switches torch's own choice of kernels for lists of tensors off.
     return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused or None)
+
+
+class OptimizationMixin(L.LightningModule):
+    """The part of a module that makes its optimizer and clips its gradients."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    warmup_steps: int
+    lr_schedule: Schedule
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of the optimizer: one for each child with parameters that require a gradient.
+
+        Add ``"lr"`` to a group to give it its own learning rate.
+        """
+        groups = {
+            name: [parameter for parameter in child.parameters() if parameter.requires_grad]
+            for name, child in self.named_children()
+        }
+        return [{"params": parameters, "name": name} for name, parameters in groups.items() if parameters]
+
+    def configure_optimizers(self) -> Any:
+        """AdamW over :meth:`parameter_groups`, with warm-up and decay per optimizer step."""
+        if self._trainer is not None:  # Lightning accepts NaN, which would make every gradient NaN
+            clip = self.trainer.gradient_clip_val
+            check_number("Trainer(gradient_clip_val=...)", clip, minimum=0, optional=True, infinite=True)
+        groups = self.parameter_groups()
+        optimizer = make_adamw(
+            groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, trainer=self._trainer
+        )
+        kind, warmup = self.lr_schedule, self.warmup_steps
+        if kind == "constant" and not warmup:
+            return optimizer
+        total: int | None = None
+        if kind != "constant":
+            steps = self.trainer.estimated_stepping_batches
+            if steps == math.inf:
+                raise ValueError(f"lr_schedule={kind!r} decays to the end of training: give Trainer(max_epochs=...)")
+            total = int(steps)
+        factor = partial(learning_rate_factor, schedule=kind, warmup_steps=warmup, total_steps=total)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradient of each child by its own norm, and log the norms as ``grad_norm/<child>``.
+
+        A large gradient of a critic then does not shrink the actor's update. DeepSpeed's engines do this themselves.
+        Without a ``gradient_clip_val`` nothing is clipped or logged.
+        """
+        if not gradient_clip_val or isinstance(self.trainer.precision_plugin, DeepSpeedPrecision):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        owners = {id(parameter): name for name, child in self.named_children() for parameter in child.parameters()}
+        by_child: dict[str, list[nn.Parameter]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                by_child.setdefault(owners.get(id(parameter), "module"), []).append(parameter)
+        for name, parameters in by_child.items():
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            self.log(f"grad_norm/{name}", torch.nn.utils.get_total_norm(gradients))
+            # The precision plugin reads the parameters from the optimizer, and whether it unscales gradients itself.
+            unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
+            part: Any = SimpleNamespace(param_groups=[{"params": parameters}], _step_supports_amp_scaling=unscales)
+            self.clip_gradients(part, gradient_clip_val, gradient_clip_algorithm)

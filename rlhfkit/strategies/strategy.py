@@ -3,16 +3,13 @@
 import importlib.util
 import math
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -28,7 +25,7 @@ from rlhfkit.gpu_checks import warn_if_cuda_is_missing
 from rlhfkit.mesh import SequenceParallel
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.checkpoint.snapshot import require_plain_writers
-from rlhfkit.strategies.deepspeed import gpu_setup, rendezvous, tensor_parallel
+from rlhfkit.strategies.deepspeed import tensor_parallel
 from rlhfkit.strategies.deepspeed.engines import (
     EngineOptimizer,
     backward_through,
@@ -41,6 +38,7 @@ from rlhfkit.strategies.deepspeed.engines import (
 from rlhfkit.strategies.deepspeed.gradients import discard_gradients, gradient_norm, set_clipping
 from rlhfkit.strategies.deepspeed.loss_scale import loss_scale
 from rlhfkit.strategies.deepspeed.precision import EnginePrecision
+from rlhfkit.strategies.deepspeed.process_group import ProcessGroupMixin
 from rlhfkit.strategies.deepspeed.synchronized_steps import StepOutcome, SynchronizedSteps
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict, hugging_face_sharding, unshard
 from rlhfkit.strategies.forward_groups import ForwardGroupMixin
@@ -52,7 +50,9 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointMixin, DeepSpeedStrategy):
+class RLHFDeepSpeedStrategy(
+    ForwardGroupMixin, RayLaunchMixin, EngineCheckpointMixin, ProcessGroupMixin, DeepSpeedStrategy
+):
     """Trains several child modules of one LightningModule with a DeepSpeed engine each.
 
     ``configure_optimizers`` returns one ordinary torch optimizer. Each direct child that owns parameter groups of it is
@@ -172,67 +172,6 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
 
     # ----------------------------------------------------------------------------------------------------- start-up
 
-    def setup_environment(self) -> None:
-        """Join the other ranks; unlike Lightning's version, on CPUs too.
-
-        Raises:
-            MisconfigurationException: If this machine has more ranks than they see GPUs.
-        """
-        assert self.accelerator is not None
-        try:
-            device = self.root_device
-        except IndexError:
-            count = len(self.parallel_devices or ())
-            raise MisconfigurationException(gpu_setup.too_few_devices(self.local_rank, count)) from None
-        self.accelerator.setup_device(device)
-        self.setup_distributed()
-
-    def setup_distributed(self) -> None:
-        """Create the process group, with a time limit that names missing ranks."""
-        import deepspeed
-
-        if self.root_device.type == "cpu":
-            rendezvous.prepare_cpu()
-        for lock in rendezvous.extension_locks():
-            rank_zero_warn(
-                f"An interrupted build of a torch extension left {lock} behind; loading that extension would wait for"
-                " ever. Delete the file if no build is running."
-            )
-        # torch 2.13 deprecates collectives that deepspeed 0.19.8 calls in every step.
-        warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*|.*reduce_scatter_tensor.*")
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        self._set_node_environment_variables()
-        self._process_group_backend = self._get_process_group_backend()
-        if not torch.distributed.is_initialized():
-            self._join_ranks(self.cluster_environment.main_address, self.cluster_environment.main_port)
-        deepspeed.init_distributed(self._process_group_backend, verbose=False, timeout=self._timeout)
-
-    def _join_ranks(self, address: str, port: int) -> None:
-        """Create the process group; on GPUs check first that they can work together, then that NCCL connects them."""
-        assert self._process_group_backend is not None
-        on_gpu = self.root_device.type == "cuda"
-        rendezvous.join_process_group(
-            self._process_group_backend,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            address=address,
-            port=port,
-            init_timeout=self.init_timeout,
-            timeout=self._timeout,
-            description=gpu_setup.describe_rank(self.global_rank, self.root_device) if on_gpu else "",
-            examine=partial(gpu_setup.examine_ranks, dtype=self._training_dtype or torch.float32) if on_gpu else None,
-        )
-        if on_gpu and self.world_size > 1 and self._process_group_backend == "nccl":
-            gpu_setup.connect_over_nccl(
-                self.root_device,
-                rank=self.global_rank,
-                world_size=self.world_size,
-                address=f"{address}:{port}",
-                seconds=self.init_timeout,
-            )
-
     @property
     def precision_plugin(self) -> Precision:
         """Always an :class:`EnginePrecision`."""
@@ -293,12 +232,6 @@ class RLHFDeepSpeedStrategy(ForwardGroupMixin, RayLaunchMixin, EngineCheckpointM
         group = self.forward_group
         self._tensor_plans = tensor_parallel.plan_children(module, self.mesh, group, self.root_device)
         return None if group is None else group.tensor
-
-    @property
-    def _training_dtype(self) -> torch.dtype | None:
-        plugin = self.precision_plugin
-        dtype = plugin._desired_dtype if isinstance(plugin, EnginePrecision) else torch.float32
-        return None if dtype == torch.float32 else dtype
 
     def config_of(self, child: str, *, trainable: bool) -> dict[str, Any]:
         """Return the complete DeepSpeed configuration of a child, after the Trainer has set the precision."""

@@ -1,6 +1,6 @@
 """Models in Ray actors against the same models in this process.
 
-Covers replica.py and modules/on_policy/placed_models.py. One Ray session serves all tests.
+Covers replica.py and modules/on_policy/preparation/placed_models.py. One Ray session serves all tests.
 """
 
 import os

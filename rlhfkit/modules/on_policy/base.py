@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -20,21 +19,18 @@ from rlhfkit.losses import (
     LossOutput,
     cross_entropy_loss,
     entropy_bonus,
-    importance_weights,
     kl_loss,
-    masked_sum,
-    max_metric,
     mean_metric,
     ppo_loss,
-    select,
     sum_losses,
-    sums_metric,
 )
 from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
+from rlhfkit.modules.on_policy.engine_mismatch import correction_arguments, correction_weights, mismatch_metrics
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, PolicyLoss
-from rlhfkit.modules.on_policy.kl_control import KLEarlyStopping, skip_update
-from rlhfkit.modules.on_policy.local_rows import (
+from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
+from rlhfkit.modules.on_policy.preparation.kl_control import KLEarlyStopping, skip_update
+from rlhfkit.modules.on_policy.preparation.local_rows import (
     function_label,
     is_spread,
     local_rows,
@@ -42,8 +38,8 @@ from rlhfkit.modules.on_policy.local_rows import (
     takes_local_rows,
     warn_of_gathering,
 )
-from rlhfkit.modules.on_policy.placed_models import ask, pool_result
-from rlhfkit.modules.on_policy.rewards import RewardedModule, two_tokens
+from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
+from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
 from rlhfkit.protocols import PretrainingSource, datamodule_of
 from rlhfkit.validation import check_number
 
@@ -79,7 +75,7 @@ class OnPolicyModule(RewardedModule):
             ``None``: none, but ``"tis"`` if the engine is quantized; ``"none"``: none with any engine. Not for policy
             losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
         log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
-        **kwargs: See :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule` and :class:`PolicyModule`.
+        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule` and :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -128,7 +124,7 @@ class OnPolicyModule(RewardedModule):
         self.kl_early_stopping = None if early_stop is None else KLEarlyStopping(early_stop)
         self.entropy_coef = entropy_coef
         self.ptx_coef = ptx_coef
-        self.correction, self._chose_correction = _correction(correction), correction is not None
+        self.correction, self._chose_correction = correction_arguments(correction), correction is not None
         self.log_entropy = log_entropy
         self._warned_of_gathering: set[str] = set()
         self.hparams.update(
@@ -327,7 +323,7 @@ class OnPolicyModule(RewardedModule):
 
         ``experience`` has processed rewards (:meth:`sample_rewards`), and log-probs and values where they are needed.
         With several ranks an override is given the whole iteration, the same on every rank, which is gathered for it;
-        one that is marked with :func:`~rlhfkit.modules.on_policy.local_rows.local_rows` is given this rank's rows and
+        one that is marked with :func:`~rlhfkit.local_rows` is given this rank's rows and
         the summary of all. ``super().advantages(experience)`` works with both.
         """
         # Abstract by hand: a LightningModule is no abc.ABC, and a function may be given instead.
@@ -399,7 +395,7 @@ class OnPolicyModule(RewardedModule):
         }
         metrics: Mapping[str, Tensor] = {}
         if self.correction is not None:
-            offered["weights"], metrics = self._correction_weights(self.correction, batch, old)
+            offered["weights"], metrics = correction_weights(self.correction, batch, old)
         kl_coef = 0.0 if batch.ref_logprobs is None or self.kl_in_reward is not None else self.kl_coef
         if self.policy_loss.penalizes_kl:
             offered |= {"kl_coef": kl_coef, "kl_estimator": self.kl_estimator}
@@ -425,20 +421,6 @@ class OnPolicyModule(RewardedModule):
         }
 
     @staticmethod
-    def _correction_weights(
-        correction: Mapping[str, Any], batch: Experience, old: Tensor
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Importance weights of tokens (B, T-1), or of sequences (B, 1), and their metrics."""
-        mask = batch.action_mask
-        weights, _, metrics = importance_weights(old, batch.rollout_logprobs, mask, **correction)
-        levels = {correction.get("level", "token"), correction.get("reject_level") or "sequence"}
-        if "token" not in levels:
-            # (B, 1), not repeated on every token: VESPO takes the product over a sequence.
-            weights = select(weights, mask, fill=-torch.inf).amax(-1, keepdim=True)
-            weights = select(weights, mask.any(-1, keepdim=True), fill=1.0)
-        return weights, metrics
-
-    @staticmethod
     def old_logprobs(batch: Experience, out: PolicyOutput) -> Tensor:
         """(B, T-1) log-probs before the iteration, which are the policy's own in its first update."""
         return out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -457,20 +439,9 @@ class OnPolicyModule(RewardedModule):
 
         NaN if the engine knows no log-probs (see ``RolloutEngine.configure_logprobs``).
         """
-        old, mask = self.old_logprobs(batch, out), batch.action_mask
-        known = mask & ~batch.rollout_logprobs.isnan()
-        log_ratio = select(old.float() - batch.rollout_logprobs.float(), known)
-        difference, count, clamped = log_ratio.abs(), known.sum(), log_ratio.clamp(-20.0, 20.0)
-        weights, k3 = clamped.exp(), torch.expm1(clamped) - clamped
-        weight_sums = masked_sum(weights, known), masked_sum(weights.square(), known)
-        metrics: dict[str, Tensor] = {
-            "rollout_corr/logprob_abs_diff_mean": sums_metric(_mean, difference.sum(), count),
-            "rollout_corr/logprob_abs_diff_max": max_metric(difference, known, empty=math.nan),
-            "rollout_corr/k3_kl": sums_metric(_mean, masked_sum(k3, known), count),
-            "rollout_corr/untruncated_eff_sample_size": sums_metric(_effective_fraction, *weight_sums, count),
-        }
+        metrics = mismatch_metrics(self.old_logprobs(batch, out), batch)
         if out.entropy is not None:
-            metrics["policy/entropy"] = mean_metric(out.entropy, mask)
+            metrics["policy/entropy"] = mean_metric(out.entropy, batch.action_mask)
         return metrics
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -498,23 +469,3 @@ class OnPolicyModule(RewardedModule):
         super().on_load_checkpoint(checkpoint)
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.stopped = checkpoint.get("kl_early_stopped", False)
-
-
-def _correction(correction: str | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the arguments of a correction, which may be a name; ValueError if the name is unknown."""
-    if not isinstance(correction, str):
-        return correction
-    if correction == "none":
-        return None
-    if correction not in CORRECTION_PRESETS:
-        raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, none, got {correction!r}")
-    return CORRECTION_PRESETS[correction]
-
-
-def _mean(state: Tensor) -> Tensor:
-    return state[0] / state[1]
-
-
-def _effective_fraction(state: Tensor) -> Tensor:
-    """``(Σw)² / (n Σw²)`` from Σw, Σw² and n."""
-    return state[0].square() / (state[1] * state[2])

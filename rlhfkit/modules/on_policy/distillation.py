@@ -22,8 +22,8 @@ from rlhfkit.models import HeadLoss, LoRA, PolicyOutput
 from rlhfkit.models.distillation import compare_logits, teacher_logits
 from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.on_policy.grpo import GRPOModule
-from rlhfkit.modules.on_policy.local_rows import local_rows
-from rlhfkit.modules.on_policy.placed_models import ask, pool_result
+from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
+from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.optim import Schedule
 from rlhfkit.modules.supervised.teacher import check_teacher_tokens, load_teacher
 from rlhfkit.roles import ModelPool

@@ -29,7 +29,7 @@ class AdvantageFunction:
     ================================  ===================================================  ===================
 
     N are the sequences of the iteration, those of all ranks; B are these too, or the rank's own if the function is
-    marked with :func:`~rlhfkit.modules.on_policy.local_rows.local_rows`.
+    marked with :func:`~rlhfkit.local_rows`.
 
     Raises:
         ValueError: If there is no such function, or it has another form.

@@ -11,8 +11,8 @@ from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss, discounted_ret
 from rlhfkit.models import LoRA
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.modules.on_policy.local_rows import local_rows
-from rlhfkit.modules.on_policy.rewards import KLPlace
+from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
+from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.optim import Schedule
 from rlhfkit.validation import check_number
 
@@ -59,7 +59,7 @@ class GRPOModule(OnPolicyModule):
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only; the reference is the policy without them.
         **kwargs: Loss: see :class:`OnPolicyModule`; rewards and KL: see
-            :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`; model: see :class:`PolicyModule`.
+            :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`; model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.

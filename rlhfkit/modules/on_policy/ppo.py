@@ -23,9 +23,9 @@ from rlhfkit.models.forward import VALUE_HEAD, has_router
 from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.modules.on_policy.kl_control import skip_update
-from rlhfkit.modules.on_policy.local_rows import local_rows
-from rlhfkit.modules.on_policy.rewards import KLPlace
+from rlhfkit.modules.on_policy.preparation.kl_control import skip_update
+from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
+from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.optim import Schedule
 from rlhfkit.validation import check_integer, check_number
 
@@ -76,7 +76,7 @@ class PPOModule(OnPolicyModule):
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only; the reference is the policy without them.
         **kwargs: Loss: see :class:`OnPolicyModule`; rewards and KL: see
-            :class:`~rlhfkit.modules.on_policy.rewards.RewardedModule`; model: see :class:`PolicyModule`.
+            :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`; model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.

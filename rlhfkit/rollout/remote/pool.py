@@ -6,7 +6,6 @@ requests are kept and continue with the new weights. Requests and results pass b
 engine has not finished is sampled again, with the same result.
 """
 
-import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.probe_bounds import ProbeBounds
+from rlhfkit.rollout.remote.agreement import same_scores
 from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
 from rlhfkit.rollout.remote.placement import (
     ActorPlacement,
@@ -492,20 +492,4 @@ class RemoteEnginePool(RolloutEngine):
         scores = router.call(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
         if not scores:
             raise EngineError(f"no {router.engine_name} serves:\n{router.report()}")
-        expected: list[list[float]]
-        (reference, expected), *others = scores.items()
-        bounds = self._probe_bounds
-        flat = torch.tensor([*itertools.chain.from_iterable(expected)], dtype=torch.float64)
-        for engine, other in others:
-            differences = torch.tensor([*itertools.chain.from_iterable(other)], dtype=torch.float64) - flat
-            difference = bounds.measure(differences)
-            kind = "" if bounds.statistic == "max" else " on average"
-            found = f"their log-probs of the same tokens differ by {difference:.3g}{kind}"
-            if not difference <= bounds.fail:  # true for NaN as well
-                raise EngineError(
-                    f"engines {reference} and {engine} serve different weights: {found}, more than "
-                    f"{type(self).__name__}(probe_tolerance={bounds.fail:g})"
-                )
-            if difference > bounds.warn:
-                log.warning("engines %s and %s may compute differently: %s", reference, engine, found)
-        return expected
+        return same_scores(scores, self._probe_bounds, owner=type(self).__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from modules.on_policy.test_rewards import reward_model
+from modules.on_policy.preparation.test_rewards import reward_model
 from rl_runs import PlainGRPO, digits, setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_tokenizer

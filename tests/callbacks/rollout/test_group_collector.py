@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from modules.on_policy.test_rewards import reward_model
+from modules.on_policy.preparation.test_rewards import reward_model
 from rl_runs import digits, setup_run
 
 from rlhfkit import RolloutCallback, Sample, SamplingSpec

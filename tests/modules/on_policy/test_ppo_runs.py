@@ -19,7 +19,7 @@ from rlhfkit import KLControl, LoRA, PPOModule, RewardProcessing, RolloutCallbac
 from rlhfkit.models import load_causal_lm, policy_output
 
 from .ppo_cases import PlainPPO
-from .test_rewards import reward_model
+from .preparation.test_rewards import reward_model
 
 EVERYTHING: dict[str, Any] = {
     "ptx_coef": 0.2, "kl_control": KLControl(target=0.01, horizon=100, early_stop=5e-3), "kl_coef": 0.05,

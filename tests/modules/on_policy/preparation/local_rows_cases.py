@@ -273,7 +273,7 @@ def on_ranks(place: str, **_: Any) -> dict[str, Any]:
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     trainer = one_process()
     handler = Log()
-    logging.getLogger("rlhfkit.modules.on_policy.local_rows").addHandler(handler)
+    logging.getLogger("rlhfkit.modules.on_policy.preparation.local_rows").addHandler(handler)
     results: dict[str, Any] = {"cases": {}, "warnings": {}}
     for name in CASES:
         handler.messages = []

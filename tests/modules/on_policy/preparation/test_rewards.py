@@ -12,6 +12,8 @@ from rl_runs import digits, setup_run
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 
+from modules.on_policy.ppo_cases import PlainPPO
+from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.losses import discounted_returns, group_advantages, whiten
@@ -19,9 +21,6 @@ from rlhfkit.models.forward import model_inputs, packs_batches
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules import presets
 from rlhfkit.rewards import ModelReward, WeightedSum
-
-from .ppo_cases import PlainPPO
-from .test_base import experience
 
 
 def reward_model(folder: Path) -> str:

@@ -1,4 +1,7 @@
-"""Rows of an iteration scattered over three ranks are prepared as they are in one process."""
+"""Rows of an iteration scattered over three ranks are prepared as they are in one process.
+
+Covers local_rows.py and iteration.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from rlhfkit import GRPOModule, local_rows
 from rlhfkit.data import Experience
 from rlhfkit.losses import RewardMoments
 from rlhfkit.models.heads import load_scalar_model, reward_output
-from rlhfkit.modules.on_policy.local_rows import takes_local_rows
+from rlhfkit.modules.on_policy.preparation.local_rows import takes_local_rows
 
 from . import local_rows_cases as cases
 
@@ -33,7 +36,7 @@ def alone(place: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def three(place: Path) -> list[dict[str, Any]]:
-    return ranks.run("modules.on_policy.local_rows_cases:on_ranks", 3, place / "ranks", place=str(place))
+    return ranks.run("modules.on_policy.preparation.local_rows_cases:on_ranks", 3, place / "ranks", place=str(place))
 
 
 def in_order(shares: list[dict[str, Any]], field: str) -> Tensor | None:

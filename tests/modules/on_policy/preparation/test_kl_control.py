@@ -10,9 +10,8 @@ import torch
 from rl_runs import digits, setup_run
 from torch import Tensor
 
+from modules.on_policy.ppo_cases import logprobs_of
 from rlhfkit import GRPOModule, KLControl, PPOModule, RolloutCallback, SamplingSpec
-
-from .ppo_cases import logprobs_of
 
 LIMIT = 2e-2
 

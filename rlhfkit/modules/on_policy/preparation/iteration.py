@@ -1,0 +1,181 @@
+"""``IterationModule``: forward passes and sums over the rows of an iteration, which are divided over the ranks."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.data.packing import split_groups_by_tokens
+from rlhfkit.data.token_cap import PackedForward, PaddedForward, capped_batches
+from rlhfkit.data.types import Experience
+from rlhfkit.distributed import all_reduce, cpu_group, get_rank, get_world_size
+from rlhfkit.losses import RewardMoments
+from rlhfkit.mesh import Mesh, forward_group_of
+from rlhfkit.models import packs_batches, policy_output
+from rlhfkit.models.forward import unwrap
+from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.on_policy.preparation.local_rows import gather_experience, gather_rows, update_moments, whiten_all
+from rlhfkit.validation import check_integer
+
+
+class IterationModule(PolicyModule):
+    """A policy that computes over whole iterations of samples, of which each rank has some rows.
+
+    Args:
+        model: Folder or hub name of the policy.
+        max_tokens_per_forward: Tokens that a rank computes in a forward pass of policy, critic, reference, teacher or
+            reward model over an iteration, without gradient (OpenRLHF's default is 16192); a longer sequence is
+            computed alone, with ``sequence_parallel_size`` by all ranks that share it.
+        **kwargs: See :class:`PolicyModule`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(self, model: str, *, max_tokens_per_forward: int = 16384, **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
+        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
+        self.max_tokens_per_forward = max_tokens_per_forward
+
+    # ------------------------------------------------------------------ rows of other ranks
+
+    def gather_rows(self, experience: Experience, values: Tensor) -> Tensor:
+        """Gather values of own rows, (B, ...), to those of all rows of the iteration, (N, ...), on every rank.
+
+        They are in the order of the iteration, that of ``experience.summary``; ``[experience.own_rows]`` selects own
+        rows again. In one process they are ``values``. A collective.
+        """
+        return gather_rows(experience, values, self.device)
+
+    def gather_experience(self, experience: Experience) -> Experience:
+        """Gather all rows of the iteration, in its order, on every rank, which takes memory for them. A collective."""
+        return gather_experience(experience, self.device)
+
+    def whiten(self, experience: Experience, values: Tensor) -> Tensor:
+        """:func:`~rlhfkit.losses.whiten` of values of tokens (B, T-1), by the moments of all ranks. A collective."""
+        return whiten_all(experience, values, self.device)
+
+    def updated_moments(self, moments: RewardMoments, experience: Experience, values: Tensor) -> RewardMoments:
+        """Add the values of all ranks, of any shape on each, to running moments. A collective."""
+        return update_moments(moments, experience, values, self.device)
+
+    # ------------------------------------------------------------------ forward passes over an iteration
+
+    def distributed_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
+        """Compute the log-probs of this rank's rows, in as many forward passes as the other ranks. A collective.
+
+        ``rows`` (B,) bool selects sequences. Returns (B, T-1) float32 on the CPU; 0 outside the mask and in other rows.
+        """
+
+        def logprobs(batch: Experience) -> Tensor:
+            return policy_output(model, batch, batch.action_mask, temperature=batch.temperature).logprobs
+
+        return self.distributed_forward(model, logprobs, experience, rows)
+
+    @torch.no_grad()
+    def distributed_forward(
+        self,
+        model: nn.Module,
+        compute: Callable[[Experience], Tensor],
+        experience: Experience,
+        rows: Tensor | None = None,
+        columns: int | None = None,
+    ) -> Tensor:
+        """Run a forward pass over this rank's rows, in as many batches as the other ranks. A collective.
+
+        Args:
+            model: What ``compute`` calls; in eval mode meanwhile.
+            compute: From a batch of b sequences of t tokens to (b, t-1), or (b, t-1, C).
+            experience: B sequences of this rank, which may be none; other ranks have others.
+            rows: (B,) bool, the wanted sequences, which may be none; ``None``: all.
+            columns: C, if ``compute`` returns several numbers for each token.
+
+        Returns:
+            (B, T-1) or (B, T-1, C) float32 on the CPU; 0 in other rows.
+        """
+        last = () if columns is None else (columns,)
+        results = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
+        turns = self._forward_turns(model, experience, rows)
+        if not turns:
+            return results.cpu()
+        nothing = experience.select([]).placeholder().to(self.device)
+        training = model.training
+        model.eval()
+        for batch_rows in turns:
+            batch = nothing if batch_rows is None else experience.select(batch_rows).to(self.device)
+            with self.trainer.precision_plugin.forward_context():
+                values = compute(batch)
+            if batch_rows is not None:
+                results[batch_rows.to(self.device, non_blocking=True), : values.shape[1]] = values.float()
+        model.train(training)
+        return results.cpu()
+
+    def _forward_turns(self, model: nn.Module, experience: Experience, rows: Tensor | None) -> list[Tensor | None]:
+        """The rows of each forward pass, ``None`` for one in which only other ranks have some. A collective.
+
+        A sharded model gathers its weights in each pass, so that all ranks run equally many. Ranks that compute their
+        passes together have a turn each for batches that are longer than a rank's share: a long sequence then is the
+        only one.
+        """
+        group = forward_group_of(unwrap(model))
+        mesh = Mesh(get_rank(), get_world_size()) if group is None else group.mesh
+        # The batches of all members are computed at once, and each rank computes its part of all their tokens.
+        limit = max(self.max_tokens_per_forward // mesh.tensor, 1)
+        batches, long = self._forward_batches(experience, rows, limit, packed=packs_batches(model))
+        counts = torch.zeros(mesh.world_size, 2, dtype=torch.int64)
+        if mesh.forward_group_size == 1:
+            long = 0
+        counts[mesh.rank] = torch.tensor([long, len(batches) - long])
+        counts = all_reduce(counts, group=cpu_group())
+        of_groups = counts[:, 0].view(mesh.data, mesh.forward_group_size)
+        before, slots = int(of_groups[mesh.data_rank, : mesh.member].sum()), int(of_groups.sum(-1).max())
+        turns: list[Tensor | None] = [None] * (slots + int(counts[:, 1].max()))
+        turns[before : before + long] = batches[:long]
+        turns[slots : slots + len(batches) - long] = batches[long:]
+        return turns
+
+    def forward_batches(self, experience: Experience) -> list[Tensor]:
+        """Indices (b,) of the rows of each forward pass of a model on machines of its own."""
+        return self._forward_batches(experience, None, self.max_tokens_per_forward, packed=True)[0]
+
+    @staticmethod
+    def _forward_batches(
+        experience: Experience, rows: Tensor | None, limit: int, *, packed: bool
+    ) -> tuple[list[Tensor], int]:
+        """Divide the wanted rows into batches of at most ``limit`` tokens, as their indices.
+
+        A longer sequence is a batch of its own; these come first. Also returns how many of them there are.
+        """
+        wanted = torch.arange(len(experience)) if rows is None else rows.nonzero()[:, 0]
+        if not len(wanted):
+            return [], 0
+        lengths, prompts, groups = (
+            column[wanted].tolist() for column in (experience.lengths, experience.prompt_lengths, experience.group)
+        )
+        number = min(math.ceil(sum(lengths) / limit), len(wanted))
+        bins = split_groups_by_tokens(
+            range(len(wanted)), number, lengths=lengths, prompts=prompts, groups=groups, ranks=1
+        )
+        forward = PackedForward(lengths, prompts, groups) if packed else PaddedForward(lengths)
+        if any(forward.tokens(each) > limit for each in bins):
+            bins = capped_batches(forward, range(len(wanted)), limit)
+        return [wanted[chosen] for chosen in bins], sum(forward.tokens(each) > limit for each in bins)
+
+
+def two_tokens() -> Experience:
+    """One sequence of two tokens, of which the second was chosen: the least that a model can run."""
+    nothing = torch.zeros(1, 1)
+    return Experience(
+        input_ids=torch.zeros(1, 2, dtype=torch.int64),
+        attention_mask=torch.ones(1, 2, dtype=torch.bool),
+        action_mask=nothing == 0,
+        rollout_logprobs=nothing,
+        versions=torch.zeros(1, 1, dtype=torch.int64),
+        rewards=nothing[0],
+        group=torch.zeros(1, dtype=torch.int64),
+        sample_index=torch.zeros(1, dtype=torch.int64),
+        truncated=torch.zeros(1, dtype=torch.bool),
+        update=torch.zeros(1, dtype=torch.int64),
+    )
