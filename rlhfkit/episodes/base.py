@@ -100,7 +100,8 @@ class EpisodeEngineBase(EngineWrapper):
         return min(self.max_episode_tokens or self._context, self._context)
 
     def episode_factory(self, sampling: SamplingSpec) -> EpisodeFactory:
-        """Return a function that creates the episodes of one stream."""
+        """Return a function that creates the episodes of one stream; abstract."""
+        # Abstract by hand: EngineWrapper is a Protocol with members of its own, whose subclasses can be built.
         raise NotImplementedError(f"{type(self).__name__} must define episode_factory()")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:

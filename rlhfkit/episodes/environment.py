@@ -4,6 +4,7 @@ Each episode has its own environment object, so attributes can hold its state. M
 in a separate thread, so they may block.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ class Step:
     """Plain values, kept in ``Sample.info["steps"]``."""
 
 
-class Environment:
+class Environment(ABC):
     """Base class of environments; only :meth:`step` must be defined.
 
     Example::
@@ -77,9 +78,10 @@ class Environment:
         """
         return None
 
+    @abstractmethod
     def step(self, action: Action) -> Step | Awaitable[Step]:
         """Respond to an action of the policy."""
-        raise NotImplementedError(f"{type(self).__name__} must define step(action), which returns a Step")
+        ...
 
     def close(self) -> Awaitable[None] | None:
         """Free what the episode used. Called once, however the episode ends."""
