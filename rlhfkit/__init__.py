@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         local_rows,
         presets,
     )
-    from rlhfkit.roles import ModelPool
+    from rlhfkit.roles import ModelPool, Placement, RoleResources
     from rlhfkit.rollout import (
         DynamicSampling,
         HealthPolicy,
@@ -99,6 +99,7 @@ _HOMES = {
     "PreferenceDataModule": "datamodules",
     "PreferenceModule": "modules",
     "ProcessRewardModule": "modules",
+    "Placement": "roles",
     "Prompt": "data",
     "PromptDataModule": "datamodules",
     "RLHFDeepSpeedStrategy": "strategies",
@@ -106,6 +107,7 @@ _HOMES = {
     "ReplayEngine": "rollout",
     "RewardModule": "modules",
     "RewardProcessing": "modules",
+    "RoleResources": "roles",
     "RolloutCallback": "callbacks",
     "RolloutDump": "callbacks",
     "RolloutEngine": "rollout",
@@ -157,6 +159,7 @@ __all__ = [
     "OnPolicyDistillationModule",
     "OnPolicyModule",
     "PPOModule",
+    "Placement",
     "PolicyModule",
     "PolicyOutput",
     "PreferenceDataModule",
@@ -169,6 +172,7 @@ __all__ = [
     "ReplayEngine",
     "RewardModule",
     "RewardProcessing",
+    "RoleResources",
     "RolloutCallback",
     "RolloutDump",
     "RolloutEngine",

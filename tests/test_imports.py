@@ -25,6 +25,7 @@ FLOORS = {
     "rank_store": 1,
     "training_states": 1,
     "ray_session": 1,
+    "ray_resources": 1,
     "gpus": 1,
     "gpu_checks": 1,
     "serving": 1,
@@ -45,7 +46,7 @@ MOST_FILES = 12
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 FOR_STRATEGIES = {
     *("strategies", "checkpoints", "distributed", "gpu_checks", "gpus", "mesh", "protocols", "rank_store"),
-    *("ray_session", "training_states", "validation"),
+    *("ray_resources", "ray_session", "training_states", "validation"),
 }
 LIGHT = ("distributed", "losses", "data", "rewards", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}

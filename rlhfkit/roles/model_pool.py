@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size, run_on_all_ranks
+from rlhfkit.ray_resources import ReservedResources, actor_options
 from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
 from rlhfkit.roles.replica import ModelReplica, ReplicaOptions, Role, TokenRows
 from rlhfkit.validation import check_integer, check_number
@@ -77,7 +78,9 @@ class ModelPool:
         check_integer("max_restarts", max_restarts, minimum=0)
         self.model = model
         self.num_replicas = num_replicas
-        self.resources = None if resources is None else dict(resources)
+        # Resources that a Placement holds know where they are, which a copy would not.
+        keeps = resources is None or isinstance(resources, ReservedResources)
+        self.resources = resources if keeps else dict(resources or {})
         self.attention = attention
         self.trust_remote_code = trust_remote_code
         self.start_timeout = start_timeout
@@ -98,7 +101,8 @@ class ModelPool:
         """The arguments as plain values, for checkpoints and logs."""
         names = ("num_replicas", "resources", "attention", "trust_remote_code")
         times = ("start_timeout", "request_timeout", "max_restarts")
-        return {"model": self.model} | {name: getattr(self, name) for name in (*names, *times)}
+        plain = {"model": self.model} | {name: getattr(self, name) for name in (*names, *times)}
+        return plain | {"resources": None if self.resources is None else dict(self.resources)}
 
     # ---------------------------------------------------------------- replicas
 
@@ -139,12 +143,13 @@ class ModelPool:
         import ray
 
         join_or_start_ray(object_store_memory=256 * 2**20)
-        resources = dict(self.resources or {})
-        placed: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
-        placed |= {"resources": resources, "namespace": NAMESPACE}
+        if isinstance(self.resources, ReservedResources):
+            self.resources.check_processes(self.num_replicas, f"replica(s) of {self.model}")
         kept = {"max_restarts": self.max_restarts, "max_task_retries": -1}  # nothing is kept between two requests
         names = [f"{prefix}-{number}" for number in range(self.num_replicas)]
-        self._owned = [ray.remote(ModelReplica).options(name=name, **placed, **kept).remote(options) for name in names]
+        for number, name in enumerate(names):
+            placed = actor_options(self.resources, number) | {"name": name, "namespace": NAMESPACE}
+            self._owned.append(ray.remote(ModelReplica).options(**placed, **kept).remote(options))
         loading = [actor.load.remote() for actor in self._owned]
         ready, late = ray.wait(loading, num_returns=len(loading), timeout=self.start_timeout)
         try:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhfkit.gpu_checks import why_cuda_is_missing
 from rlhfkit.gpus import VARIABLE, name_of_uuid, uuid_of_name, visible_names
+from rlhfkit.ray_resources import ReservedResources, actor_options
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.division import machines_per_engine
@@ -363,6 +364,19 @@ class DedicatedPlacement:
         if ray.is_initialized():
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(self._group)
+
+
+def reserved_placements(
+    resources: ReservedResources, num_engines: int, ranks: Sequence[RankLocation]
+) -> list[ActorPlacement]:
+    """Return the placements of engines whose devices a :class:`~rlhfkit.Placement` holds.
+
+    Raises:
+        PlacementError: If it holds them for another number of engines.
+    """
+    resources.check_processes(num_engines, "engine(s)")
+    excluded = tuple(rank for rank in ranks if rank.gpu is not None)
+    return [ActorPlacement(actor_options(resources, number), excluded=excluded) for number in range(num_engines)]
 
 
 def _resources_for_engines(of_ranks: Sequence[RankLocation]) -> list[dict[str, float]]:

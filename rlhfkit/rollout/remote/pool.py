@@ -18,6 +18,7 @@ from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import gather_objects, run_on_all_ranks
 from rlhfkit.gpu_checks import mixed_engine_kinds
 from rlhfkit.rank_store import RankLog, RankStore, rank_store
+from rlhfkit.ray_resources import ReservedResources
 from rlhfkit.ray_session import JoinedRay
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_tokens
@@ -32,6 +33,7 @@ from rlhfkit.rollout.remote.placement import (
     check_locations,
     colocated_placements,
     locate_rank,
+    reserved_placements,
     start_ray_for_engines,
     why_ray_has_few_gpus,
 )
@@ -128,6 +130,8 @@ class RemoteEnginePool(RolloutEngine):
         """On rank 0, settings of the LoRA adapter that engines apply themselves; ``None``: it is merged or none."""
         self.may_send_adapter = False
         """Whether rank 0 was asked for such engines; the same on every rank."""
+        self.reserved: ReservedResources | None = None
+        """Devices that a :class:`~rlhfkit.Placement` holds for the engines; ``None``: Ray finds some at the start."""
         self._started = False
         self._loading = False
         self._asleep = False
@@ -262,7 +266,7 @@ class RemoteEnginePool(RolloutEngine):
         started_here = start_ray_for_engines(num_cpus=processes * self.cpus_per_engine, ranks=ranks)
         gpus = ray.cluster_resources().get("GPU", 0) or any(rank.gpu is not None for rank in ranks)
         device = self.device or ("cuda" if gpus else "cpu")
-        if device == "cuda" and not started_here:
+        if device == "cuda" and not started_here and self.reserved is None:
             self._reservation = GPUReservation(ranks, self.start_timeout)
         self._gpu_note = why_ray_has_few_gpus(ranks) if started_here and device == "cuda" else ""
         return device
@@ -276,16 +280,17 @@ class RemoteEnginePool(RolloutEngine):
         processes = self.processes_per_engine
         if self.colocate:
             return colocated_placements(ranks, self.num_engines, processes)
+        if self.reserved is not None:
+            return reserved_placements(self.reserved, self.num_engines, ranks)
         cpus = self.cpus_per_engine * (processes if device == "cpu" else 1)
         gpus = processes if device == "cuda" else 0
-        held = () if self._reservation is None else self._reservation.gpus
         self._dedicated = DedicatedPlacement(
             self.num_engines,
             cpus,
             gpus,
             self.start_timeout,
             ranks=ranks,
-            held=held,
+            held=() if self._reservation is None else self._reservation.gpus,
             processes=processes if self.spans_machines else 1,
             note=self._gpu_note,
         )

@@ -14,6 +14,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
+from rlhfkit.ray_resources import ReservedResources
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.environment import RayEnvironment, RemoteCUDAAccelerator
@@ -53,10 +54,11 @@ class RayLaunchMixin(DeepSpeedStrategy):
         if num_ranks == 1 and options.launcher is None:
             return
         default = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
+        asked = options.resources_per_rank or {}
         self._launcher = RayLauncher(
             num_ranks=num_ranks,
             num_nodes=self.num_nodes,
-            resources_per_rank=default | dict(options.resources_per_rank or {}),
+            resources_per_rank=asked if isinstance(asked, ReservedResources) else default | dict(asked),
             device=device,
             timeout=self.init_timeout,
             return_weights=options.return_weights,
@@ -138,7 +140,8 @@ class RayLauncher(_Launcher):
     Args:
         num_ranks: World size.
         num_nodes: Machines to use; see :func:`~rlhfkit.strategies.ray.placement.placement_strategy`.
-        resources_per_rank: Ray resources of one rank, such as ``{"CPU": 2, "GPU": 1}``.
+        resources_per_rank: Ray resources of one rank, such as ``{"CPU": 2, "GPU": 1}``, or those that a
+            :class:`~rlhfkit.Placement` holds, which are used again by the next run.
         device: ``"cpu"`` or ``"cuda"``.
         timeout: Seconds that Ray may take to place the ranks, and their processes to start.
         return_weights: Whether the driver's module gets the trained weights; ``None``: if they have at most 8 GB.
@@ -206,11 +209,17 @@ class RayLauncher(_Launcher):
     def _ranks(self) -> Iterator[Ranks]:
         """Start ranks, and stop them when the context ends."""
         ray = require_ray()
-        group = create_placement_group(self.resources_per_rank, self.num_ranks, self.num_nodes, self.timeout)
+        held = self.resources_per_rank if isinstance(self.resources_per_rank, ReservedResources) else None
+        if held is not None:
+            held.check_processes(self.num_ranks, "rank(s)")
+            group = held.placement_group()
+        else:
+            group = create_placement_group(self.resources_per_rank, self.num_ranks, self.num_nodes, self.timeout)
         ranks = Ranks(group, self.resources_per_rank)
         try:
             ranks.start(self.num_ranks, self.device, self.timeout)
             yield ranks
         finally:
             ranks.stop()
-            ray.util.remove_placement_group(group)
+            if held is None:
+                ray.util.remove_placement_group(group)

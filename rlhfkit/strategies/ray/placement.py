@@ -5,11 +5,9 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from rlhfkit.ray_resources import PlacementError
+
 _SECONDS_UNTIL_MESSAGE = 10.0
-
-
-class PlacementError(RuntimeError):
-    """Ray cannot place the ranks."""
 
 
 def require_ray() -> Any:

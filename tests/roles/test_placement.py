@@ -1,0 +1,129 @@
+"""Plans on simulated machines, what each role is given, and errors that say what is missing.
+
+Covers placement_plan.py, role_resources.py and ray_resources.py.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfkit import Placement, RoleResources
+from rlhfkit.ray_resources import PlacementError, ReservedResources, actor_options
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What Ray made of several plans on three machines of four GPUs and one without any."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    script = Path(__file__).with_name("placed_cluster.py")
+    process = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    report: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return report
+
+
+def test_ranks_are_packed_and_engines_spread_over_the_other_machines(found: dict[str, Any]) -> None:
+    plan = found["spread"]
+    assert plan["machines"] == {"trainer": [4], "engines": [1, 2], "reference": [2], "reward": [2], "critic": []}
+    assert not set(plan["names"]["trainer"]) & {*plan["names"]["engines"], *plan["names"]["reference"]}
+    assert plan["processes"] == {"trainer": 4, "engines": 3, "reference": 2, "reward": 2, "critic": 4}
+
+
+def test_the_table_has_a_line_for_each_role(found: dict[str, Any]) -> None:
+    table = found["spread"]["table"]
+    for role, each in (("trainer", "1 GPU + 1 CPU"), ("reward", "0.5 GPU + 0.5 CPU"), ("critic", "with trainer")):
+        (line,) = [line for line in table.splitlines() if role in line.split()[1:2]]
+        assert each in line
+
+
+def test_each_role_gets_what_its_constructor_takes(found: dict[str, Any]) -> None:
+    half = {"GPU": 0.5, "CPU": 0.5}
+    assert found["reference"] == [2, half]
+    assert found["reward"] == [2, half, "rm"]  # the critic is the name of a child's model
+    assert found["engines"] == [3, False, 3]
+    assert found["ranks"]["launcher"] == "ray"
+    assert found["ranks"]["devices"] == 4
+    assert found["plain"]  # a checkpoint keeps numbers, not places
+
+
+def test_actors_start_where_the_plan_says(found: dict[str, Any]) -> None:
+    assert found["there"] == [True, True, True]
+
+
+def test_ranks_that_no_machine_has_room_for_are_divided_evenly(found: dict[str, Any]) -> None:
+    assert found["two_machines"]["machines"] == {"trainer": [4, 4], "engines": [1]}
+    assert found["two_machines"]["devices"] == 4
+    assert found["four_gpus"] == 1
+    assert "has 2 process(es) with a GPU each, and 4 GPU(s) are held" in found["wrong_size"]
+
+
+def test_resources_may_have_names_of_their_own_and_ranks_be_outside_ray(found: dict[str, Any]) -> None:
+    assert found["named"]["machines"] == {"trainer": [1], "reward": [1]}
+    assert "not started by Ray" in found["named"]["table"]
+
+
+def test_a_plan_that_cannot_be_met_says_what_is_missing_and_what_there_is(found: dict[str, Any]) -> None:
+    assert found["too_many"].startswith(
+        "the plan needs 14 GPU(s) (trainer 8, engines 4, reference 2), and Ray's cluster has 12 ("
+    )
+    assert ": 2 are missing." in found["too_many"]
+    assert "a process of engines needs 8 GPU(s) on one machine, and the largest has 4" in found["too_large"]
+    assert "no room for the 4 process(es) of trainer with 1 GPU + 1 CPU each (STRICT_PACK) within 1 s" in found["taken"]
+    assert "2 GPU + 6 CPU" in found["taken"]
+    assert found["all"]["machines"] == {"trainer": [4, 4, 4]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"trainer": 0}, "Placement.trainer must be an integer of at least 1"),
+        ({"trainer": "with engines"}, "takes a number of ranks"),
+        ({"engines": "with reference", "reference": 1}, "engines can be with trainer"),
+        ({"reward": "with engines", "engines": 1}, "reward can be with trainer"),
+        ({"reward": "with reference", "reference": "with trainer"}, "reward can be with trainer"),
+        ({"reference": "elsewhere"}, "a number of processes or 'with trainer', got 'elsewhere'"),
+        ({"reference": {"count": 2}}, "takes processes, resources and machines"),
+        ({"reference": {"processes": 2, "resources": {"GPU": 0}}}, "above 0"),
+        ({"reference": RoleResources(1), "launcher": "slurm"}, "must be 'ray' or None"),
+        ({"device": "tpu"}, "must be 'cpu', 'cuda' or None"),
+        ({"timeout": 0}, "timeout"),
+    ],
+)
+def test_what_is_asked_for_is_checked_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Placement(**arguments)
+
+
+def test_a_role_that_the_plan_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="the plan has no teacher"):
+        Placement(trainer=1, reference=1).teacher("model")
+
+
+def test_other_ranks_of_a_script_place_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    placement = Placement(trainer=2, engines=2, reference={"processes": 2, "resources": {"GPU": 1}})
+    pool: Any = placement.reference("sft")
+    assert (pool.num_replicas, pool.resources) == (2, {"GPU": 1})
+    assert placement.engines().num_engines == 2
+    assert placement.ranks() == {}
+    assert placement.plan == []
+
+
+def test_reserved_resources_are_plain_values_that_other_processes_can_have() -> None:
+    there = pickle.loads(pickle.dumps(ReservedResources({"CPU": 2, "fast": 1}, "ab" * 18, [3, 4])))
+    assert (dict(there), there.group, there.bundles) == ({"CPU": 2, "fast": 1}, "ab" * 18, (3, 4))
+    options = actor_options(there, 1)
+    assert (options["num_cpus"], options["resources"]) == (2, {"fast": 1})
+    assert options["scheduling_strategy"].placement_group_bundle_index == 4
+    with pytest.raises(PlacementError, match=r"holds resources for 2 engine\(s\), and 3 are to be started"):
+        there.check_processes(3, "engine(s)")
