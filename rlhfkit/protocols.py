@@ -145,7 +145,7 @@ class PromptSource(Protocol):
     """Tokens that a rank may compute in a forward pass of training, in place of ``micro_batch_size``; ``None``: no
     limit."""
     updates_per_iteration: int
-    """Optimizer updates of an iteration, read only with ``max_tokens_per_micro_batch``."""
+    """Optimizer updates of an epoch of an iteration, read only with ``max_tokens_per_micro_batch``."""
 
     @property
     def curriculum_uses_rewards(self) -> bool:
@@ -335,6 +335,16 @@ def prompts_of(trainer: L.Trainer) -> PromptSource:
             "trainer.fit(module, datamodule=PromptDataModule(...))"
         )
     return cast(PromptSource, data)
+
+
+def epochs_of(trainer: L.Trainer) -> int:
+    """Return how often an iteration is trained on: its DataModule's ``epochs_per_iteration``; 1 if it has none.
+
+    1 with ``fast_dev_run`` too, whose iterations have as many micro-batches as it says.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning outside its class
+        return 1
+    return int(getattr(datamodule_of(trainer), "epochs_per_iteration", 1))
 
 
 def policy_of(trainer: L.Trainer) -> GenerativeModule:

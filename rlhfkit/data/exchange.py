@@ -1,5 +1,6 @@
 """Exchange the rows of an iteration between ranks, as tensors: scalars of all rows to all, tokens to one rank each."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,27 +42,28 @@ def exchange_rows(
     experience: Experience,
     summary: IterationSummary,
     source: Tensor,
-    destination: Tensor,
+    wanted: Sequence[Tensor],
     *,
     token_rewards: bool,
     group: Any = None,
 ) -> Experience:
-    """Send each row to the rank that trains on it and return this rank's rows, in iteration order. A collective.
+    """Send rows to the ranks that train on them and return this rank's rows, in iteration order. A collective.
 
-    Tokens, masks, log-probs, versions and rewards of tokens are sent once, without padding, from rank to rank; all
-    other columns are in the summary. A rank that gets no rows has an experience of none, two tokens wide.
+    What there is per token is sent once, without padding, from rank to rank; all other columns are in the summary. A
+    rank that gets no rows has an experience of none, two tokens wide.
 
     Args:
-        experience: This rank's rows, with :attr:`~rlhfkit.data.Experience.rows` in ascending order.
+        experience: This rank's rows, with :attr:`~rlhfkit.data.Experience.rows` in ascending order; every rank has the
+            same fields, except for ``token_rewards``.
         summary: All N rows.
         source: (N,) int64, the rank that has each row.
-        destination: (N,) int64, the rank that shall have it.
+        wanted: ``wanted[rank]``: (n,) int64, the rows that a rank shall have, ascending. Several may have the same.
         token_rewards: Whether any rank has rewards of tokens.
         group: Process group for tensors on the CPU; ``None``: the default one.
     """
     rank, world_size = get_rank(), get_world_size()
-    leaving = _by_rank((source == rank).nonzero()[:, 0], destination, world_size)
-    coming = _by_rank((destination == rank).nonzero()[:, 0], source, world_size)
+    leaving = [rows[source[rows] == rank] for rows in wanted]
+    coming = _by_rank(wanted[rank], source, world_size)
     place = torch.full((len(summary),), -1)
     place[experience.own_rows] = torch.arange(len(experience))
     order = place[torch.cat(leaving)]
@@ -90,26 +92,19 @@ def exchange_rows(
             table[place, : len(piece)] = piece
         return table
 
-    earned = experience.token_rewards
-    if token_rewards and earned is None:
-        earned = torch.zeros_like(experience.rollout_logprobs)
-    return Experience(
-        input_ids=moved(experience.input_ids, axis=0, sent_as=torch.int32),
-        attention_mask=attention,
-        action_mask=moved(experience.action_mask, axis=1),
-        rollout_logprobs=moved(experience.rollout_logprobs, axis=1),
-        versions=moved(experience.versions, axis=1, fill=-1),
-        token_rewards=None if earned is None else moved(earned, axis=1),
-        rewards=chosen.rewards,
-        group=chosen.group,
-        sample_index=chosen.sample_index,
-        truncated=chosen.truncated,
-        update=chosen.update,
-        reward_parts=chosen.reward_parts,
-        rows=rows,
-        iteration=summary,
-        temperature=experience.temperature,
-    )
+    if token_rewards and experience.token_rewards is None:
+        experience = dataclasses.replace(experience, token_rewards=torch.zeros_like(experience.rollout_logprobs))
+    columns: dict[str, Any] = {"attention_mask": attention}
+    for entry in dataclasses.fields(experience):
+        values, axis = getattr(experience, entry.name), entry.metadata.get("axis")
+        if axis in ("token", "step") and values is not None and entry.name not in columns:
+            sent_as = torch.int32 if axis == "token" else None  # token ids
+            columns[entry.name] = moved(
+                values, axis=int(axis == "step"), fill=entry.metadata.get("fill", 0), sent_as=sent_as
+            )
+    for name in ("rewards", "group", "sample_index", "truncated", "update", "reward_parts"):
+        columns[name] = getattr(chosen, name)
+    return dataclasses.replace(experience, **columns, rows=rows, iteration=summary)
 
 
 def _by_rank(rows: Tensor, ranks: Tensor, world_size: int) -> list[Tensor]:

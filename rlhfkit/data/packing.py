@@ -29,6 +29,28 @@ def permutation(count: int, *, seed: int, number: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
+def epoch_order(groups: Sequence[int], epochs: int, *, seed: int, iteration: int) -> list[int]:
+    """Rows of an iteration in training order, ``epochs`` times: first as they are, later shuffled by prompts.
+
+    Samples of a prompt, which are side by side, stay so, because a forward pass computes a shared prompt once. The
+    order is a function of the arguments alone.
+
+    Args:
+        groups: Equal for samples of one prompt.
+        epochs: How often each row is trained on.
+        seed: Seed of the shuffling.
+        iteration: Number of the iteration.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    prompts, order = list(members.values()), list(range(len(groups)))
+    for epoch in range(1, epochs):
+        shuffled = permutation(len(prompts), seed=seed, number=iteration * epochs + epoch)
+        order += [row for place in shuffled for row in prompts[place]]
+    return order
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """The rows of one forward pass, and the optimizer update of the iteration they belong to."""
@@ -51,7 +73,15 @@ class IterationShape:
     micro_batches_per_rank: int
     """Batches of each rank's loader: ``updates * accumulate``; with a cap of tokens, the fewest there can be."""
     updates: int
-    """Optimizer updates; each trains on ``sequences / updates`` of the sequences."""
+    """Optimizer updates of all epochs; each trains on ``sequences * epochs / updates`` of the sequences."""
+    epochs: int = 1
+    """How often each sequence is trained on."""
+
+    def repeated(self, epochs: int) -> "IterationShape":
+        """The shape of an iteration that is trained on ``epochs`` times as often."""
+        return IterationShape(
+            self.sequences, self.micro_batches_per_rank * epochs, self.updates * epochs, self.epochs * epochs
+        )
 
 
 def iteration_shape(

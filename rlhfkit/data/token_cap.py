@@ -162,11 +162,12 @@ def plan_capped_micro_batches(
     num_updates: int,
     world_size: int,
     ranks_per_forward: int = 1,
+    order: Sequence[int] | None = None,
 ) -> list[list[MicroBatch]]:
     """Divide an iteration into updates and these into as few micro-batches of at most ``max_tokens`` as were found.
 
     All updates and ranks have equally many, because sharded models gather their weights in each. Update u takes the
-    u-th contiguous, equal-count piece of the rows; its micro-batches are of nearly equal tokens and assigned fullest
+    u-th contiguous, equal-count piece of ``order``; its micro-batches are of nearly equal tokens and assigned fullest
     first. A row of more than ``max_tokens`` is a micro-batch of its own. Where an update has fewer rows than
     micro-batches, the last are repetitions that are not trained on.
 
@@ -178,6 +179,7 @@ def plan_capped_micro_batches(
         world_size: Ranks.
         ranks_per_forward: Ranks that share a micro-batch; divides ``world_size``. Those without rows of it bring two
             tokens, which do not count.
+        order: Rows in training order, which may repeat between updates; ascending when ``None``.
 
     Returns:
         ``plan[rank]``: the micro-batches of a rank, in training order.
@@ -186,7 +188,8 @@ def plan_capped_micro_batches(
         ValueError: If the updates do not divide the sequences, or an update has fewer sequences than ranks, or groups
             of ranks that share micro-batches.
     """
-    windows, at_once = update_windows(range(num_rows), num_updates), world_size // ranks_per_forward
+    windows = update_windows(range(num_rows) if order is None else order, num_updates)
+    at_once = world_size // ranks_per_forward
     if len(windows[0]) < at_once:
         raise ValueError(
             f"each of {num_updates} updates has {len(windows[0])} of {num_rows} sequences, fewer than "

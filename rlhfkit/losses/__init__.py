@@ -20,6 +20,7 @@ from rlhfkit.losses.advantages.group import (
     normalize_advantages,
     opo_advantages,
     pass_at_k_advantages,
+    remax_advantages,
     rloo_advantages,
 )
 from rlhfkit.losses.advantages.rewards import (
@@ -207,6 +208,7 @@ __all__ = [
     "reinforce_baseline_advantages",
     "reinforce_loss",
     "rejection_mask",
+    "remax_advantages",
     "rloo_advantages",
     "rloo_loss",
     "sapo_loss",

@@ -47,6 +47,8 @@ POLICY_ARGUMENTS: Mapping[str, str] = {
     "kl_estimator": "Estimator of :func:`kl_estimate`; ``k3`` in the GRPO paper.",
     "kl_importance_weight": "Multiply the KL by the ratio ``ρ_t``, with its gradient: unbiased off-policy, TRL's "
     "default, see :func:`kl_estimate`. Off as in the GRPO paper.",
+    "kl_clamp": "Limit of each token's KL estimate in nats, before the weight, beyond which it has no gradient; off as "
+    "in TRL, 10 in OpenRLHF and verl.",
 }
 """Of policy losses."""
 

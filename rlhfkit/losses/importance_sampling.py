@@ -81,12 +81,14 @@ def importance_weights(
     reject_low: float | None = None,
     reject_high: float | None = None,
     log_ratio_clamp: float = 20.0,
+    normalize: bool = False,
 ) -> CorrectionOutput:
     """Bounded importance weights from the policy that sampled to the trainer's.
 
     ``r_t = exp(log π_old(y_t) - log μ(y_t))``; by level ``w_t = r_t``, ``Π_t r_t`` or ``(Π_t r_t)^(1/n)``; by mode
     ``truncate``: ``min(w, high)``, ``clip``: ``clip(w, low, high)``, ``mask``: ``w`` where ``low ≤ w ≤ high``, else 0,
-    or ``none``: ``w``; and 0 where the ratio at ``reject_level`` lies outside ``[reject_low, reject_high]``.
+    or ``none``: ``w``; and 0 where the ratio at ``reject_level`` lies outside ``[reject_low, reject_high]``; with
+    ``normalize`` then ``w_t / mean(w)``.
 
     Published combinations are in :data:`CORRECTION_PRESETS`. The default is truncated importance sampling (Yao et al.,
     "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025) with verl's cap. ``sequence`` is the
@@ -105,6 +107,9 @@ def importance_weights(
         reject_low: Its lower bound.
         reject_high: Its upper bound.
         log_ratio_clamp: Limit in nats of the log-ratio at every level.
+        normalize: Divide the weights by their mean over the tokens of this call (self-normalised importance sampling,
+            verl's ``rollout_is_batch_normalize``), so that a mismatch does not change the size of the update. The
+            result then depends on how a step is split into micro-batches.
 
     Returns:
         Weights, the mask of what was kept, and metrics under verl's names: ``rollout_corr/is_mean``, ``is_max``,
@@ -128,6 +133,9 @@ def importance_weights(
         tested = _ratio_at(reject_level, log_ratio, known, log_ratio_clamp)
         rejected = rejected | (_outside(tested, reject_low, reject_high) & mask)
     weights = select(select(weights, mask, fill=1.0), ~rejected)
+    if normalize:
+        mean = masked_mean(weights, mask)
+        weights = torch.where(mask & (mean > 0.0), weights / mean.clamp(min=torch.finfo(weights.dtype).tiny), weights)
     count = known.sum()
     squares = masked_sum(weights.square(), known)
     metrics = {

@@ -52,7 +52,7 @@ def equal(one: Experience, other: Experience) -> list[str]:
 
 
 def everything(**_: Any) -> dict[str, Any]:
-    """Random iterations, random owners before and after."""
+    """Random iterations, random owners before and after, some fields that a module adds."""
     rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     wrong: list[Any] = []
@@ -62,15 +62,20 @@ def everything(**_: Any) -> dict[str, Any]:
         samples = [sample(row, generator) for row in range(total)]
         whole = Experience.from_samples(samples, temperature=0.7)
         source = torch.randint(world_size, (total,), generator=generator)
-        destination = torch.randint(world_size, (total,), generator=generator)
-        if seed % 5:  # else some ranks may get none
-            destination[torch.randperm(total, generator=generator)[:world_size]] = torch.arange(world_size)
-        else:
-            destination[destination == seed % world_size] = (seed + 1) % world_size
+        here = torch.rand(world_size, total, generator=generator) < 0.5  # rows may be copied to several ranks
+        if seed % 3:
+            destination = torch.randint(world_size, (total,), generator=generator)
+            here = destination == torch.arange(world_size)[:, None]
+        if not seed % 5:
+            here[seed % world_size] = False  # a rank gets none
+        wanted = [each.nonzero()[:, 0] for each in here]
         rows = (source == rank).nonzero()[:, 0]
         experience = no_rows(0.7)
         if len(rows):
             experience = Experience.from_samples([samples[row] for row in rows.tolist()], temperature=0.7)
+        if seed % 2:  # as a module has prepared it
+            whole.values = torch.where(whole.action_mask, torch.rand(whole.action_mask.shape, generator=generator), 0.0)
+            experience.values = whole.values[rows, : experience.action_mask.shape[1]]
         columns = {"row": rows.double(), **({"first": rows.double()} if rank == 0 else {})}
         found = gather_columns(columns, rows, total, names=["first", "row"])
         first = torch.where(source == 0, torch.arange(total), torch.nan).double()
@@ -82,8 +87,8 @@ def everything(**_: Any) -> dict[str, Any]:
         summary.update = torch.arange(total)
         experience.rows = rows
         earned = any(one.token_rewards for one in samples)
-        own = exchange_rows(experience, summary, source, destination, token_rewards=earned)
-        mine = (destination == rank).nonzero()[:, 0]
+        own = exchange_rows(experience, summary, source, wanted, token_rewards=earned)
+        mine = wanted[rank]
         expected = dataclasses.replace(whole, update=summary.update).select(mine)
         expected = expected if len(mine) else expected.pad(2)
         expected.rows = mine

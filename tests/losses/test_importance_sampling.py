@@ -162,6 +162,15 @@ def test_effective_sample_size_by_hand():
     assert got.metrics["rollout_corr/eff_sample_size"].item() == pytest.approx(16 / (2 * 10))
 
 
+def test_normalised_weights_have_mean_one_over_the_tokens_and_keep_their_proportions():
+    mask = torch.tensor([[1, 1, 1, 0]])
+    ratios = torch.tensor([[1.0, 2.0, 6.0, 100.0]])
+    got = importance_weights(ratios.log(), torch.zeros(1, 4), mask, high=3.0, normalize=True)
+    assert got.weights[0].tolist() == pytest.approx([0.5, 1.0, 1.5, 1.0])
+    nothing = importance_weights(ratios.log(), torch.zeros(1, 4), mask, mode="mask", high=0.5, normalize=True)
+    assert nothing.weights[0].tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
 def test_metrics_by_hand():
     trainer, engine = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
     measured = {

@@ -28,7 +28,7 @@ from rlhfkit.callbacks.rollout.metrics import (
 )
 from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches, shape_of
 from rlhfkit.callbacks.rollout.prompt_check import check_prompts
-from rlhfkit.callbacks.rollout.sharing import SharedIteration, share_iteration
+from rlhfkit.callbacks.rollout.sharing import SharedIteration, share_copies, share_iteration
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
 from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
 from rlhfkit.data.exchange import gather_columns
@@ -194,6 +194,7 @@ class RolloutCallback(Callback):
         with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
             experience = learner_of(trainer).prepare(shared.experience)
         self._metrics = self._iteration_metrics(collected, shared, experience, policy_version)
+        experience = share_copies(experience, shared.plan, group=cpu_group())
         planned = shared.plan.micro_batches[trainer.global_rank]
         self._micro_batches = MicroBatches(experience, planned, shared.averaged, group=cpu_group())
         self._after = collected.after
@@ -226,7 +227,7 @@ class RolloutCallback(Callback):
         with self.timing.record("share", self.iteration):
             shared = share_iteration(
                 collected,
-                lambda summary: self.planner.plan(trainer, summary, self.group_size),
+                lambda summary: self.planner.plan(trainer, summary, self.group_size, self.iteration),
                 group_size=self.group_size,
                 temperature=self._training_sampling().temperature or 1.0,
                 rank=trainer.global_rank,

@@ -16,6 +16,7 @@ from rlhfkit.data.packing import (
     IterationShape,
     MicroBatch,
     capped_iteration_shape,
+    epoch_order,
     iteration_shape,
     plan_micro_batches,
     split_groups_by_tokens,
@@ -25,7 +26,7 @@ from rlhfkit.data.types import Experience
 from rlhfkit.data.unpadded import UnpaddedRows
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import mesh_of
-from rlhfkit.protocols import learner_of, prompts_of
+from rlhfkit.protocols import epochs_of, learner_of, prompts_of
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +34,20 @@ log = logging.getLogger(__name__)
 def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
     """Updates and micro-batches of an iteration; with ``fast_dev_run=n``, n micro-batches of one group.
 
-    With ``max_tokens_per_micro_batch`` the micro-batches are the fewest that are possible, one per update. Raises
-    ValueError if the sizes do not divide.
+    With ``max_tokens_per_micro_batch`` the micro-batches are the fewest that are possible, one per update. Both are
+    those of all epochs of the iteration. Raises ValueError if the sizes do not divide.
     """
     fast = int(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by Lightning outside its class
     if fast:
         return IterationShape(fast * trainer.world_size * group_size, fast, fast)
     data, ranks = prompts_of(trainer), (trainer.world_size, mesh_of(trainer).forward_group_size)
     if data.max_tokens_per_micro_batch is None:
-        return iteration_shape(
+        shape = iteration_shape(
             data.rollout_batch_size, group_size, data.micro_batch_size, trainer.accumulate_grad_batches, *ranks
         )
-    return capped_iteration_shape(data.rollout_batch_size, group_size, data.updates_per_iteration, *ranks)
+    else:
+        shape = capped_iteration_shape(data.rollout_batch_size, group_size, data.updates_per_iteration, *ranks)
+    return shape.repeated(epochs_of(trainer))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +57,20 @@ class IterationPlan:
     micro_batches: list[list[MicroBatch]]
     """``micro_batches[rank]``: those of a rank, in training order; equally many for every rank and update."""
     update: Tensor
-    """(N,) int64, the optimizer update that trains on each sequence."""
+    """(N,) int64, the optimizer update that trains on each sequence first."""
+    owner: Tensor
+    """(N,) int64, the rank that trains on each sequence first."""
+
+    @property
+    def own_rows(self) -> list[Tensor]:
+        """``own_rows[rank]``: (n,) int64, ascending, the sequences that a rank trains on first; each is on one rank."""
+        return [(self.owner == rank).nonzero()[:, 0] for rank in range(len(self.micro_batches))]
+
+    @property
+    def trained_rows(self) -> list[Tensor]:
+        """``trained_rows[rank]``: (n,) int64, ascending, the sequences of a rank's micro-batches in any epoch."""
+        rows = [sorted({row for planned in share for row in planned.rows}) for share in self.micro_batches]
+        return [torch.tensor(each, dtype=torch.int64) for each in rows]
 
     @property
     def accumulate(self) -> int:
@@ -70,19 +86,24 @@ def plan_iteration(
     ranks_per_forward: int = 1,
     max_tokens: int | None = None,
     packed: bool = True,
+    seed: int = 0,
+    iteration: int = 0,
 ) -> IterationPlan:
     """Choose the rows of every rank's micro-batches, of nearly equal tokens.
 
     Args:
         summary: N sequences; samples of a prompt are side by side.
-        shape: Number of updates, and of micro-batches unless there is a cap.
+        shape: Number of epochs and updates, and of micro-batches unless there is a cap.
         world_size: Ranks.
         ranks_per_forward: Ranks that share a micro-batch; divides ``world_size``.
         max_tokens: Tokens that a forward pass may compute, on all these ranks together; ``None``: the number of
             micro-batches is given.
         packed: Whether forward passes leave padding out and compute a shared prompt once; counts with ``max_tokens``.
+        seed: Seed of the order of later epochs.
+        iteration: Number of the iteration, for that order.
     """
     lengths, prompts, groups = summary.lengths.tolist(), summary.prompt_lengths.tolist(), summary.group.tolist()
+    order = epoch_order(groups, shape.epochs, seed=seed, iteration=iteration)
     if max_tokens is None:
         at_once = world_size // ranks_per_forward
         micro_batches = plan_micro_batches(
@@ -91,6 +112,7 @@ def plan_iteration(
             accumulate=shape.micro_batches_per_rank // shape.updates,
             world_size=world_size,
             ranks_per_forward=ranks_per_forward,
+            order=order,
             groups=groups,
             split=partial(split_groups_by_tokens, lengths=lengths, prompts=prompts, groups=groups, ranks=at_once),
         )
@@ -102,12 +124,14 @@ def plan_iteration(
             num_updates=shape.updates,
             world_size=world_size,
             ranks_per_forward=ranks_per_forward,
+            order=order,
         )
-    update = torch.zeros(len(summary), dtype=torch.int64)
-    for share in micro_batches:
+    update, owner = torch.zeros(2, len(summary), dtype=torch.int64)
+    for rank, share in enumerate(micro_batches):
         for planned in share:
-            update[planned.rows] = planned.update
-    return IterationPlan(micro_batches, update)
+            if planned.trained and planned.update < shape.updates // shape.epochs:
+                update[planned.rows], owner[planned.rows] = planned.update, rank
+    return IterationPlan(micro_batches, update, owner)
 
 
 class IterationPlanner:
@@ -116,11 +140,24 @@ class IterationPlanner:
     def __init__(self) -> None:
         self._warned = False
 
-    def plan(self, trainer: L.Trainer, summary: IterationSummary, group_size: int) -> tuple[IterationPlan, int]:
-        """Plan an iteration; also returns the micro-batches of all ranks whose losses an optimizer step averages."""
-        shape, mesh = shape_of(trainer, group_size), mesh_of(trainer)
-        per_rank = prompts_of(trainer).max_tokens_per_micro_batch
-        plan_rows = partial(plan_iteration, summary, shape, mesh.world_size, ranks_per_forward=mesh.forward_group_size)
+    def plan(
+        self, trainer: L.Trainer, summary: IterationSummary, group_size: int, iteration: int = 0
+    ) -> tuple[IterationPlan, int]:
+        """Plan an iteration; also returns the micro-batches of all ranks whose losses an optimizer step averages.
+
+        ``iteration`` is its number, by which later epochs are shuffled.
+        """
+        shape, mesh, data = shape_of(trainer, group_size), mesh_of(trainer), prompts_of(trainer)
+        per_rank = data.max_tokens_per_micro_batch
+        plan_rows = partial(
+            plan_iteration,
+            summary,
+            shape,
+            mesh.world_size,
+            ranks_per_forward=mesh.forward_group_size,
+            seed=getattr(data, "seed", 0),
+            iteration=iteration,
+        )
         if per_rank is None:
             return plan_rows(), trainer.accumulate_grad_batches * mesh.world_size
         if trainer.is_global_zero:
@@ -156,13 +193,15 @@ class MicroBatches(Sequence[Experience]):
         """All rows of this rank."""
         self._planned = planned
         self._averaged = averaged
-        trained, updates = experience.action_mask, 1 + max(each.update for each in planned)
-        self.counts = torch.zeros(2, updates, dtype=torch.float64)
-        for row, values in enumerate((trained.sum(-1), trained.any(-1))):
-            self.counts[row].index_add_(0, experience.update, values.double())
-        all_reduce(self.counts, group=group)
         place = {row: number for number, row in enumerate(experience.own_rows.tolist())}
         self._places = [[place[row] for row in each.rows] for each in planned]
+        trained, updates = experience.action_mask, 1 + max(each.update for each in planned)
+        sizes = torch.stack([trained.sum(-1), trained.any(-1)]).double()
+        self.counts = torch.zeros(2, updates, dtype=torch.float64)
+        for each, places in zip(planned, self._places, strict=True):
+            if each.trained:
+                self.counts[:, each.update] += sizes[:, places].sum(-1)
+        all_reduce(self.counts, group=group)
 
     def __len__(self) -> int:
         """Number of micro-batches."""

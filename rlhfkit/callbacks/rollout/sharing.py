@@ -82,16 +82,27 @@ def share_iteration(
         experience.update = plan.update
     else:
         experience.rows = rows
-        destination = torch.zeros(total, dtype=torch.int64)
-        for owner, share in enumerate(plan.micro_batches):
-            for planned in share:
-                destination[planned.rows] = owner
         earned = any(each.token_rewards for each in ranks)
         experience = exchange_rows(
-            experience, summary, numbers[_RANK].long(), destination, token_rewards=earned, group=group
+            experience, summary, numbers[_RANK].long(), plan.own_rows, token_rewards=earned, group=group
         )
     sources = _all_sources([each.sources for each in ranks])
     return SharedIteration(experience, summary, plan, averaged, samples, rows.tolist(), numbers, sources)
+
+
+def share_copies(experience: Experience, plan: IterationPlan, *, group: Any = None) -> Experience:
+    """Add the rows that this rank trains on in later epochs only, from the ranks that have them. A collective.
+
+    Args:
+        experience: This rank's rows, as the module has prepared them.
+        plan: Who trains on which row, and when.
+        group: Process group for tensors on the CPU.
+    """
+    summary, own, trained = experience.iteration, plan.own_rows, plan.trained_rows
+    if summary is None or all(map(torch.equal, own, trained)):
+        return experience
+    earned = experience.token_rewards is not None  # on all ranks, since the rows were exchanged
+    return exchange_rows(experience, summary, plan.owner, trained, token_rewards=earned, group=group)
 
 
 class _Described(NamedTuple):

@@ -68,6 +68,7 @@ class PromptDataModule(L.LightningDataModule):
         micro_batch_size: int | None = None,
         max_tokens_per_micro_batch: int | None = None,
         updates_per_iteration: int | None = None,
+        epochs_per_iteration: int = 1,
         validation_batch_size: int = 64,
         max_prompt_length: int | None = None,
         overlong_prompts: Literal["error", "drop"] = "error",
@@ -105,13 +106,17 @@ class PromptDataModule(L.LightningDataModule):
                 prompt once for the samples of its group in a micro-batch; padded ones count rows times the longest.
                 With ``sequence_parallel_size=s`` a micro-batch has s times as many tokens, of which each rank computes
                 its part. A longer sequence is a micro-batch of its own, with a warning.
-            updates_per_iteration: Optimizer updates of an iteration with ``max_tokens_per_micro_batch``, each on
-                equally many sequences of all ranks; 1 (fully on-policy) if not given.
+            updates_per_iteration: Optimizer updates of an epoch of an iteration with ``max_tokens_per_micro_batch``,
+                each on equally many sequences of all ranks; 1 (fully on-policy) if not given.
+            epochs_per_iteration: How often an iteration is trained on (PPO's epochs: 3 to 10 in Schulman et al., 2017,
+                arXiv:1707.06347; TRL's ``num_iterations``, OpenRLHF's ``max_epochs``, verl's ``ppo_epochs``, 1 in all).
+                Later epochs are shuffled by prompts, with ``seed``, and use the old log-probs of the policy before the
+                iteration.
             validation_batch_size: Prompts per batch of validation, all ranks together.
             max_prompt_length: Tokens of a prompt, template included; ``None``: as many as the model and engine take.
             overlong_prompts: ``"error"`` or ``"drop"`` (with a logged count) for prompts above that length.
             shuffle: Shuffle each pass over the data; the order of the file when false.
-            seed: Seed of the shuffling.
+            seed: Seed of the shuffling, of passes over the data and of epochs of an iteration.
             curriculum: Orders each pass over the prompts and may leave some out, see
                 :mod:`rlhfkit.datamodules.prompts.curriculum`.
             apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template. Chat
@@ -132,6 +137,7 @@ class PromptDataModule(L.LightningDataModule):
         check_integer("micro_batch_size", micro_batch_size, minimum=1, optional=True)
         check_integer("max_tokens_per_micro_batch", max_tokens_per_micro_batch, minimum=1, optional=True)
         check_integer("updates_per_iteration", updates_per_iteration, minimum=1, optional=True)
+        check_integer("epochs_per_iteration", epochs_per_iteration, minimum=1)
         if max_tokens_per_micro_batch is not None and micro_batch_size is not None:
             raise ValueError("give micro_batch_size or max_tokens_per_micro_batch, not both")
         if max_tokens_per_micro_batch is None and updates_per_iteration is not None:
@@ -158,6 +164,7 @@ class PromptDataModule(L.LightningDataModule):
         self.micro_batch_size = 8 if micro_batch_size is None else micro_batch_size
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.updates_per_iteration = updates_per_iteration or 1
+        self.epochs_per_iteration = epochs_per_iteration
         self.validation_batch_size = validation_batch_size
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts
@@ -362,7 +369,7 @@ class PromptDataModule(L.LightningDataModule):
     # -- loaders -------------------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> ExperienceLoader[Any]:
-        """The experience that the Trainer's rollout callback makes, one iteration per epoch.
+        """The experience that the Trainer's rollout callback makes, one iteration per epoch of the Trainer.
 
         Raises:
             ValueError: If the Trainer has no such callback or several, or the sizes do not divide.

@@ -114,6 +114,25 @@ def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
 
 
 @share_arguments(ADVANTAGE_ARGUMENTS)
+def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """ReMax: reward minus that of the greedy answer to the same prompt, which costs one more answer per prompt.
+
+    ``A_i = r_i - r(greedy answer)``
+
+    Li et al. (2023, arXiv:2310.10505, equation 5): the baseline does not depend on the sampled answer, so the gradient
+    is unbiased, with a single sample per prompt too. verl's ``remax``.
+
+    Args:
+        greedy_rewards: (B,) reward of the greedy answer to each sample's prompt, NaN where missing.
+
+    Returns:
+        (B,) in at least float32; 0 where either reward is missing.
+    """
+    check_same_shape(rewards=rewards, greedy_rewards=greedy_rewards)
+    return as_advantages(precise(rewards) - precise(greedy_rewards), ~(rewards.isnan() | greedy_rewards.isnan()), rewards)
+
+
+@share_arguments(ADVANTAGE_ARGUMENTS)
 def gdpo_advantages(
     rewards: Tensor, group: Tensor, *, weights: Sequence[float] | Tensor | None = None, eps: float = 1e-4
 ) -> Tensor:

@@ -151,6 +151,14 @@ def clip_metrics(ratio: Tensor, tokens: PolicyTokens, clip_low: float, clip_high
     return clip_fractions(low, high, tokens.mask)
 
 
+def dual_clip_metrics(ratio: Tensor, tokens: PolicyTokens, dual_clip: float | None) -> dict[str, Tensor]:
+    """``policy/dual_clip_fraction``: the share of tokens whose loss the dual clip bounds; empty without one."""
+    if dual_clip is None:
+        return {}
+    bounded = (ratio.detach() > dual_clip) & (tokens.advantages < 0.0)
+    return {"policy/dual_clip_fraction": masked_mean(bounded.float(), tokens.mask)}
+
+
 def clip_fractions(low: Tensor, high: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """``policy/clip_fraction`` and its parts, from (B, T) bool tensors of the tokens clipped at either bound."""
     fraction_low, fraction_high = masked_mean(low.float(), mask), masked_mean(high.float(), mask)

@@ -33,6 +33,7 @@ def grpo_loss(
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
     kl_importance_weight: bool = False,
+    kl_clamp: float | None = None,
 ) -> LossOutput:
     """Group relative policy optimisation: :func:`ppo_loss` with a KL penalty in the loss.
 
@@ -81,6 +82,7 @@ def grpo_loss(
         mask,
         coef=kl_coef,
         estimator=kl_estimator,
+        clamp=kl_clamp,
         importance_weight=ratio,
         aggregation=aggregation,
         denominator=denominator,
@@ -110,6 +112,7 @@ def dapo_loss(
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
     kl_importance_weight: bool = False,
+    kl_clamp: float | None = None,
 ) -> LossOutput:
     """DAPO: :func:`grpo_loss` with a wider upper clip and a mean over all tokens of the step.
 
@@ -142,6 +145,7 @@ def dapo_loss(
         kl_coef=kl_coef,
         kl_estimator=kl_estimator,
         kl_importance_weight=kl_importance_weight,
+        kl_clamp=kl_clamp,
     )
 
 
@@ -165,6 +169,7 @@ def bnpo_loss(
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
     kl_importance_weight: bool = False,
+    kl_clamp: float | None = None,
 ) -> LossOutput:
     """Batch-normalised token mean: :func:`grpo_loss` averaged over the tokens of this micro-batch alone.
 
@@ -191,6 +196,7 @@ def bnpo_loss(
         kl_coef=kl_coef,
         kl_estimator=kl_estimator,
         kl_importance_weight=kl_importance_weight,
+        kl_clamp=kl_clamp,
     )
 
 
@@ -215,6 +221,7 @@ def dr_grpo_loss(
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
     kl_importance_weight: bool = False,
+    kl_clamp: float | None = None,
 ) -> LossOutput:
     """Dr.GRPO: :func:`grpo_loss` in which token losses are summed and divided by a constant length.
 
@@ -250,4 +257,5 @@ def dr_grpo_loss(
         kl_coef=kl_coef,
         kl_estimator=kl_estimator,
         kl_importance_weight=kl_importance_weight,
+        kl_clamp=kl_clamp,
     )

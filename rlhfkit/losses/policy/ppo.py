@@ -15,6 +15,7 @@ from rlhfkit.losses.policy.base import (
     check_clip,
     clip_metrics,
     clipped_surrogate,
+    dual_clip_metrics,
     policy_loss_output,
     policy_tokens,
 )
@@ -57,7 +58,8 @@ def ppo_loss(
     Returns:
         The loss with metrics ``policy/clip_fraction`` (and ``_low``, ``_high``: tokens that lost their gradient at
         either bound), ``policy/approx_kl`` (k3 of old to new), ``policy/ppo_kl`` (k1, under verl's name),
-        ``policy/ratio_mean``, ``policy/ratio_max``.
+        ``policy/ratio_mean``, ``policy/ratio_max``; with ``dual_clip`` also ``policy/dual_clip_fraction``, tokens of
+        negative advantage whose ratio is above ``c`` (verl's ``pg_clipfrac_lower``).
     """
     check_clip(clip_low, clip_high, dual_clip, delta)
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
@@ -72,5 +74,5 @@ def ppo_loss(
         aggregation=aggregation,
         denominator=denominator,
         max_length=max_length,
-        metrics=clip_metrics(ratio, tokens, clip_low, clip_high),
+        metrics=clip_metrics(ratio, tokens, clip_low, clip_high) | dual_clip_metrics(ratio, tokens, dual_clip),
     )

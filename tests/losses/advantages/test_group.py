@@ -16,6 +16,7 @@ from rlhfkit.losses import (
     normalize_advantages,
     opo_advantages,
     pass_at_k_advantages,
+    remax_advantages,
     rloo_advantages,
 )
 
@@ -176,6 +177,23 @@ def test_leave_one_out_by_hand():
 def test_optimal_baseline_weighs_rewards_with_lengths():
     got = opo_advantages(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.tensor([30, 10]))
     assert got.tolist() == pytest.approx([0.25, -0.75])
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_answer():
+    rewards, greedy = torch.tensor([1.0, 0.0, torch.nan, 0.5]), torch.tensor([0.25, 0.25, 1.0, torch.nan])
+    assert remax_advantages(rewards, greedy).tolist() == [0.75, -0.25, 0.0, 0.0]
+
+
+def test_remax_has_the_gradient_of_the_expected_reward_by_enumeration():
+    """The baseline does not depend on the sample, so it changes no expectation."""
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([0.2, 1.0, 0.6], dtype=torch.float64)
+    logprobs = logits.log_softmax(-1)
+    expected = torch.autograd.grad((logprobs.exp() * rewards).sum(), logits)[0]
+    logprobs = logits.log_softmax(-1)
+    advantages = remax_advantages(rewards, rewards[logits.argmax()].expand(3))
+    surrogate = (logprobs.detach().exp() * advantages * logprobs).sum()
+    torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], expected)
 
 
 def test_gdpo_of_one_reward_orders_as_grpo_and_weights_scale_columns():

@@ -20,6 +20,14 @@ def test_grpo_is_ppo_plus_aggregated_kl(estimator, aggregation):
     torch.testing.assert_close(got.metrics["policy/ref_kl"], kl[batch.mask].mean())
 
 
+def test_a_kl_above_the_clamp_counts_as_the_clamp_and_has_no_gradient():
+    batch = policy_batch().leaf()
+    ref = batch.old_logprobs.detach() - 100.0
+    got = grpo_loss(*batch, ref_logprobs=ref, kl_coef=0.3, kl_clamp=10.0)
+    assert got.metrics["policy/ref_kl"].item() == pytest.approx(10.0)
+    assert torch.equal(gradient(got.loss, batch.logprobs), gradient(grpo_loss(*batch).loss, batch.logprobs))
+
+
 def test_the_gradient_of_grpo_in_bfloat16_is_rounded_once():
     batch = policy_batch(batch=16, steps=64, dtype=torch.bfloat16)
     reference = batch.old_logprobs.float() + 0.3

@@ -40,6 +40,16 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_alone():
     assert at_ratios(1.0, dual_clip=3.0) == at_ratios(1.0)
 
 
+def test_dual_clip_fraction_counts_the_tokens_whose_loss_it_bounds():
+    def measured(advantage, **knobs):
+        inputs = torch.zeros_like(RATIOS), -RATIOS.log(), torch.tensor([advantage]), torch.ones_like(RATIOS)
+        return ppo_loss(*inputs, **knobs).metrics
+
+    assert measured(-2.0, dual_clip=1.5)["policy/dual_clip_fraction"].item() == pytest.approx(2 / 6)
+    assert measured(2.0, dual_clip=1.5)["policy/dual_clip_fraction"].item() == 0.0
+    assert "policy/dual_clip_fraction" not in measured(-2.0)
+
+
 def test_delta_bounds_the_unclipped_ratio():
     losses, gradients = at_ratios(-1.0, delta=1.5)
     assert losses == pytest.approx([0.8, 0.9, 1.0, 1.1, 1.5, 1.5])

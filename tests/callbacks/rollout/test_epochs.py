@@ -1,0 +1,155 @@
+"""Several epochs over an iteration (``PromptDataModule(epochs_per_iteration=...)``).
+
+Covers ``modules/on_policy/first_pass.py``.
+"""
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import weights
+from strategies import ranks
+
+from callbacks.rollout.capped_runs import Watch
+from callbacks.rollout.epoch_runs import PPO_ARGUMENTS, fit
+from callbacks.rollout.test_callback_by_hand import logprobs_of
+from rlhfkit.data.packing import epoch_order
+
+CASES: dict[str, dict[str, Any]] = {
+    "two updates": {},
+    "one update": {"updates": 1},
+    "PPO": PPO_ARGUMENTS,
+    "capped": {"cap": 30},
+}
+
+
+class Policies(L.Callback):
+    """Keeps the rows of each iteration, and a copy of the policy before it."""
+
+    def __init__(self) -> None:
+        self.policies: list[Any] = []
+        self.tokens: list[dict[tuple[int, int], list[int]]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.policies.append(copy.deepcopy(pl_module.policy).eval())
+            self.tokens.append({})
+        for row in range(len(batch)):
+            key = int(batch.group[row]), int(batch.sample_index[row])
+            self.tokens[-1][key] = batch.input_ids[row, batch.attention_mask[row]].tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_old_log_probs_are_those_of_the_policy_before_the_iteration_in_every_epoch(tmp_path: Path, case: str) -> None:
+    policies = Policies()
+    trainer, module, watch, _ = fit(tmp_path, more=[policies], **CASES[case])
+    updates = CASES[case].get("updates", 2)
+    assert trainer.global_step == watch.steps[-1] == 2 * 3 * updates
+    assert len(module.old) == 2 * 3 * 32
+    cache: dict[Any, torch.Tensor] = {}
+    for step, group, sample, old in module.old:
+        iteration = step // (3 * updates)
+        key = iteration, group, sample
+        tokens = policies.tokens[iteration][group, sample]
+        if key not in cache:
+            with torch.no_grad():
+                cache[key] = logprobs_of(policies.policies[iteration], tokens)
+        known = old != 0
+        torch.testing.assert_close(old[known], cache[key][known], rtol=0, atol=1e-5)
+
+
+def test_every_epoch_trains_on_every_row_once_and_later_ones_in_another_order(tmp_path: Path) -> None:
+    _, _, watch, _ = fit(tmp_path)
+    epochs = [watch.rows[first : first + 4] for first in range(0, len(watch.rows), 4)]
+    for epoch in epochs:
+        assert len(set(itertools.chain(*epoch))) == 32
+    first_updates = [set(epoch[0] + epoch[1]) for epoch in epochs]
+    assert first_updates[0] != first_updates[1] != first_updates[2]
+    assert first_updates[1] != {(group, sample) for group, sample in first_updates[4]}
+
+
+def test_the_order_keeps_the_samples_of_a_prompt_together_and_is_a_function_of_its_arguments() -> None:
+    groups = [5, 5, 2, 2, 9, 9, 7, 7]
+    order = epoch_order(groups, 3, seed=1, iteration=4)
+    assert order[:8] == list(range(8))
+    for first in (8, 16):
+        rows = order[first : first + 8]
+        assert sorted(rows) == list(range(8))
+        assert [one + 1 for one in rows[::2]] == rows[1::2]
+    assert order == epoch_order(groups, 3, seed=1, iteration=4)
+    assert order != epoch_order(groups, 3, seed=2, iteration=4)
+    assert order != epoch_order(groups, 3, seed=1, iteration=5)
+    assert epoch_order(groups, 1, seed=1, iteration=4) == list(range(8))
+
+
+def test_the_first_epoch_is_bitwise_the_run_of_one(tmp_path: Path) -> None:
+    class Stop(L.Callback):
+        def __init__(self, after: int) -> None:
+            self.after = after
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == self.after:
+                self.weights = weights(pl_module)
+
+    for updates in (1, 2):
+        stops = [Stop(updates), Stop(updates)]
+        for epochs, stop in zip((1, 2), stops, strict=True):
+            fit(tmp_path, epochs=epochs, updates=updates, more=[stop], max_epochs=1)
+        for name, tensor in stops[0].weights.items():
+            assert torch.equal(tensor, stops[1].weights[name])
+
+
+def test_one_update_per_epoch_makes_no_forward_pass_for_old_log_probs(tmp_path: Path) -> None:
+    class Counting(L.Callback):
+        passes = 0
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.distributed_logprobs = self.count
+
+        def count(self, *arguments: Any, **more: Any) -> Any:
+            self.passes += 1
+            raise AssertionError("not needed")
+
+    fit(tmp_path, updates=1, epochs=2, max_epochs=1, more=[Counting()], module_arguments={"kl_coef": 0.0})
+
+
+@pytest.mark.parametrize(("case", "after"), [("two updates", 7), ("one update", 5), ("one update", 8), ("PPO", 10)])
+def test_a_run_resumed_inside_a_later_epoch_is_bitwise_the_straight_one(
+    tmp_path: Path, case: str, after: int
+) -> None:
+    path = tmp_path / "saved.ckpt"
+    arguments = CASES[case] | {"epochs": 2, "max_epochs": 2}
+    _, module, straight, _ = fit(tmp_path, **arguments, watch=Watch(path, after=after))
+    _, resumed, rest, _ = fit(tmp_path, **arguments, resume=str(path))
+    assert rest.rows == straight.rows[-len(rest.rows) :]
+    assert rest.steps[-1] == straight.steps[-1]
+    for name, tensor in weights(module).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+@pytest.mark.distributed
+def test_any_number_of_ranks_trains_on_the_same_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = ranks.run(
+        "callbacks.rollout.epoch_runs:on_ranks", 2, tmp_path, timeout=300, strategies=["ddp", "rlhf_zero2"]
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    alone = {
+        "two updates": fit(tmp_path, epochs=2),
+        "two updates, PPO": fit(tmp_path, epochs=2, **PPO_ARGUMENTS),
+        "one update": fit(tmp_path, epochs=2, updates=1),
+        "capped": fit(tmp_path, epochs=2, cap=30),
+    }
+    for name, (trainer, _, watch, _) in alone.items():
+        for strategy in ("ddp", "rlhf_zero2"):
+            for report in reports:
+                found = report[f"{strategy}, {name}"]
+                assert found["steps"] == trainer.global_step
+                assert found["weights"] == pytest.approx(watch.weights, rel=1e-5), (name, strategy)
+    for report in reports:
+        for name, batches in (("two updates", 9), ("one update", 10)):
+            found = report[f"rlhf_zero2, {name}, resumed"]
+            assert found == {"same weights": True, "same rows": True, "batches": batches}
