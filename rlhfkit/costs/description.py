@@ -238,7 +238,14 @@ def _sampling(
             capped_iteration_shape(prompts, group, updates, *ranks)
     except ValueError as error:
         problems.append(str(error))
-    return {"sequences": sequences, "group_size": group, "updates": updates, "max_staleness": rollouts.max_staleness}
+    epochs = data.epochs_per_iteration
+    return {
+        "sequences": sequences,
+        "group_size": group,
+        "updates": updates * epochs,
+        "passes": epochs,
+        "max_staleness": rollouts.max_staleness,
+    }
 
 
 def _answers(

@@ -168,7 +168,7 @@ class Run:
     trained_share: float = 1.0
     """The share of a micro-batch's tokens that go through the output layer with gradient."""
     updates: int = 1
-    """Optimizer updates of an iteration."""
+    """Optimizer updates of an iteration, of all passes."""
     passes: int = 1
     """Times that each sequence is trained on in an iteration."""
     sequences_together: int = 1

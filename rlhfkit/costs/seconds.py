@@ -152,7 +152,8 @@ def _forward_passes(run: Run) -> list[tuple[ModelShape, float]]:
     """Each model that is computed without gradient, and for which share of an iteration's tokens."""
     if run.engine is None:
         return [(shape, 1.0) for shape in (run.reference, run.teacher) if shape]
-    later = 1.0 if run.old_logprobs else 1.0 - 1.0 / run.updates
+    one_update = run.updates == run.passes  # per pass: the first one gives the old log-probs of the others
+    later = 1.0 if run.old_logprobs or (run.passes > 1 and not one_update) else 1.0 - run.passes / run.updates
     others = (run.critic, run.reference, run.reward_model, run.teacher)
     return [(run.policy, later), *((shape, 1.0) for shape in others if shape)]
 

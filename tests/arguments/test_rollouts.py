@@ -171,6 +171,7 @@ TABLE: dict[type, Rows] = {
         "updates_per_iteration": Change(
             2, given={"micro_batch_size": None, "max_tokens_per_micro_batch": 100, "updates_per_iteration": 1}
         ),
+        "epochs_per_iteration": Change(2),
         "validation_batch_size": Unseen(SAME_NUMBERS + "generated in other portions"),
         "max_prompt_length": Change(3, refused=True),
         "overlong_prompts": Change("drop", given={"max_prompt_length": 3, "rollout_batch_size": 2}, refused=True),

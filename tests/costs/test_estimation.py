@@ -34,6 +34,7 @@ from rlhfkit.costs import GPU, estimate, estimate_run
 from rlhfkit.costs.description import sharding_of
 from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.memory import TRAINING
+from rlhfkit.costs.seconds import prepare_seconds, train_seconds
 from rlhfkit.strategies import SequenceParallelDDPStrategy
 
 from .shapes import CONFIGS, grpo_70b
@@ -166,6 +167,21 @@ def test_the_cap_of_a_micro_batch_bounds_memory(folder: str) -> None:
     assert run.updates == 2
     longer = rollouts(sampling=SamplingSpec(group_size=4, max_new_tokens=100))
     assert estimate(GRPOModule(folder), capped, longer).run.micro_batch_tokens == 116
+
+
+def test_epochs_over_an_iteration_train_as_often_and_old_log_probs_cost_a_pass_only_with_several_updates(
+    folder: str,
+) -> None:
+    capped: dict[str, Any] = {"max_tokens_per_micro_batch": 64, "micro_batch_size": None}
+
+    def seconds(updates: int, epochs: int) -> tuple[float, float]:
+        data = prompts(**capped, updates_per_iteration=updates, epochs_per_iteration=epochs)
+        run = estimate(GRPOModule(folder), data, rollouts()).run
+        return prepare_seconds(run), train_seconds(run)
+
+    assert seconds(1, 3)[0] == seconds(1, 1)[0] == 0.0
+    assert seconds(2, 3)[0] == pytest.approx(2 * seconds(2, 1)[0])
+    assert seconds(2, 3)[1] == pytest.approx(3 * seconds(2, 1)[1])
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
         (B,) in at least float32; 0 where either reward is missing.
     """
     check_same_shape(rewards=rewards, greedy_rewards=greedy_rewards)
-    return as_advantages(precise(rewards) - precise(greedy_rewards), ~(rewards.isnan() | greedy_rewards.isnan()), rewards)
+    missing = rewards.isnan() | greedy_rewards.isnan()
+    return as_advantages(precise(rewards) - precise(greedy_rewards), ~missing, rewards)
 
 
 @share_arguments(ADVANTAGE_ARGUMENTS)

@@ -27,6 +27,7 @@ from rlhfkit.losses import (
 from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.on_policy.engine_mismatch import correction_arguments, correction_weights, mismatch_metrics
+from rlhfkit.modules.on_policy.first_pass import FirstPassLogprobs
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, PolicyLoss
 from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
 from rlhfkit.modules.on_policy.preparation.kl_control import KLEarlyStopping, skip_update
@@ -40,7 +41,7 @@ from rlhfkit.modules.on_policy.preparation.local_rows import (
 )
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
-from rlhfkit.protocols import PretrainingSource, datamodule_of
+from rlhfkit.protocols import PretrainingSource, datamodule_of, epochs_of
 from rlhfkit.validation import check_number
 
 
@@ -127,6 +128,8 @@ class OnPolicyModule(RewardedModule):
         self.correction, self._chose_correction = correction_arguments(correction), correction is not None
         self.log_entropy = log_entropy
         self._warned_of_gathering: set[str] = set()
+        self.first_pass = FirstPassLogprobs()
+        """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
         self.hparams.update(
             advantages=None if self.advantage_function is None else self.advantage_function.name,
             policy_loss=self.policy_loss.name,
@@ -217,6 +220,7 @@ class OnPolicyModule(RewardedModule):
         without a summary, its rows are the whole iteration. The rewards of the returned copy are those before
         :meth:`process_rewards`, for the log.
         """
+        self.first_pass.reset()
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.reset()
         scored = self.add_reward_model_scores(experience)
@@ -236,12 +240,14 @@ class OnPolicyModule(RewardedModule):
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs where they are needed. A collective.
 
-        The first update uses its own log-probs as old ones.
+        The first update uses its own log-probs as old ones. Later epochs over the iteration need those of all rows:
+        they are computed here, or :attr:`first_pass` keeps them where an epoch is one update.
         """
         pool = self.reference_pool
         asked = None if pool is None else ask(pool, "logprobs", self, experience)  # while the policy computes
         updates = experience.update if experience.iteration is None else experience.iteration.update  # of all ranks
-        rows = experience.update >= 0 if self.needs_old_logprobs else experience.update > 0
+        repeated = self._trainer is not None and epochs_of(self.trainer) > 1
+        rows = experience.update >= 0 if self.needs_old_logprobs or repeated else experience.update > 0
         if experience.old_logprobs is None and (self.needs_old_logprobs or bool((updates > 0).any())):
             old_logprobs = self.distributed_logprobs(self.policy, experience, rows)
             experience = dataclasses.replace(experience, old_logprobs=old_logprobs)
@@ -333,7 +339,11 @@ class OnPolicyModule(RewardedModule):
 
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch of an iteration."""
+        if self._trainer is not None:
+            batch = self.first_pass.complete(batch, self.trainer, batch_idx)
         out = self.training_output(batch)
+        if self._trainer is not None:
+            self.first_pass.keep(batch, out.logprobs, self.trainer, batch_idx)
         result = self.total_loss(batch, out)
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.measure(batch, out.logprobs)
@@ -456,16 +466,24 @@ class OnPolicyModule(RewardedModule):
             if stopped:
                 skip_update(self, "policy")
 
+    def on_train_epoch_end(self) -> None:
+        """Forget the old log-probs of the iteration that was trained on."""
+        super().on_train_epoch_end()
+        self.first_pass.reset()
+
     # ------------------------------------------------------------------ checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save whether early stopping is in effect."""
+        """Save whether early stopping is in effect, and old log-probs that later epochs of the iteration need."""
         super().on_save_checkpoint(checkpoint)
         if self.kl_early_stopping is not None:
             checkpoint["kl_early_stopped"] = self.kl_early_stopping.stopped
+        if kept := self.first_pass.state_dict():
+            checkpoint["first_pass_logprobs"] = kept
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with early stopping."""
+        """Continue with early stopping, and with the iteration's old log-probs."""
         super().on_load_checkpoint(checkpoint)
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.stopped = checkpoint.get("kl_early_stopped", False)
+        self.first_pass.load_state_dict(checkpoint.get("first_pass_logprobs", {}))

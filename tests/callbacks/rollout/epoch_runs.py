@@ -4,15 +4,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import PlainGRPO, weights
+from rl_runs import PlainGRPO, digits, weights
 
 from callbacks.rollout import capped_runs
-from callbacks.rollout.capped_runs import Watch, capped
-from rlhfkit import PPOModule
-from rlhfkit.rollout import ModuleWeights
+from callbacks.rollout.capped_runs import Growing, Watch, capped
+from rlhfkit import PPOModule, RolloutCallback, SamplingSpec
 
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -53,35 +51,37 @@ def fit(folder: Path, *, epochs: int = 3, resume: Any = None, cap: int | None = 
     given |= {"accumulate_grad_batches": 4 // updates, "data_arguments": {"micro_batch_size": 8 // RANKS}}
     if cap is not None:
         given |= capped(cap, updates)
+    if staleness := arguments.pop("max_staleness", 0):
+        sampling = SamplingSpec(group_size=4, max_new_tokens=16)
+        given["rollouts"] = RolloutCallback(digits, engine=Growing(), sampling=sampling, max_staleness=staleness)
     given["data_arguments"] |= {"epochs_per_iteration": epochs, **arguments.pop("data_arguments", {})}
     trainer, module, data, rollouts = capped_runs.run(folder, **given | arguments)
     trainer.fit(module, data, ckpt_path=resume)
     return trainer, module, watch, rollouts
 
 
-def on_ranks(folder: Path, strategies: list[str]) -> dict[str, Any]:
-    """Entry point of a rank: straight runs, and one resumed inside a later epoch."""
+ON_RANKS: dict[str, dict[str, Any]] = {
+    "two updates": {"epochs": 2},
+    "two updates, PPO": {"epochs": 2, **PPO_ARGUMENTS},
+    "one update": {"epochs": 2, "updates": 1},
+    "capped": {"epochs": 2, "cap": 30},
+}
+
+
+def on_ranks(folder: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
+    """Entry point of a rank: straight runs under each strategy, and some that are resumed inside a later epoch."""
     report: dict[str, Any] = {}
     own = folder / f"rank{RANK}"
-    for strategy in strategies:
+    for strategy, names in runs.items():
         shared = {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
-        for name, arguments in {
-            "two updates": {"epochs": 2},
-            "two updates, PPO": {"epochs": 2, **PPO_ARGUMENTS},
-            "one update": {"epochs": 2, "updates": 1},
-            "capped": {"epochs": 2, "cap": 30},
-        }.items():
+        for name in names:
+            arguments = ON_RANKS[name]
             trainer, module, watch, _ = fit(own, **shared, **arguments)
-            report[f"{strategy}, {name}"] = {
-                "weights": watch.weights,
-                "steps": trainer.global_step,
-                "rows": [sorted(rows) for rows in watch.rows],
-            }
+            report[f"{strategy}, {name}"] = {"weights": watch.weights, "steps": trainer.global_step}
         if strategy == "ddp":
             continue  # saves the micro-batches of rank 0 only, and cannot resume inside an iteration
         for name, after in (("two updates", 7), ("one update", 6)):
-            arguments = {"epochs": 2, "updates": 1 if name == "one update" else 2}
-            path = folder / f"{name}.ckpt"
+            arguments, path = ON_RANKS[name], folder / f"{name}.ckpt"
             _, module, straight, _ = fit(own, **shared, **arguments, watch=Watch(path, after=after))
             expected = weights(module)
             _, resumed, rest, _ = fit(own, **shared, **arguments, resume=str(path))
@@ -91,8 +91,3 @@ def on_ranks(folder: Path, strategies: list[str]) -> dict[str, Any]:
                 "batches": len(rest.rows),
             }
     return report
-
-
-def model_weights(module: L.LightningModule) -> list[float]:
-    """A number for each of the policy's weights."""
-    return [float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(module.policy)]

@@ -15,7 +15,7 @@ from rl_runs import weights
 from strategies import ranks
 
 from callbacks.rollout.capped_runs import Watch
-from callbacks.rollout.epoch_runs import PPO_ARGUMENTS, fit
+from callbacks.rollout.epoch_runs import ON_RANKS, PPO_ARGUMENTS, fit
 from callbacks.rollout.test_callback_by_hand import logprobs_of
 from rlhfkit.data.packing import epoch_order
 
@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one update": {"updates": 1},
     "PPO": PPO_ARGUMENTS,
     "capped": {"cap": 30},
+    "overlap": {"max_staleness": 1},
 }
 
 
@@ -118,9 +119,7 @@ def test_one_update_per_epoch_makes_no_forward_pass_for_old_log_probs(tmp_path: 
 
 
 @pytest.mark.parametrize(("case", "after"), [("two updates", 7), ("one update", 5), ("one update", 8), ("PPO", 10)])
-def test_a_run_resumed_inside_a_later_epoch_is_bitwise_the_straight_one(
-    tmp_path: Path, case: str, after: int
-) -> None:
+def test_a_run_resumed_inside_a_later_epoch_is_bitwise_the_straight_one(tmp_path: Path, case: str, after: int) -> None:
     path = tmp_path / "saved.ckpt"
     arguments = CASES[case] | {"epochs": 2, "max_epochs": 2}
     _, module, straight, _ = fit(tmp_path, **arguments, watch=Watch(path, after=after))
@@ -133,23 +132,17 @@ def test_a_run_resumed_inside_a_later_epoch_is_bitwise_the_straight_one(
 
 @pytest.mark.distributed
 def test_any_number_of_ranks_trains_on_the_same_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = ranks.run(
-        "callbacks.rollout.epoch_runs:on_ranks", 2, tmp_path, timeout=300, strategies=["ddp", "rlhf_zero2"]
-    )
+    runs = {"ddp": ["two updates, PPO", "one update"], "rlhf_zero2": ["two updates", "capped"]}
+    reports = ranks.run("callbacks.rollout.epoch_runs:on_ranks", 2, tmp_path, timeout=300, runs=runs)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    alone = {
-        "two updates": fit(tmp_path, epochs=2),
-        "two updates, PPO": fit(tmp_path, epochs=2, **PPO_ARGUMENTS),
-        "one update": fit(tmp_path, epochs=2, updates=1),
-        "capped": fit(tmp_path, epochs=2, cap=30),
-    }
-    for name, (trainer, _, watch, _) in alone.items():
-        for strategy in ("ddp", "rlhf_zero2"):
+    for strategy, names in runs.items():
+        for name in names:
+            trainer, _, watch, _ = fit(tmp_path, **ON_RANKS[name])
             for report in reports:
                 found = report[f"{strategy}, {name}"]
                 assert found["steps"] == trainer.global_step
-                assert found["weights"] == pytest.approx(watch.weights, rel=1e-5), (name, strategy)
+                assert found["weights"] == pytest.approx(watch.weights, rel=1e-5), name
     for report in reports:
-        for name, batches in (("two updates", 9), ("one update", 10)):
+        for name, batches in (("two updates", 10), ("one update", 12)):
             found = report[f"rlhf_zero2, {name}, resumed"]
             assert found == {"same weights": True, "same rows": True, "batches": batches}
