@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         RolloutEngine,
         SamplingSpec,
         VLLMPool,
+        VLLMServer,
     )
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
@@ -124,6 +125,7 @@ _HOMES = {
     "TrainingCurves": "callbacks",
     "UnpairedPreferenceDataModule": "datamodules",
     "VLLMPool": "rollout",
+    "VLLMServer": "rollout",
     "estimate": "costs",
     "local_rows": "modules",
     "presets": "modules",
@@ -189,6 +191,7 @@ __all__ = [
     "TrainingCurves",
     "UnpairedPreferenceDataModule",
     "VLLMPool",
+    "VLLMServer",
     "__version__",
     "estimate",
     "local_rows",

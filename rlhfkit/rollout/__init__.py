@@ -1,7 +1,7 @@
-"""Engines that generate samples: in this process, or vLLM in Ray actors. Heavy packages load when used.
+"""Engines that generate samples: in this process, vLLM in Ray actors, running servers. Heavy packages load when used.
 
 May import: models, losses, data, ``distributed.py``, ``validation.py``.
-Start at :mod:`rlhfkit.rollout.engine` (the interface), then ``local/`` or ``vllm/``.
+Start at :mod:`rlhfkit.rollout.engine` (the interface), then ``local/``, ``vllm/`` or ``server/``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from rlhfkit.rollout.supervision.health import HealthPolicy
 if TYPE_CHECKING:
     from rlhfkit.rollout.local.engine import LocalEngine as LocalEngine
     from rlhfkit.rollout.replay import ReplayEngine as ReplayEngine
+    from rlhfkit.rollout.server.engine import VLLMServer as VLLMServer
     from rlhfkit.rollout.vllm.pool import VLLMPool as VLLMPool
     from rlhfkit.rollout.weight_sync.source import ModuleWeights as ModuleWeights
 
@@ -21,6 +22,7 @@ _LAZY = {
     "ModuleWeights": "rlhfkit.rollout.weight_sync.source",
     "ReplayEngine": "rlhfkit.rollout.replay",
     "VLLMPool": "rlhfkit.rollout.vllm.pool",
+    "VLLMServer": "rlhfkit.rollout.server.engine",
 }
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "RolloutEngine",
     "SamplingSpec",
     "VLLMPool",
+    "VLLMServer",
     "WeightInfo",
     "WeightSource",
     "sample_seed",

@@ -5,6 +5,7 @@ own engine (:class:`~rlhfkit.LocalEngine`) or all share one (:class:`~rlhfkit.VL
 """
 
 import hashlib
+import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,17 @@ class SamplingSpec:
     """Texts that end a completion; a single string is accepted."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the model's end-of-sequence tokens."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or completion are divided by it where positive, else multiplied; 1 is off (CTRL,
+    Keskar et al., 2019, arXiv:1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that are in the completion; 0 is off (OpenAI's API)."""
+    frequency_penalty: float = 0.0
+    """Subtracted as many times as a token is in the completion; 0 is off (OpenAI's API)."""
+    regex: str | None = None
+    """Pattern that every completion matches as a whole, unless it is cut off; vLLM only."""
+    json_schema: Any = None
+    """JSON schema of every completion, a mapping or its JSON text, which is what it becomes; vLLM only."""
     seed: int = 0
     """Base of all sampling seeds."""
 
@@ -82,17 +94,55 @@ class SamplingSpec:
                 f"on, got {ids!r:.200}"
             )
         object.__setattr__(self, "stop_token_ids", tuple(ids))
+        check_number("SamplingSpec.repetition_penalty", self.repetition_penalty, above=0, why="1 is off")
+        check_number("SamplingSpec.presence_penalty", self.presence_penalty, minimum=-2, maximum=2, why="0 is off")
+        check_number("SamplingSpec.frequency_penalty", self.frequency_penalty, minimum=-2, maximum=2, why="0 is off")
+        if self.regex is not None and (not isinstance(self.regex, str) or not self.regex):
+            raise ValueError(f"SamplingSpec.regex must be a pattern, or None for any text, got {self.regex!r}")
+        object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        if self.regex is not None and self.json_schema is not None:
+            raise ValueError("SamplingSpec takes regex or json_schema, not both: a completion has one form")
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are excluded, by ``top_p``, ``top_k``, ``min_p`` (unused if greedy) or ``min_new_tokens``."""
+        """Whether a distribution other than the policy's is sampled from.
+
+        Tokens are excluded, by ``top_p``, ``top_k``, ``min_p`` (unused if greedy), ``min_new_tokens`` or a form, or
+        penalized.
+        """
         tail = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-        return tail or self.min_new_tokens > 0
+        return tail or self.min_new_tokens > 0 or self.penalizes or self.constrained
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on the tokens that came before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def constrained(self) -> bool:
+        """Whether completions have a form, by ``regex`` or ``json_schema``, which vLLM's grammars enforce."""
+        return self.regex is not None or self.json_schema is not None
 
 
 def _is_stop_text(value: Any) -> bool:
     """Whether a model could produce this text, which excludes lone surrogates (half of a UTF-16 pair)."""
     return isinstance(value, str) and bool(value) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _schema_text(schema: Any) -> str | None:
+    """Return a JSON schema as text, by which equal ones are equal; ValueError if it is none."""
+    if schema is None:
+        return None
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(schema, Mapping):
+            raise TypeError(f"it is a {type(schema).__name__}")
+        return json.dumps(schema, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"SamplingSpec.json_schema must be a JSON schema, a mapping or its JSON text, got {str(schema)[:80]!r}: "
+            f"{error}"
+        ) from None
 
 
 def _is_token_id(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""HTTP servers with access control: a token, limits of size and time.
+"""HTTP servers with access control, and requests to servers: a token, limits of size and time.
 
 Import the files one by one: ``access.py`` needs no web framework.
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit import EpisodeEngine, LocalEngine, VLLMPool
+from rlhfkit import EpisodeEngine, LocalEngine, VLLMPool, VLLMServer
 from rlhfkit.episodes import AgentEngine
 from rlhfkit.rollout import HealthPolicy, ReplayEngine
 
 from . import episodes, supervision
-from .table import Change, Rows, arguments_of, ignored
+from .table import Change, Rows, Unseen, arguments_of, ignored
 
 BESIDE: dict[str, Any] = {"colocate": True}
 TABLE: dict[type, Rows] = {
@@ -53,6 +53,13 @@ TABLE: dict[type, Rows] = {
         "request_attempts": Change(2),
         "recovery_timeout": Change(10.0),
         "report_after": Change(50.0),
+    },
+    VLLMServer: {
+        name: Unseen("what a server is asked: tests/rollout/server")
+        for name in (
+            *("urls", "served_model", "token", "token_variable", "concurrency", "start_timeout", "request_timeout"),
+            *("sync_timeout", "retries", "backoff", "transfer", "bucket_bytes", "ssl_ca_certs"),
+        )
     },
     ReplayEngine: {"folder": Change("@other_dump")},
     EpisodeEngine: {

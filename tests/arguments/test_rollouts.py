@@ -194,6 +194,11 @@ TABLE: dict[type, Rows] = {
         "min_p": Change(0.5),
         "stop": Change(("1", "2", "3", "a", "b")),
         "stop_token_ids": Change((5,)),
+        "repetition_penalty": Change(5.0),
+        "presence_penalty": Change(2.0),
+        "frequency_penalty": Change(2.0),
+        "regex": Change("a+", refused=True),  # LocalEngine has no grammars: tests/rollout/server/test_engine.py
+        "json_schema": Change({"type": "object"}, refused=True),
         "seed": Change(1),
     },
     DynamicSampling: {

@@ -423,7 +423,9 @@ class RolloutCallback(Callback):
         if comparable or not module.uses_rollout_logprobs:
             return
         default, sampling = dataclasses.asdict(SamplingSpec()), dataclasses.asdict(self.sampling)
-        fields = ("temperature", "top_p", "top_k", "min_p", "min_new_tokens")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        forms = ("regex", "json_schema")
+        fields = ("temperature", "top_p", "top_k", "min_p", "min_new_tokens", *penalties, *forms)
         changed = [f"{name}={sampling[name]}" for name in fields if sampling[name] != default[name]]
         raise ValueError(
             f"{type(module).__name__} compares the engine's log-probs with its own (a correction, or a policy loss "

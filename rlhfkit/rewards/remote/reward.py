@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import OnFailure, check_on_failure, reward_after_failure
-from rlhfkit.rewards.remote.endpoints import Endpoint, InvalidResponse, ServerUnavailable, least_outstanding, post
 from rlhfkit.rewards.remote.wire import SampleFormat, WireFormat, decode_rewards, encode_request
 from rlhfkit.serving.access import AccessToken, is_loopback
+from rlhfkit.serving.endpoints import Endpoint, InvalidResponse, ServerUnavailable, least_outstanding, post
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:

@@ -226,12 +226,17 @@ class LocalEngine(RolloutEngine):
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
         """Return groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
+        _check_sampling(sampling)
         with self._weights():  # raises if there are none
             self._check_unchanged()
             return LocalStream(self, sampling, iteration)
 
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
-        """True: log-probs are always those before truncation; see :meth:`RolloutEngine.configure_logprobs`."""
+        """True: log-probs are always those before truncation; see :meth:`RolloutEngine.configure_logprobs`.
+
+        Raises ValueError, before anything is loaded, for sampling that this engine does not have.
+        """
+        _check_sampling(sampling)
         return True
 
     def decode(self, rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Decoding:
@@ -266,6 +271,14 @@ class LocalEngine(RolloutEngine):
         """Free the model; the engine can be started again, also with another model."""
         self._model, self._config, self._tokenizer, self.version = None, None, None, None
         self._parameters = None
+
+
+def _check_sampling(sampling: SamplingSpec) -> None:
+    if sampling.constrained:
+        given = "regex" if sampling.regex is not None else "json_schema"
+        raise ValueError(
+            f"LocalEngine has no grammars, which SamplingSpec({given}=...) needs: sample with VLLMPool or VLLMServer"
+        )
 
 
 class LocalStream:

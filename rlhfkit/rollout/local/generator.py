@@ -93,6 +93,7 @@ class Decoding:
         self._cache: Any = None
         self._padding = torch.empty(0)  # of each row's text in the cache, on the host
         self._version: int | None = None  # with which the cache was computed
+        self._penalties: Penalties | None = None
 
     @torch.no_grad()
     def run(self) -> Iterator[list[FinishedRow]]:
@@ -164,7 +165,14 @@ class Decoding:
         """Sample a token for every row in the batch; returns the rows that are finished with it."""
         sampling, alive = self._sampling, self._alive
         forbidden = self._forbidden if step < sampling.min_new_tokens else None
-        self._last, logprob = sample_tokens(logits, self._uniforms[:, step], sampling, forbidden)
+        penalized, rows = None, None
+        if sampling.penalizes:
+            self._penalties = self._penalties or Penalties(self._prompts, sampling, logits)
+            rows = alive.to(self._device)
+            penalized = self._penalties.apply(logits, rows)
+        self._last, logprob = sample_tokens(logits, self._uniforms[:, step], sampling, forbidden, penalized)
+        if self._penalties is not None and rows is not None:
+            self._penalties.add(rows, self._last)
         # Both in one copy, the only thing that the host waits for. Token ids are exact in float64.
         made = torch.stack([self._last.double(), logprob.double()]).cpu()
         token = made[0].long()
@@ -248,6 +256,38 @@ def _uniforms(rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iterat
     return torch.stack(drawn)
 
 
+class Penalties:
+    """Penalties for tokens that came before, in vLLM's order: repetition, frequency, presence.
+
+    A logit z of a token that is n times in the completion becomes ``z' - n * frequency - [n > 0] * presence``, where
+    z' is ``z / r`` if z > 0, else ``z * r``, with the repetition penalty r for tokens of prompt or completion.
+
+    Args:
+        prompts: Of all rows of the batch.
+        sampling: Has the penalties.
+        logits: (B, V) of any of them, for size and device.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], sampling: SamplingSpec, logits: Tensor) -> None:
+        self._sampling = sampling
+        self._counts = torch.zeros(len(prompts), logits.shape[-1], device=logits.device)
+        self._in_prompt = torch.zeros(len(prompts), logits.shape[-1], dtype=torch.bool, device=logits.device)
+        for row, prompt in enumerate(prompts):
+            self._in_prompt[row, torch.tensor(prompt.token_ids, device=logits.device)] = True
+
+    def apply(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """(B, V) float32 penalized logits of rows (B,)."""
+        spec, counts, logits = self._sampling, self._counts[rows], logits.float()
+        seen = self._in_prompt[rows] | (counts > 0)
+        repeated = torch.where(logits > 0, logits / spec.repetition_penalty, logits * spec.repetition_penalty)
+        logits = torch.where(seen, repeated, logits)
+        return logits - spec.frequency_penalty * counts - spec.presence_penalty * (counts > 0)
+
+    def add(self, rows: Tensor, tokens: Tensor) -> None:
+        """Count a token (B,) of each of some rows (B,)."""
+        self._counts[rows, tokens] += 1
+
+
 def truncate(logits: Tensor, spec: SamplingSpec) -> Tensor:
     """Divide by the temperature and remove the tokens that min-p, top-k and top-p rule out, in vLLM's order.
 
@@ -274,7 +314,11 @@ def truncate(logits: Tensor, spec: SamplingSpec) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor, uniforms: Tensor, spec: SamplingSpec, forbidden: Tensor | None = None
+    logits: Tensor,
+    uniforms: Tensor,
+    spec: SamplingSpec,
+    forbidden: Tensor | None = None,
+    penalized: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inverting the cumulative distribution.
 
@@ -283,19 +327,21 @@ def sample_tokens(
         uniforms: (B,) float64 in [0, 1).
         spec: How to sample; temperature 0 takes the most likely token.
         forbidden: (K,) token ids that must not be sampled, or ``None``.
+        penalized: (B, V) the logits to sample from, where they differ; ``None``: they do not.
 
     Returns:
-        Tokens (B,) int64 and their log-probs (B,) float32 at the temperature (1 if greedy), before truncation, as the
-        trainer computes them.
+        Tokens (B,) int64 and their log-probs (B,) float32 at the temperature (1 if greedy), before truncation and
+        penalties, as the trainer computes them.
     """
     logits = logits.float()
     logprobs = (logits / (spec.temperature or 1.0)).log_softmax(-1)
+    logits = logits if penalized is None else penalized
     if forbidden is not None:
         logits = logits.index_fill(-1, forbidden, -torch.inf)
     if spec.temperature == 0:
         token = logits.argmax(-1)
     else:
-        untruncated = forbidden is None and not spec.truncates
+        untruncated = forbidden is None and penalized is None and not spec.truncates
         distribution = logprobs if untruncated else truncate(logits, spec).log_softmax(-1)
         cumulative = distribution.double().exp().cumsum(-1)
         target = uniforms[:, None] * cumulative[:, -1:]

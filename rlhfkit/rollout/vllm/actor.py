@@ -356,10 +356,12 @@ class VLLMActor(RemoteEngine):
 def _sampling_params(arguments: dict[str, Any]) -> Any:
     """Build ``vllm.SamplingParams``; any exception becomes RefusedRequest."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     try:
         named = {name: value for name, value in arguments.items() if name != "priority"}
+        if "structured_outputs" in named:
+            named["structured_outputs"] = StructuredOutputsParams(**named["structured_outputs"])
         return SamplingParams(**named, output_kind=RequestOutputKind.FINAL_ONLY)
     except Exception as error:
         raise RefusedRequest(f"{type(error).__name__}: {error}") from None

@@ -10,6 +10,9 @@ from rlhfkit.rollout.engine import SamplingSpec, sample_seed
 from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 
+# vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.
+_TEMPERATURES = (0.01, 2.0)
+
 
 def engine_arguments(
     model: str,
@@ -99,15 +102,16 @@ def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: in
 
     ``stops`` are the model's end-of-sequence tokens.
     """
+    form = {"regex": spec.regex} if spec.regex is not None else {"json": spec.json_schema}
     return prompt.token_ids, {
         "n": 1,
         "temperature": spec.temperature,
         "top_p": spec.top_p,
         "top_k": spec.top_k,
         "min_p": spec.min_p,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
+        "presence_penalty": spec.presence_penalty,
+        "frequency_penalty": spec.frequency_penalty,
+        "repetition_penalty": spec.repetition_penalty,
         "seed": sample_seed(spec.seed, iteration, prompt.index, index),
         "max_tokens": spec.max_new_tokens,
         "min_tokens": spec.min_new_tokens,
@@ -119,4 +123,14 @@ def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: in
         "skip_special_tokens": True,
         # What dynamic sampling draws late for an iteration goes before the requests of the next one.
         "priority": iteration,
-    }
+    } | ({"structured_outputs": form} if spec.constrained else {})
+
+
+def check_vllm_sampling(sampling: SamplingSpec) -> None:
+    """Raise ValueError if vLLM cannot sample at the temperature."""
+    low, high = _TEMPERATURES
+    if sampling.temperature > high or 0 < sampling.temperature < low:
+        raise ValueError(
+            f"vLLM samples at temperature 0 (greedy) or {low} to {high}, got SamplingSpec.temperature="
+            f"{sampling.temperature}"
+        )

@@ -17,7 +17,7 @@ from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.vllm.adapter_slot import NO_LORA, adapter_arguments
-from rlhfkit.rollout.vllm.arguments import engine_arguments, engine_environment, sample_request
+from rlhfkit.rollout.vllm.arguments import check_vllm_sampling, engine_arguments, engine_environment, sample_request
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 from rlhfkit.rollout.vllm.quantization import check_quantization, quantization_arguments
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
@@ -25,9 +25,6 @@ from rlhfkit.rollout.weight_sync.transfers import make_sender
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
-
-# vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.
-_TEMPERATURES = (0.01, 2.0)
 
 
 class VLLMPool(RemoteEnginePool):
@@ -312,12 +309,7 @@ class VLLMPool(RemoteEnginePool):
 
     def check_sampling(self, sampling: SamplingSpec) -> None:
         """Raise ValueError if vLLM cannot sample at the temperature."""
-        low, high = _TEMPERATURES
-        if sampling.temperature > high or 0 < sampling.temperature < low:
-            raise ValueError(
-                f"vLLM samples at temperature 0 (greedy) or {low} to {high}, got SamplingSpec.temperature="
-                f"{sampling.temperature}"
-            )
+        check_vllm_sampling(sampling)
 
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
         """Set vLLM's ``logprobs_mode`` for this sampling and return :meth:`knows_logprobs`.
@@ -331,7 +323,12 @@ class VLLMPool(RemoteEnginePool):
         return self.knows_logprobs(sampling)
 
     def knows_logprobs(self, sampling: SamplingSpec) -> bool:
-        """Whether vLLM reports log-probs at the sampling temperature before truncation."""
+        """Whether vLLM reports log-probs at the sampling temperature before truncation.
+
+        Never those of a completion with a form: its grammar removes tokens before vLLM takes them.
+        """
+        if sampling.constrained:
+            return False
         if self._logprobs_mode == "raw_logprobs":
             return sampling.temperature in (0.0, 1.0)
         return not sampling.truncates

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -118,6 +118,18 @@ class WeightSyncCoordinator:
         self._sender.close()
 
 
+class SyncSteps(Protocol):
+    """Rank 0's steps of a weight sync; :class:`WeightSyncCoordinator` has them."""
+
+    def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Make one attempt; EngineError if an engine fails."""
+        ...
+
+    def can_retry(self, error: BaseException) -> bool:
+        """Whether another attempt may succeed now."""
+        ...
+
+
 class SyncAttempt(NamedTuple):
     """Outcome of one attempt to send weights, the same on every rank."""
 
@@ -129,7 +141,7 @@ class SyncAttempt(NamedTuple):
 
 
 def attempt_sync(
-    weights: WeightSource, version: int, sender: WeightSender | None, coordinator: WeightSyncCoordinator | None
+    weights: WeightSource, version: int, sender: WeightSender | None, coordinator: SyncSteps | None
 ) -> SyncAttempt:
     """Send the weights once. A collective: every rank reads its source to the end, whatever fails.
 

@@ -29,15 +29,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import RemoteReward, WeightedSum, score_samples
 from rlhfkit.rewards.base import OnFailure, RewardError
-from rlhfkit.rewards.remote.endpoints import (
+from rlhfkit.rewards.remote.wire import OpenRLHFFormat, SampleFormat
+from rlhfkit.serving.access import AccessToken
+from rlhfkit.serving.endpoints import (
     MAX_RETRY_AFTER,
     Endpoint,
     ServerUnavailable,
     least_outstanding,
     parse_retry_after,
 )
-from rlhfkit.rewards.remote.wire import OpenRLHFFormat, SampleFormat
-from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.server import Server
 
 SECRET = "a-secret-of-24-characters"

@@ -1,4 +1,4 @@
-"""One request to one of several reward servers, and whether its failure may be retried."""
+"""One request to one of several servers, and whether its failure may be retried."""
 
 import asyncio
 import email.utils
@@ -37,7 +37,14 @@ class ServerUnavailable(Exception):
 
 
 class InvalidResponse(Exception):
-    """The server refused the request or its response is invalid; a retry would give the same."""
+    """The server refused the request or its response is invalid; a retry would give the same.
+
+    ``status`` is the HTTP status of a refusal.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(eq=False)
@@ -74,8 +81,10 @@ def least_outstanding(endpoints: Sequence[Endpoint], avoided: set[Endpoint]) -> 
     return min(endpoints, key=lambda one: (one in avoided, one.cooldown_until > now, one.outstanding))
 
 
-async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout: float, max_bytes: int) -> bytes:
-    """Post JSON and return the response's body, of at most ``max_bytes``; ``timeout`` limits the whole exchange.
+async def exchange(
+    client: "httpx.AsyncClient", method: str, url: str, content: bytes | None, *, timeout: float, max_bytes: int
+) -> bytes:
+    """Send a request and return the response's body, of at most ``max_bytes``; ``timeout`` limits the whole exchange.
 
     Raises:
         ServerUnavailable: If there is no connection or no response in ``timeout`` seconds, or the status is 5xx, 408 or
@@ -85,7 +94,7 @@ async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout
     import httpx
 
     try:
-        async with asyncio.timeout(timeout), client.stream("POST", url, content=content) as response:
+        async with asyncio.timeout(timeout), client.stream(method, url, content=content) as response:
             body = bytearray()
             async for chunk in response.aiter_raw():  # not decompressed: a small response could become a huge one
                 body += chunk
@@ -102,7 +111,12 @@ async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout
     message = f"{url} answered with status {response.status_code}: {body[:300].decode(errors='replace')}"
     if response.status_code in RETRYABLE_STATUSES or response.status_code >= 500:
         raise ServerUnavailable(message, parse_retry_after(response.headers.get("retry-after")))
-    raise InvalidResponse(message)
+    raise InvalidResponse(message, response.status_code)
+
+
+async def post(client: "httpx.AsyncClient", url: str, content: bytes, *, timeout: float, max_bytes: int) -> bytes:
+    """Post JSON; see :func:`exchange`."""
+    return await exchange(client, "POST", url, content, timeout=timeout, max_bytes=max_bytes)
 
 
 def parse_retry_after(header: str | None) -> float:

@@ -1,0 +1,393 @@
+"""``VLLMServer``: running ``vllm serve`` processes as an engine."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.distributed import get_rank, run_on_all_ranks
+from rlhfkit.rollout.collector import sample_all
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
+from rlhfkit.rollout.errors import EngineError, WeightsNeededError
+from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
+from rlhfkit.rollout.server.stream import ServerStream
+from rlhfkit.rollout.server.weights import ServerReceivers, ServerSync, ask_server_info, choose_sender
+from rlhfkit.rollout.server.wire import COMPLETIONS, parse_completion, parse_scores, sample_body, score_body
+from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
+from rlhfkit.rollout.weight_sync.coordinator import attempt_sync
+from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
+from rlhfkit.rollout.weight_sync.transfers import check_transfer
+from rlhfkit.serving.access import AccessToken
+from rlhfkit.validation import check_integer, check_number
+
+log = logging.getLogger(__name__)
+
+_ASK_SECONDS = 60.0
+
+
+class VLLMServer(RolloutEngine):
+    """One or several running ``vllm serve`` processes of one model, as one engine. They go on when the run ends.
+
+    Samples are those of :class:`~rlhfkit.VLLMPool` with the same weights: same requests, same seeds. Tokens are sent
+    and returned as ids over ``/v1/completions``.
+
+    To train, the servers need vLLM's endpoints for weights; without them :meth:`start` raises an error that says how to
+    start them, unless only the model's own weights are asked for (``rlhfkit generate``, evaluations).
+
+    Example::
+
+        RolloutCallback(engine=VLLMServer("http://10.0.0.5:8000"), reward=math_match)
+
+    Args:
+        urls: Addresses, ``http://10.0.0.5:8000`` each, without ``/v1``.
+        served_model: Name by which the servers know the model; ``None``: the only one they have.
+        token: The servers' ``--api-key``. Prefer ``token_variable``: this one is in every pickle of the engine.
+        token_variable: Environment variable that holds it.
+        concurrency: Requests in flight on each server, of each rank.
+        start_timeout: Seconds in which the servers must answer at the start.
+        request_timeout: Seconds in which a server must answer a request, its time in the server's queue included.
+        sync_timeout: Seconds for each step of a weight transfer, and for each bucket.
+        retries: How often a request is sent again that found no connection or no answer, or status 408, 429 or 5xx;
+            to another server, if there is one.
+        backoff: Seconds before the first repetition; doubled each time up to 30, plus a random part of up to this.
+        transfer: ``"auto"``: gloo from or to CPUs, NCCL between GPUs; or ``"gloo"``, ``"nccl"``. Servers with the
+            backend ``nccl``, vLLM's own, get weights by that.
+        bucket_bytes: Bytes per broadcast of a weight transfer.
+        ssl_ca_certs: File of certificate authorities (PEM) to verify the servers with; ``None``: the system's.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    shared = True
+    can_stream = True
+    continuous_batching = True
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        served_model: str | None = None,
+        token: str | None = None,
+        token_variable: str | None = None,
+        concurrency: int = 256,
+        start_timeout: float = 120.0,
+        request_timeout: float = 1800.0,
+        sync_timeout: float = 300.0,
+        retries: int = 5,
+        backoff: float = 1.0,
+        transfer: str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        ssl_ca_certs: str | None = None,
+    ) -> None:
+        self.options = ServerOptions(
+            urls=(urls,) if isinstance(urls, str) else tuple(urls),
+            token=AccessToken.optional(token, variable=token_variable),
+            concurrency=concurrency,
+            timeout=request_timeout,
+            retries=retries,
+            backoff=backoff,
+            ssl_ca_certs=ssl_ca_certs,
+        )
+        check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
+        check_number("sync_timeout", sync_timeout, above=0, why="it is in seconds")
+        check_integer("bucket_bytes", bucket_bytes, minimum=1)
+        if transfer not in ("auto", "gloo", "nccl"):
+            raise ValueError(f"VLLMServer(transfer=...) must be 'auto', 'gloo' or 'nccl', got {transfer!r}")
+        self.served_model = served_model
+        self.start_timeout = start_timeout
+        self.sync_timeout = sync_timeout
+        self.transfer = check_transfer(transfer, device=None, colocate=False)
+        self.bucket_bytes = bucket_bytes
+        self.version: int | None = None
+        self._connections: ServerConnections | None = None
+        self._sync: ServerSync | None = None  # on rank 0, if weights can be sent
+        self._takes_weights = False
+        self._own_weights = False
+        self._name = ""
+        self._context = 0
+        self._vocabulary = 0
+        self._stops: tuple[int, ...] = ()
+        self._reports_raw: bool | None = None  # log-probs before temperature and truncation; None: not asked yet
+        self._sync_metrics: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        """Show the servers."""
+        return f"VLLMServer({list(self.options.urls)!r})"
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Maximum tokens of prompt and completion, of the servers; ``None`` before :meth:`start`."""
+        return self._context or None
+
+    # ---------------------------------------------------------------- start and end
+
+    def start(
+        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
+    ) -> None:
+        """Connect; see :meth:`RolloutEngine.start`. ``dtype`` is the servers' own.
+
+        Raises:
+            EngineError: On all ranks, if a server does not answer, has other models, or is to be sent weights and
+                cannot take them.
+        """
+        if self._stops:
+            return
+        try:
+            run_on_all_ranks(lambda: self._start(model, trust_remote_code, load_weights), error_type=EngineError)
+        except BaseException:
+            self.close()
+            raise
+        self._own_weights = load_weights
+        self.version = 0 if load_weights else None
+
+    def _start(self, model: str, trust_remote_code: bool, load_weights: bool) -> None:
+        from rlhfkit.models.load import load_config, load_tokenizer, stop_token_ids
+
+        connections = self._connect()
+        self._vocabulary = int(load_config(model, trust_remote_code=trust_remote_code).get_text_config().vocab_size)
+        self._check_vocabulary(connections, model)
+        if not load_weights:
+            infos = [connections.submit(ask_server_info(connections, one)).result() for one in connections.endpoints]
+            self._takes_weights = True
+            if get_rank() == 0:
+                sender = choose_sender(
+                    infos,
+                    self.transfer,
+                    trainer_has_gpu=torch.cuda.is_available(),
+                    timeout=self.sync_timeout,
+                    bucket_bytes=self.bucket_bytes,
+                )
+                receivers = ServerReceivers(connections, [info.workers for info in infos], self.sync_timeout)
+                self._sync = ServerSync(receivers, sender)
+        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        self._stops = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
+
+    def _connect(self) -> ServerConnections:
+        """Open the connections, once, and learn the model's name and context."""
+        if self._connections is not None:
+            return self._connections
+        connections = ServerConnections(self.options)
+        try:
+            found = [
+                connections.submit(find_model(connections, endpoint, self.served_model, self.start_timeout)).result()
+                for endpoint in connections.endpoints
+            ]
+        except BaseException:
+            connections.close()
+            raise
+        names = {name for name, _ in found}
+        if len(names) > 1:
+            connections.close()
+            raise EngineError(f"the servers have different models, {sorted(names)}: VLLMServer needs the same on all")
+        self._name, self._context = names.pop(), min(context for _, context in found)
+        self._connections = connections
+        return connections
+
+    def _check_vocabulary(self, connections: ServerConnections, model: str) -> None:
+        """Have every server compute the last token of the policy's vocabulary: one of a smaller model refuses it."""
+        for endpoint in connections.endpoints:
+            body = {"model": self._name, **score_body([self._vocabulary - 1])} | {"prompt_logprobs": None}
+            try:
+                connections.submit(connections.call(endpoint, "POST", COMPLETIONS, body, timeout=_ASK_SECONDS)).result()
+            except EngineError as error:
+                raise EngineError(f"{endpoint.url} cannot compute {model}, which it has to serve: {error}") from None
+
+    def close(self) -> None:
+        """Disconnect; the servers go on with the weights that they have."""
+        if self._sync is not None:
+            self._sync.close()
+        if self._connections is not None:
+            self._connections.close()
+        self._connections, self._sync, self.version = None, None, None
+        self._stops, self._takes_weights, self._reports_raw, self._context = (), False, None, 0
+
+    # ---------------------------------------------------------------- weights
+
+    def load(self, weights: WeightSource, version: int) -> None:
+        """Send the weights to all servers, in whose log they have this version. Called on every rank.
+
+        Nothing of ours may be in flight. After a failure ``version`` is ``None``, and a server that was being sent
+        weights stays paused until a later sync succeeds.
+
+        Raises:
+            EngineError: If a server failed or did not confirm within ``sync_timeout``; on every rank.
+        """
+        if not self._takes_weights:
+            raise RuntimeError("VLLMServer.load was called before VLLMServer.start, or for servers that only generate")
+        before, self.version = self.version, None
+        whole = weights.in_checkpoint_format()
+        outcome = attempt_sync(whole, version, None, self._sync)
+        if outcome.error is not None:
+            if not outcome.started:
+                self.version = before
+            raise outcome.error
+        self._own_weights, self.version = False, version
+        self._sync_metrics = {"rollout/sync_bytes": float(sum(info.num_bytes for info in whole.metadata()))}
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Return ``rollout/sync_bytes``, what the last :meth:`load` sent to each server."""
+        return self._sync_metrics
+
+    def _check_weights(self, connections: ServerConnections) -> None:
+        """Raise WeightsNeededError if a server was started again, or sent weights by another run, since our sync."""
+        if self._own_weights:
+            return
+        for endpoint, served in zip(connections.endpoints, served_versions(connections), strict=True):
+            if served != str(self.version):
+                raise WeightsNeededError(
+                    f"{endpoint.url} serves the weights {served!r}, not version {self.version} of this run: it was "
+                    "started again, or another run has sent it weights"
+                )
+
+    # ---------------------------------------------------------------- sampling
+
+    def configure_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Whether the servers' log-probs for this sampling will be the policy's; see :meth:`knows_logprobs`."""
+        return self.knows_logprobs(sampling)
+
+    def knows_logprobs(self, sampling: SamplingSpec) -> bool:
+        """Whether the servers report log-probs at the sampling temperature before truncation.
+
+        vLLM reports them either before temperature and truncation (``--logprobs-mode raw_logprobs``, its default) or
+        after both (``processed_logprobs``), which is found out by asking.
+        """
+        if sampling.constrained:  # a grammar removes tokens before vLLM takes either of them
+            return False
+        if sampling.temperature in (0.0, 1.0) and not sampling.truncates:
+            return True
+        if self._reports_raw is None:
+            connections = self._connect()
+            self._reports_raw = connections.submit(reports_raw_logprobs(connections, self._name)).result()
+        if self._reports_raw:
+            return sampling.temperature in (0.0, 1.0)
+        return not sampling.truncates
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        """Sample on all servers, for this rank alone; see :meth:`RolloutEngine.generate`. Any thread."""
+        return sample_all(self.stream(sampling, iteration=iteration), prompts)
+
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> ServerStream:
+        """Return groups of this rank as they are finished. Any thread, several streams at a time.
+
+        Raises:
+            ValueError: If vLLM does not support these settings.
+            WeightsNeededError: If a server does not have the weights of the last :meth:`load` any more.
+        """
+        connections = self._serving()
+        check_vllm_sampling(sampling)
+        self._check_weights(connections)
+        return ServerStream(
+            partial(self._sample, connections, sampling, self.knows_logprobs(sampling), self.version or 0),
+            connections.submit,
+            lambda prompts: check_requests(prompts, sampling, context=self._context, vocabulary=self._vocabulary),
+            group_size=sampling.group_size,
+            iteration=iteration,
+        )
+
+    def _serving(self) -> ServerConnections:
+        if self._connections is None or not self._stops:
+            raise RuntimeError("VLLMServer is not connected: VLLMServer.start comes first (RolloutCallback calls it)")
+        if self.version is None:
+            raise RuntimeError(
+                "the servers have no complete weights of this run: none were loaded yet, or the last VLLMServer.load "
+                "failed. RolloutCallback loads them; or call load() yourself"
+            )
+        return self._connections
+
+    async def _sample(
+        self,
+        connections: ServerConnections,
+        sampling: SamplingSpec,
+        knows_logprobs: bool,
+        version: int,
+        prompt: Prompt,
+        index: int,
+        *,
+        iteration: int,
+    ) -> Sample:
+        body = sample_body(prompt, index, sampling, iteration, self._stops)
+        answer = await connections.ask(COMPLETIONS, {"model": self._name, **body})
+        token_ids, logprobs, finish = parse_completion(answer)
+        if finish == "length" and len(token_ids) < sampling.max_new_tokens:
+            raise EngineError(
+                f"the server ended a completion after {len(token_ids)} of {sampling.max_new_tokens} tokens, a limit of "
+                "its own: start it with --generation-config vllm"
+            )
+        return Sample.from_arrays(
+            prompt,
+            index,
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.array(logprobs if knows_logprobs else [math.nan] * len(token_ids), dtype=np.float32),
+            finish_reason="stop" if finish == "stop" else "length",
+            version_runs=[(version, len(token_ids))],
+        )
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probs of given tokens, of the servers in turn; see :meth:`RolloutEngine.score`. Any thread."""
+        connections = self._serving()
+        for sequence in sequences:
+            if not 2 <= len(sequence) < self._context:
+                raise ValueError(
+                    f"score() takes sequences of 2 to {self._context - 1} tokens (the server samples one more), got "
+                    f"one of {len(sequence)}"
+                )
+            check_tokens("a sequence to be scored", sequence, self._vocabulary)
+        futures = [
+            connections.submit(connections.ask(COMPLETIONS, {"model": self._name, **score_body(sequence)}))
+            for sequence in sequences
+        ]
+        return [parse_scores(future.result(), sequence) for future, sequence in zip(futures, sequences, strict=True)]
+
+
+async def find_model(
+    connections: ServerConnections, endpoint: Any, wanted: str | None, timeout: float, *, pause: float = 1.0
+) -> tuple[str, int]:
+    """Return the name and the context of a server's model, which has ``timeout`` seconds to answer.
+
+    Raises:
+        EngineError: If it does not answer, refuses, or has not exactly the wanted model.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            answer = await connections.call(endpoint, "GET", "/v1/models", timeout=max(1.0, min(30.0, timeout)))
+            break
+        except EngineError as error:
+            if _refused(error) or time.monotonic() >= deadline:
+                raise EngineError(f"no vLLM server answers at {endpoint.url} within {timeout:g} s: {error}") from None
+        await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+    models = {model["id"]: model for model in answer.get("data", ()) if not model.get("parent")}
+    names = [name for name in models if wanted in (None, name)]
+    if len(names) != 1:
+        asked = (
+            "served_model=None needs exactly one" if wanted is None else f"served_model={wanted!r} is not among them"
+        )
+        raise EngineError(f"{endpoint.url} serves {sorted(models)}: {asked}")
+    context = models[names[0]].get("max_model_len")
+    if not isinstance(context, int):
+        raise EngineError(f"{endpoint.url} does not say its max_model_len in /v1/models, as vLLM does; is it a vLLM?")
+    return names[0], context
+
+
+def _refused(error: EngineError) -> bool:
+    """Whether waiting does not help."""
+    return getattr(error, "status", None) is not None
+
+
+async def reports_raw_logprobs(connections: ServerConnections, model: str) -> bool:
+    """Whether a server's log-probs are those before the temperature: those at 2 are then equal to those at 1."""
+    found = []
+    for temperature in (1.0, 2.0):
+        body: dict[str, Any] = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": temperature}
+        body |= {"logprobs": 1, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "return_token_ids": True, "seed": 0}
+        answer = await connections.ask(COMPLETIONS, body)
+        found.append(max(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()))
+    return bool(abs(found[0] - found[1]) < 1e-6)

@@ -1,0 +1,242 @@
+"""What ``VLLMServer`` says of servers that are not as it needs them, and which requests it repeats.
+
+The server of these tests is a real one over HTTP that misbehaves; a real vLLM is in ``test_engine.py``.
+"""
+
+import asyncio
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from tiny_models import tiny_model
+
+from rlhfkit import Prompt, SamplingSpec, VLLMServer
+from rlhfkit.rollout.errors import EngineError, RequestError
+from rlhfkit.serving.access import AccessToken
+from rlhfkit.serving.server import Server
+
+SECRET = "a-secret-of-24-characters"
+SPEC = SamplingSpec(group_size=2, max_new_tokens=3)
+MODEL = {"id": "model", "max_model_len": 64, "parent": None}
+
+
+def completion(body: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that depend on the seed."""
+    tokens = [body["seed"] % 100, 7, 8][: body["max_tokens"]] if "seed" in body else [3]
+    choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}, "finish_reason": "length"}
+    if body.get("prompt_logprobs") is not None:
+        entry = {str(token): {"logprob": -2.0, "rank": 1} for token in body["prompt"]}
+        choice["prompt_logprobs"] = [None, *[entry] * (len(body["prompt"]) - 1)]
+    return {"choices": [choice]}
+
+
+class Misbehaviour:
+    """A server whose answers a test sets; it counts requests by path."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.requests: Counter[str] = Counter()
+        self.models: Any = {"data": [MODEL]}
+        self.answer: Callable[[dict[str, Any], int], Any] = lambda body, number: completion(body)
+        self.most = 0
+        self.now = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            for kind in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{kind}.complete"})
+            return
+        request = Request(scope, receive)
+        path = scope["path"]
+        self.requests[path] += 1
+        response: Response = JSONResponse({"detail": "Not Found"}, 404)
+        if path == "/v1/models":
+            response = JSONResponse(self.models)
+        elif path == "/v1/completions":
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(0.01)
+            self.now -= 1
+            found = self.answer(json.loads(await request.body()), self.requests[path])
+            response = found if isinstance(found, Response) else JSONResponse(found)
+        await response(scope, receive, send)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[Misbehaviour, str]]:
+    app = Misbehaviour()
+    with Server(app, token=AccessToken(SECRET), shutdown_timeout=1) as server:
+        yield app, server.url
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def app(running: tuple[Misbehaviour, str]) -> Misbehaviour:
+    running[0].reset()
+    return running[0]
+
+
+@pytest.fixture
+def started(running: tuple[Misbehaviour, str], app: Misbehaviour, folder: str) -> Iterator[Callable[..., VLLMServer]]:
+    """Makes engines that only generate."""
+    made: list[VLLMServer] = []
+
+    def start(**arguments: Any) -> VLLMServer:
+        arguments = {"urls": running[1], "token": SECRET, "backoff": 0.01, "start_timeout": 10} | arguments
+        engine = VLLMServer(**arguments)
+        made.append(engine)
+        engine.start(folder, dtype=torch.float32, load_weights=True)
+        return engine
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+def test_a_server_that_only_generates_is_refused_where_weights_have_to_be_sent_before_anything_is_generated(
+    app: Misbehaviour, running: tuple[Misbehaviour, str], folder: str
+) -> None:
+    engine = VLLMServer(running[1], token=SECRET)
+    with pytest.raises(EngineError, match=r"only generates.*VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer"):
+        engine.start(folder, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"before VLLMServer.start, or for servers that only generate"):
+        engine.load(None, 1)  # type: ignore[arg-type]
+
+
+def test_a_token_is_sent_and_its_absence_explained(
+    app: Misbehaviour, running: tuple[Misbehaviour, str], folder: str, started: Callable[..., VLLMServer]
+) -> None:
+    assert len(started().generate([Prompt(0, [5])], SPEC, iteration=0)) == 2
+    for arguments, words in (({}, "no token was sent"), ({"token": SECRET[::-1]}, "is not the server's")):
+        with pytest.raises(EngineError, match=words) as raised:
+            VLLMServer(running[1], **arguments).start(folder, dtype=torch.float32, load_weights=True)
+        assert SECRET not in str(raised.value)
+        assert SECRET[::-1] not in str(raised.value)
+
+
+def test_nobody_at_the_address(folder: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    engine = VLLMServer(f"http://127.0.0.1:{port}", start_timeout=0.5)
+    with pytest.raises(EngineError, match=rf"no vLLM server answers at http://127.0.0.1:{port} within 0.5 s"):
+        engine.start(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ({"data": [MODEL, MODEL | {"id": "other"}]}, r"serves \['model', 'other'\]: served_model=None needs exactly"),
+        ({"data": [{"id": "model"}]}, "does not say its max_model_len"),
+    ],
+)
+def test_another_server(
+    app: Misbehaviour, started: Callable[..., VLLMServer], models: dict[str, Any], words: str
+) -> None:
+    app.models = models
+    with pytest.raises(EngineError, match=words):
+        started()
+
+
+def test_requests_that_failed_for_now_are_repeated_and_give_the_same(
+    app: Misbehaviour, started: Callable[..., VLLMServer]
+) -> None:
+    engine = started()
+    expected = engine.generate([Prompt(0, [5])], SPEC, iteration=0)
+    app.reset()
+    app.answer = lambda body, number: completion(body) if number > 2 else Response("busy", 500 + number)
+    found = engine.generate([Prompt(0, [5])], SPEC, iteration=0)
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    assert app.requests["/v1/completions"] == 4
+
+
+def test_a_server_that_stays_broken_ends_the_call(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
+    engine = started(retries=2)
+    app.answer = lambda body, number: Response("out of memory", 500)
+    with pytest.raises(EngineError, match=r"status 500: out of memory; given up after 3 attempt"):
+        engine.generate([Prompt(0, [5])], SPEC, iteration=0)
+
+
+def test_a_slow_server_is_given_up(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
+    engine = started(retries=0, request_timeout=0.2)
+
+    def slow(body: dict[str, Any], number: int) -> Any:
+        time.sleep(0.4)
+        return completion(body)
+
+    app.answer = slow
+    with pytest.raises(EngineError, match=r"did not answer within 0.2 s"):
+        engine.generate([Prompt(0, [5])], SamplingSpec(group_size=1, max_new_tokens=3), iteration=0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"choices": []}, "something else than one completion"),
+        ({"choices": [{"text": "a"}]}, "returns no token ids"),
+        ({"choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [0.0]}}]}, "without a log-prob of each"),
+        (
+            {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [0.0]}, "finish_reason": "abort"}]},
+            "ended a completion with 'abort'",
+        ),
+        (
+            {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [0.0]}, "finish_reason": "length"}]},
+            "after 1 of 3 tokens, a limit of its own: start it with --generation-config vllm",
+        ),
+        (Response("<html>"), "something else than JSON"),
+    ],
+)
+def test_answers_that_are_not_those_of_vllm(
+    app: Misbehaviour, started: Callable[..., VLLMServer], answer: Any, words: str
+) -> None:
+    engine = started()
+    app.answer = lambda body, number: answer
+    with pytest.raises(EngineError, match=words):
+        engine.generate([Prompt(0, [5])], SPEC, iteration=0)
+
+
+def test_a_refusal_is_an_error_of_the_request(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
+    engine = started()
+    app.answer = lambda body, number: JSONResponse({"error": {"message": "no"}}, 400)
+    with pytest.raises(RequestError, match="the request was refused"):
+        engine.generate([Prompt(0, [5])], SPEC, iteration=0)
+    assert app.requests["/v1/completions"] <= 3  # one to begin with, then one of each sample
+
+
+def test_requests_in_flight_are_limited(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
+    engine = started(concurrency=3)
+    samples = engine.generate([Prompt(index, [5]) for index in range(6)], SPEC, iteration=0)
+    assert len(samples) == 12
+    assert app.most == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"urls": []}, "at least one running server"),
+        ({"urls": "10.0.0.5:8000"}, "must be like 'http://127.0.0.1:8000'"),
+        ({"urls": "http://me:secret@host"}, "must have no user, password or query"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"request_timeout": 0}, "request_timeout"),
+        ({"retries": -1}, "retries"),
+        ({"transfer": "ipc"}, "'auto', 'gloo' or 'nccl'"),
+        ({"token": "a", "token_variable": "b"}, "either the token"),
+    ],
+)
+def test_arguments_are_checked_when_it_is_made(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        VLLMServer(**({"urls": "http://127.0.0.1:8000"} | arguments))

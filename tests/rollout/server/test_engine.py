@@ -1,0 +1,186 @@
+"""``VLLMServer`` on a real ``vllm serve``: samples, weights, log-probs.
+
+Covers ``stream.py``, ``weights.py`` and ``wire.py`` too.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from shared_pool import SharedPool
+from tiny_models import tiny_tokenizer
+
+from rlhfkit import LocalEngine, Prompt, RolloutCallback, SamplingSpec, VLLMServer
+from rlhfkit.rollout.errors import EngineError, RequestError, WeightsNeededError
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
+from rollout.vllm.test_pool import EXACT, load_trainer_model, train_a_little, worst_difference
+
+pytestmark = [pytest.mark.vllm]
+
+PROMPTS = [Prompt(index, [5 + index, 6, 7, 8]) for index in range(4)]
+SPEC = SamplingSpec(group_size=4, max_new_tokens=24)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def server(vllm_server: str, vllm_model: Path) -> Iterator[VLLMServer]:
+    """An engine that has sent its weights to the server."""
+    engine = VLLMServer(f"{vllm_server}/v1/", sync_timeout=60, start_timeout=240)
+    engine.start(str(vllm_model), dtype=torch.float32)
+    engine.load(ModuleWeights(load_trainer_model(vllm_model)), 0)
+    yield engine
+    engine.close()
+
+
+def test_logprobs_equal_the_trainers_after_each_of_three_updates(server: VLLMServer, vllm_model: Path) -> None:
+    model = load_trainer_model(vllm_model)
+    for version in (1, 2, 3):
+        train_a_little(model, seed=version)
+        server.load(ModuleWeights(model), version)
+        samples = server.generate(PROMPTS, SPEC, iteration=version)
+        assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [
+            (prompt, index) for prompt in range(4) for index in range(4)
+        ]
+        assert worst_difference(model, samples) <= EXACT
+        assert {token_version for sample in samples for token_version in sample.versions} == {version}
+    tokens = [5, 9, 40, 41, 42]
+    logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(server.score([tokens])[0]), expected, rtol=0, atol=EXACT)
+
+
+def test_samples_are_those_of_a_pool(server: VLLMServer, vllm_pool: SharedPool, vllm_model: Path) -> None:
+    weights = ModuleWeights(load_trainer_model(vllm_model))
+    server.load(weights, 4)
+    vllm_pool.load(weights, 4)
+    of_server, of_pool = (engine.generate(PROMPTS, SPEC, iteration=7) for engine in (server, vllm_pool))
+    assert [sample.token_ids for sample in of_server] == [sample.token_ids for sample in of_pool]
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": 0.7, "min_new_tokens": 20},
+    ],
+)
+def test_penalties_of_vllm_are_those_of_a_local_engine(
+    server: VLLMServer, vllm_model: Path, penalties: dict[str, float]
+) -> None:
+    model = load_trainer_model(vllm_model)
+    train_a_little(model, seed=9)  # different tokens than the saved model's
+    server.load(ModuleWeights(model), 5)
+    local = LocalEngine()
+    local.start(str(vllm_model), dtype=torch.float32)
+    local.load(ModuleWeights(model), 5)
+    spec = SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.0, **penalties)  # type: ignore[arg-type]
+    found, expected = (engine.generate(PROMPTS, spec, iteration=0) for engine in (server, local))
+    plain = local.generate(PROMPTS, SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.0), iteration=0)
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    assert [sample.token_ids for sample in found] != [sample.token_ids for sample in plain]
+    # Log-probs are the policy's, before penalties, in both.
+    assert max(worst_difference(model, samples) for samples in (found, expected)) <= EXACT
+
+
+def test_completions_have_the_form_that_was_asked_for_and_unknown_logprobs(
+    server: VLLMServer, vllm_pool: SharedPool, vllm_model: Path
+) -> None:
+    weights = ModuleWeights(load_trainer_model(vllm_model))
+    server.load(weights, 6)
+    vllm_pool.load(weights, 6)
+    tokenizer = tiny_tokenizer()
+    spec = dataclasses.replace(SPEC, max_new_tokens=40)
+    for engine in (server, vllm_pool):
+        matching = engine.generate(PROMPTS[:1], dataclasses.replace(spec, regex="[ab]{3}-c"), iteration=0)
+        texts = [tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in matching]
+        assert all(re.fullmatch("[ab]{3}-c", text) for text in texts), texts
+        assert all(math.isnan(value) for sample in matching for value in sample.logprobs)
+        objects = engine.generate(PROMPTS[:1], dataclasses.replace(spec, json_schema=SCHEMA), iteration=0)
+        ended = [sample for sample in objects if sample.finish_reason == "stop"]
+        parsed = [json.loads(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in ended]
+        assert parsed
+        assert all(value in ({"a": 1}, {"a": 2}) for value in parsed)
+        assert not engine.configure_logprobs(dataclasses.replace(spec, regex="a"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "known"),
+    [({}, True), ({"top_p": 0.9}, True), ({"temperature": 0.5}, False), ({"temperature": 0.5, "top_k": 3}, False)],
+)
+def test_it_is_found_out_which_logprobs_the_server_reports(
+    server: VLLMServer, changed: dict[str, float], known: bool
+) -> None:
+    """It was started with vLLM's default, before temperature and truncation."""
+    assert server.configure_logprobs(dataclasses.replace(SPEC, **changed)) is known  # type: ignore[arg-type]
+
+
+def test_a_server_that_lost_the_weights_is_sent_them_again(server: VLLMServer, vllm_model: Path) -> None:
+    weights = ModuleWeights(load_trainer_model(vllm_model))
+    server.load(weights, 8)
+    others = VLLMServer(server.options.urls, sync_timeout=60)
+    others.start(str(vllm_model), dtype=torch.float32)
+    others.load(weights, 1)
+    others.close()
+    with pytest.raises(WeightsNeededError, match="serves the weights '1', not version 8 of this run"):
+        server.generate(PROMPTS, SPEC, iteration=0)
+    server.load(weights, 8)
+    assert len(server.generate(PROMPTS, SPEC, iteration=0)) == 16
+
+
+def test_a_source_that_breaks_off_leaves_a_server_that_the_next_sync_brings_back(
+    server: VLLMServer, vllm_model: Path
+) -> None:
+    model = load_trainer_model(vllm_model)
+
+    class Broken(ModuleWeights):
+        def in_checkpoint_format(self) -> "Broken":
+            return self
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            for number, (name, tensor) in enumerate(super().__iter__()):
+                if number == 5:
+                    raise RuntimeError("broken off")
+                yield name, tensor
+
+    with pytest.raises(RuntimeError, match="broken off"):
+        server.load(Broken(model), 9)
+    assert server.version is None
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        server.generate(PROMPTS, SPEC, iteration=0)
+    server.load(ModuleWeights(model), 10)
+    assert worst_difference(model, server.generate(PROMPTS, SPEC, iteration=0)) <= EXACT
+
+
+def test_a_request_that_vllm_refuses_says_so_and_leaves_the_engine_as_it_was(server: VLLMServer) -> None:
+    with pytest.raises(RequestError, match="the request was refused"):
+        server.generate(PROMPTS[:1], dataclasses.replace(SPEC, regex="[ab"), iteration=0)
+    assert len(server.generate(PROMPTS[:1], SPEC, iteration=0)) == 4
+
+
+def test_a_policy_learns_with_it(vllm_server: str, vllm_model: Path, tmp_path: Path) -> None:
+    engine = VLLMServer(vllm_server, start_timeout=240)
+    rollouts = RolloutCallback(digits, engine=engine, sampling=SamplingSpec(group_size=4, max_new_tokens=4))
+    (tmp_path / "model").symlink_to(vllm_model)
+    trainer, module, data, _ = setup_run(
+        tmp_path, rollouts=rollouts, max_epochs=2, module_arguments={"correction": "tis"}
+    )
+    trainer.fit(module, data)
+    assert trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"] <= EXACT
+
+
+def test_a_model_that_the_server_does_not_have_is_refused(vllm_server: str, vllm_model: Path) -> None:
+    engine = VLLMServer(vllm_server, served_model="another", start_timeout=240)
+    with pytest.raises(EngineError, match=r"serves \[.*\]: served_model='another' is not among them"):
+        engine.start(str(vllm_model), dtype=torch.float32)
