@@ -75,6 +75,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "StreamLoader": {"open_stream": iter, "collate": list, "steps_per_epoch": 1, "micro_batch_size": 1},
     "StreamingSFTDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
     "ToolEnvironment": {"tools": [print]},
+    "VLLMServer": {"urls": "http://127.0.0.1:1"},
     "WeightedSum": {"parts": {"one": len}},
     "UnpairedLoader": {
         "examples": [1, 2], "collate": list, "lengths": [1, 1], "targets": [1, 1], "micro_batch_size": 1,
@@ -91,6 +92,8 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     ("RolloutCallback", "success_threshold"): ((-1.0,), "rewards may be negative"),
     ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),
     (ANY, "entropy_coef"): ((-1.0,), "an entropy penalty"),
+    ("SamplingSpec", "presence_penalty"): ((-1.0,), "a bonus for what was said before"),
+    ("SamplingSpec", "frequency_penalty"): ((-1.0,), "a bonus for what was said before"),
     (ANY, "on_failure"): ((-1.0,), "a reward may be negative"),
     (ANY, "stop_properly_coef"): ((-1.0,), "a fraction of the reward, negative where truncation is to be punished"),
     ("SimPOModule", "alpha"): ((-1.0,), "AlphaPO's exponent has either sign"),

@@ -1,4 +1,5 @@
-"""Engines over HTTP: running ``vllm serve`` processes, which this run did not start and does not end.
+"""Engines over HTTP: running ``vllm serve`` processes, which a run neither starts nor ends.
 
-Start at ``connection.py``, then ``engine.py``.
+May import: the other files of rollout, serving.
+Start at :mod:`rlhfkit.rollout.server.engine`.
 """

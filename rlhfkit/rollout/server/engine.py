@@ -18,7 +18,13 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, ch
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
 from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
 from rlhfkit.rollout.server.stream import ServerStream
-from rlhfkit.rollout.server.weights import ServerReceivers, ServerSync, ask_server_info, choose_sender
+from rlhfkit.rollout.server.weights import (
+    ServerReceivers,
+    ServerSync,
+    ask_server_info,
+    choose_sender,
+    served_versions,
+)
 from rlhfkit.rollout.server.wire import COMPLETIONS, parse_completion, parse_scores, sample_body, score_body
 from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
 from rlhfkit.rollout.weight_sync.coordinator import attempt_sync

@@ -1,6 +1,6 @@
 """RemoteReward against real servers: right, slow, down, wrong, overloaded and unauthenticated ones.
 
-Covers ``endpoints.py`` and ``wire.py`` too.
+Covers ``serving/endpoints.py`` and ``wire.py`` too.
 """
 
 import asyncio
