@@ -10,6 +10,7 @@ from rlhfkit.callbacks.ema import EMA
 from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.guard import NonFiniteGuard
 from rlhfkit.callbacks.invariants import InvariantError, Invariants
+from rlhfkit.callbacks.role_timeline import RoleTimeline
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.callbacks.samples import SampleTable
 
@@ -19,6 +20,7 @@ __all__ = [
     "InvariantError",
     "Invariants",
     "NonFiniteGuard",
+    "RoleTimeline",
     "RolloutCallback",
     "RolloutDump",
     "SampleTable",

@@ -28,7 +28,7 @@ from rlhfkit import (
     episodes,
     rollout,
 )
-from rlhfkit.callbacks import Invariants, RolloutDump, SampleTable, TrainingCurves
+from rlhfkit.callbacks import Invariants, RoleTimeline, RolloutDump, SampleTable, TrainingCurves
 from rlhfkit.datamodules.prompts.curriculum import ByColumn
 from rlhfkit.rollout import DynamicSampling
 
@@ -247,6 +247,11 @@ TABLE: dict[type, Rows] = {
         "folder": Unseen("where batches are written when a run stops: tests/callbacks/test_guard.py"),
     },
     Invariants: {"compares_groups": Unseen("what is checked, not what is done: tests/callbacks/test_dump.py")},
+    RoleTimeline: {
+        "path": Change("@there.png"),
+        "iterations": Unseen("of what is drawn, whose times differ: tests/callbacks/test_role_timeline.py"),
+        "title": Unseen("in a picture whose times differ from run to run"),
+    },
     RolloutDump: {
         "folder": Change("@there"),
         "every_n_iterations": Change(2),
@@ -263,6 +268,7 @@ TABLE: dict[type, Rows] = {
 LEAST: dict[type, dict[str, Any]] = {
     HFExport: {"folder": "@here"},
     RolloutDump: {"folder": "@here"},
+    RoleTimeline: {"path": "@here.png"},
     TrainingCurves: {"path": "@here.png"},
     DynamicSampling: {},
 }

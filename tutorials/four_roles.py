@@ -1,0 +1,142 @@
+"""PPO with all roles apart: policy and critic learn here; an engine, the reference and the reward model are actors.
+
+``python tutorials/four_roles.py`` takes less than two minutes on two cores. A small model learns additions, written
+with or without the question (``42`` or ``17+25=42``); people prefer to see the question, a reward model learns that
+from comparisons, and PPO makes the policy follow. ``Placement`` says where each role is, and prints it; on a cluster
+with GPUs the same lines use its GPUs. ``RoleTimeline`` draws who worked when, to ``timeline.png``.
+"""
+
+import argparse
+import logging
+import random
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import arithmetic
+import datasets
+import lightning as L
+import torch
+import transformers
+from grpo_arithmetic import quiet_trainer
+
+from rlhfkit import (
+    LocalEngine,
+    Placement,
+    PPOModule,
+    PreferenceDataModule,
+    PromptDataModule,
+    RewardModule,
+    RoleTimeline,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    SFTDataModule,
+    SFTModule,
+)
+from rlhfkit.data.recipes import read_lines
+
+
+def supervised_start(folder: Path, rows: list[dict[str, Any]], epochs: int) -> Path:
+    """Supervised fine-tuning on answers of which half repeat the question."""
+    coin = random.Random(0)
+    demonstrations = [row | {"answer": coin.choice(["", row["question"]]) + row["answer"]} for row in rows]
+    module = SFTModule(str(folder / "model"), lr=2e-3, warmup_steps=50)
+    data = SFTDataModule(demonstrations, prompt="question", completion="answer", micro_batch_size=64, max_length=64)
+    quiet_trainer(folder, max_epochs=epochs).fit(module, data)
+    return module.save_pretrained(folder / "sft")
+
+
+def reward_model(folder: Path, rows: list[dict[str, Any]], start: Path) -> Path:
+    """Fine-tune the start to score an answer with its question higher than one without."""
+    pairs = [row | {"chosen": row["question"] + row["answer"], "rejected": row["answer"]} for row in rows]
+    module = RewardModule(str(start), lr=5e-4, warmup_steps=20, centering=0.01)
+    data = PreferenceDataModule(pairs[:1000], prompt="question", micro_batch_size=64, max_length=64)
+    quiet_trainer(folder, max_epochs=2).fit(module, data)
+    return module.save_pretrained(folder / "reward")
+
+
+def shows_question(samples: Sequence[Sample]) -> list[float]:
+    """What people like; training never sees this function."""
+    return [float(sample.text.startswith(sample.prompt.text)) for sample in samples]
+
+
+def preferred(folder: Path, model: Path) -> float:
+    """Share of held-out answers that people like."""
+    questions = str(folder / "heldout.jsonl")
+    data = PromptDataModule(
+        questions, validation_data=questions, prompt="question", answer="answer", validation_batch_size=500
+    )
+    sampling = SamplingSpec(max_new_tokens=12)
+    rollouts = RolloutCallback(
+        shows_question, engine=LocalEngine(max_sequences=500), validation_sampling=sampling, sampling=sampling
+    )
+    module = PPOModule(str(model), kl_coef=0.0)
+    return quiet_trainer(folder, callbacks=[rollouts]).validate(module, data, verbose=False)[0]["val/reward"]
+
+
+def train_with_ppo(folder: Path, start: Path, reward: Path, iterations: int, max_staleness: int) -> RoleTimeline:
+    """PPO with every role where the placement says; returns the drawn timeline."""
+    placement = Placement(trainer=1, engines=1, reference=1, reward=1, critic="with trainer")
+    module = PPOModule(
+        str(start),
+        reference=placement.reference(str(start)),
+        reward_model=placement.reward(str(reward)),
+        critic=placement.critic(str(reward)),
+        lr=2e-4,
+        critic_lr=1e-3,
+        kl_coef=0.05,
+        correction="tis",  # samples are an iteration old
+    )
+    rollouts = RolloutCallback(
+        engine=placement.engines(max_model_len=64, kv_cache_gib=0.125),
+        sampling=SamplingSpec(group_size=2, max_new_tokens=12),
+        max_staleness=max_staleness,
+    )
+    data = PromptDataModule(
+        str(folder / "train.jsonl"), prompt="question", answer="answer", rollout_batch_size=256, micro_batch_size=128
+    )
+    timeline = RoleTimeline(
+        str(folder / "timeline.png"), title="PPO with an engine, a reference and a reward model apart"
+    )
+    quiet_trainer(folder, max_epochs=iterations, callbacks=[rollouts, timeline]).fit(module, data)
+    module.save_pretrained(folder / "ppo")
+    placement.close()
+    return timeline
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run all of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/four_roles"), help="where everything is written")
+    parser.add_argument("--iterations", type=int, default=20, help="of PPO")
+    parser.add_argument("--sft-epochs", type=int, default=10, help="of supervised fine-tuning")
+    parser.add_argument("--max-staleness", type=int, default=1, help="0: sampling and learning take turns")
+    arguments = parser.parse_args(words)
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+    torch.set_num_threads(1)  # four processes share the cores
+    began = time.perf_counter()
+    L.seed_everything(0, verbose=False)
+    folder = arithmetic.make(arguments.folder)
+    rows = read_lines(folder / "demonstrations.jsonl")
+    start = supervised_start(folder, rows, arguments.sft_epochs)
+    reward = reward_model(folder, rows, start)
+    before = preferred(folder, start)
+    print(f"a start and a reward model after {time.perf_counter() - began:.0f} s; now PPO", flush=True)
+    timeline = train_with_ppo(folder, start, reward, arguments.iterations, arguments.max_staleness)
+    print(f"held-out answers as preferred before PPO: {before:.1%}")
+    print(f"held-out answers as preferred after PPO:  {preferred(folder, folder / 'ppo'):.1%}")
+    print("busy: " + ", ".join(f"{lane} {share:.0%}" for lane, share in timeline.busy_shares().items()))
+    print(f"timeline: {timeline.saved}")
+    print(f"took {time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
