@@ -100,6 +100,16 @@ class CorrectsQuantization(Protocol):
         ...
 
 
+@runtime_checkable
+class UsesGreedyRewards(Protocol):
+    """A module that may compare samples with the greedy answer to their prompt."""
+
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        """Whether samples need the reward of that answer among their ``reward_parts``, as ``GREEDY_REWARD``."""
+        ...
+
+
 # ------------------------------------------------------------------ what a RolloutCallback asks of a DataModule
 
 
@@ -335,6 +345,12 @@ def prompts_of(trainer: L.Trainer) -> PromptSource:
             "trainer.fit(module, datamodule=PromptDataModule(...))"
         )
     return cast(PromptSource, data)
+
+
+def needs_greedy_rewards(trainer: L.Trainer) -> bool:
+    """Return whether the Trainer's LightningModule compares samples with greedy answers."""
+    module = trainer.lightning_module
+    return isinstance(module, UsesGreedyRewards) and module.needs_greedy_rewards
 
 
 def epochs_of(trainer: L.Trainer) -> int:

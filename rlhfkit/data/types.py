@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from rlhfkit.data.token_arrays import Booleans, Floats, Integers
 
 FinishReason = Literal["stop", "length", "abort"]
+GREEDY_REWARD = "greedy"
+"""Name among the ``reward_parts`` of a sample of the reward of the greedy answer to its prompt (ReMax)."""
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@
 has the steps.
 """
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ import lightning as L
 
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.data.sample_texts import decode_together
-from rlhfkit.data.types import Experience, Prompt, Sample
-from rlhfkit.protocols import policy_of, prompts_of
+from rlhfkit.data.types import GREEDY_REWARD, Experience, Prompt, Sample
+from rlhfkit.protocols import needs_greedy_rewards, policy_of, prompts_of
 from rlhfkit.rank_store import RankLog, rank_store
 from rlhfkit.rewards.base import Reward, part_names, score_samples
 from rlhfkit.rollout.collector import (
@@ -143,7 +144,7 @@ class GroupCollector:
         spare = math.ceil(self.oversampling * wanted)
         # An engine in every rank generates in batches, and a reward model scores on all ranks at a time.
         rounds = not self.takes_first_finished or (trainer.world_size > 1 and (not self.engine.shared or early))
-        return collect_groups(
+        collected = collect_groups(
             wanted,
             queue or prompts_of(trainer).prompt_queue(),
             self._stream(sampling, iteration, rank_log, rounds=rounds),
@@ -156,6 +157,23 @@ class GroupCollector:
             log=rank_log,
             on_drawn=on_drawn,
         )
+        if needs_greedy_rewards(trainer):
+            self._add_greedy_rewards(trainer, collected.groups, sampling, iteration, rank_log)
+        return collected
+
+    def _add_greedy_rewards(
+        self, trainer: L.Trainer, groups: list[Group], sampling: SamplingSpec, iteration: int, rank_log: RankLog
+    ) -> None:
+        """Generate and score a greedy answer for each group of this rank; its reward is a part of each sample's."""
+        if not groups:
+            return
+        greedy = dataclasses.replace(sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        with self.timing.record("generate", iteration):
+            answers = flatten(self._generate([group[0].prompt for group in groups], greedy, iteration, rank_log))
+        self._score(trainer, answers, iteration, rank_log)
+        for group, answer in zip(groups, answers, strict=True):
+            for sample in group:
+                sample.reward_parts[GREEDY_REWARD] = math.nan if answer.reward is None else answer.reward
 
     def sample(
         self, trainer: L.Trainer, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int
@@ -259,12 +277,14 @@ class GroupCollector:
     def check(self, trainer: L.Trainer, *, in_thread: bool = False) -> None:
         """Raise ValueError if the configuration cannot work.
 
-        That is: dynamic sampling by an unknown reward part, a module that would score in a thread beside training
-        (``in_thread``), or oversampling where all ranks score together.
+        That is: dynamic sampling by an unknown reward part, greedy answers that cannot be made or scored, a module that
+        would score in a thread beside training (``in_thread``), or oversampling where all ranks score together.
         """
         parts = part_names(self.reward)
         if self.dynamic_sampling is not None and parts is not None:
             self.dynamic_sampling.check_parts([*parts, *(["model"] if policy_of(trainer).scores_samples else [])])
+        if needs_greedy_rewards(trainer):
+            self._check_greedy(trainer, parts or ())
         if in_thread and self.scores_early(trainer):
             raise ValueError(
                 "dynamic_sampling, and an order of prompts that goes by rewards, need the scores of the module's "
@@ -282,6 +302,23 @@ class GroupCollector:
                 f"oversampling={self.oversampling:g} takes the groups that are finished first, and an engine in "
                 f"each of {trainer.world_size} ranks finishes its groups together: use a VLLMPool, which all ranks "
                 "share, or oversampling=0"
+            )
+
+    def _check_greedy(self, trainer: L.Trainer, parts: Sequence[str]) -> None:
+        if self.reward is None or policy_of(trainer).scores_samples:
+            raise ValueError(
+                "a module that compares samples with greedy answers (ReMax) needs their rewards while samples are "
+                "collected: give RolloutCallback(reward=...), with a ModelReward in place of the module's reward_model"
+            )
+        if self.engine.recorded:
+            raise ValueError(
+                f"{type(self.engine).__name__} has no greedy answers, which the module compares samples with (ReMax): "
+                "use another engine, or other advantages"
+            )
+        if GREEDY_REWARD in parts:
+            raise ValueError(
+                f"a part of RolloutCallback(reward=...) is called {GREEDY_REWARD!r}, as the reward of a greedy answer "
+                "is (ReMax): give it another name"
             )
 
     def metrics(self, collected: CollectedGroups) -> dict[str, float]:

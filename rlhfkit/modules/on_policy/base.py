@@ -26,26 +26,20 @@ from rlhfkit.losses import (
 )
 from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
+from rlhfkit.modules.on_policy.advantages import AdvantageModule
 from rlhfkit.modules.on_policy.engine_mismatch import correction_arguments, correction_weights, mismatch_metrics
 from rlhfkit.modules.on_policy.first_pass import FirstPassLogprobs
-from rlhfkit.modules.on_policy.functions import AdvantageFunction, PolicyLoss
+from rlhfkit.modules.on_policy.functions import PolicyLoss
 from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
 from rlhfkit.modules.on_policy.preparation.kl_control import KLEarlyStopping, skip_update
-from rlhfkit.modules.on_policy.preparation.local_rows import (
-    function_label,
-    is_spread,
-    local_rows,
-    own_part,
-    takes_local_rows,
-    warn_of_gathering,
-)
+from rlhfkit.modules.on_policy.preparation.local_rows import own_part
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
 from rlhfkit.protocols import PretrainingSource, datamodule_of, epochs_of
 from rlhfkit.validation import check_number
 
 
-class OnPolicyModule(RewardedModule):
+class OnPolicyModule(AdvantageModule):
     """A policy that learns from its own samples.
 
     A subclass overrides :meth:`advantages`, or a function is passed in. The loss is a policy loss (PPO's by default),
@@ -107,11 +101,9 @@ class OnPolicyModule(RewardedModule):
         log_entropy: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, advantages=advantages, **kwargs)
         check_number("entropy_coef", entropy_coef)
         check_number("ptx_coef", ptx_coef, minimum=0, why="0 is no text")
-        self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
-        """The function that was given as ``advantages``."""
         self.policy_loss = PolicyLoss(
             policy_loss,
             policy_loss_arguments,
@@ -127,7 +119,6 @@ class OnPolicyModule(RewardedModule):
         self.ptx_coef = ptx_coef
         self.correction, self._chose_correction = correction_arguments(correction), correction is not None
         self.log_entropy = log_entropy
-        self._warned_of_gathering: set[str] = set()
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
         self.hparams.update(
@@ -224,7 +215,7 @@ class OnPolicyModule(RewardedModule):
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.reset()
         scored = self.add_reward_model_scores(experience)
-        given = self._visible_rows(self.process_rewards, scored)
+        given = self.visible_rows(self.process_rewards, scored)
         experience = self.process_rewards(given)
         if given is not scored:
             experience = own_part(experience, scored)
@@ -262,78 +253,6 @@ class OnPolicyModule(RewardedModule):
     def add_values(self, experience: Experience) -> Experience:
         """Add a critic's values; none here."""
         return experience
-
-    def compute_advantages(self, experience: Experience) -> Experience:
-        """Add advantages, from :meth:`advantages` or the function that was given in its place."""
-        function = self.advantage_function
-        if function is None or not self.replaces_advantages:
-            advantages = self._advantages_by(self.advantages, experience)
-        elif function.takes_rewards:
-            advantages = self.over_iteration(function.estimate, experience, self.penalized_rewards(experience))
-        else:
-            penalized = dataclasses.replace(experience, rewards=self.penalized_rewards(experience))
-            advantages = self._advantages_by(function.function, penalized)
-        if advantages.dim() == 1:
-            advantages = advantages[:, None].expand_as(experience.action_mask)
-        return dataclasses.replace(experience, advantages=advantages)
-
-    def over_iteration(
-        self, estimate: Callable[[Tensor, Tensor, Tensor], Tensor], experience: Experience, rewards: Tensor
-    ) -> Tensor:
-        """Estimate advantages (B,) of own rows by comparing those of all ranks. A collective.
-
-        ``estimate`` is called with rewards, group ids and lengths in tokens, (N,) each, of the whole iteration in its
-        order, and returns (N,). ``rewards`` are those of own rows, (B,).
-        """
-        columns = (rewards, experience.group, experience.action_mask.sum(-1))
-        advantages = estimate(*(self.gather_rows(experience, column) for column in columns))
-        return advantages if experience.iteration is None else advantages[experience.own_rows]
-
-    def _advantages_by(self, function: Callable[[Experience], Tensor], experience: Experience) -> Tensor:
-        """(B,) or (B, T-1) advantages by a function of own rows or, unless it is marked so, of the whole iteration."""
-        if experience.iteration is not None:  # so that its rewards are the processed ones too
-            summary = dataclasses.replace(
-                experience.iteration, rewards=self.gather_rows(experience, experience.rewards)
-            )
-            experience = dataclasses.replace(experience, iteration=summary)
-        given = self._visible_rows(function, experience)
-        advantages = function(given)
-        if len(advantages) != len(given):
-            raise ValueError(
-                f"{function_label(function)} returned advantages of {len(advantages)} sequences and was given "
-                f"{len(given)}; results for all ranks' sequences are indexed with experience.own_rows"
-            )
-        if given is not experience:
-            advantages = advantages[experience.own_rows]
-            advantages = advantages if advantages.dim() == 1 else advantages[:, : experience.action_mask.shape[1]]
-        return advantages
-
-    def _visible_rows(self, function: Callable[..., Any], experience: Experience) -> Experience:
-        """What a function of an experience is given: own rows if it is marked so, else the gathered iteration."""
-        if takes_local_rows(function) or not is_spread(experience):
-            return experience
-        gathered, name = self.gather_experience(experience), function_label(function)
-        if name not in self._warned_of_gathering:
-            warn_of_gathering(name, gathered)
-        self._warned_of_gathering.add(name)
-        return gathered
-
-    @property
-    def replaces_advantages(self) -> bool:
-        """Whether a function was given that is used in place of :meth:`advantages`."""
-        return self.advantage_function is not None
-
-    @local_rows
-    def advantages(self, experience: Experience) -> Tensor:
-        """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing. Abstract.
-
-        ``experience`` has processed rewards (:meth:`sample_rewards`), and log-probs and values where they are needed.
-        With several ranks an override is given the whole iteration, the same on every rank, which is gathered for it;
-        one that is marked with :func:`~rlhfkit.local_rows` is given this rank's rows and
-        the summary of all. ``super().advantages(experience)`` works with both.
-        """
-        # Abstract by hand: a LightningModule is no abc.ABC, and a function may be given instead.
-        raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
 
     # ------------------------------------------------------------------ one micro-batch
 

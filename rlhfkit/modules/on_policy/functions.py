@@ -26,6 +26,7 @@ class AdvantageFunction:
     ``(experience)``                  the :class:`~rlhfkit.data.Experience`                (B,) or (B, T-1)
     ``(rewards, group)``              rewards (N,), NaN where missing, and group ids (N,)  (N,)
     ``(rewards, group, lengths)``     the same and the tokens of each sample (N,)          (N,)
+    ``(rewards, greedy_rewards)``     rewards (B,), and those of greedy answers (B,)       (B,)
     ================================  ===================================================  ===================
 
     N are the sequences of the iteration, those of all ranks; B are these too, or the rank's own if the function is
@@ -49,10 +50,13 @@ class AdvantageFunction:
         if not (len(needed) == 1 or (len(needed) == 2 and needed[1] != "mask") or needed[2:] == ["lengths"]):
             raise ValueError(
                 f"advantages={self.name} takes ({', '.join(needed)}); needed is a function of (experience), of "
-                "(rewards, group) or of (rewards, group, lengths): write one of the experience that calls it"
+                "(rewards, group), (rewards, group, lengths) or (rewards, greedy_rewards): write one of the experience "
+                "that calls it"
             )
         self.takes_rewards = len(needed) > 1
         """Whether it is given rewards and groups, not the whole experience."""
+        self.takes_greedy_rewards = needed[1:] == ["greedy_rewards"]
+        """Whether it compares samples with the greedy answer to their prompt, and not with one another."""
         self._takes_lengths = len(needed) == 3
 
     def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:

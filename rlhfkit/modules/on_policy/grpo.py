@@ -142,7 +142,11 @@ class GRPOModule(OnPolicyModule):
         Override it for an estimator that needs more than rewards, see :meth:`OnPolicyModule.advantages`.
         """
         mask = experience.action_mask
-        scores = self.over_iteration(self._scores, experience, self.sample_rewards(experience))
+        rewards, function = self.sample_rewards(experience), self.advantage_function
+        if function is not None and function.takes_greedy_rewards:
+            scores = self.advantages_by_rewards(function, experience, rewards)
+        else:
+            scores = self.over_iteration(self._scores, experience, rewards)
         earned = experience.token_rewards if self.token_level_rewards else None
         tokens_are_alike = earned is None and self.kl_in_reward != "token" and self.gamma == 1.0
         if tokens_are_alike and not self.whiten_advantages:
@@ -158,7 +162,7 @@ class GRPOModule(OnPolicyModule):
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if samples are compared and there is only one per prompt."""
-        if self.replaces_advantages or group_size > 1:
+        if self.replaces_advantages or self.needs_greedy_rewards or group_size > 1:
             return  # a function of the whole experience may not compare samples at all
         one = torch.ones(1, dtype=torch.int64)
         if not bool(self._scores(one.float(), torch.zeros_like(one), one).any()):

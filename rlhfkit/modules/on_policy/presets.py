@@ -61,6 +61,9 @@ REINFORCE_PLUS_PLUS_BASELINE = _preset(
 """Group mean as baseline, batch deviation as scale (Hu et al.); KL in the loss, k2, as the authors advise."""
 GPG = _preset(policy_loss="gpg_loss", advantages="gpg_advantages")
 """REINFORCE with the group mean as baseline, no ratio and no clip: Chu et al. (2025, arXiv:2504.02546)."""
+REMAX = _preset(policy_loss="reinforce_loss", advantages="remax_advantages")
+"""The reward of the greedy answer as baseline: Li et al. (2023, arXiv:2310.10505), without its KL penalty. One sample a
+prompt is enough: ``SamplingSpec(group_size=1)``."""
 GSPO = _preset(policy_loss="gspo_loss")
 """Ratio and clip of the whole sequence: Zheng et al. (2025, arXiv:2507.18071)."""
 LUSPO = _preset(policy_loss="luspo_loss")
@@ -96,6 +99,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "reinforce++": REINFORCE_PLUS_PLUS,
         "reinforce++-baseline": REINFORCE_PLUS_PLUS_BASELINE,
         "gpg": GPG,
+        "remax": REMAX,
         "gspo": GSPO,
         "luspo": LUSPO,
         "gmpo": GMPO,

@@ -63,7 +63,7 @@ def fit(folder: Path, *, epochs: int = 3, resume: Any = None, cap: int | None = 
 ON_RANKS: dict[str, dict[str, Any]] = {
     "two updates": {"epochs": 2},
     "two updates, PPO": {"epochs": 2, **PPO_ARGUMENTS},
-    "one update": {"epochs": 2, "updates": 1},
+    "one update": {"epochs": 2, "updates": 1, "module_arguments": {"advantages": "remax_advantages"}},
     "capped": {"epochs": 2, "cap": 30},
 }
 

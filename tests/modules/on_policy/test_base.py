@@ -104,6 +104,9 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
             return dr_grpo_loss(logprobs, old, centred, mask, max_length=6, denominator=sequences).loss
         case "gpg":
             return gpg_loss(logprobs, old, gpg_advantages(rewards, group), mask, denominator=tokens).loss
+        case "remax":
+            advantages = rewards - batch.reward_parts["greedy"]
+            return -((advantages[:, None] * logprobs)[mask]).sum() / sequences
         case "dapo":
             return ppo_loss(logprobs, old, standard, mask, clip_high=0.28, denominator=tokens).loss
         case "rloo":
@@ -140,6 +143,7 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     extra = {"max_length": 6} if name == "dr_grpo" else {}
     module = GRPOModule("anywhere", **presets.PRESETS[name], **extra)
     batch = experience()
+    batch.reward_parts = {"greedy": torch.tensor([0.5, 0.5, 0.5, 0.1, 0.1, 0.1])}
     assert batch.old_logprobs is not None
     if not module.hparams["kl_coef"]:
         batch.ref_logprobs, reference = None, batch.ref_logprobs
@@ -157,6 +161,7 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     assert gradient.abs().sum() > 0
     assert set(presets.PRESETS[name]) <= set(module.hparams)
     named = f"{name}_loss" if hasattr(rlhfkit.losses, f"{name}_loss") else "ppo_loss"
+    named = "reinforce_loss" if name == "remax" else named
     assert module.hparams["policy_loss"].endswith(f".{named}")  # a preset calls the loss of its name
 
 

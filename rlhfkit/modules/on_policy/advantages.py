@@ -1,0 +1,128 @@
+"""``AdvantageModule``: advantages of an iteration's samples, by a method of the module or a function that was given."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+
+from rlhfkit.data.types import GREEDY_REWARD, Experience
+from rlhfkit.modules.on_policy.functions import AdvantageFunction
+from rlhfkit.modules.on_policy.preparation.local_rows import (
+    function_label,
+    is_spread,
+    local_rows,
+    takes_local_rows,
+    warn_of_gathering,
+)
+from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule, RewardProcessing
+
+
+class AdvantageModule(RewardedModule):
+    """A policy whose rewarded samples get advantages.
+
+    Args:
+        model: Folder or hub name of the policy.
+        advantages: Function used in place of :meth:`advantages`, or its name, see
+            :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`.
+        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`.
+
+    Raises:
+        ValueError: If the function has another form, or ``reward_processing`` would change rewards of samples and not
+            those of the greedy answers that they are compared with.
+    """
+
+    def __init__(self, model: str, *, advantages: str | Callable[..., Tensor] | None = None, **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
+        self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
+        """The function that was given as ``advantages``."""
+        self._warned_of_gathering: set[str] = set()
+        function = self.advantage_function
+        if function is not None and function.takes_greedy_rewards and self.reward_processing != RewardProcessing():
+            raise ValueError(
+                f"advantages={function.name} compares samples with greedy answers, whose rewards reward_processing "
+                "does not change: leave reward_processing out"
+            )
+
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        """Whether samples are compared with the greedy answer to their prompt (ReMax), which is generated too."""
+        return self.advantage_function is not None and self.advantage_function.takes_greedy_rewards
+
+    def compute_advantages(self, experience: Experience) -> Experience:
+        """Add advantages, from :meth:`advantages` or the function that was given in its place."""
+        function = self.advantage_function
+        if function is None or not self.replaces_advantages:
+            advantages = self._advantages_by(self.advantages, experience)
+        elif function.takes_rewards:
+            advantages = self.advantages_by_rewards(function, experience, self.penalized_rewards(experience))
+        else:
+            penalized = dataclasses.replace(experience, rewards=self.penalized_rewards(experience))
+            advantages = self._advantages_by(function.function, penalized)
+        if advantages.dim() == 1:
+            advantages = advantages[:, None].expand_as(experience.action_mask)
+        return dataclasses.replace(experience, advantages=advantages)
+
+    def advantages_by_rewards(self, function: AdvantageFunction, experience: Experience, rewards: Tensor) -> Tensor:
+        """Advantages (B,) by a function of rewards (B,) and groups, or rewards of greedy answers. A collective."""
+        if function.takes_greedy_rewards:
+            return cast(Tensor, function.function(rewards, experience.reward_parts[GREEDY_REWARD]))
+        return self.over_iteration(function.estimate, experience, rewards)
+
+    def over_iteration(
+        self, estimate: Callable[[Tensor, Tensor, Tensor], Tensor], experience: Experience, rewards: Tensor
+    ) -> Tensor:
+        """Estimate advantages (B,) of own rows by comparing those of all ranks. A collective.
+
+        ``estimate`` is called with rewards, group ids and lengths in tokens, (N,) each, of the whole iteration in its
+        order, and returns (N,). ``rewards`` are those of own rows, (B,).
+        """
+        columns = (rewards, experience.group, experience.action_mask.sum(-1))
+        advantages = estimate(*(self.gather_rows(experience, column) for column in columns))
+        return advantages if experience.iteration is None else advantages[experience.own_rows]
+
+    def _advantages_by(self, function: Callable[[Experience], Tensor], experience: Experience) -> Tensor:
+        """(B,) or (B, T-1) advantages by a function of own rows or, unless it is marked so, of the whole iteration."""
+        if experience.iteration is not None:  # so that its rewards are the processed ones too
+            summary = dataclasses.replace(
+                experience.iteration, rewards=self.gather_rows(experience, experience.rewards)
+            )
+            experience = dataclasses.replace(experience, iteration=summary)
+        given = self.visible_rows(function, experience)
+        advantages = function(given)
+        if len(advantages) != len(given):
+            raise ValueError(
+                f"{function_label(function)} returned advantages of {len(advantages)} sequences and was given "
+                f"{len(given)}; results for all ranks' sequences are indexed with experience.own_rows"
+            )
+        if given is not experience:
+            advantages = advantages[experience.own_rows]
+            advantages = advantages if advantages.dim() == 1 else advantages[:, : experience.action_mask.shape[1]]
+        return advantages
+
+    def visible_rows(self, function: Callable[..., Any], experience: Experience) -> Experience:
+        """What a function of an experience is given: own rows if it is marked so, else the gathered iteration."""
+        if takes_local_rows(function) or not is_spread(experience):
+            return experience
+        gathered, name = self.gather_experience(experience), function_label(function)
+        if name not in self._warned_of_gathering:
+            warn_of_gathering(name, gathered)
+        self._warned_of_gathering.add(name)
+        return gathered
+
+    @property
+    def replaces_advantages(self) -> bool:
+        """Whether a function was given that is used in place of :meth:`advantages`."""
+        return self.advantage_function is not None
+
+    @local_rows
+    def advantages(self, experience: Experience) -> Tensor:
+        """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing. Abstract.
+
+        ``experience`` has processed rewards (:meth:`sample_rewards`), and log-probs and values where they are needed.
+        With several ranks an override is given the whole iteration, the same on every rank, which is gathered for it;
+        one that is marked with :func:`~rlhfkit.local_rows` is given this rank's rows and
+        the summary of all. ``super().advantages(experience)`` works with both.
+        """
+        # Abstract by hand: a LightningModule is no abc.ABC, and a function may be given instead.
+        raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")

@@ -1,0 +1,107 @@
+"""ReMax: samples are compared with the greedy answer of the policy that sampled them."""
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, setup_run
+
+from rlhfkit import GRPOModule, ReplayEngine, RolloutCallback, Sample, SamplingSpec, presets
+from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
+from rlhfkit.rewards import WeightedSum
+
+ONE = SamplingSpec(group_size=1, max_new_tokens=8)
+
+
+def lengthy(samples: Sequence[Sample]) -> list[float]:
+    """Digits and tokens, so that rewards differ."""
+    return [value + sum(sample.token_ids) / 1000 for sample, value in zip(samples, digits(samples), strict=True)]
+
+
+class Greedy(L.Callback):
+    """Compares each iteration's greedy rewards and advantages with the policy's own argmax, token by token."""
+
+    def __init__(self) -> None:
+        self.checked = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        rollouts = RolloutCallback.of(trainer)
+        if batch_idx:
+            return
+        policy = copy.deepcopy(pl_module.policy).eval()
+        expected = {}
+        for sample in rollouts.samples:
+            tokens = list(sample.prompt.token_ids)
+            while len(tokens) < sample.prompt.num_tokens + 8:
+                with torch.no_grad():
+                    tokens.append(int(policy(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+                if tokens[-1] == pl_module.tokenizer.eos_token_id:
+                    break
+            answer = tokens[sample.prompt.num_tokens :]
+            text = pl_module.tokenizer.decode(answer, skip_special_tokens=True)
+            made = Sample(sample.prompt, 0, answer, [0.0] * len(answer), [0] * len(answer), "stop", text=text)
+            expected[sample.prompt.index] = lengthy([made])[0]
+            assert sample.reward_parts["greedy"] == pytest.approx(expected[sample.prompt.index], abs=1e-6)
+        experience = rollouts.experience
+        assert experience is not None
+        assert experience.advantages is not None
+        for row, group in enumerate(experience.group.tolist()):
+            known = experience.action_mask[row]
+            difference = float(experience.rewards[row]) - expected[group]
+            assert experience.advantages[row, known].tolist() == pytest.approx(
+                [difference] * int(known.sum()), abs=1e-5
+            )
+            self.checked += 1
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_the_baseline_is_the_reward_of_the_greedy_answer(tmp_path: Path, max_staleness: int) -> None:
+    greedy = Greedy()
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module_arguments=dict(presets.REMAX),
+        rollouts=RolloutCallback(lengthy, sampling=ONE, max_staleness=max_staleness),
+        data_arguments={"micro_batch_size": 4},
+        callbacks=[greedy] if not max_staleness else [],  # else the answers are those of earlier weights
+    )
+    trainer.fit(module, data)
+    assert trainer.global_step == 2
+    assert greedy.checked == (0 if max_staleness else 16)
+    assert math.isfinite(float(trainer.callback_metrics["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "message"),
+    [
+        (RolloutCallback(WeightedSum(greedy=digits), sampling=ONE), "a part of .* is called 'greedy'"),
+        (RolloutCallback(None, sampling=ONE), "give RolloutCallback"),
+    ],
+)
+def test_greedy_answers_that_cannot_be_scored_are_refused(
+    tmp_path: Path, rollouts: RolloutCallback, message: str
+) -> None:
+    trainer, module, data, _ = setup_run(
+        tmp_path, module_arguments=dict(presets.REMAX), rollouts=rollouts, data_arguments={"micro_batch_size": 4}
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, data)
+
+
+def test_recorded_samples_have_no_greedy_answers(tmp_path: Path) -> None:
+    tmp_path.joinpath("dump").mkdir()
+    rollouts = RolloutCallback(digits, engine=ReplayEngine(tmp_path / "dump"), sampling=ONE)
+    trainer, module, data, _ = setup_run(
+        tmp_path, module_arguments=dict(presets.REMAX), rollouts=rollouts, data_arguments={"micro_batch_size": 4}
+    )
+    with pytest.raises(ValueError, match="ReplayEngine has no greedy answers"):
+        trainer.fit(module, data)
+
+
+def test_rewards_of_samples_alone_are_not_processed() -> None:
+    with pytest.raises(ValueError, match="leave reward_processing out"):
+        GRPOModule("anywhere", **presets.REMAX, reward_processing=RewardProcessing(clip=1.0))
