@@ -43,6 +43,7 @@ SETTINGS = {
     "GRPO, 1 epoch": Setting(),
     "GRPO, 2 epochs": Setting(data={"epochs_per_iteration": 2}),
     "GRPO, 4 epochs": Setting(data={"epochs_per_iteration": 4}),
+    "ReMax, 8 samples a prompt": Setting(presets.REMAX),
     "ReMax, 1 sample a prompt": Setting(presets.REMAX, {"rollout_batch_size": 512}, group_size=1),
 }
 
@@ -62,7 +63,7 @@ class Accuracies(L.Callback):
 def train(setting: Setting, folder: Path, start: Path, seed: int, iterations: int, every: int) -> dict[str, Any]:
     """Train one setting with one seed."""
     L.seed_everything(seed, verbose=False)
-    module = setting.cls(str(start), **{"lr": 5e-4, "warmup_steps": 10, **setting.module})
+    module = setting.cls(str(start), **{"lr": 2e-4, "warmup_steps": 10, **setting.module})
     sizes = {"rollout_batch_size": 64, "micro_batch_size": 256, **setting.data}
     data = PromptDataModule(
         str(folder / "train.jsonl"),
