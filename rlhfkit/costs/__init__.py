@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit.costs.hardware import GPU, GPUS, Efficiency, find_gpu
 from rlhfkit.costs.long_rows import LongestRow, longest_row, longest_rows
 from rlhfkit.costs.model_shape import LayerShape, ModelShape, model_shape
-from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
+from rlhfkit.costs.run import EngineShape, PlacedModel, Precision, Run, Sharding
 
 if TYPE_CHECKING:
     from rlhfkit.costs.estimation import Estimate, estimate, estimate_run
@@ -35,6 +35,7 @@ __all__ = [
     "LongestRow",
     "MemoryCheck",
     "ModelShape",
+    "PlacedModel",
     "Precision",
     "Run",
     "Sharding",

@@ -5,7 +5,8 @@ every such choice is noted, so that a report can state it.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from rlhfkit.callbacks import RolloutCallback
 from rlhfkit.costs.hardware import GIB, GPU, Efficiency
 from rlhfkit.costs.model_shape import ModelShape, model_shape
-from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
+from rlhfkit.costs.run import EngineShape, PlacedModel, PlacedRole, Precision, Run, Sharding
 from rlhfkit.data.packing import capped_iteration_shape, iteration_shape
 from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
 from rlhfkit.episodes.engine_wrapper import EngineWrapper
@@ -31,6 +32,7 @@ from rlhfkit.modules import (
     RewardModule,
     SFTModule,
 )
+from rlhfkit.roles import ModelPool
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
 
@@ -174,7 +176,27 @@ def _roles(module: PolicyModule) -> dict[str, Any]:
         roles["prepare_tokens"] = module.max_tokens_per_forward
         if module.reward_model_name is not None and module.reward_pool is None:
             roles["reward_model"] = shape(module.reward_model_name)
+    roles["placed"] = _placed(module, shape)
     return roles
+
+
+def _placed(module: PolicyModule, shape: Callable[[str], ModelShape]) -> tuple[PlacedModel, ...]:
+    """Models in pools of their own; a replica without GPUs among its resources is described as having one."""
+    pools: dict[PlacedRole, ModelPool | None] = {}
+    if isinstance(module, OnPolicyModule):
+        pools |= {"reference": module.reference_pool, "reward model": module.reward_pool}
+    if isinstance(module, OnPolicyDistillationModule):
+        pools["teacher"] = module.teacher_pool
+    return tuple(
+        PlacedModel(
+            role=role,
+            shape=shape(pool.model),
+            replicas=pool.num_replicas,
+            gpus=max(1, math.ceil((pool.resources or {}).get("GPU", 1))),
+        )
+        for role, pool in pools.items()
+        if pool is not None
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the strategy

@@ -25,8 +25,15 @@ from rlhfkit.costs.memory import (
     memory_problems,
     phase_bytes,
 )
+from rlhfkit.costs.placed import placed_parts, placed_problems, places
 from rlhfkit.costs.run import Run
-from rlhfkit.costs.seconds import checkpoint_seconds, iteration_seconds, phase_seconds
+from rlhfkit.costs.seconds import (
+    checkpoint_seconds,
+    exposed_seconds,
+    iteration_seconds,
+    phase_seconds,
+    placed_seconds,
+)
 from rlhfkit.modules import PolicyModule
 from rlhfkit.validation import check_integer, check_number
 
@@ -61,8 +68,18 @@ class Estimate:
     @property
     def peak(self) -> dict[str, float]:
         """Most bytes at each place in any phase: on a training GPU, an engine's GPU, in the host's memory per rank."""
-        totals = {place: phase_bytes(self.memory, place) for place in (TRAINING, ENGINE, HOST)}
+        totals = {place: phase_bytes(self.memory, place) for place in self._places}
         return {place: max(phases.values()) for place, phases in totals.items() if phases}
+
+    @property
+    def _places(self) -> list[str]:
+        return [TRAINING, ENGINE, *places(self.memory), HOST]
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Of each placed model, the share of its seconds that other work of the iteration hides."""
+        exposed = exposed_seconds(self.run)
+        return {role: 1.0 - exposed[role] / seconds for role, seconds in placed_seconds(self.run).items()}
 
     @property
     def cached_sequences(self) -> float | None:
@@ -94,11 +111,11 @@ class Estimate:
         return {
             "gpu": self.run.gpu.name,
             "ranks": self.run.sharding.ranks,
+            "gpus": self.run.gpus,
+            "hidden": self.hidden,
             "memory": [asdict(part) | {"phases": list(part.phases)} for part in self.memory],
             "phases": {
-                place: phase_bytes(self.memory, place)
-                for place in (TRAINING, ENGINE, HOST)
-                if phase_bytes(self.memory, place)
+                place: phase_bytes(self.memory, place) for place in self._places if phase_bytes(self.memory, place)
             },
             "peak": self.peak,
             "cached_sequences": self.cached_sequences,
@@ -124,7 +141,7 @@ class Estimate:
         memory = Table(title=f"Memory, GiB, {self.run.gpu.name} ({self.run.gpu.memory / GIB:.1f} GiB)")
         for column in ("where", "what", "GiB", "in"):
             memory.add_column(column, justify="right" if column == "GiB" else "left")
-        for place in (TRAINING, ENGINE, HOST):
+        for place in self._places:
             here = [part for part in self.memory if part.place == place and part.bytes]
             for part in sorted(here, key=lambda one: -one.bytes):
                 phases = "always" if part.phases == PHASES else ", ".join(part.phases)
@@ -147,6 +164,12 @@ class Estimate:
         notes = [f"Assumed: {assumption}." for assumption in self.assumptions]
         if self.cached_sequences is not None:
             notes.append(f"Sequences of mean length in an engine's key-value cache: {self.cached_sequences:,.0f}.")
+        for model in self.run.placed:
+            seconds = placed_seconds(self.run)[model.role]
+            notes.append(
+                f"The {model.role} has {model.total_gpus} GPU(s) and computes {seconds:,.2f} s, "
+                f"{self.hidden[model.role]:.0%} of which other work hides."
+            )
         notes += self._notes_of_rows()
         notes += [f"Does not fit: {problem}" for problem in self.problems] or [
             f"Everything fits ({FRAGMENTATION:.0%} of a GPU kept free)."
@@ -276,13 +299,13 @@ def estimate_run(run: Run, *, assumptions: list[str] | None = None, problems: li
         assumptions: What its description assumed.
         problems: Sizes in its description that contradict one another; they come first.
     """
-    parts = memory_parts(run)
+    parts = [*memory_parts(run), *placed_parts(run)]
     return Estimate(
         run=run,
         memory=parts,
         seconds=phase_seconds(run),
         iteration_seconds=iteration_seconds(run),
         checkpoint_seconds=checkpoint_seconds(run),
-        problems=[*(problems or []), *memory_problems(run, parts)],
+        problems=[*(problems or []), *memory_problems(run, parts), *placed_problems(run, parts)],
         assumptions=list(assumptions or []),
     )

@@ -5,7 +5,7 @@ hand as well.
 """
 
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 from rlhfkit.costs.hardware import GPU, Efficiency
 from rlhfkit.costs.model_shape import ModelShape
@@ -123,6 +123,33 @@ class EngineShape:
         check_number("EngineShape.cache_bytes", self.cache_bytes, above=0, optional=True)
 
 
+PlacedRole = Literal["reference", "reward model", "teacher", "critic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedModel:
+    """A model on GPUs of its own: frozen ones are asked group by group while samples are generated."""
+
+    role: PlacedRole
+    shape: ModelShape
+    replicas: int = 1
+    """Of the whole model, which share the requests; of a critic 1."""
+    gpus: int = 1
+    """Of a replica, over which its weights are sharded; of a critic its ranks, with ZeRO 3 where there are several."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.role not in get_args(PlacedRole):
+            raise ValueError(f"PlacedModel.role must be one of {', '.join(get_args(PlacedRole))}, got {self.role!r}")
+        check_integer("PlacedModel.replicas", self.replicas, minimum=1, maximum=1 if self.role == "critic" else None)
+        check_integer("PlacedModel.gpus", self.gpus, minimum=1)
+
+    @property
+    def total_gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.replicas * self.gpus
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A run. Without an ``engine`` it learns from data; an "iteration" is then one optimizer step."""
@@ -136,6 +163,8 @@ class Run:
     """A frozen copy; ``None``: there is none, or the policy without its adapters is the reference."""
     reward_model: ModelShape | None = None
     teacher: ModelShape | None = None
+    placed: tuple[PlacedModel, ...] = ()
+    """Models that the training ranks do not hold; of each role, either here or above."""
     engine: EngineShape | None = None
     offload_training: bool = False
     """Training states go to the host's memory while colocated engines generate."""
@@ -191,11 +220,24 @@ class Run:
         check_integer("Run.gpus_per_machine", self.gpus_per_machine, minimum=1)
         check_integer("Run.sequences_together", self.sequences_together, minimum=1)
         check_integer("Run.max_staleness", self.max_staleness, minimum=0)
+        held = {"critic": self.critic, "reference": self.reference, "teacher": self.teacher}
+        for role in (model.role for model in self.placed):
+            if (held | {"reward model": self.reward_model}).get(role) is not None:
+                raise ValueError(f"Run.placed has the {role}, and the training ranks have one: leave one of them out")
         for name in ("prompt_tokens", "micro_batch_tokens"):
             check_number(f"Run.{name}", getattr(self, name), above=0)
         for name in ("answer_tokens", "answer_spread", "score_seconds"):
             check_number(f"Run.{name}", getattr(self, name), minimum=0)
         check_number("Run.trained_share", self.trained_share, minimum=0, maximum=1)
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs: of training ranks, of engines that are not on these, and of placed models."""
+        engine = self.engine
+        own = 0
+        if engine is not None and not (engine.colocated or engine.local):
+            own = engine.count * engine.tensor_parallel * engine.pipeline_parallel * engine.data_parallel
+        return self.sharding.ranks + own + sum(model.total_gpus for model in self.placed)
 
     @property
     def sequence_tokens(self) -> float:

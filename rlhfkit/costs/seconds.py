@@ -17,7 +17,7 @@ from rlhfkit.costs.memory import (
 )
 from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.parallelism import dealt_ranks, on_rank, ring_bytes, tensor_bytes, ulysses_bytes
-from rlhfkit.costs.run import Run
+from rlhfkit.costs.run import PlacedModel, Run
 
 _STEPS = 64  # points of the integrals over lengths
 
@@ -146,6 +146,50 @@ def prepare_seconds(run: Run) -> float:
         share * forward_flops(shape, run.tokens, run.sequence_tokens) for shape, share in _forward_passes(run)
     )
     return operations / (run.sharding.ranks * run.gpu.flops * run.efficiency.forward_flops)
+
+
+def placed_seconds(run: Run) -> dict[str, float]:
+    """Seconds in which each placed model computes an iteration, hidden or not; of a critic values and updates."""
+    found: dict[str, float] = {}
+    for model in run.placed:
+        rate = model.total_gpus * run.gpu.flops
+        passes = 1.0 if run.engine is not None else float(run.passes)
+        operations = passes * forward_flops(model.shape, run.tokens, run.sequence_tokens)
+        found[model.role] = operations / (rate * run.efficiency.forward_flops)
+        if model.role == "critic":
+            found[model.role] += critic_seconds(run, model)
+    return found
+
+
+def critic_seconds(run: Run, model: PlacedModel) -> float:
+    """Seconds of the updates of a critic on GPUs of its own, while the policy's are computed."""
+    tokens, recompute = run.tokens * run.passes, run.gradient_checkpointing
+    operations = train_flops(model.shape, tokens, run.sequence_tokens, gradient_checkpointing=recompute)
+    return operations / (model.total_gpus * run.gpu.flops * run.efficiency.train_flops)
+
+
+def exposed_seconds(run: Run) -> dict[str, float]:
+    """Seconds of placed models that nothing hides, by role.
+
+    Frozen models are asked as soon as a group is finished. Groups finish all through generation, so what is left at its
+    end is one forward pass of each replica, or what the model is slower than the engines. The reference's and the
+    teacher's rest, and a critic's values, are computed while the ranks compute old log-probs; a critic's updates while
+    the policy's are. Learning starts when all are there.
+    """
+    if run.engine is None:
+        return placed_seconds(run)
+    exposed: dict[str, float] = {}
+    own = prepare_seconds(run)
+    for model in run.placed:
+        seconds = placed_seconds(run)[model.role]
+        if model.role == "critic":
+            updates = critic_seconds(run, model)
+            exposed[model.role] = max(0.0, seconds - updates - own) + max(0.0, updates - train_seconds(run))
+            continue
+        last = seconds * min(1.0, run.prepare_tokens * model.replicas / run.tokens)
+        left = max(last, seconds - generation_seconds(run))
+        exposed[model.role] = left if model.role == "reward model" else max(0.0, left - own)
+    return exposed
 
 
 def _forward_passes(run: Run) -> list[tuple[ModelShape, float]]:
@@ -326,10 +370,13 @@ def phase_seconds(run: Run) -> dict[str, float]:
     if run.engine is None:
         return training
     moving = {"offload": offload_seconds(run)} if run.offload_training else {}
+    exposed = exposed_seconds(run)
+    scored = exposed.pop("reward model", 0.0)
     return moving | {
         "generate": generation_seconds(run),
-        "score": run.score_seconds,
+        "score": run.score_seconds + scored,
         "prepare": prepare_seconds(run),
+        **({"placed_models": sum(exposed.values())} if run.placed else {}),
         **training,
         "weight_sync": weight_sync_seconds(run),
     }
@@ -340,4 +387,4 @@ def iteration_seconds(run: Run) -> float:
     phases = phase_seconds(run)
     ahead = phases.pop("generate", 0.0) + phases.pop("score", 0.0)
     learning = sum(phases.values())
-    return max(ahead, learning) if run.max_staleness else ahead + learning
+    return max(ahead, learning, *placed_seconds(run).values()) if run.max_staleness else ahead + learning

@@ -1,0 +1,119 @@
+"""Models on GPUs of their own: their bytes, their seconds, and what of these other work hides."""
+
+import dataclasses
+
+import pytest
+
+from rlhfkit import GRPOModule, ModelPool, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool, estimate
+from rlhfkit.costs import PlacedModel, Run, Sharding, estimate_run
+from rlhfkit.costs.memory import TRAINING, memory_parts, phase_bytes
+from rlhfkit.costs.placed import critic_run, placed_parts, placed_problems, places
+from rlhfkit.costs.run import PlacedRole
+from rlhfkit.costs.seconds import (
+    critic_seconds,
+    exposed_seconds,
+    forward_flops,
+    generation_seconds,
+    iteration_seconds,
+    phase_seconds,
+    placed_seconds,
+    prepare_seconds,
+    train_seconds,
+)
+
+from .shapes import grpo_70b, llama_70b
+
+
+def placed(role: PlacedRole = "reference", replicas: int = 1, gpus: int = 4) -> PlacedModel:
+    return PlacedModel(role=role, shape=llama_70b(), replicas=replicas, gpus=gpus)
+
+
+def test_a_model_has_its_bytes_once_here_or_there() -> None:
+    run = grpo_70b(reference=None, placed=(placed(),))
+    parts = placed_parts(run)
+    assert places(parts) == ["reference GPU"]
+    weights = sum(part.bytes for part in parts if part.part == "weights")
+    assert weights == pytest.approx(2 * llama_70b().parameters / 4)
+    held, apart = (phase_bytes(memory_parts(one), TRAINING) for one in (grpo_70b(reference=llama_70b()), run))
+    assert held["prepare"] - apart["prepare"] == pytest.approx(2 * llama_70b().parameters / run.sharding.shards)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        grpo_70b(reference=llama_70b(), placed=(placed(),))
+
+
+def test_what_does_not_fit_is_a_problem() -> None:
+    run = grpo_70b(reference=None, placed=(placed(gpus=1),))
+    (problem,) = placed_problems(run, placed_parts(run))
+    assert "the reference needs 1" in problem
+    assert "shard it over more" in problem
+    assert problem in estimate_run(run).problems
+
+
+def test_seconds_are_those_of_the_ranks_on_as_many_gpus() -> None:
+    run = grpo_70b(reference=None, placed=(placed(replicas=2),))
+    expected = forward_flops(llama_70b(), run.tokens, run.sequence_tokens)
+    expected /= 8 * run.gpu.flops * run.efficiency.forward_flops
+    assert placed_seconds(run) == {"reference": pytest.approx(expected)}
+    assert run.gpus == grpo_70b(reference=None).gpus + 8
+
+
+def test_engines_and_old_log_probs_hide_a_reference_and_a_slow_one_costs_the_rest() -> None:
+    fast = grpo_70b(reference=None, placed=(placed(replicas=64),), old_logprobs=True)
+    assert exposed_seconds(fast)["reference"] == 0
+    slow = dataclasses.replace(fast, placed=(placed(replicas=1, gpus=1),))
+    rest = placed_seconds(slow)["reference"] - generation_seconds(slow) - prepare_seconds(slow)
+    assert exposed_seconds(slow)["reference"] == pytest.approx(max(rest, 0))
+    assert phase_seconds(slow)["placed_models"] == exposed_seconds(slow)["reference"]
+    assert estimate_run(fast).hidden == {"reference": 1.0}
+
+
+def test_of_a_reward_model_the_last_groups_are_never_hidden() -> None:
+    run = grpo_70b(reward_model=None, placed=(placed("reward model", replicas=4),))
+    last = placed_seconds(run)["reward model"] * run.prepare_tokens * 4 / run.tokens
+    assert exposed_seconds(run)["reward model"] == pytest.approx(last)
+    assert phase_seconds(run)["score"] == pytest.approx(run.score_seconds + last)
+
+
+def test_a_critic_learns_while_the_policy_does() -> None:
+    run = grpo_70b(critic=None, placed=(placed("critic", gpus=32),))
+    assert critic_seconds(run, run.placed[0]) == pytest.approx(train_seconds(run) * run.sharding.ranks / 32, rel=0.05)
+    rest = critic_seconds(run, run.placed[0]) - train_seconds(run)
+    assert exposed_seconds(run)["critic"] >= max(rest, 0)
+    alone = critic_run(run, run.placed[0])
+    assert alone.sharding == Sharding(ranks=32, stage=3)
+    there = phase_bytes(placed_parts(run), "critic GPU")
+    assert there == pytest.approx(phase_bytes(memory_parts(alone), TRAINING))
+
+
+def test_sampling_ahead_takes_as_long_as_the_slowest() -> None:
+    run = grpo_70b(reference=None, placed=(placed(gpus=1),), max_staleness=1)
+    assert iteration_seconds(run) == placed_seconds(run)["reference"] > generation_seconds(run)
+
+
+def test_pools_of_a_module_are_described(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from tiny_models import tiny_model
+
+    folder = str(tiny_model(tmp_path_factory.mktemp("model")))
+    pool = ModelPool(folder, num_replicas=2, resources={"GPU": 2})
+    module = GRPOModule(folder, kl_coef=0.1, reference=pool)
+    data = PromptDataModule("prompts.jsonl", rollout_batch_size=8, micro_batch_size=8)
+    rollouts = RolloutCallback(lambda _: [], engine=VLLMPool(), sampling=SamplingSpec(group_size=8))
+    found = estimate(module, data, rollouts)
+    assert found.run.placed == (PlacedModel(role="reference", shape=found.run.policy, replicas=2, gpus=2),)
+    assert found.to_dict()["gpus"] == 1 + 1 + 4
+    assert "reference GPU" in found.peak
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [({"replicas": 0}, "replicas"), ({"gpus": 0}, "gpus"), ({"role": "x"}, "role")]
+)
+def test_numbers_are_checked(change: dict[str, object], name: str) -> None:
+    arguments = {"role": "reference", "shape": llama_70b()} | change
+    with pytest.raises(ValueError, match=f"PlacedModel.{name}"):
+        PlacedModel(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_run_without_placed_models_is_as_before() -> None:
+    run: Run = grpo_70b()
+    assert placed_parts(run) == []
+    assert exposed_seconds(run) == {}
+    assert "placed_models" not in phase_seconds(run)
