@@ -3,7 +3,7 @@
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -33,7 +33,9 @@ from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.gpu_memory import require_gpu_memory
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
-from rlhfkit.modules.optim import SCHEDULES, OptimizationMixin, Schedule
+from rlhfkit.modules.optim import OptimizationMixin
+from rlhfkit.modules.optimizers.factories import OptimizerFactory
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -46,11 +48,20 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
 
     Args:
         model: Folder or hub name of the policy. If the folder holds an adapter, training continues with it.
-        lr: Peak learning rate of AdamW.
-        weight_decay: AdamW's decoupled weight decay.
+        lr: Peak learning rate.
+        weight_decay: Decoupled weight decay.
         betas: AdamW's two averaging factors (0.9 and 0.95: OpenRLHF's default).
+        optimizer: ``adamw``, ``adamw_8bit``, ``muon``, ``sgd``, ``adafactor`` (:mod:`rlhfkit.modules.optimizers`), or a
+            function of parameter groups or class of optimizers, itself or by its dotted name (``torch.optim.RAdam``).
+        optimizer_arguments: More arguments of ``optimizer``, for example ``{"eps": 1e-6}``.
+        parameter_options: ``lr`` and ``weight_decay`` of parts: ``embeddings``, ``heads``, ``matrices``, ``vectors``,
+            ``stacks`` (of experts), a child (``critic``) or both (``critic.heads``), which wins.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, or ``linear`` or ``cosine`` decay to 0 at the end of training.
+        warmup_ratio: Warm-up as a part of the run's optimizer steps, instead of ``warmup_steps``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``.
+        min_lr_ratio: The rate at the end, as a part of the peak.
+        decay_ratio: The part of the run in which ``wsd`` decays (0.2: Hägele et al., 2024, arXiv:2405.18392).
         attention: Packed with the kernel of this name (``auto``, ``varlen``, ``flash_attention_2``,
             ``flash_attention_3``, ``buckets``), or Transformers' ``attn_implementation``, padded. ``None`` is ``auto``:
             the first kernel that can run, where the model can be packed.
@@ -86,8 +97,14 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         lr: float = 1e-6,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
+        optimizer: str | OptimizerFactory = "adamw",
+        optimizer_arguments: Mapping[str, Any] | None = None,
+        parameter_options: Mapping[str, Mapping[str, float]] | None = None,
         warmup_steps: int = 0,
+        warmup_ratio: float | None = None,
         lr_schedule: Schedule = "constant",
+        min_lr_ratio: float = 0.0,
+        decay_ratio: float = 0.2,
         attention: str | None = None,
         gradient_checkpointing: bool = False,
         offload_activations: bool = False,
@@ -98,15 +115,6 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        check_number("lr", lr, above=0)
-        check_number("weight_decay", weight_decay, minimum=0)
-        if not isinstance(betas, Sequence) or len(betas) != 2:
-            raise TypeError(f"betas must be two numbers, got {betas!r}")
-        for factor in betas:
-            check_number("each of betas", factor, minimum=0, below=1)
-        check_integer("warmup_steps", warmup_steps, minimum=0)
-        if lr_schedule not in SCHEDULES:
-            raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
         check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 leaves the loss out")
         check_attention(attention)
         if offload_activations and not gradient_checkpointing:
@@ -114,12 +122,20 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         if not isinstance(tiled_mlp, bool):
             check_integer("tiled_mlp", tiled_mlp, minimum=1, why="it is the number of tokens in a tile")
         self.save_hyperparameters()
+        self.set_optimization(
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=betas,
+            optimizer=optimizer,
+            optimizer_arguments=optimizer_arguments,
+            parameter_options=parameter_options,
+            warmup_steps=warmup_steps,
+            warmup_ratio=warmup_ratio,
+            lr_schedule=lr_schedule,
+            min_lr_ratio=min_lr_ratio,
+            decay_ratio=decay_ratio,
+        )
         self.model_name = model
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.betas = betas
-        self.warmup_steps = warmup_steps
-        self.lr_schedule = lr_schedule
         self.attention = attention
         self.gradient_checkpointing = gradient_checkpointing
         self.offload_activations = offload_activations

@@ -1,61 +1,29 @@
-"""``OptimizationMixin``: AdamW, learning-rate schedules (warm-up, then constant, linear or cosine), and clipping."""
+"""``OptimizationMixin``: the optimizer of a module, its learning-rate schedule, and clipping."""
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, MixedPrecision
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
-from rlhfkit.validation import check_number
-
-Schedule = Literal["constant", "linear", "cosine"]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
-
-
-def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_steps: int | None) -> float:
-    """Factor in [0, 1] of the peak learning rate after ``step`` optimizer steps, as in Transformers' schedules.
-
-    It rises linearly from 0 to 1 during warm-up, then stays 1 (``constant``; ``total_steps`` may be ``None``), or falls
-    to 0 at the end of the run along a line (``linear``) or half a cosine (``cosine``: Loshchilov and Hutter, 2017,
-    arXiv:1608.03983, without restarts).
-    """
-    if step < warmup_steps:
-        return step / warmup_steps
-    if schedule == "constant" or total_steps is None:
-        return 1.0
-    done = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
-    return 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def make_adamw(
-    groups: list[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    trainer: L.Trainer | None,
-) -> torch.optim.AdamW:
-    """Make torch's AdamW over parameter groups, with its fused kernels where a Trainer trains on GPUs.
-
-    They need no temporaries of the size of the parameters, which cost 4 bytes a parameter otherwise, and serve states
-    that DeepSpeed has offloaded to the CPU too: there a step took 0.07 of the time of torch's default on two cores, and
-    0.75 of that of DeepSpeedCPUAdam, which needs a compiler and rounds differently after a resume. On CPUs the default
-    stays, and its numbers; so it does where Lightning's gradient scaler clips (``16-mixed``), which refuses fused ones.
-    """
-    if trainer is None or trainer.strategy.root_device.type != "cuda":
-        fused, why = False, "no Trainer" if trainer is None else "not on a GPU"
-    elif isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
-        fused, why = False, "Lightning's gradient scaler cannot clip the gradients of fused optimizers"
-    else:
-        fused, why = True, "on a GPU"
-    rank_zero_info(f"AdamW: {'fused' if fused else 'default'} kernels of torch, {why}")
-    # None, not False: False also switches torch's own choice of kernels for lists of tensors off.
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused or None)
+from rlhfkit.mesh import mesh_of
+from rlhfkit.modules.arguments import function_name, resolve_function
+from rlhfkit.modules.optimizers import muon
+from rlhfkit.modules.optimizers.factories import (
+    WHOLE_PARAMETERS,
+    OptimizerFactory,
+    check_optimizer_arguments,
+    make_optimizer,
+)
+from rlhfkit.modules.optimizers.groups import check_parameter_options, divide_groups
+from rlhfkit.modules.optimizers.schedules import ENDLESS, SCHEDULES, Schedule, learning_rate_factor
+from rlhfkit.validation import check_integer, check_number
 
 
 class OptimizationMixin(L.LightningModule):
@@ -67,10 +35,59 @@ class OptimizationMixin(L.LightningModule):
     warmup_steps: int
     lr_schedule: Schedule
 
+    def set_optimization(
+        self,
+        *,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        optimizer: str | OptimizerFactory,
+        optimizer_arguments: Mapping[str, Any] | None,
+        parameter_options: Mapping[str, Mapping[str, float]] | None,
+        warmup_steps: int,
+        warmup_ratio: float | None,
+        lr_schedule: Schedule,
+        min_lr_ratio: float,
+        decay_ratio: float,
+    ) -> None:
+        """Check and keep the arguments of :class:`PolicyModule` that are about the optimizer."""
+        check_number("lr", lr, above=0)
+        check_number("weight_decay", weight_decay, minimum=0)
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise TypeError(f"betas must be two numbers, got {betas!r}")
+        for factor in betas:
+            check_number("each of betas", factor, minimum=0, below=1)
+        check_integer("warmup_steps", warmup_steps, minimum=0)
+        check_number("warmup_ratio", warmup_ratio, minimum=0, maximum=1, optional=True)
+        if warmup_steps and warmup_ratio is not None:
+            raise ValueError(f"give warmup_steps={warmup_steps} or warmup_ratio={warmup_ratio}, not both")
+        if lr_schedule not in SCHEDULES:
+            raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
+        check_number("min_lr_ratio", min_lr_ratio, minimum=0, maximum=1, why="it is a part of lr")
+        check_number("decay_ratio", decay_ratio, above=0, maximum=1, why="it is a part of the run")
+        self.optimizer_function = resolve_function(optimizer, "optimizer", home="rlhfkit.modules.optimizers")
+        self.optimizer_name = optimizer if isinstance(optimizer, str) else function_name(optimizer)
+        self.optimizer_arguments = dict(optimizer_arguments or {})
+        check_optimizer_arguments(self.optimizer_function, self.optimizer_name, self.optimizer_arguments)
+        self.parameter_options = check_parameter_options(parameter_options)
+        self.hparams.update(
+            optimizer=self.optimizer_name,
+            optimizer_arguments=self.optimizer_arguments or None,
+            parameter_options=self.parameter_options or None,
+        )
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.warmup_steps = warmup_steps
+        self.warmup_ratio = warmup_ratio
+        self.lr_schedule = lr_schedule
+        self.min_lr_ratio = min_lr_ratio
+        self.decay_ratio = decay_ratio
+
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer: one for each child with parameters that require a gradient.
 
-        Add ``"lr"`` to a group to give it its own learning rate.
+        Add ``"lr"`` to a group to give it its own learning rate; ``parameter_options`` then divide the groups further.
         """
         groups = {
             name: [parameter for parameter in child.parameters() if parameter.requires_grad]
@@ -79,26 +96,86 @@ class OptimizationMixin(L.LightningModule):
         return [{"params": parameters, "name": name} for name, parameters in groups.items() if parameters]
 
     def configure_optimizers(self) -> Any:
-        """AdamW over :meth:`parameter_groups`, with warm-up and decay per optimizer step."""
+        """The optimizer over :meth:`parameter_groups`, with warm-up and decay per optimizer step.
+
+        Raises:
+            ValueError: If the strategy divides parameters that the optimizer needs whole, or a schedule needs the
+                length of a run that is endless.
+        """
         if self._trainer is not None:  # Lightning accepts NaN, which would make every gradient NaN
             clip = self.trainer.gradient_clip_val
             check_number("Trainer(gradient_clip_val=...)", clip, minimum=0, optional=True, infinite=True)
+        function = self.optimizer_function
+        if function in WHOLE_PARAMETERS:
+            self._require_whole_parameters()
         groups = self.parameter_groups()
-        optimizer = make_adamw(
-            groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, trainer=self._trainer
+        if self.parameter_options or function is muon:
+            groups = divide_groups(self, groups, self.parameter_options, by_kind=function is muon)
+        optimizer = make_optimizer(
+            function,
+            groups,
+            self.optimizer_arguments,
+            lr=self.lr,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            trainer=self._trainer,
         )
-        kind, warmup = self.lr_schedule, self.warmup_steps
-        if kind == "constant" and not warmup:
+        if self.lr_schedule == "constant" and not self.warmup_steps and not self.warmup_ratio:
             return optimizer
-        total: int | None = None
-        if kind != "constant":
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _learning_rate_factor(self) -> partial[float]:
+        """The schedule, a function of the number of optimizer steps."""
+        kind, warmup, total = self.lr_schedule, self.warmup_steps, None
+        if kind not in ENDLESS or self.warmup_ratio:
             steps = self.trainer.estimated_stepping_batches
             if steps == math.inf:
-                raise ValueError(f"lr_schedule={kind!r} decays to the end of training: give Trainer(max_epochs=...)")
+                why = (
+                    f"lr_schedule={kind!r} decays to" if kind not in ENDLESS else "warmup_ratio is a part of the way to"
+                )
+                raise ValueError(f"{why} the end of training: give Trainer(max_epochs=...)")
             total = int(steps)
-        factor = partial(learning_rate_factor, schedule=kind, warmup_steps=warmup, total_steps=total)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        if self.warmup_ratio and total is not None:
+            warmup = math.ceil(self.warmup_ratio * total)
+        return partial(
+            learning_rate_factor,
+            schedule=kind,
+            warmup_steps=warmup,
+            total_steps=total,
+            minimum=self.min_lr_ratio,
+            decay_steps=None if total is None else math.ceil(self.decay_ratio * total),
+        )
+
+    def _require_whole_parameters(self) -> None:
+        """Raise ValueError if the strategy gives the optimizer parts of parameters."""
+        if self._trainer is None:
+            return
+        strategy: Any = self.trainer.strategy
+        where = None
+        if isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
+            where = f"{type(strategy).__name__} divides them"
+        elif mesh_of(self.trainer).tensor > 1:
+            where = "tensor_parallel_size divides them"
+        elif isinstance(strategy, DeepSpeedStrategy):
+            config: Any = strategy.config or {}
+            stages = {"all": config.get("zero_optimization", {}).get("stage", 0)}
+            if hasattr(strategy, "config_of"):
+                names = [
+                    name for name, child in self.named_children() if any(p.requires_grad for p in child.parameters())
+                ]
+                configs = {name: strategy.config_of(name, trainable=True) for name in names}
+                stages = {name: one["zero_optimization"].get("stage", 0) for name, one in configs.items()}
+            if any(stages.values()):
+                where = "ZeRO flattens and divides them from stage 1 on"
+            elif self.trainer.precision_plugin.precision not in ("32-true", "32", 32):
+                where = "DeepSpeed's main weights of 16-bit training are flat"
+        if where is not None:
+            raise ValueError(
+                f"optimizer={self.optimizer_name!r} computes with whole parameters, and {where}: it would "
+                "learn something else. Train with Trainer(strategy='ddp') or RLHFDeepSpeedStrategy(stage=0) in float32, "
+                "or take optimizer='adamw', 'adamw_8bit' or 'sgd'"
+            )
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

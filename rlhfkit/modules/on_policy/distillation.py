@@ -24,7 +24,7 @@ from rlhfkit.modules.arguments import function_name, refuse_without_effect, reso
 from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.supervised.teacher import check_teacher_tokens, load_teacher
 from rlhfkit.roles import ModelPool
 from rlhfkit.validation import check_integer, check_number

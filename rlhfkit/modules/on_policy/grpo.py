@@ -13,7 +13,7 @@ from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.validation import check_number
 
 

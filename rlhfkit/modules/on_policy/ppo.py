@@ -26,7 +26,7 @@ from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.preparation.kl_control import skip_update
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.validation import check_integer, check_number
 
 

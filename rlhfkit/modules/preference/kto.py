@@ -16,7 +16,7 @@ from rlhfkit.losses.preference.kto import KTOLossType
 from rlhfkit.models import LoRA, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.arguments import function_name
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.preference.reference import ReferenceModule, data_sets
 from rlhfkit.validation import check_number
 

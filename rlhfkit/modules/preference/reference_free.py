@@ -8,7 +8,7 @@ from typing import Any
 from rlhfkit.losses import LossOutput, alphapo_loss, cpo_loss, orpo_loss
 from rlhfkit.losses.preference.reference_free import CPOLossType
 from rlhfkit.models import LoRA
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.validation import check_number
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from rlhfkit.data.formats.stepwise import StepwiseBatch
 from rlhfkit.losses import LossOutput, process_reward_loss
 from rlhfkit.models import LoRA
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.reward.base import ScalarModule
 
 

@@ -11,7 +11,7 @@ from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, bradley_terry_loss
 from rlhfkit.models import LoRA, reward_output, unwrap
 from rlhfkit.models.heads import last_tokens
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.reward.base import ScalarModule
 from rlhfkit.validation import check_number
 

@@ -18,7 +18,7 @@ from rlhfkit.models import LoRA, unwrap
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
 from rlhfkit.modules.supervised.teacher import load_teacher
 from rlhfkit.validation import check_integer, check_number

@@ -12,7 +12,7 @@ from rlhfkit.data.batch import TokenBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss, dft_loss, gradient_scope
 from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 
 
 class SFTModule(PolicyModule):

@@ -1,0 +1,231 @@
+"""Functions that make optimizers of parameter groups; their names are values of a module's ``optimizer`` argument."""
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+from rlhfkit.modules.optimizers.muon_adamw import Muon
+
+if TYPE_CHECKING:
+    import lightning as L
+
+OptimizerFactory = Callable[..., Optimizer]
+Groups = list[dict[str, Any]]
+GIVEN = ("lr", "weight_decay", "betas", "trainer")
+"""What a module gives to a function that has such an argument; all others are ``optimizer_arguments``."""
+
+
+def adamw(
+    groups: Groups,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    trainer: "L.Trainer | None" = None,
+    eps: float = 1e-8,
+    amsgrad: bool = False,
+    fused: bool | None = None,
+) -> torch.optim.AdamW:
+    """Make torch's AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), with fused kernels on GPUs.
+
+    They need no temporaries of the size of the parameters, which cost 4 bytes a parameter otherwise, and serve states
+    that DeepSpeed has offloaded to the CPU too: there a step took 0.07 of the time of torch's default on two cores, and
+    0.75 of that of DeepSpeedCPUAdam, which needs a compiler and rounds differently after a resume. On CPUs the default
+    stays, and its numbers; so it does where Lightning's gradient scaler clips (``16-mixed``), which refuses fused ones.
+
+    Args:
+        groups: Parameter groups.
+        lr: Learning rate.
+        betas: Averaging factors.
+        weight_decay: Decoupled weight decay.
+        trainer: Where it trains.
+        eps: Added to the denominator.
+        amsgrad: Divide by the largest second moment so far.
+        fused: Whether to take torch's fused kernels; ``None``: see above.
+    """
+    fused = _fused(trainer) if fused is None else fused
+    # None, not False: False also switches torch's own choice of kernels for lists of tensors off.
+    return torch.optim.AdamW(
+        groups, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad, fused=fused or None
+    )
+
+
+def _fused(trainer: "L.Trainer | None") -> bool:
+    if trainer is None or trainer.strategy.root_device.type != "cuda":
+        fused, why = False, "no Trainer" if trainer is None else "not on a GPU"
+    elif isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
+        fused, why = False, "Lightning's gradient scaler cannot clip the gradients of fused optimizers"
+    else:
+        fused, why = True, "on a GPU"
+    rank_zero_info(f"AdamW: {'fused' if fused else 'default'} kernels of torch, {why}")
+    return fused
+
+
+def adamw_8bit(
+    groups: Groups,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float = 1e-8,
+    min_8bit_size: int = 4096,
+    paged: bool = False,
+) -> Optimizer:
+    """Make bitsandbytes' AdamW with moments of 8 bits (Dettmers et al., 2022, arXiv:2110.02861): 2 bytes a parameter.
+
+    Moments are quantised in blocks of 256 numbers, which ZeRO's partitions and DeepSpeed's flat buffers cut elsewhere:
+    results then agree with those of one rank to the error of the quantisation, not bit for bit.
+
+    Args:
+        groups: Parameter groups.
+        lr: Learning rate.
+        betas: Averaging factors.
+        weight_decay: Decoupled weight decay.
+        eps: Added to the denominator.
+        min_8bit_size: Tensors of fewer numbers have moments of 32 bits.
+        paged: Let moments move to CPU memory when a GPU's is full.
+
+    Raises:
+        ModuleNotFoundError: If bitsandbytes is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModuleNotFoundError(
+            "optimizer='adamw_8bit' needs bitsandbytes, which is not installed: pip install 'rlhfkit[qlora]', or take "
+            "optimizer='adamw'"
+        )
+    from bitsandbytes.optim import AdamW8bit
+
+    made: Optimizer = AdamW8bit(
+        groups,
+        lr=lr,
+        betas=tuple(betas),
+        weight_decay=weight_decay,
+        eps=eps,
+        min_8bit_size=min_8bit_size,
+        is_paged=paged,
+    )
+    return made
+
+
+def muon(
+    groups: Groups,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    trainer: "L.Trainer | None" = None,
+    eps: float = 1e-8,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    adjust_lr: str = "match_rms_adamw",
+) -> Muon:
+    """Make :class:`~rlhfkit.modules.optimizers.Muon`: torch's Muon for matrices, AdamW for embeddings, heads, the rest.
+
+    Args:
+        groups: Parameter groups, of one ``"kind"`` each.
+        lr: Learning rate of both.
+        betas: AdamW's averaging factors.
+        weight_decay: Decoupled weight decay of both.
+        trainer: Where it trains.
+        eps: AdamW's.
+        momentum: Muon's (0.95: torch's default and that of Muon's authors).
+        nesterov: Whether Muon's momentum is Nesterov's.
+        ns_steps: Muon's Newton-Schulz iterations.
+        adjust_lr: ``"match_rms_adamw"`` (Moonlight's) or ``"original"``, see the class.
+    """
+    return Muon(
+        groups,
+        lr=lr,
+        betas=(betas[0], betas[1]),
+        weight_decay=weight_decay,
+        eps=eps,
+        momentum=momentum,
+        nesterov=nesterov,
+        ns_steps=ns_steps,
+        adjust_lr=adjust_lr,
+        fused=_fused(trainer) or None,
+    )
+
+
+def sgd(
+    groups: Groups, *, lr: float, weight_decay: float, momentum: float = 0.0, nesterov: bool = False
+) -> torch.optim.SGD:
+    """Make torch's stochastic gradient descent; its weight decay is added to the gradient, not decoupled.
+
+    Args:
+        groups: Parameter groups.
+        lr: Learning rate.
+        weight_decay: Times the weights, added to the gradient.
+        momentum: Of the gradients; 0 keeps no state.
+        nesterov: Whether the momentum is Nesterov's.
+    """
+    return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
+
+
+def adafactor(
+    groups: Groups,
+    *,
+    lr: float,
+    weight_decay: float,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+) -> Optimizer:
+    """Make torch's Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235): second moments by row and column only.
+
+    ``lr`` bounds its relative step: a step is at most ``lr`` times the root mean square of the parameter.
+
+    Args:
+        groups: Parameter groups.
+        lr: Largest relative step (0.01: torch's default).
+        weight_decay: Decoupled weight decay.
+        beta2_decay: Exponent of the averaging factor over steps.
+        eps: Added to squared gradients, and the least root mean square of a parameter.
+        d: Updates are clipped to this root mean square.
+    """
+    return torch.optim.Adafactor(
+        groups, lr=lr, weight_decay=weight_decay, beta2_decay=beta2_decay, eps=(eps[0], eps[1]), d=d
+    )
+
+
+WHOLE_PARAMETERS: tuple[OptimizerFactory, ...] = (muon, adafactor, Muon, torch.optim.Muon, torch.optim.Adafactor)
+"""Functions whose optimizers compute with whole parameters, not number by number."""
+
+
+def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise unless a function takes the given ``optimizer_arguments``; those of our own functions are tried.
+
+    Raises:
+        ValueError: If a name is unknown or a value out of range.
+    """
+    taken = sorted({*arguments} & {*GIVEN})
+    if taken:
+        raise ValueError(f"optimizer_arguments has {', '.join(taken)}: give it as an argument of the module")
+    parameters = inspect.signature(function).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        allowed = [one for one in list(parameters)[1:] if one not in GIVEN]
+        unknown = sorted({*arguments} - {*allowed})
+        if unknown:
+            raise ValueError(
+                f"optimizer_arguments has {', '.join(unknown)}, which optimizer={name!r} does not take: it takes "
+                f"{', '.join(allowed) or 'none'}; learning rate, decay and betas are arguments of the module"
+            )
+    if arguments and function.__module__.startswith("rlhfkit."):
+        placeholder = {"params": [torch.nn.Parameter(torch.zeros(2, 2))], "kind": "matrices"}
+        try:
+            make_optimizer(function, [placeholder], arguments, lr=1.0, weight_decay=0.0, betas=(0.9, 0.95))
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise ValueError(f"optimizer={name!r} refuses optimizer_arguments={dict(arguments)}: {error}") from error
+
+
+def make_optimizer(function: OptimizerFactory, groups: Groups, arguments: Mapping[str, Any], **given: Any) -> Optimizer:
+    """Make an optimizer: what is ``given`` is for functions with such an argument."""
+    parameters = inspect.signature(function).parameters
+    return function(groups, **{name: value for name, value in given.items() if name in parameters}, **arguments)

@@ -1,0 +1,125 @@
+"""Short SFT runs with every optimizer, for this process and for ranks of their own."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.seed import seed_everything
+from strategies.parity_cases import full_weights
+
+from rlhfkit import SFTDataModule, SFTModule
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
+
+RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ROWS = [{"prompt": f"{i}+{i}=", "completion": str(2 * i) + "y" * (i % 5)} for i in range(24)]
+"""Three optimizer steps of eight rows an epoch."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {
+        "optimizer": "sgd",
+        "lr": 0.3,
+        "optimizer_arguments": {"momentum": 0.9},
+        "parameter_options": {"embeddings": {"lr": 0.03}, "vectors": {"weight_decay": 0.0}},
+        "weight_decay": 0.1,
+        "lr_schedule": "wsd",
+        "warmup_ratio": 0.2,
+        "min_lr_ratio": 0.1,
+    },
+    "adamw": {"lr": 3e-3, "optimizer_arguments": {"eps": 1e-6}, "parameter_options": {"policy.embeddings": {"lr": 1e-3}}},
+    "muon": {"optimizer": "muon", "lr": 3e-3, "weight_decay": 0.1},
+    "adamw_8bit": {"optimizer": "adamw_8bit", "lr": 3e-3, "optimizer_arguments": {"min_8bit_size": 256}},
+    "adafactor": {"optimizer": "adafactor", "lr": 3e-2},
+}
+
+
+class Keep(L.Callback):
+    """Losses and learning rates of each step, and the weights in the end, while engines are there."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"losses": [], "rates": []}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
+        self.seen["losses"].append(float(trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean")))
+        self.seen["rates"].append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen["weights"] = full_weights(pl_module, trainer.strategy, ["policy"])
+
+
+def learn(
+    folder: Path, model: str, name: str, strategy: Any, *, epochs: int = 2, resume: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """What a run shows, or its error; it is saved as ``<name>.ckpt`` if it stops after one epoch."""
+    keep = Keep()
+    seed_everything(1, verbose=False)
+    ranks = 1 if strategy == "auto" else WORLD
+    if strategy == "offload":
+        strategy = RLHFDeepSpeedStrategy(stage=2, offload_optimizer=True)
+    module = SFTModule(model, **OPTIMIZERS[name])
+    plain: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=2, enable_checkpointing=False,
+        default_root_dir=str(folder), callbacks=[keep, *([StopAfter(folder / f"{name}.ckpt")] if epochs == 1 else [])],
+        use_distributed_sampler=False, **plain, **options,
+    )  # fmt: skip
+    try:
+        trainer.fit(module, SFTDataModule(ROWS, micro_batch_size=8 // ranks), ckpt_path=resume)
+    except ValueError as error:
+        return {"error": str(error)}
+    return keep.seen
+
+
+class StopAfter(L.Callback):
+    """Saves the run after the first epoch and stops it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Largest difference of a weight."""
+    if one.keys() != other.keys():
+        return float("inf")
+    return max((float((one[name].double() - other[name].double()).abs().max()) for name in one), default=0.0)
+
+
+def on_ranks(folder: Path, model: str, cases: list[list[Any]], resumed: list[list[Any]]) -> dict[str, Any]:
+    """Each case (name of the optimizer, strategy, arguments of the Trainer) beside one rank without DeepSpeed.
+
+    ``resumed``: cases that are stopped after an epoch and go on, beside runs that do not stop.
+    """
+    torch.set_num_threads(1)
+    plain: dict[str, Any] = {}
+    report = {}
+    kept: dict[str, Any] = {}
+    for name, strategy, options in cases:
+        result = learn(folder, model, name, strategy, **options)
+        key = f"{name}, {strategy}" + (f", {options}" if options else "")
+        kept[key] = result
+        if "error" in result:
+            report[key] = result
+            continue
+        if name not in plain:
+            plain[name] = learn(folder / f"plain{RANK}", model, name, "auto")
+        alone = plain[name]
+        report[key] = {
+            "loss": max(abs(a - b) for a, b in zip(result["losses"], alone["losses"], strict=True)),
+            "rates": result["rates"] == alone["rates"],
+            "weight": difference(result["weights"], alone["weights"]) if RANK == 0 else 0.0,
+            "moved": alone["losses"][0] - alone["losses"][-1],
+        }
+    for name, strategy in resumed:
+        straight = kept[f"{name}, {strategy}"]
+        learn(folder, model, name, strategy, epochs=1)
+        after = learn(folder, model, name, strategy, resume=folder / f"{name}.ckpt")
+        report[f"{name}, {strategy}, resumed"] = {
+            "losses": after["losses"] == straight["losses"][3:],
+            "rates": after["rates"] == straight["rates"][3:],
+            "weight": difference(after["weights"], straight["weights"]) if RANK == 0 else 0.0,
+        }
+    return report

@@ -1,0 +1,176 @@
+"""Optimizers by name: what they are, against the packages' own, the kernels of AdamW, and errors."""
+
+import copy
+import importlib.util
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
+from rlhfkit import SFTModule
+from rlhfkit.modules.optimizers import adafactor, adamw, adamw_8bit, sgd
+
+GIVEN: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.3}
+BETAS: dict[str, Any] = {"betas": (0.8, 0.9)}
+
+
+def weight(size: int = 3) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(size, 4, generator=torch.Generator().manual_seed(7)))
+
+
+def stepped(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, steps: range) -> torch.Tensor:
+    for step in steps:
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    return parameter.detach()
+
+
+def made_both(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A parameter after four steps of ours and of the package's optimizer."""
+    ours, theirs = weight(2048), weight(2048)
+    groups = [{"params": [ours]}]
+    if name == "adamw":
+        return (
+            stepped(adamw(groups, **GIVEN, **BETAS, eps=1e-5, amsgrad=True), ours, range(4)),
+            stepped(torch.optim.AdamW([theirs], **GIVEN, **BETAS, eps=1e-5, amsgrad=True), theirs, range(4)),
+        )
+    if name == "sgd":
+        return (
+            stepped(sgd(groups, **GIVEN, momentum=0.9, nesterov=True), ours, range(4)),
+            stepped(torch.optim.SGD([theirs], **GIVEN, momentum=0.9, nesterov=True), theirs, range(4)),
+        )
+    if name == "adafactor":
+        return (
+            stepped(adafactor(groups, **GIVEN, d=2.0), ours, range(4)),
+            stepped(torch.optim.Adafactor([theirs], **GIVEN, d=2.0), theirs, range(4)),
+        )
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    return (
+        stepped(adamw_8bit(groups, **GIVEN, **BETAS), ours, range(4)),
+        stepped(bitsandbytes.optim.AdamW8bit([theirs], **GIVEN, **BETAS), theirs, range(4)),
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "adamw_8bit"])
+def test_the_arguments_reach_the_packages_own_optimizer(name: str) -> None:
+    ours, theirs = made_both(name)
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, weight(2048))
+
+
+def test_moments_of_8_bits_are_near_those_of_32() -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    small, exact = weight(2048), weight(2048)
+    optimizer = adamw_8bit([{"params": [small]}], lr=0.01, weight_decay=0.0, betas=(0.9, 0.95))
+    stepped(optimizer, small, range(20))
+    stepped(adamw([{"params": [exact]}], lr=0.01, weight_decay=0.0, betas=(0.9, 0.95)), exact, range(20))
+    moved = (exact - weight(2048)).norm()
+    assert float((small - exact).norm() / moved) < 0.1
+    assert {state.dtype for state in optimizer.state[small].values() if torch.is_tensor(state) and state.ndim > 1} == {
+        torch.uint8
+    }
+
+
+def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name))
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'rlhfkit\[qlora\]'"):
+        adamw_8bit([{"params": [weight()]}], **GIVEN, **BETAS)
+
+
+def rms_prop(groups: Any, lr: float) -> torch.optim.Optimizer:
+    """A function of a user's own, which takes the learning rate only."""
+    return torch.optim.RMSprop(groups, lr=lr)
+
+
+def test_functions_and_classes_are_given_what_they_take() -> None:
+    module = SFTModule("a model", lr=0.1, betas=(0.5, 0.6), weight_decay=0.2, optimizer="torch.optim.RAdam")
+    module.policy = torch.nn.Linear(2, 2)
+    made = module.configure_optimizers()
+    assert type(made) is torch.optim.RAdam
+    assert {key: made.defaults[key] for key in ("lr", "betas", "weight_decay")} == {
+        "lr": 0.1, "betas": (0.5, 0.6), "weight_decay": 0.2
+    }  # fmt: skip
+    own = SFTModule("a model", lr=0.1, optimizer=rms_prop)
+    own.policy = torch.nn.Linear(2, 2)
+    assert own.configure_optimizers().defaults["lr"] == 0.1
+    assert own.hparams["optimizer"] == f"{__name__}.rms_prop", "checkpoints hold the name"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"optimizer": "adam_w"}, "optimizer='adam_w' cannot be imported.*did you mean 'adamw'"),
+        (
+            {"optimizer_arguments": {"epsilon": 1}},
+            "epsilon, which optimizer='adamw' does not take: it takes eps, amsgrad",
+        ),
+        ({"optimizer_arguments": {"eps": -1.0}}, "refuses optimizer_arguments.*[Ii]nvalid epsilon"),
+        (
+            {"optimizer": "torch.optim.RAdam", "optimizer_arguments": {"lr": 1}},
+            "lr: give it as an argument of the module",
+        ),
+        ({"optimizer": "sgd", "optimizer_arguments": {"nesterov": True}}, "Nesterov momentum requires"),
+        ({"optimizer": "muon", "optimizer_arguments": {"adjust_lr": "no"}}, "refuses optimizer_arguments"),
+        ({"warmup_steps": 2, "warmup_ratio": 0.1}, "give warmup_steps=2 or warmup_ratio=0.1, not both"),
+        ({"lr_schedule": "cosinus"}, "lr_schedule must be one of constant, linear, cosine, inverse_sqrt, wsd"),
+        ({"min_lr_ratio": 2.0}, "min_lr_ratio must be a finite number of at least 0 and at most 1"),
+        ({"decay_ratio": 0.0}, "decay_ratio must be a finite number above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_the_module_is_made(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SFTModule("a model", **arguments)
+
+
+def trainer_on(device: str, precision: Precision | None = None) -> Any:
+    """What the choice of kernels reads of a Trainer; one on a GPU cannot be made without a GPU."""
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    return SimpleNamespace(strategy=strategy, precision_plugin=precision or Precision())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "fused", "said"),
+    [
+        (None, None, "default kernels of torch, no Trainer"),
+        (trainer_on("cpu"), None, "default kernels of torch, not on a GPU"),
+        (trainer_on("cuda"), True, "fused kernels of torch, on a GPU"),
+        (trainer_on("cuda", MixedPrecision("bf16-mixed", "cuda")), True, "fused kernels of torch, on a GPU"),
+        (
+            trainer_on("cuda", MixedPrecision("16-mixed", "cuda")),
+            None,
+            "default kernels of torch, Lightning's gradient scaler",
+        ),
+    ],
+    ids=["no trainer", "cpu", "gpu", "gpu, bf16-mixed", "gpu, 16-mixed"],
+)
+def test_adamw_is_fused_on_gpus_and_says_so(
+    trainer: Any, fused: bool | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):  # whatever tests before have set
+        caplog.set_level(logging.INFO, logger=name)
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(3))], "lr": 0.5}]
+    optimizer = adamw(groups, lr=0.1, betas=(0.8, 0.9), weight_decay=0.3, trainer=trainer)
+    assert optimizer.param_groups[0]["fused"] is fused
+    assert {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")} == {
+        "lr": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.3
+    }  # fmt: skip
+    assert said in caplog.text
+
+
+def test_fused_steps_agree_to_rounding_and_go_on_from_a_checkpoint_bit_for_bit() -> None:
+    def made(fused: bool | None) -> tuple[torch.nn.Parameter, torch.optim.AdamW]:
+        parameter = weight(12)
+        # On the CPU, where torch 2.4 and later have such a kernel too.
+        return parameter, adamw([{"params": [parameter]}], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+
+    (plain, default), (fused, fast), (resumed, after) = made(None), made(True), made(True)
+    stepped(default, plain, range(10))
+    stepped(fast, fused, range(6))
+    resumed.data.copy_(fused.data)
+    after.load_state_dict(copy.deepcopy(fast.state_dict()))
+    assert torch.equal(stepped(fast, fused, range(6, 10)), stepped(after, resumed, range(6, 10)))
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
