@@ -172,9 +172,9 @@ class OptimizationMixin(L.LightningModule):
                 where = "DeepSpeed's main weights of 16-bit training are flat"
         if where is not None:
             raise ValueError(
-                f"optimizer={self.optimizer_name!r} computes with whole parameters, and {where}: it would "
-                "learn something else. Train with Trainer(strategy='ddp') or RLHFDeepSpeedStrategy(stage=0) in float32, "
-                "or take optimizer='adamw', 'adamw_8bit' or 'sgd'"
+                f"optimizer={self.optimizer_name!r} computes with whole parameters, and {where}: it would learn "
+                "something else. Train with Trainer(strategy='ddp') or RLHFDeepSpeedStrategy(stage=0) in float32, or "
+                "take optimizer='adamw', 'adamw_8bit' or 'sgd'"
             )
 
     def configure_gradient_clipping(

@@ -1,4 +1,8 @@
-"""Functions that make optimizers of parameter groups; their names are values of a module's ``optimizer`` argument."""
+"""Functions that make optimizers of parameter groups; their names are values of a module's ``optimizer`` argument.
+
+A function of your own is given the parameter groups, and ``lr``, ``weight_decay``, ``betas`` and ``trainer`` if it has
+such arguments; torch's classes are such functions. :mod:`rlhfkit.modules.optim` calls them.
+"""
 
 import importlib.util
 import inspect

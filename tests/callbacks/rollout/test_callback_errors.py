@@ -136,7 +136,10 @@ def test_things_that_are_not_what_they_should_be() -> None:
     ("arguments", "match"),
     [
         ({"lr": 0.0}, "lr must be a finite number above 0, got 0.0"),
-        ({"lr_schedule": "cosinus"}, "lr_schedule must be one of constant, linear, cosine, inverse_sqrt, wsd, got 'cosinus'"),
+        (
+            {"lr_schedule": "cosinus"},
+            "constant, linear, cosine, inverse_sqrt, wsd, got 'cosinus'",
+        ),
         ({"kl_coef": -1.0}, "kl_coef must be a finite number of at least 0"),
         ({"clip_low": 1.5}, "clip_low"),
         ({"aggregation": "mean"}, "got 'mean'"),
