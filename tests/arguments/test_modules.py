@@ -130,6 +130,8 @@ PPO: dict[str, Change | Unseen] = {
     "gamma": Change(0.5),
     "lam": Change(0.3),
     "critic_lam": Change(0.3),
+    "length_adaptive_alpha": Change(0.4),
+    "bootstrap_truncated": Change(True),
     "normalize_values": Change(True),
     "whiten_advantages": Change(False),
     "critic_warmup_steps": Change(2),

@@ -13,6 +13,7 @@ from rlhfkit.losses import (
     LossOutput,
     RewardMoments,
     gae,
+    length_adaptive_lambda,
     normalize_rewards,
     ppo_loss,
     value_loss,
@@ -23,6 +24,7 @@ from rlhfkit.models.forward import VALUE_HEAD, has_router
 from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.on_policy.final_states import with_final_states
 from rlhfkit.modules.on_policy.preparation.kl_control import skip_update
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
@@ -57,6 +59,11 @@ class PPOModule(OnPolicyModule):
         gamma: Discount, in [0, 1].
         lam: GAE's lambda for the policy, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF has 1).
         critic_lam: GAE's lambda for the critic's targets; ``None``: ``lam`` (VAPO, 2025, arXiv:2504.05118, takes 1).
+        length_adaptive_alpha: The policy's lambda is 1 - 1 / (alpha * tokens) of each answer, in place of ``lam``, see
+            :func:`~rlhfkit.losses.length_adaptive_lambda` (0.05 in VAPO); the critic's stays ``critic_lam``.
+        bootstrap_truncated: Where the length limit cut an answer off, count the critic's value of the state after its
+            last token as the rewards that would have come (Pardo et al., 2018, arXiv:1712.00378), which takes a forward
+            pass of the critic over these answers. Off in OpenRLHF and TRL: such answers end there.
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1.
         policy_loss: A function of :mod:`rlhfkit.losses`, its name (``"gspo_loss"``), or your own, see
             :class:`OnPolicyModule`.
@@ -100,6 +107,8 @@ class PPOModule(OnPolicyModule):
         gamma: float = 1.0,
         lam: float = 0.95,
         critic_lam: float | None = None,
+        length_adaptive_alpha: float | None = None,
+        bootstrap_truncated: bool = False,
         whiten_advantages: bool = True,
         policy_loss: str | Callable[..., LossOutput] = ppo_loss,
         policy_loss_arguments: Mapping[str, Any] | None = None,
@@ -140,6 +149,7 @@ class PPOModule(OnPolicyModule):
         check_number("gamma", gamma, minimum=0, maximum=1)
         check_number("lam", lam, minimum=0, maximum=1)
         check_number("critic_lam", critic_lam, minimum=0, maximum=1, optional=True)
+        check_number("length_adaptive_alpha", length_adaptive_alpha, above=0, optional=True)
         check_integer("critic_warmup_steps", critic_warmup_steps, minimum=0)
         if shared_backbone and (critic is not None or critic_warmup_steps):
             raise ValueError(
@@ -156,6 +166,9 @@ class PPOModule(OnPolicyModule):
         self.gamma = gamma
         self.lam = lam
         self.critic_lam = lam if critic_lam is None else critic_lam
+        self.length_adaptive_alpha = length_adaptive_alpha
+        self.bootstrap_truncated = bootstrap_truncated
+        self._final_values: Tensor | None = None  # (B,), while advantages are computed
         self.whiten_advantages = whiten_advantages
         self.return_moments = RewardMoments.zero()
         """Count, mean and squared deviations of the returns so far, with ``normalize_values``."""
@@ -226,6 +239,7 @@ class PPOModule(OnPolicyModule):
         if self.normalize_values:
             values = predicted * self.return_moments.std + self.return_moments.mean
             experience = dataclasses.replace(experience, values=values.to(predicted.dtype) * mask)
+        self._final_values = self.final_values(experience) if self.bootstrap_truncated else None
         experience = super().compute_advantages(experience)
         _, returns = self._gae(experience, self.critic_lam)
         if self.normalize_values:
@@ -236,13 +250,35 @@ class PPOModule(OnPolicyModule):
     @local_rows
     def advantages(self, experience: Experience) -> Tensor:
         """(B, T-1) advantages by generalized advantage estimation, whitened; 0 outside the mask."""
-        advantages, _ = self._gae(experience, self.lam)
+        alpha, lam = self.length_adaptive_alpha, self.lam
+        lengths = experience.action_mask.sum(-1)
+        advantages, _ = self._gae(experience, lam if alpha is None else length_adaptive_lambda(lengths, alpha=alpha))
         return self.whiten(experience, advantages) if self.whiten_advantages else advantages
 
-    def _gae(self, experience: Experience, lam: float) -> tuple[Tensor, Tensor]:
+    def final_values(self, experience: Experience) -> Tensor:
+        """(B,) values of the states after answers that were cut off, in units of the reward; 0 for others."""
+        cut_off = experience.truncated & experience.action_mask.any(-1)
+        longer, final = with_final_states(experience, cut_off)
+        if self.shared_backbone:
+            both = self.distributed_forward(self.policy, self._logprobs_and_values, longer, cut_off, columns=2)
+            values = both[..., 1]
+        else:
+            values = self.distributed_forward(self.critic, self.value_output, longer, cut_off)
+        if self.normalize_values:
+            values = values * self.return_moments.std + self.return_moments.mean
+        return values.where(final, 0.0).sum(-1)
+
+    def _gae(self, experience: Experience, lam: float | Tensor) -> tuple[Tensor, Tensor]:
         assert experience.values is not None
         rewards = self.token_rewards(experience, self.sample_rewards(experience), earned=experience.token_rewards)
-        return gae(rewards, experience.values, experience.action_mask, gamma=self.gamma, lam=lam)
+        return gae(
+            rewards,
+            experience.values,
+            experience.action_mask,
+            gamma=self.gamma,
+            lam=lam,
+            last_values=self._final_values,
+        )
 
     # ------------------------------------------------------------------ one micro-batch
 

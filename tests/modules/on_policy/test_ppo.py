@@ -170,6 +170,7 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
         ({"critic_lr": 0.0}, "critic_lr must be a finite number above 0"),
         ({"lam": 1.1}, "lam"),
         ({"gamma": -0.1}, "gamma"),
+        ({"length_adaptive_alpha": 0.0}, "length_adaptive_alpha must be a finite number above 0 or None"),
         ({"value_clip": 0.0}, "clip"),
         ({"shared_backbone": True, "critic": "elsewhere"}, "leave critic and critic_warmup_steps out"),
         ({"shared_backbone": True, "critic_warmup_steps": 1}, "leave critic and critic_warmup_steps out"),
