@@ -29,7 +29,7 @@ from rlhfkit.rollout import ModuleWeights, RolloutEngine
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 CAP = 12
-"""Tokens that a rank may compute: fewer than the longest rows have."""
+"""Tokens that each of two sequence ranks may compute: fewer than the longest rows have."""
 TEXTS = [{"text": "ab" * (1 + number % 9) + str(number)} for number in range(22)]
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=12, min_new_tokens=1)
 
@@ -94,28 +94,28 @@ class Keep(L.Callback):
         self.weights |= {f"{label}.{name}": tensor.detach().clone() for name, tensor in ModuleWeights(model)}
 
 
-def sft(folder: Path, model: str, engine: RolloutEngine | None, alone: bool) -> Any:
+def sft(folder: Path, model: str, engine: RolloutEngine | None, alone: bool, cap: int) -> Any:
     """Steps of 4 micro-batches, each of the texts that fit into the tokens of two ranks."""
     data = SFTDataModule(
-        TEXTS, max_length=2 * CAP, max_tokens_per_micro_batch=2 * CAP if alone else CAP,
+        TEXTS, max_length=2 * CAP, max_tokens_per_micro_batch=cap,
         validation_data=TEXTS[3:16], validation_split="train",
     )  # fmt: skip
     callbacks = [EMA(0.5, validate=False), NonFiniteGuard()]
     return PlainSFT(model, lr=0.05), data, callbacks, {"accumulate_grad_batches": 4 if alone else 2}
 
 
-def grpo(folder: Path, model: str, engine: RolloutEngine | None, alone: bool) -> Any:
+def grpo(folder: Path, model: str, engine: RolloutEngine | None, alone: bool, cap: int) -> Any:
     """Two updates of an iteration, in as many micro-batches as the answers need; rows above a rank's share."""
     size: dict[str, Any] = {"micro_batch_size": 4}
     if not alone:
-        size = {"max_tokens_per_micro_batch": CAP, "updates_per_iteration": 2}
+        size = {"max_tokens_per_micro_batch": cap, "updates_per_iteration": 2}
     data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=8, **size)
     module = PlainGRPO(model, lr=0.05, kl_coef=0.01, max_tokens_per_forward=CAP)
     rollouts = RolloutCallback(digits, engine=engine, sampling=SAMPLING)
     return module, data, [rollouts, Invariants()], {"accumulate_grad_batches": 4 if alone else 1}
 
 
-def ppo(folder: Path, model: str, engine: RolloutEngine | None, alone: bool) -> Any:
+def ppo(folder: Path, model: str, engine: RolloutEngine | None, alone: bool, cap: int) -> Any:
     """Two prompts an iteration, one for each two ranks: the other two ranks have no row of their own."""
     data = PromptDataModule(
         prompts_file(folder), answer="answer", rollout_batch_size=2, micro_batch_size=8 if alone else 4
@@ -131,15 +131,23 @@ RUNS: dict[str, Callable[..., Any]] = {"sft": sft, "grpo": grpo, "ppo": ppo}
 
 
 def fit(
-    folder: Path, model: str, engine: RolloutEngine | None, run: str, strategy: Any, keep: Keep, **arguments: Any
+    folder: Path,
+    model: str,
+    engine: RolloutEngine | None,
+    run: str,
+    strategy: Any,
+    keep: Keep,
+    *,
+    epochs: int = 3,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """Three epochs of a run, or the rest of them."""
+    """Three epochs of a run, or the rest of them; each micro-batch is computed with as many tokens."""
     rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     own = folder / f"rank{rank}"
     own.mkdir(parents=True, exist_ok=True)
-    module, data, callbacks, more = RUNS[run](own, model, engine, world == 1)
+    module, data, callbacks, more = RUNS[run](own, model, engine, world == 1, 2 * CAP // getattr(strategy, "sequence_parallel_size", 1))
     trainer = L.Trainer(
-        **more, accelerator="cpu", strategy=strategy, devices=world, max_epochs=3, logger=False,
+        **more, accelerator="cpu", strategy=strategy, devices=world, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, default_root_dir=str(own), callbacks=[*callbacks, keep],
     )  # fmt: skip
@@ -158,8 +166,15 @@ def fit(
     }
 
 
-MESHES = {"sft": (3, {"sequence_parallel_size": 2}), "grpo": (2, {"sequence_parallel_size": 2})}
-MESHES["ppo"] = (3, {"sequence_parallel_size": 2, "sequence_parallel": "ring"})
+MESHES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sft": ("sft", 3, {"sequence_parallel_size": 2}),
+    "grpo": ("grpo", 2, {"sequence_parallel_size": 2}),
+    "ppo": ("ppo", 3, {"sequence_parallel_size": 2, "sequence_parallel": "ring"}),
+    "grpo, hybrid": ("grpo", 1, {"sequence_parallel_size": 4, "sequence_parallel": "hybrid"}),
+    "grpo, tensor": ("grpo", 1, {"tensor_parallel_size": 2}),
+    "ppo, tensor": ("ppo", 2, {"tensor_parallel_size": 2}),
+}
+"""The run, the ZeRO stage and the sizes of each mesh of four ranks; the hybrid has two rings of two Ulysses ranks."""
 SAVED_AFTER = {"sft": 13, "grpo": 35}
 """Micro-batches of a rank: inside an accumulation window, in the last epoch."""
 
@@ -168,16 +183,16 @@ def everything(folder: Path, model: str) -> dict[str, Any]:
     """Entry point of a rank: every run, and those that are saved once more from there."""
     report: dict[str, Any] = {}
     pool = SharedPool(kv_cache_gib=0.1, max_model_len=64)
-    for run, (stage, sizes) in MESHES.items():
-        path, after = folder / f"{run}.ckpt", SAVED_AFTER.get(run, 0)
+    for name, (run, stage, sizes) in MESHES.items():
+        path, after = folder / f"{name}.ckpt", SAVED_AFTER.get(name, 0)
         keep = Keep(path, after)
-        report[run] = fit(folder, model, pool, run, RLHFDeepSpeedStrategy(stage, **sizes), keep)
+        report[name] = fit(folder, model, pool, run, RLHFDeepSpeedStrategy(stage, **sizes), keep)
         if os.environ["LOCAL_RANK"] == "0":
-            torch.save(keep.weights, folder / f"{run}.pt")
+            torch.save(keep.weights, folder / f"{name}.pt")
         if after:
             rest = Keep()
             strategy = RLHFDeepSpeedStrategy(stage, **sizes)
-            report[run]["resumed"] = fit(folder, model, pool, run, strategy, rest, ckpt_path=str(path))
-            report[run]["bitwise"] = all(torch.equal(rest.weights[name], keep.weights[name]) for name in keep.weights)
+            report[name]["resumed"] = fit(folder, model, pool, run, strategy, rest, ckpt_path=str(path))
+            report[name]["bitwise"] = all(torch.equal(rest.weights[key], keep.weights[key]) for key in keep.weights)
     pool.really_close()
     return report

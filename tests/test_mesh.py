@@ -1,12 +1,13 @@
 """Covers ``mesh.py``."""
 
-from pathlib import Path
 from typing import Any
 
 import mesh_ranks
 import pytest
 import torch
+from shared_pool import SharedPool
 from strategies import ranks
+from tiny_models import tiny_model
 
 from rlhfkit.mesh import Mesh
 
@@ -30,29 +31,29 @@ def test_ranks_that_cannot_be_divided_are_an_error() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(vllm_pool: Any, vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, Any]]:
-    """Each run on one rank, and on each of 4 ranks of which two share forward passes, with final weights."""
+def runs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, Any]]:
+    """Each run on one rank, and on each of 4 ranks that share forward passes, with final weights."""
     folder, found = tmp_path_factory.mktemp("mesh"), dict[str, Any]()
-    reports = ranks.run("mesh_ranks:everything", 4, folder, timeout=400, model=str(vllm_model))
+    model = str(tiny_model(folder / "model", key_heads=2))  # two tensor ranks have one key head each
+    reports = ranks.run("mesh_ranks:everything", 4, folder, timeout=400, model=model)
+    pool, alone = SharedPool(kv_cache_gib=0.1, max_model_len=64), {}
     for run in mesh_ranks.RUNS:
         keep = mesh_ranks.Keep()
-        alone = mesh_ranks.fit(folder / "alone", str(vllm_model), vllm_pool, run, "auto", keep)
-        shared = [report[run] for report in reports]
-        found[run] = (
-            alone | {"weights": keep.weights, "trained_in_all": sum(keep.trained)},
-            shared,
-            torch.load(folder / f"{run}.pt"),
-        )
+        report = mesh_ranks.fit(folder / "alone", model, pool, run, "auto", keep)
+        alone[run] = report | {"weights": keep.weights, "trained_in_all": sum(keep.trained)}
+    pool.really_close()
+    for name, (run, _, _) in mesh_ranks.MESHES.items():
+        found[name] = (alone[run], [report[name] for report in reports], torch.load(folder / f"{name}.pt"))
     return found
 
 
 @pytest.mark.vllm
 @pytest.mark.ray
 @pytest.mark.distributed
-@pytest.mark.parametrize("run", mesh_ranks.RUNS)
+@pytest.mark.parametrize("run", mesh_ranks.MESHES)
 def test_four_ranks_that_share_forward_passes_train_as_one(runs: dict[str, Any], run: str) -> None:
     alone, shared, weights = runs[run]
-    assert [each["together"] for each in shared] == [2] * 4
+    assert [each["together"] for each in shared] == [4 if run == "grpo, hybrid" else 2] * 4
     for each in shared:
         assert each["steps"] == alone["steps"]
         assert each["tokens"] == alone["tokens"]

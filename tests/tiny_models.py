@@ -25,7 +25,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(path: str | Path, *, tied: bool = True, seed: int = 0, context: int = 512) -> Path:
+def tiny_model(
+    path: str | Path, *, tied: bool = True, seed: int = 0, context: int = 512, key_heads: int = 1
+) -> Path:
     """Save a two-layer Llama (hidden 64, fp32, random) and its tokenizer in a folder that any engine can load.
 
     Args:
@@ -33,6 +35,7 @@ def tiny_model(path: str | Path, *, tied: bool = True, seed: int = 0, context: i
         tied: Whether the output layer shares the embedding's weights.
         seed: Of the random weights.
         context: Tokens the model can see.
+        key_heads: Of each layer, 1 or 2; tensor ranks divide them.
 
     Returns:
         The folder.
@@ -47,7 +50,7 @@ def tiny_model(path: str | Path, *, tied: bool = True, seed: int = 0, context: i
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,  # of 32 each: vLLM's CPU attention has no smaller ones
-        num_key_value_heads=1,
+        num_key_value_heads=key_heads,
         max_position_embeddings=context,
         tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id,
