@@ -145,7 +145,9 @@ def fit(
     rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     own = folder / f"rank{rank}"
     own.mkdir(parents=True, exist_ok=True)
-    module, data, callbacks, more = RUNS[run](own, model, engine, world == 1, 2 * CAP // getattr(strategy, "sequence_parallel_size", 1))
+    module, data, callbacks, more = RUNS[run](
+        own, model, engine, world == 1, 2 * CAP // getattr(strategy, "sequence_parallel_size", 1)
+    )
     trainer = L.Trainer(
         **more, accelerator="cpu", strategy=strategy, devices=world, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

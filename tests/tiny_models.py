@@ -25,9 +25,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(
-    path: str | Path, *, tied: bool = True, seed: int = 0, context: int = 512, key_heads: int = 1
-) -> Path:
+def tiny_model(path: str | Path, *, tied: bool = True, seed: int = 0, context: int = 512, key_heads: int = 1) -> Path:
     """Save a two-layer Llama (hidden 64, fp32, random) and its tokenizer in a folder that any engine can load.
 
     Args:
