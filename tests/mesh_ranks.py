@@ -50,8 +50,8 @@ class PlainSFT(PlainSGD, SFTModule):
 class Keep(L.Callback):
     """What was sampled, what this rank had in each micro-batch, and the final weights; saves a checkpoint once."""
 
-    def __init__(self, path: Path | None = None, after: int = 0) -> None:
-        self.path, self.after = path, after
+    def __init__(self, path: Path | None = None, after: int = 0, epochs: Path | None = None) -> None:
+        self.path, self.after, self.epochs = path, after, epochs
         self.tokens: list[Any] = []
         self.sizes: list[int] = []
         self.trained: list[int] = []
@@ -67,6 +67,8 @@ class Keep(L.Callback):
             trainer.save_checkpoint(self.path)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.epochs is not None:
+            trainer.save_checkpoint(f"{self.epochs}, {trainer.current_epoch}.ckpt")
         if not isinstance(trainer.datamodule, PromptDataModule):
             return
         rollouts = RolloutCallback.of(trainer)
@@ -94,31 +96,31 @@ class Keep(L.Callback):
         self.weights |= {f"{label}.{name}": tensor.detach().clone() for name, tensor in ModuleWeights(model)}
 
 
-def sft(folder: Path, model: str, engine: RolloutEngine | None, alone: bool, cap: int) -> Any:
+def sft(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap: int) -> Any:
     """Steps of 4 micro-batches, each of the texts that fit into the tokens of two ranks."""
     data = SFTDataModule(
         TEXTS, max_length=2 * CAP, max_tokens_per_micro_batch=cap,
         validation_data=TEXTS[3:16], validation_split="train",
     )  # fmt: skip
     callbacks = [EMA(0.5, validate=False), NonFiniteGuard()]
-    return PlainSFT(model, lr=0.05), data, callbacks, {"accumulate_grad_batches": 4 if alone else 2}
+    return PlainSFT(model, lr=0.05), data, callbacks, {"accumulate_grad_batches": 4 // max(1, groups)}
 
 
-def grpo(folder: Path, model: str, engine: RolloutEngine | None, alone: bool, cap: int) -> Any:
+def grpo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap: int) -> Any:
     """Two updates of an iteration, in as many micro-batches as the answers need; rows above a rank's share."""
     size: dict[str, Any] = {"micro_batch_size": 4}
-    if not alone:
+    if groups:
         size = {"max_tokens_per_micro_batch": cap, "updates_per_iteration": 2}
     data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=8, **size)
     module = PlainGRPO(model, lr=0.05, kl_coef=0.01, max_tokens_per_forward=CAP)
     rollouts = RolloutCallback(digits, engine=engine, sampling=SAMPLING)
-    return module, data, [rollouts, Invariants()], {"accumulate_grad_batches": 4 if alone else 1}
+    return module, data, [rollouts, Invariants()], {"accumulate_grad_batches": 1 if groups else 4}
 
 
-def ppo(folder: Path, model: str, engine: RolloutEngine | None, alone: bool, cap: int) -> Any:
+def ppo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap: int) -> Any:
     """Two prompts an iteration, one for each two ranks: the other two ranks have no row of their own."""
     data = PromptDataModule(
-        prompts_file(folder), answer="answer", rollout_batch_size=2, micro_batch_size=8 if alone else 4
+        prompts_file(folder), answer="answer", rollout_batch_size=2, micro_batch_size=8 // max(1, groups)
     )
     module = PlainPPO(
         model, lr=0.05, critic_lr=0.05, kl_coef=0.01, max_tokens_per_forward=40,
@@ -141,13 +143,17 @@ def fit(
     epochs: int = 3,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Three epochs of a run, or the rest of them; each micro-batch is computed with as many tokens."""
+    """Three epochs of a run, or the rest of them.
+
+    A run is made for the number of ``groups`` that compute forward passes together, 0 on one rank, and for tokens that
+    a rank may compute (``cap``): those of a group are always as many.
+    """
     rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     own = folder / f"rank{rank}"
     own.mkdir(parents=True, exist_ok=True)
-    module, data, callbacks, more = RUNS[run](
-        own, model, engine, world == 1, 2 * CAP // getattr(strategy, "sequence_parallel_size", 1)
-    )
+    sequence = getattr(strategy, "sequence_parallel_size", 1)
+    groups = 0 if world == 1 else world // (sequence * strategy.tensor_parallel_size)
+    module, data, callbacks, more = RUNS[run](own, model, engine, groups, 2 * CAP // sequence)
     trainer = L.Trainer(
         **more, accelerator="cpu", strategy=strategy, devices=world, max_epochs=epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -181,13 +187,17 @@ SAVED_AFTER = {"sft": 13, "grpo": 35}
 """Micro-batches of a rank: inside an accumulation window, in the last epoch."""
 
 
+RESUMED_ELSEWHERE = ("sft", "grpo")
+"""Their second epoch is run once more without groups, and after it the third one with them."""
+
+
 def everything(folder: Path, model: str) -> dict[str, Any]:
     """Entry point of a rank: every run, and those that are saved once more from there."""
     report: dict[str, Any] = {}
     pool = SharedPool(kv_cache_gib=0.1, max_model_len=64)
     for name, (run, stage, sizes) in MESHES.items():
         path, after = folder / f"{name}.ckpt", SAVED_AFTER.get(name, 0)
-        keep = Keep(path, after)
+        keep = Keep(path, after, folder / name if name in RESUMED_ELSEWHERE else None)
         report[name] = fit(folder, model, pool, run, RLHFDeepSpeedStrategy(stage, **sizes), keep)
         if os.environ["LOCAL_RANK"] == "0":
             torch.save(keep.weights, folder / f"{name}.pt")
@@ -196,5 +206,14 @@ def everything(folder: Path, model: str) -> dict[str, Any]:
             strategy = RLHFDeepSpeedStrategy(stage, **sizes)
             report[name]["resumed"] = fit(folder, model, pool, run, strategy, rest, ckpt_path=str(path))
             report[name]["bitwise"] = all(torch.equal(rest.weights[key], keep.weights[key]) for key in keep.weights)
+        if name in RESUMED_ELSEWHERE:
+            alone, back = Keep(epochs=folder / f"{name} alone"), Keep()
+            strategy = RLHFDeepSpeedStrategy(stage)
+            found = fit(folder, model, pool, run, strategy, alone, epochs=2, ckpt_path=f"{folder / name}, 0.ckpt")
+            strategy = RLHFDeepSpeedStrategy(stage, **sizes)
+            fit(folder, model, pool, run, strategy, back, ckpt_path=f"{folder / name} alone, 1.ckpt")
+            report[name]["elsewhere"] = found["together"]
+            if os.environ["LOCAL_RANK"] == "0":
+                torch.save(back.weights, folder / f"{name}, elsewhere.pt")
     pool.really_close()
     return report

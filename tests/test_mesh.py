@@ -31,9 +31,10 @@ def test_ranks_that_cannot_be_divided_are_an_error() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, Any]]:
-    """Each run on one rank, and on each of 4 ranks that share forward passes, with final weights."""
-    folder, found = tmp_path_factory.mktemp("mesh"), dict[str, Any]()
+def runs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Each run on one rank, and on each of 4 ranks that share forward passes, with final weights; the ranks' folder."""
+    folder = tmp_path_factory.mktemp("mesh")
+    found: dict[str, Any] = {"folder": folder}
     model = str(tiny_model(folder / "model", key_heads=2))  # two tensor ranks have one key head each
     reports = ranks.run("mesh_ranks:everything", 4, folder, timeout=400, model=model)
     pool, alone = SharedPool(kv_cache_gib=0.1, max_model_len=64), {}
@@ -103,3 +104,14 @@ def test_a_run_resumed_on_the_same_mesh_inside_an_epoch_is_bitwise_the_straight_
             assert each["bitwise"], run
             assert 0 < len(rest) < len(each["sizes"])
             assert each["sizes"][-len(rest) :] == rest
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.distributed
+@pytest.mark.parametrize("run", mesh_ranks.RESUMED_ELSEWHERE)
+def test_a_run_whose_second_epoch_has_no_groups_ends_with_the_same_weights(runs: dict[str, Any], run: str) -> None:
+    assert [each["elsewhere"] for each in runs[run][1]] == [1] * 4
+    elsewhere = torch.load(runs["folder"] / f"{run}, elsewhere.pt")
+    for name, tensor in runs[run][0]["weights"].items():
+        torch.testing.assert_close(elsewhere[name], tensor, rtol=1e-5, atol=1e-5, msg=name)

@@ -23,6 +23,8 @@ from rlhfkit.mesh import mesh_of
 from rlhfkit.protocols import STATES_OF_RANKS, RLHFStrategy, callbacks_of
 from rlhfkit.validation import check_integer, check_number
 
+OTHER_WEIGHTS = "the checkpoint's EMA is of other weights, of another strategy, or of another tensor_parallel_size"
+
 
 class EMA(L.Callback):
     """Average every trained parameter; validation and exports use the average, training does not.
@@ -110,13 +112,14 @@ class EMA(L.Callback):
         if saved is not None and self._per_rank:
             if not self._in_slices:
                 raise ValueError(
-                    "the checkpoint's EMA was saved by another number of ranks, for which averages of weights that "
-                    "are divided by tensor_parallel_size are not split again: resume with the same ranks"
+                    "the checkpoint's EMA was saved by another number of ranks or with another "
+                    "tensor_parallel_size, for which averages of divided weights are not split again: resume with the "
+                    "same, or without EMA"
                 )
             self._average = self._share_anew(saved, self._parameters(pl_module), shares)
         sizes = {name: share.numel() for name, share in shares.items()}
         if sizes != {name: average.numel() for name, average in self._average.items()}:
-            raise ValueError("the checkpoint's EMA is of other weights or of another strategy")
+            raise ValueError(OTHER_WEIGHTS)
         self._average = {name: self._average[name].to(self.device or share.device) for name, share in shares.items()}
 
     def _share_anew(
@@ -282,6 +285,6 @@ def slice_of_shares(saved: Sequence[Mapping[str, Tensor]], name: str, numel: int
     for rank in range(start // size, math.ceil(end / size)) if end > start else ():
         share, first = saved[rank].get(name), rank * size
         if share is None or share.numel() != min(size, numel - first):
-            raise ValueError("the checkpoint's EMA is of other weights or of another strategy")
+            raise ValueError(OTHER_WEIGHTS)
         parts.append(share[max(start - first, 0) : end - first])
     return torch.cat(parts)

@@ -14,16 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhfkit.distributed import is_sharded
 from rlhfkit.models.forward import (
-    NO_ROUTER,
     TokenizedBatch,
     check_packing,
     next_token_inputs,
-    refuse_router_loss,
     replaced_head,
     unwrap,
 )
 from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow
+from rlhfkit.models.router_loss import router_loss
 
 TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
 """The teacher at a slice of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K). Where a
@@ -95,15 +94,12 @@ def compare_logits(
         by_token: ``compare`` returns (m, ...), which are concatenated; else a tensor, which is summed over the chunks.
 
     Raises:
-        ValueError: If ``router_aux_loss`` is asked of a model without a router, or of one that a forward group
-            computes.
+        ValueError: If ``router_aux_loss`` is asked of a model without a router.
     """
     bare = unwrap(model)
     known = output_logits(bare)
     inputs, positions, targets, _, joined = next_token_inputs(bare, batch, mask, packed)
     denominators = [denominator] if joined is None else joined.group.gather(denominator)
-    if joined is not None:
-        refuse_router_loss(bare, router_aux_loss)
     rows_of = _rows_of(teacher, joined)
 
     def over(rows: Tensor, head: Callable[[Tensor], Tensor], among: slice, denominator: float) -> Tensor:
@@ -133,7 +129,7 @@ def compare_logits(
         output = model(**inputs, use_cache=False)
         check_packing(model, inputs)
         found = compared(output.logits.flatten(0, 1)[positions], lambda rows: rows)
-        return _result(returned(found), output, bare, router_aux_loss)
+        return _result(returned(found), output, bare, joined, router_aux_loss)
     layer, dtype = cast(Any, bare).get_output_embeddings(), torch.float32
 
     def forward(hidden: Tensor) -> Tensor:
@@ -146,7 +142,7 @@ def compare_logits(
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
     check_packing(model, inputs)
-    return _result(returned(known.decode(output.logits, dtype)), output, bare, router_aux_loss)
+    return _result(returned(known.decode(output.logits, dtype)), output, bare, joined, router_aux_loss)
 
 
 def _rows_of(teacher: TeacherRows | tuple[Tensor, Tensor], joined: JoinedRow | None) -> TeacherRows:
@@ -157,10 +153,7 @@ def _rows_of(teacher: TeacherRows | tuple[Tensor, Tensor], joined: JoinedRow | N
     return lambda part: (values[part], ids[part])
 
 
-def _result(values: Tensor, output: Any, bare: nn.Module, router_aux_loss: bool) -> Comparison:
-    if not router_aux_loss:
-        return Comparison(values)
-    balance = getattr(output, "aux_loss", None)
-    if balance is None:
-        raise ValueError(NO_ROUTER.format(type(bare).__name__))
-    return Comparison(values, balance)
+def _result(
+    values: Tensor, output: Any, bare: nn.Module, joined: JoinedRow | None, router_aux_loss: bool
+) -> Comparison:
+    return Comparison(values, router_loss(bare, output, joined)) if router_aux_loss else Comparison(values)

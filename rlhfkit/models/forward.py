@@ -3,9 +3,7 @@
 Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -24,6 +22,7 @@ from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS,
 from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
 from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
+from rlhfkit.models.router_loss import router_loss
 
 VALUE_HEAD = "value_head"
 """Attribute of a language model that holds the value head of a shared backbone; not part of the Hugging Face model."""
@@ -277,16 +276,14 @@ def policy_output(
     inputs, positions, targets, places, joined = next_token_inputs(bare, batch, mask, packed, request)
     if joined is not None:
         head_loss = None  # it knows this rank's own tokens, not those that it computes
-        refuse_router_loss(bare, router_aux_loss)
     if router_aux_loss:
         inputs["output_router_logits"] = True
     gradients = None if head_loss is None else _token_gradients(head_loss, mask, places)
-    chosen, carrier, balance = _chosen(
+    chosen, carrier, output = _chosen(
         model, bare, inputs, positions, targets, temperature, entropy, values, head_loss, gradients
     )
     chosen = own_results(chosen, joined)
-    if router_aux_loss and balance is None:
-        raise ValueError(NO_ROUTER.format(type(bare).__name__))
+    balance = router_loss(bare, output, joined) if router_aux_loss else None
     empty = torch.zeros(mask.numel(), dtype=chosen.dtype, device=mask.device)
     columns = [empty.index_copy(0, places, column).view(mask.shape) for column in chosen.unbind(-1)]
     if carrier is not None:  # only the carrier has the gradient of these two
@@ -294,7 +291,7 @@ def policy_output(
     return PolicyOutput(
         columns[0],
         columns[1] if entropy else None,
-        balance if router_aux_loss else None,
+        balance,
         columns[-1] if values else None,
         carrier,
     )
@@ -343,10 +340,10 @@ def _chosen(
     values: bool,
     head_loss: HeadLoss | None,
     gradients: TokenGradients | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Any]:
     """(M, 1 to 3) log-probs, then entropy and values if asked for, of the selected tokens.
 
-    Also the scalar 0 that carries the gradients of a ``head_loss``, if they were computed, and the router's loss.
+    Also the scalar 0 that carries the gradients of a ``head_loss``, if they were computed, and the model's output.
     """
     known = output_logits(bare)
     if known is None:
@@ -357,7 +354,7 @@ def _chosen(
         logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
         chosen = torch.stack([column for column in dense if column is not None], -1)
-        return chosen, None, getattr(output, "aux_loss", None)
+        return chosen, None, output
     layer = cast(Any, bare).get_output_embeddings()
     dtype, single_pass = torch.float32, False
     group = forward_group_of(bare)
@@ -394,48 +391,5 @@ def _chosen(
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
     check_packing(model, inputs)
-    chosen, balance = known.decode(output.logits, dtype), getattr(output, "aux_loss", None)
-    return (chosen[:-1], chosen[-1, 0], balance) if single_pass else (chosen, None, balance)
-
-
-NO_ROUTER = "{} has no router with a load-balancing loss: use router_aux_loss_coef=0"
-
-
-def refuse_router_loss(model: nn.Module, asked: bool) -> None:
-    """Raise ValueError if the router's loss is asked of a model that a forward group computes: it needs all tokens."""
-    if asked:
-        raise ValueError(
-            f"the load-balancing loss of {type(model).__name__} is not supported where several ranks compute a forward "
-            "pass together, as it is no sum over tokens: use router_aux_loss_coef=0, or sequence_parallel_size=1"
-        )
-
-
-def has_router(model: nn.Module) -> bool:
-    """Whether a model, bare or wrapped, is a mixture of experts with a load-balancing loss."""
-    return any(_family_loss(kind) is not None for kind in {type(module) for module in model.modules()})
-
-
-def backbone_router_loss(
-    backbone: nn.Module, router_logits: Sequence[Tensor] | None, attention_mask: Tensor | None
-) -> Tensor:
-    """Scalar load-balancing loss of a backbone without a language-model head, by the family's own function.
-
-    ``experts * sum_e share_e * probability_e`` (Fedus et al., 2021, arXiv:2101.03961); the shares sum to the experts
-    per token. ``router_logits`` are (N, experts) for each layer, ``attention_mask`` (B, T), or ``None`` without
-    padding.
-
-    Raises:
-        ValueError: If the model is no mixture of experts, or its family has no such loss.
-    """
-    loss = _family_loss(type(backbone))
-    if not router_logits or loss is None:
-        raise ValueError(NO_ROUTER.format(type(backbone).__name__))
-    experts = router_logits[0].shape[-1]
-    chosen = cast(Any, backbone).config.get_text_config().num_experts_per_tok
-    return loss(tuple(router_logits), experts, chosen, attention_mask)
-
-
-def _family_loss(kind: type) -> Callable[..., Tensor] | None:
-    """Transformers' function in the file of a model's class, if it has the usual signature (Doge's has another)."""
-    loss = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
-    return None if loss is None or "num_keys" in inspect.signature(loss).parameters else loss
+    chosen = known.decode(output.logits, dtype)
+    return (chosen[:-1], chosen[-1, 0], output) if single_pass else (chosen, None, output)

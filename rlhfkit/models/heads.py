@@ -21,11 +21,9 @@ from rlhfkit.models.forward import (
     NO_VALUE_HEAD,
     VALUE_HEAD,
     TokenizedBatch,
-    backbone_router_loss,
     check_packing,
     model_inputs,
     own_results,
-    refuse_router_loss,
     unwrap,
 )
 from rlhfkit.models.load import (
@@ -38,6 +36,8 @@ from rlhfkit.models.load import (
 )
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora
 from rlhfkit.models.output_logits import output_logits
+from rlhfkit.models.parallel.joined_rows import JoinedRow
+from rlhfkit.models.router_loss import backbone_router_loss
 from rlhfkit.models.weights.files import save_weights
 
 
@@ -126,9 +126,12 @@ class ScalarModel(nn.Module):
         return forward_group_of(self.model)
 
     def forward(
-        self, positions: Tensor, *, router_aux_loss: bool = False, **inputs: Any
+        self, positions: Tensor, *, router_aux_loss: bool = False, joined: JoinedRow | None = None, **inputs: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """(M,) float32 at ``positions`` (M,) of the flattened ``input_ids``, with the router's loss if asked for."""
+        """(M,) float32 at ``positions`` (M,) of the flattened ``input_ids``, with the router's loss if asked for.
+
+        ``joined``: where a forward group computes the model together.
+        """
         model = cast(Any, self.model)
         more = {"output_router_logits": True} if router_aux_loss else {}
         with without_masks(model):
@@ -139,7 +142,7 @@ class ScalarModel(nn.Module):
         if not router_aux_loss:
             return chosen
         logits = getattr(output, "router_logits", None)
-        return chosen, backbone_router_loss(model.base_model, logits, inputs.get("attention_mask"))
+        return chosen, backbone_router_loss(model.base_model, logits, inputs.get("attention_mask"), joined)
 
     def normalize(self, rewards: Tensor) -> Tensor:
         """Normalise by the configuration's ``mean`` and ``std`` (OpenRLHF's names); unchanged if it has none."""
@@ -297,9 +300,7 @@ def scalar_forward(
     """
     bare, request = unwrap(model), (router_aux_loss, torch.is_grad_enabled())
     inputs, positions, wanted, joined = model_inputs(bare, batch, mask, packed, request)
-    if joined is not None:
-        refuse_router_loss(bare, router_aux_loss)
-    found = model(positions=positions, router_aux_loss=router_aux_loss, **inputs)
+    found = model(positions=positions, router_aux_loss=router_aux_loss, joined=joined, **inputs)
     chosen, balance = found if router_aux_loss else (found, None)
     chosen = own_results(chosen, joined)
     shape = batch.input_ids.shape

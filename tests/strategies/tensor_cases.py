@@ -77,6 +77,13 @@ class PlainSFT(PlainSGD, SFTModule):
     """SFT with SGD."""
 
 
+class PlainAdam(SFTModule):
+    """SFT with Adam, the optimizer whose state DeepSpeed converts."""
+
+    def configure_optimizers(self: Any) -> Any:
+        return torch.optim.AdamW(self.parameter_groups(), lr=self.lr)
+
+
 class PlainDPO(PlainSGD, DPOModule):
     """DPO with SGD."""
 
@@ -113,10 +120,11 @@ def run(
         trainer.fit(ppo, data, ckpt_path=path)
         return trainer, spy
     trainer = toys.trainer(ranks=RANKS, **options)
-    if kind in ("sft", "distillation"):
+    if kind in ("sft", "adam", "distillation"):
         sft = SFTDataModule(str(folder / "sft.jsonl"), micro_batch_size=4 // groups)
         teacher = str(folder / "reference")
-        module = PlainSFT(model, lr=0.05) if kind == "sft" else PlainDistillation(model, teacher, lr=0.05)
+        plain = PlainSFT(model, lr=0.05) if kind == "sft" else PlainAdam(model, lr=1e-3)
+        module = PlainDistillation(model, teacher, lr=0.05) if kind == "distillation" else plain
         trainer.fit(module, sft, ckpt_path=path)
     else:
         pairs = PreferenceDataModule(str(folder / "dpo.jsonl"), micro_batch_size=4 // groups)
@@ -125,7 +133,10 @@ def run(
 
 
 def train(folder: Path, cases: dict[str, dict[str, Any]], place: str) -> dict[str, Any]:
-    """Run each case (``"sft, stage 2"``: arguments of the strategy); rank 0 writes full weights to ``place``."""
+    """Run each case; rank 0 writes full weights to ``place``.
+
+    ``cases`` are arguments of the strategy, precision and options of the Trainer, by names such as ``"sft, stage 2"``.
+    """
     from rlhfkit import RLHFDeepSpeedStrategy
 
     own = folder / f"rank{RANK}"
@@ -133,10 +144,10 @@ def train(folder: Path, cases: dict[str, dict[str, Any]], place: str) -> dict[st
     write(own)
     report = {}
     for name, arguments in cases.items():
-        precision = arguments.pop("precision", "32-true")
+        precision, options = arguments.pop("precision", "32-true"), arguments.pop("options", {})
         strategy = RLHFDeepSpeedStrategy(**arguments)
         together = arguments.get("tensor_parallel_size", 1) * arguments.get("sequence_parallel_size", 1)
-        _, spy = run(name.partition(",")[0], own, strategy, RANKS // together, precision=precision)
+        _, spy = run(name.partition(",")[0], own, strategy, RANKS // together, precision=precision, **options)
         report[name] = {"losses": spy.updates(), "norms": spy.norms}
         if RANK == 0:
             torch.save(spy.weights, Path(place) / f"{name}, {RANKS} ranks.pt")
@@ -165,18 +176,17 @@ class Offload(L.Callback):
 def resume(folder: Path, place: str) -> dict[str, Any]:
     """Straight runs against resumed ones, whose states are moved around, with an average of the weights, exported."""
     from rlhfkit import EMA, HFExport, RLHFDeepSpeedStrategy
-    from rlhfkit.checkpoints import CheckpointError
 
     own = folder / f"rank{RANK}"
     own.mkdir()
     write(own)
     report: dict[str, Any] = {}
 
-    def fit(name: str, stage: int, *more: L.Callback, tensor_parallel_size: int = 2, **options: Any) -> Spy:
+    def fit(name: str, stage: int, *more: L.Callback, **options: Any) -> Spy:
         average = EMA(0.5, export=HFExport(Path(place) / f"{name} average", every_n_epochs=None), validate=False)
         last = HFExport(Path(place) / name, every_n_epochs=None)
-        strategy = RLHFDeepSpeedStrategy(stage, tensor_parallel_size=tensor_parallel_size, async_save=bool(stage % 2))
-        _, spy = run("sft", own, strategy, RANKS // tensor_parallel_size, [average, last, *more], **options)
+        strategy = RLHFDeepSpeedStrategy(stage, tensor_parallel_size=2, async_save=bool(stage % 2))
+        _, spy = run("sft", own, strategy, RANKS // 2, [average, last, *more], **options)
         return spy
 
     for stage in range(4):
@@ -187,8 +197,53 @@ def resume(folder: Path, place: str) -> dict[str, Any]:
             "weight": weight_difference(straight.weights, resumed.weights) if RANK == 0 else 0.0,
             "norms": [straight.norms, resumed.norms],
         }
-    try:
-        fit("other", 2, tensor_parallel_size=1, ckpt_path=Path(place) / "2.ckpt")
-    except CheckpointError as error:
-        report["other size"] = str(error)
+    return report
+
+
+class SaveEpoch(L.Callback):
+    """Saves a checkpoint at the end of each epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+CHAINS = {
+    "stage 0": [(0, 2), (0, 1), (0, 2)],
+    "stage 3": [(3, 2), (3, 1), (3, 2)],
+    "stages 2, 3, 0": [(2, 2), (3, 1), (0, 2)],
+    "stages 3, 1, 2": [(3, 1), (1, 2), (2, 2)],
+}
+"""ZeRO stage and tensor_parallel_size of each epoch of a run."""
+
+
+def chains(folder: Path, place: str) -> dict[str, Any]:
+    """Runs whose every epoch resumes the one before, with other sizes; and one of three epochs."""
+    from rlhfkit import RLHFDeepSpeedStrategy
+
+    own = folder / f"rank{RANK}"
+    own.mkdir()
+    write(own)
+
+    def fit(epochs: int, stage: int, size: int, *more: L.Callback, **options: Any) -> Spy:
+        strategy = RLHFDeepSpeedStrategy(stage, tensor_parallel_size=size)
+        return run("adam", own, strategy, RANKS // size, more, max_epochs=epochs, **options)[1]
+
+    straight = fit(3, 0, 1)
+    report: dict[str, Any] = {"straight": {"norms": straight.norms, "losses": straight.updates()}}
+    if RANK == 0:
+        torch.save(straight.weights, Path(place) / "straight.pt")
+    for name, sizes in CHAINS.items():
+        spies: list[Spy] = []
+        for epoch, (stage, size) in enumerate(sizes):
+            path = Path(place) / f"{name}, {epoch}.ckpt"
+            more = {"ckpt_path": Path(place) / f"{name}, {epoch - 1}.ckpt"} if epoch else {}
+            spies.append(fit(epoch + 1, stage, size, SaveEpoch(path), **more))
+        report[name] = {
+            "weight": weight_difference(straight.weights, spies[-1].weights) if RANK == 0 else 0.0,
+            "norms": [norm for spy in spies for norm in spy.norms],
+            "losses": [loss for spy in spies for loss in spy.updates()],
+        }
     return report

@@ -82,6 +82,8 @@ class JoinedRow:
     """Selected tokens of each member."""
     computed: tuple[slice, ...]
     """Those of each member among the m that this rank computes."""
+    members: Tensor
+    """(n,) int64, the member whose each token of this rank's part is."""
 
     @property
     def own(self) -> slice:
@@ -144,15 +146,18 @@ def join_rows(group: ForwardGroup, own: OwnRow, device: torch.device) -> JoinedR
     ends = torch.searchsorted(selected, torch.tensor([0, *counts], device=CPU).cumsum(0)).tolist()
     computed = tuple(slice(*pair) for pair in pairwise(ends))
     tokens = torch.cat([row.tokens for row in rows])[part]
-    tokens, part, positions, following, selected = send_together(
-        [tokens, part, places[everywhere[selected]], following, selected], device
+    members = torch.arange(len(rows), device=CPU).repeat_interleave(
+        torch.tensor([len(row.tokens) for row in rows], device=CPU)
+    )[part]
+    tokens, part, positions, following, selected, members = send_together(
+        [tokens, part, places[everywhere[selected]], following, selected, members], device
     )
     arguments: dict[str, Any] = {
         "input_ids": tokens[None],
         "position_ids": layout.position_ids[:, part],
         "packed_layout": layout,
     }
-    return JoinedRow(group, arguments, positions, following, selected, counts, computed)
+    return JoinedRow(group, arguments, positions, following, selected, counts, computed, members)
 
 
 def _summed_parts(part: Tensor, places: Tensor | slice, count: int, ranks: Any) -> Tensor:

@@ -20,9 +20,10 @@ from rlhfkit.losses import (
     weighted_metric,
 )
 from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, ScalarModel, policy_output, unwrap
-from rlhfkit.models.forward import VALUE_HEAD, has_router
+from rlhfkit.models.forward import VALUE_HEAD
 from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
 from rlhfkit.models.load import base_model_name
+from rlhfkit.models.router_loss import has_router
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.final_states import with_final_states
 from rlhfkit.modules.on_policy.preparation.kl_control import skip_update

@@ -203,7 +203,6 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         same_ranks = manifest["world_size"] == self.world_size
         if fitting:
             self._require_same_engines(path, manifest)
-            self._require_same_division(path, manifest)
             if not same_ranks:
                 self._prepare_other_ranks(path, manifest)
             self._load_engines(path, manifest)
@@ -212,7 +211,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         file = path / rank_file(self.global_rank if same_ranks else 0)
         with explain_unpickling_errors(file):
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
-        if fitting and not same_ranks:
+        if fitting and not (same_ranks and _tensor_size(manifest) == self.tensor_parallel_size):
             state[STATES_OF_RANKS] = _SavedRanks(path, manifest["world_size"])
         if fitting:
             normalize_counters(state["loops"]["fit_loop"])
@@ -235,31 +234,6 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             raise CheckpointError(
                 f"{path} holds the engines {sorted(manifest['engines'])}, this run trains {sorted(self.engines)}."
             )
-        changed = {
-            name: (manifest["engines"][name], engine.zero_optimization_stage())
-            for name, engine in self.engines.items()
-            if manifest["engines"][name] != engine.zero_optimization_stage()
-        }
-        if changed and getattr(self, "tensor_parallel_size", 1) > 1:
-            raise CheckpointError(
-                f"{path}: ZeRO stages saved and of this run: {changed}. With tensor parallelism, resume with the same"
-                " stages, or start a new run from exported weights (rlhfkit export)."
-            )
-
-    def _require_same_division(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Raise if the parts of the weights are not those of this run."""
-        saved, own = manifest.get("tensor_parallel_size", 1), self.tensor_parallel_size
-        if saved != own:
-            raise CheckpointError(
-                f"{path} was saved with tensor_parallel_size={saved} and this run has {own}: resume with the same, or"
-                " start a new run from exported weights."
-            )
-        if own > 1 and manifest["world_size"] != self.world_size:
-            raise CheckpointError(
-                f"{path} was saved by {manifest['world_size']} ranks with tensor_parallel_size={saved} and this run has"
-                f" {self.world_size}: with tensor parallelism, resume with the same number of ranks, or start a new run"
-                " from exported weights."
-            )
 
     def _prepare_other_ranks(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Raise if the data cannot be split over another number of ranks; warn about what is not restored."""
@@ -277,10 +251,11 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 
     def _load_engines(self, path: Path, manifest: Mapping[str, Any]) -> None:
         other_ranks = manifest["world_size"] != self.world_size
+        other_parts = _tensor_size(manifest) != self.tensor_parallel_size
         to_convert = [
             name
             for name, stage in manifest["engines"].items()
-            if (stage > 0 and other_ranks) or stage != self.engines[name].zero_optimization_stage()
+            if other_parts or (stage > 0 and other_ranks) or stage != self.engines[name].zero_optimization_stage()
         ]
         for name in self.engines:  # in this order on every rank: loading is a collective at stage 3
             if name in to_convert:
@@ -372,10 +347,10 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
     """Read the full weights of one child from a checkpoint: fp32, or at stage 0 in training precision."""
     manifest = directory.read_manifest(checkpoint)
-    if manifest.get("tensor_parallel_size", 1) > 1:
+    if _tensor_size(manifest) > 1:
         raise CheckpointError(
-            f"{checkpoint} was saved with tensor_parallel_size={manifest['tensor_parallel_size']}: whole weights cannot"
-            " be read from it. Resume it with the same size, and export the weights (HFExport, save_pretrained)."
+            f"{checkpoint} was saved with tensor_parallel_size={_tensor_size(manifest)}: whole weights cannot be read"
+            " from it. Resume it, with any tensor_parallel_size, and export them (HFExport, save_pretrained)."
         )
     stage = manifest["engines"][child]
     folder = checkpoint / child
@@ -387,6 +362,11 @@ def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
 
     weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
     return dict(weights)
+
+
+def _tensor_size(manifest: Mapping[str, Any]) -> int:
+    """Ranks over which the weights of a checkpoint are divided; older ones do not have the entry."""
+    return int(manifest.get("tensor_parallel_size", 1))
 
 
 def _create_parent(path: Path) -> None:

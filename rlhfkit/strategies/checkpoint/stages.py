@@ -1,27 +1,31 @@
 """Checkpoints of one ZeRO stage in another: what DeepSpeed's universal format lacks for it.
 
-deepspeed 0.19.8 writes the format from ZeRO 1 to 3 and reads it from ZeRO 1 to 3, but files of ZeRO 3 lack what ZeRO 1
-and 2 read, and the other way round; stage 0, where nothing is sharded, has neither. A converted folder has one
-folder per parameter with ``fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``, and ``optimizer_state.pt``.
+Weights may be divided over tensor ranks, those saved and those loaded over other numbers. deepspeed 0.19.8 writes the
+format from ZeRO 1 to 3 and reads it from ZeRO 1 to 3, but files of ZeRO 3 lack what ZeRO 1 and 2 read, and the other
+way round; stage 0, where nothing is sharded, has neither. A converted folder has one folder per parameter with
+``fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``, and ``optimizer_state.pt``.
 """
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.distributed import full_shape
+from rlhfkit.distributed import full_shape, tensor_part
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")
-_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")  # stages 0 to 2, and 3
+_MODEL_PREFIXES = ("", "zero_pp_rank_0_")  # stages 0 to 2, and 3
+_MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
 def parameter_names(engine: "DeepSpeedEngine") -> list[list[str]]:
@@ -48,10 +52,9 @@ def parameter_shapes(engine: "DeepSpeedEngine") -> dict[str, tuple[int, ...]]:
     return {name: tuple(full_shape(parameter)) for name, parameter in engine.module.named_parameters()}
 
 
-def stage_0_optimizer(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def stage_0_optimizer(folder: Path, file: str = _MODEL_FILE) -> tuple[dict[str, Any], dict[str, Any]]:
     """The whole state that an engine has saved at stage 0, and its optimizer's own state dict inside."""
-    file = folder / _MODEL_FILES[0]
-    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    saved: dict[str, Any] = torch.load(folder / file, map_location="cpu", weights_only=False, mmap=True)
     return saved, saved["optimizer"].get("optimizer_state_dict", saved["optimizer"])
 
 
@@ -59,37 +62,63 @@ def convert_stage_0(source: Path, target: Path, names: Sequence[Sequence[str]]) 
     """Write a converted folder from a checkpoint of stage 0.
 
     Args:
-        source: The engine's saved folder.
+        source: The engine's saved folder, with a file of each tensor rank.
         target: Of the new folder.
         names: Of parameters, by groups of the optimizer: the file numbers them.
 
     Raises:
         CheckpointError: If the optimizer was saved with other groups.
     """
+    files = sorted(path.name for path in source.glob("mp_rank_*_model_states.pt"))
+    parts = [_stage_0_parameters(source, file, names) for file in files]
     saved, base = stage_0_optimizer(source)
+    layout, wrapper = saved.get("universal_checkpoint_info", {}), saved["optimizer"]
+    for name in parts[0]:
+        folder = target / "zero" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for key in ("fp32", *_MOMENTS):
+            whole = _joined(name, [part[name][key] for part in parts], layout)
+            torch.save({"param": whole.clone()}, folder / f"{key}.pt")
+        torch.save(parts[0][name].get("step", torch.zeros(())), folder / "step.pt")
+    scale = {key: wrapper[key] for key in _SCALE if key in wrapper}
+    common = {"param_groups": base["param_groups"], "ds_version": saved["ds_version"], "rlhfkit_loss_scale": scale}
+    torch.save(common, target / "zero" / "optimizer_state.pt")
+    for file in files:
+        shutil.copy2(source / file, target)
+
+
+def _stage_0_parameters(source: Path, file: str, names: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """The main weight, the moments and the step of each parameter, or of its part, that one file of stage 0 has."""
+    saved, base = stage_0_optimizer(source, file)
     sizes = [len(group["params"]) for group in base["param_groups"]]
     if sizes != [len(group) for group in names]:
         raise CheckpointError(
             f"{source}: the optimizer was saved with groups of {sizes} parameters, this run's has"
             f" {[len(group) for group in names]}: resume with the same groups."
         )
-    wrapper, flat = saved["optimizer"], [name for group in names for name in group]
+    flat = [name for group in names for name in group]
     weights = {name: saved["module"][name] for name in flat}
-    if "fp32_groups" in wrapper:
-        weights = dict(zip(flat, [tensor for group in wrapper["fp32_groups"] for tensor in group], strict=True))
+    if "fp32_groups" in saved["optimizer"]:
+        weights = dict(
+            zip(flat, [tensor for group in saved["optimizer"]["fp32_groups"] for tensor in group], strict=True)
+        )
+    found = {}
     for number, name in enumerate(flat):
-        folder = target / "zero" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        state = base["state"].get(number, {})
-        tensors = {"fp32": weights[name].detach().float()}
-        tensors |= {key: state.get(key, torch.zeros_like(tensors["fp32"])) for key in _MOMENTS}
-        for key, tensor in tensors.items():
-            torch.save({"param": tensor.clone()}, folder / f"{key}.pt")
-        torch.save(state.get("step", torch.zeros(())), folder / "step.pt")
-    scale = {key: wrapper[key] for key in _SCALE if key in wrapper}
-    common = {"param_groups": base["param_groups"], "ds_version": saved["ds_version"], "rlhfkit_loss_scale": scale}
-    torch.save(common, target / "zero" / "optimizer_state.pt")
-    shutil.copy2(source / _MODEL_FILES[0], target)
+        weight = weights[name].detach().float()
+        moments = {key: torch.zeros_like(weight) for key in _MOMENTS}
+        found[name] = {"fp32": weight, **moments, **base["state"].get(number, {})}
+    return found
+
+
+def _joined(name: str, parts: Sequence[Tensor], layout: Mapping[str, Any]) -> Tensor:
+    """A tensor from those of all tensor ranks; ``layout`` has the patterns of names that DeepSpeed's AutoTP writes."""
+
+    def listed(key: str) -> bool:
+        return any(re.match(pattern, name) for pattern in layout.get(key, ()))
+
+    if len(parts) == 1 or listed("tp_replicated_parameter_patterns"):
+        return parts[0]
+    return torch.cat(list(parts), dim=int(listed("parameter_with_row_parallelism_patterns")))
 
 
 def complete(folder: Path) -> None:
@@ -111,10 +140,11 @@ def complete(folder: Path) -> None:
 
     common.setdefault("ds_version", deepspeed.__version__)
     torch.save(common, file)
-    there = next(name for name in _MODEL_FILES if (folder / name).exists())
-    for name in _MODEL_FILES:
-        if not (folder / name).exists():
-            shutil.copy2(folder / there, folder / name)
+    for prefix, other in (_MODEL_PREFIXES, _MODEL_PREFIXES[::-1]):
+        for path in list(folder.glob(f"{prefix}mp_rank_*_model_states.pt")):  # one of each tensor rank
+            copy = folder / path.name.replace(f"{prefix}mp_rank", f"{other}mp_rank")
+            if not copy.exists():
+                shutil.copy2(path, copy)
 
 
 def reshape(folder: Path, name: str, shape: tuple[int, ...]) -> None:
@@ -133,14 +163,23 @@ def load_stage_0(engine: "DeepSpeedEngine", folder: Path) -> None:
     for parameter, weight, state in _slots(engine):
         saved = folder / "zero" / names[parameter]
         for key, tensor in {"fp32": weight, **{key: state[key] for key in _MOMENTS}}.items():
-            tensor.data.copy_(torch.load(saved / f"{key}.pt", map_location="cpu", weights_only=False)["param"])
+            whole = torch.load(saved / f"{key}.pt", map_location="cpu", weights_only=False)["param"]
+            tensor.data.copy_(_own_part(parameter, whole))
         if weight is not parameter:
             parameter.data.copy_(weight.data)
         step = torch.load(saved / "step.pt", map_location="cpu", weights_only=False)
         state["step"] = step.clone() if torch.is_tensor(step) else torch.tensor(float(step))
-    model = torch.load(folder / _MODEL_FILES[0], map_location="cpu", weights_only=False, mmap=True)
+    model = torch.load(folder / _MODEL_FILE, map_location="cpu", weights_only=False, mmap=True)
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, model.get(name, getattr(engine, name)))
+
+
+def _own_part(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    """What this tensor rank has of a tensor of the shape of a whole parameter."""
+    part = tensor_part(parameter)
+    if part is None:
+        return whole
+    return torch.split(whole, list(part.sizes), part.dimension)[dist.get_rank(part.group)]
 
 
 def _slots(engine: "DeepSpeedEngine") -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:

@@ -4,18 +4,27 @@ import copy
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rlhfkit.mesh import FORWARD_GROUP, ForwardGroup, Mesh
 from rlhfkit.models import LoRA, ScalarModel, policy_output, scalar_output
 from rlhfkit.models.attention.families import use_packed_attention
 from rlhfkit.models.distillation import compare_logits, teacher_logits
-from rlhfkit.models.heads import add_value_head, classifier_class
+from rlhfkit.models.heads import add_value_head, classifier_class, scalar_forward
 from rlhfkit.models.lora import add_lora
 
 SIZES = {
@@ -50,6 +59,7 @@ def language_model(**changes: Any) -> nn.Module:
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
+        "mixture": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     }[family]
     torch.manual_seed(0)
     model = kind(config(**SIZES | {"num_key_value_heads": 2, "head_dim": 8} | changes))
@@ -59,7 +69,8 @@ def language_model(**changes: Any) -> nn.Module:
 def prepared(model: nn.Module) -> nn.Module:
     """With packed attention, in float64, all weights different from their initial values."""
     use_packed_attention(model)
-    model = model.double()
+    model = cast(Any, model).double()
+    model.set_experts_implementation("eager")  # the only one for float64
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, dtype=parameter.dtype)
@@ -74,6 +85,26 @@ def policy_loss(model: nn.Module, batch: Batch, **asked: Any) -> tuple[Tensor, l
     return sum(
         ((number + 1) * (column * weights + column**2).sum() for number, column in enumerate(columns)), 0
     ), columns
+
+
+def router_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """The load-balancing loss of a language model, of one beside a comparison, or of a scalar model."""
+    if isinstance(model, ScalarModel):
+        balance = scalar_forward(model, batch, router_aux_loss=True).router_aux_loss
+    else:
+        balance = policy_output(model, batch, batch.mask, router_aux_loss=True).router_aux_loss
+    assert balance is not None
+    return (1 + batch.weights[0, 0]) * balance, [balance]
+
+
+def compared_router_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """The load-balancing loss of a student."""
+    rows = teacher_logits(model, batch, batch.mask)
+    found = compare_logits(
+        model, batch, batch.mask, lambda logits, *_: logits.sum(), rows, chunk_size=4, router_aux_loss=True
+    )
+    assert found.router_aux_loss is not None
+    return (1 + batch.weights[0, 0]) * found.router_aux_loss + found.values, [found.values, found.router_aux_loss]
 
 
 def scalar_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
@@ -122,8 +153,15 @@ def with_checkpointing() -> nn.Module:
     return model
 
 
-def scalar_model() -> nn.Module:
-    config = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, num_labels=1)
+MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def mixture() -> nn.Module:
+    return language_model(family="mixture", **MIXTURE)
+
+
+def scalar_model(kind: type = Qwen3Config, **more: Any) -> nn.Module:
+    config = kind(**SIZES, num_key_value_heads=2, head_dim=8, num_labels=1, **more)
     torch.manual_seed(0)
     return ScalarModel(prepared(classifier_class(config, stepwise=False).from_config(config)))
 
@@ -136,6 +174,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, list
     "values": (with_value_head, lambda model, batch: policy_loss(model, batch, values=True)),
     "lora": (with_lora, policy_loss),
     "scalar": (scalar_model, scalar_loss),
+    "router": (mixture, router_loss),
+    "router of a scalar model": (partial(scalar_model, Qwen3MoeConfig, **MIXTURE), router_loss),
+    "router of a student": (mixture, compared_router_loss),
     "distillation": (language_model, partial(distillation_loss, by_token=False)),
     "distillation by token": (language_model, partial(distillation_loss, by_token=True)),
 }

@@ -1,4 +1,4 @@
-"""Covers ``joined_rows.py`` and ``ulysses.py``: forward passes of several ranks equal those of each rank alone."""
+"""Covers ``joined_rows.py``, ``ulysses.py`` and ``router_loss.py``: forward passes of several ranks equal those of each rank alone."""
 
 from typing import Any
 
@@ -17,7 +17,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_each_alone(case: str, two: list[dict[str, Any]]) -> None:
+    # Transformers sums the routers' probabilities in float32.
+    tolerance = 2e-6 if case.startswith("router") else 1e-12
     for found in two:
-        assert found[case]["outputs"] < 1e-12
-        assert found[case]["loss"] < 1e-12
-        assert found[case]["gradients"] < 1e-12 * max(found[case]["largest gradient"], 1.0)
+        assert found[case]["outputs"] < tolerance
+        assert found[case]["loss"] < tolerance
+        assert found[case]["gradients"] < tolerance * max(found[case]["largest gradient"], 1.0)
