@@ -1,4 +1,7 @@
-"""Covers ``joined_rows.py``, ``ulysses.py`` and ``router_loss.py``: forward passes of several ranks equal those of each rank alone."""
+"""Forward passes of several ranks equal those of each rank alone.
+
+Covers joined_rows.py, ulysses.py and router_loss.py.
+"""
 
 from typing import Any
 
