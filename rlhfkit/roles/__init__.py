@@ -5,7 +5,8 @@ Start at :mod:`rlhfkit.roles.model_pool`; :mod:`rlhfkit.roles.placement` places 
 """
 
 from rlhfkit.ray_resources import PlacementError
-from rlhfkit.roles.model_pool import ModelPool, ModelPoolError
+from rlhfkit.roles.model_pool import ModelPool
+from rlhfkit.roles.pending_rows import ModelPoolError
 from rlhfkit.roles.placement import Placement
 from rlhfkit.roles.role_resources import RoleResources
 

@@ -5,7 +5,6 @@ sends its own rows to the replicas; nothing passes rank 0.
 """
 
 import logging
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,21 +13,24 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import get_rank, get_world_size, run_on_all_ranks
+from rlhfkit.distributed import get_rank, run_on_all_ranks
+from rlhfkit.models import load_causal_lm
 from rlhfkit.ray_resources import ReservedResources, actor_options
-from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
-from rlhfkit.roles.replica import ModelReplica, ReplicaOptions, Role, TokenRows
+from rlhfkit.ray_session import JoinedRay, cluster_address, join_or_start_ray, this_cluster
+from rlhfkit.roles.pending_rows import ModelPoolError, PendingRows, Replica, cause_of, no_replica_left
+from rlhfkit.roles.replica import ModelReplica, ReplicaOptions, Role
+from rlhfkit.roles.replica_weights import send_weights
+from rlhfkit.rollout.engine import WeightSource
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
 NAMESPACE = "rlhfkit-models"
 """Ray's namespace of all replicas."""
-_POLL_SECONDS = 1.0
-
-
-class ModelPoolError(RuntimeError):
-    """No replica is left, or none answered in time."""
+_SENDING_ATTEMPTS = 4
+"""Attempts at giving replicas the weights of a model that has moved. Replicas may die in all but the last."""
 
 
 class ModelPool:
@@ -86,11 +88,16 @@ class ModelPool:
         self.start_timeout = start_timeout
         self.request_timeout = request_timeout
         self.max_restarts = max_restarts
-        self._replicas: list[_Replica] = []
+        self._replicas: list[Replica] = []
         self._owned: list[Any] = []  # actors, on rank 0
         self._joined: JoinedRay | None = None
         self.waited = 0.0
         """Seconds that this rank has waited for results: what the pool did not hide behind other work."""
+        self.hidden = 0.0
+        """Seconds that it would have waited besides, had it asked for each result when it needed it."""
+        self.version = 0
+        """How often the model has moved (:meth:`follow`)."""
+        self._moved: dict[str, Tensor] | None = None  # weights of a model that has moved, on rank 0, on the CPU
 
     @classmethod
     def of(cls, value: "ModelPool | Mapping[str, Any] | None") -> "ModelPool | None":
@@ -135,9 +142,11 @@ class ModelPool:
         def join() -> None:
             if get_rank() > 0:
                 self._joined = JoinedRay(cluster, member=f"rank {get_rank()}")
-            self._replicas = [_Replica(name, _actor(name)) for name in names]
+            self._replicas = [Replica(name, _actor(name)) for name in names]
 
         run_on_all_ranks(join, error_type=ModelPoolError)
+        if self.version:
+            self.refresh()
 
     def _create(self, options: ReplicaOptions, prefix: str) -> Any:
         import ray
@@ -162,7 +171,7 @@ class ModelPool:
             ray.get(ready)
         except ray.exceptions.RayError as error:
             self.close()
-            raise ModelPoolError(f"a replica could not load {self.model}: {_cause(error)}") from error
+            raise ModelPoolError(f"a replica could not load {self.model}: {cause_of(error)}") from error
         except ModelPoolError:
             self.close()
             raise
@@ -180,109 +189,108 @@ class ModelPool:
             self._joined.close()
         self._replicas, self._owned, self._joined = [], [], None
 
+    # ---------------------------------------------------------------- a model that moves
+
+    def follow(self, weights: WeightSource, alpha: float, *, dtype: torch.dtype) -> None:
+        """Move the model: ``α weights + (1 - α) model``. A collective; the replicas have it before the next request.
+
+        Rank 0 keeps the result in CPU memory, as much as the model takes: replicas that are restarted get it from
+        there, and checkpoints too.
+
+        Args:
+            weights: Of the model's names and shapes, gathered by bucket; others of it stay out.
+            alpha: In [0, 1].
+            dtype: Type of the replicas' weights, in which is computed.
+
+        Raises:
+            ModelPoolError: On all ranks, if no replica is left.
+        """
+
+        def begin() -> None:
+            if get_rank() == 0 and self._moved is None:
+                self._moved = self._initial_weights(dtype)
+
+        run_on_all_ranks(begin, error_type=ModelPoolError)
+        moved = self._moved or {}
+        with torch.no_grad():
+            for name, tensor in weights:
+                if name in moved:
+                    moved[name].lerp_(tensor.to("cpu", dtype), alpha)
+        self.version += 1
+        if self.started:
+            self.refresh()
+
+    def _initial_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        model = load_causal_lm(self.model, dtype=dtype, trust_remote_code=self.trust_remote_code)
+        return {name: tensor.clone() for name, tensor in ModuleWeights(model, check_finite=False)}
+
+    def refresh(self) -> None:
+        """Give the current weights to replicas that have others, as restarted ones do. A collective.
+
+        Raises:
+            ModelPoolError: On all ranks, if no replica is left.
+        """
+        lost = run_on_all_ranks(lambda: self._refresh() if get_rank() == 0 else {}, error_type=ModelPoolError)[0]
+        for replica in self._replicas:
+            replica.lost = replica.lost or lost.get(replica.name, "")
+
+    def _refresh(self) -> dict[str, str]:
+        """Send the weights where they are missing; returns why replicas are lost, by name."""
+        failure: Exception | None = None
+        for _ in range(_SENDING_ATTEMPTS):
+            behind = self._replicas_behind()
+            if not behind:
+                break
+            try:
+                send_weights(
+                    self._moved or {}, self.version, behind, address=cluster_address(), timeout=self.request_timeout
+                )
+            except EngineError as error:
+                log.warning("weights of %s are sent again: %s", self.model, error)
+                failure = error
+        else:
+            raise ModelPoolError(f"the weights of {self.model} did not reach its replicas: {failure}") from failure
+        if all(replica.lost for replica in self._replicas):
+            raise ModelPoolError(no_replica_left(self.model, self._replicas))
+        return {replica.name: replica.lost for replica in self._replicas if replica.lost}
+
+    def _replicas_behind(self) -> list[Replica]:
+        """Replicas without the current weights; those that do not answer in time are given up."""
+        import ray
+
+        asked = {one.actor.version.remote(): one for one in self._replicas if not one.lost}
+        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=self.request_timeout) if asked else ([], [])
+        behind = []
+        for ref in ready:
+            try:
+                if ray.get(ref) != self.version:
+                    behind.append(asked[ref])
+            except ray.exceptions.RayError as error:
+                asked[ref].lost = cause_of(error)
+        for ref in late:
+            asked[ref].lost = f"it finished nothing for {self.request_timeout:g} s"
+        return behind
+
+    def moved_state(self) -> dict[str, Any]:
+        """What a checkpoint has of a model that moves; the weights are rank 0's."""
+        return {"version": self.version, "weights": dict(self._moved or {})}
+
+    def load_moved_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`moved_state`, before :meth:`start`."""
+        self.version = state["version"]
+        if get_rank() == 0 and self.version:
+            self._moved = {name: tensor.clone() for name, tensor in state["weights"].items()}
+
     # ---------------------------------------------------------------- requests
 
-    def submit(self, experience: Experience, batches: Sequence[Tensor]) -> "PendingRows":
-        """Ask for some rows of an iteration; returns at once.
+    def submit(self, experience: Experience, batches: Sequence[Tensor]) -> PendingRows:
+        """Ask for some rows of an iteration; returns at once. Any thread may.
 
         Args:
             experience: B sequences of this rank.
             batches: Indices (b,) of the rows of each forward pass.
         """
         return PendingRows(self, experience, batches)
-
-
-class _Replica:
-    """One replica, as this rank sees it."""
-
-    def __init__(self, name: str, actor: Any) -> None:
-        self.name = name
-        self.actor = actor
-        self.tokens = 0
-        """Of requests that are not finished."""
-        self.last_finished = 0.0
-        self.lost = ""
-        """Why it gets no more requests."""
-
-
-class PendingRows:
-    """Rows that replicas are computing."""
-
-    def __init__(self, pool: ModelPool, experience: Experience, batches: Sequence[Tensor]) -> None:
-        self._pool = pool
-        self._shape = experience.action_mask.shape
-        self._requests = {number: TokenRows.of(experience, rows) for number, rows in enumerate(batches)}
-        self._rows = list(batches)
-        self._running: dict[Any, tuple[int, _Replica]] = {}
-        for number in self._requests:
-            self._send(number)
-
-    def _send(self, number: int) -> None:
-        """Give a request to the replica with the fewest tokens to compute; ranks begin at different ones."""
-        pool, rows = self._pool, self._requests[number]
-        left = [replica for replica in pool._replicas if not replica.lost]
-        if not left:
-            reasons = "; ".join(f"{replica.name}: {replica.lost}" for replica in pool._replicas)
-            raise ModelPoolError(
-                f"no replica of {pool.model} is left ({reasons}). The run can be resumed from its last checkpoint"
-            )
-        start = get_rank() * len(left) // get_world_size()
-        replica = min(left[start:] + left[:start], key=lambda replica: replica.tokens)
-        if not replica.tokens:
-            replica.last_finished = time.monotonic()
-        replica.tokens += int(rows.lengths.sum())
-        self._running[replica.actor.compute.remote(rows)] = (number, replica)
-
-    def result(self, columns: int | None = None) -> Tensor:
-        """Wait for all of them.
-
-        Args:
-            columns: Numbers of each row; ``None``: T-1, log-probs.
-
-        Returns:
-            (B, T-1) or (B, columns) float32 on the CPU; 0 in rows that were not asked for.
-
-        Raises:
-            ModelPoolError: If no replica is left, or the model cannot compute them.
-        """
-        import ray
-
-        started = time.monotonic()
-        values = torch.zeros(self._shape[0], self._shape[1] if columns is None else columns)
-        while self._running:
-            done, _ = ray.wait(list(self._running), num_returns=1, timeout=_POLL_SECONDS)
-            for ref in done:
-                number, replica = self._running.pop(ref)
-                replica.tokens -= int(self._requests[number].lengths.sum())
-                try:
-                    found = ray.get(ref)
-                except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError) as error:
-                    self._give_up(replica, _cause(error))
-                    self._send(number)
-                    continue
-                except ray.exceptions.RayError as error:
-                    raise ModelPoolError(
-                        f"{replica.name} could not compute {self._pool.model}: {_cause(error)}"
-                    ) from error
-                replica.last_finished = time.monotonic()
-                values[self._rows[number], : found.shape[1]] = found
-            self._check_progress()
-        self._pool.waited += time.monotonic() - started
-        return values
-
-    def _check_progress(self) -> None:
-        """Send what a stuck replica has to others."""
-        for replica in {id(one): one for _, one in self._running.values()}.values():
-            if time.monotonic() - replica.last_finished > self._pool.request_timeout:
-                self._give_up(replica, f"it finished nothing for {self._pool.request_timeout:g} s")
-                for ref in [ref for ref, (_, one) in self._running.items() if one is replica]:
-                    number, _ = self._running.pop(ref)
-                    self._send(number)
-
-    def _give_up(self, replica: _Replica, reason: str) -> None:
-        if not replica.lost:
-            log.warning("replica %s of %s gets no more requests: %s", replica.name, self._pool.model, reason)
-        replica.lost, replica.tokens = reason, 0
 
 
 def _actor(name: str) -> Any:
@@ -296,9 +304,3 @@ def _free(resources: Mapping[str, float] | None) -> dict[str, float]:
 
     free = ray.available_resources()
     return {name: free.get(name, 0.0) for name in resources or {"CPU": 0}}
-
-
-def _cause(error: Exception) -> str:
-    """The last line of an error of Ray's, which holds the remote traceback."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

@@ -1,12 +1,14 @@
 """``ModelReplica``: a frozen model in a Ray actor, and what it is sent.
 
-Nothing is kept between two requests, so that Ray may restart an actor and repeat what it was asked.
+Nothing is kept between two requests but weights that were received, whose version each request names, so that Ray may
+restart an actor and repeat what it was asked.
 """
 
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output
 from rlhfkit.models.load import disable_dropout
+from rlhfkit.roles.replica_weights import received
+from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
 
 Role = Literal["logprobs", "reward"]
 """What a model is asked for: log-probs of tokens, by a language model, or scores, by a reward model."""
@@ -42,18 +46,29 @@ class TokenRows:
         lengths: (B,) int32, tokens of each.
         mask: (B, T-1) bool, the tokens whose log-probs are wanted; not used for scores.
         temperature: Divides the logits.
+        version: Version of the weights that compute them: 0, or how often the model has moved.
     """
 
     input_ids: Tensor
     lengths: Tensor
     mask: Tensor
     temperature: float
+    version: int = 0
 
     @classmethod
     def of(cls, experience: Experience, rows: Sequence[int] | Tensor) -> "TokenRows":
         """Some rows of an iteration."""
         batch = experience.select(rows)
         return cls(batch.input_ids.int().cpu(), batch.lengths.int().cpu(), batch.action_mask.cpu(), batch.temperature)
+
+
+class Answer(NamedTuple):
+    """What a replica has computed."""
+
+    values: Tensor
+    """(B, T-1) or (B, 1) float32 on the CPU."""
+    seconds: float
+    """How long it took."""
 
 
 class _Sequences:
@@ -70,6 +85,8 @@ class ModelReplica:
     def __init__(self, options: ReplicaOptions) -> None:
         self.options = options
         self._model: nn.Module | None = None
+        self._version = 0
+        self._receiver: WeightReceiver | None = None
 
     def load(self) -> int:
         """Load the model if that has not happened yet; returns the number of its parameters."""
@@ -93,8 +110,43 @@ class ModelReplica:
 
         return torch.device("cuda" if ray.get_gpu_ids() else "cpu")
 
+    # ---------------------------------------------------------------- weights of a model that moves
+
+    def version(self) -> int:
+        """Version of its weights; 0 after a restart."""
+        return self._version
+
+    def join(self, init_info: dict[str, Any]) -> None:
+        """Join the group of a :class:`~rlhfkit.rollout.weight_sync.process_group.sender.ProcessGroupSender`."""
+        self.load()
+        self._receiver = WeightReceiver(torch.device("cpu"))
+        self._receiver.join(Invitation(**init_info), 0)
+
     @torch.no_grad()
-    def compute(self, rows: TokenRows) -> Tensor:
+    def receive(self, update_info: dict[str, Any], version: int) -> None:
+        """Receive all weights, in place, and leave the group."""
+        assert self._model is not None
+        assert self._receiver is not None
+        self._version = -1  # until it has all of them
+        parameters = dict(self._model.named_parameters())
+        try:
+            for name, tensor in received(update_info, self._receiver):
+                parameters[name].copy_(tensor)
+        finally:
+            self._receiver.leave()
+        self._version = version
+
+    # ---------------------------------------------------------------- requests
+
+    def compute(self, rows: TokenRows) -> Answer | None:
+        """Compute rows, and measure how long it takes; ``None`` if it has not the version of the weights."""
+        if rows.version != self._version:
+            return None
+        started = time.monotonic()
+        return Answer(self._values(rows), time.monotonic() - started)
+
+    @torch.no_grad()
+    def _values(self, rows: TokenRows) -> Tensor:
         """(B, T-1) float32 log-probs, 0 outside the mask, or (B, 1) normalized scores, on the CPU."""
         self.load()
         assert self._model is not None

@@ -1,6 +1,7 @@
 """Models in Ray actors against the same models in this process.
 
-Covers replica.py and modules/on_policy/preparation/placed_models.py. One Ray session serves all tests.
+Covers replica.py, pending_rows.py, replica_weights.py and modules/on_policy/preparation/placed_models.py.
+One Ray session serves all tests.
 """
 
 import os
@@ -19,7 +20,9 @@ from tiny_models import tiny_model
 
 from rlhfkit import Experience, GRPOModule, OnPolicyDistillationModule
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
+from rlhfkit.modules.on_policy.preparation.placed_models import pool_result
 from rlhfkit.roles import ModelPool, ModelPoolError
+from rlhfkit.rollout import ModuleWeights
 
 pytestmark = pytest.mark.ray
 
@@ -132,7 +135,12 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
     load_tokenizer(str(tmp_path / "model")).save_pretrained(tmp_path / "reward")
     for elsewhere in (False, True):
         reward: Any = str(tmp_path / "reward")
-        arguments = {"kl_coef": 0.1, "kl_in_reward": True, "reward_model": ModelPool(reward) if elsewhere else reward}
+        arguments = {
+            "kl_coef": 0.1,
+            "kl_in_reward": True,
+            "ref_model_sync_steps": 1,
+            "reward_model": ModelPool(reward) if elsewhere else reward,
+        }
         if elsewhere:
             arguments["reference"] = ModelPool(str(tmp_path / "model"), num_replicas=2)
         trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments)
@@ -144,6 +152,34 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
     restored = GRPOModule(**dict(module.hparams))
     assert restored.reference_pool is not None
     assert restored.reference_pool.plain() == arguments["reference"].plain()
+
+
+def test_a_pool_follows_a_policy_and_restarted_replicas_get_what_it_has_become(
+    folder: Path, tmp_path: Path, ray_session: None
+) -> None:
+    policy, batch = load_causal_lm(str(tiny_model(tmp_path / "policy", seed=1))), rows()
+    mixed, pool = load_causal_lm(str(folder)).eval(), ModelPool(str(folder), num_replicas=2)
+    pool.start("logprobs", **FLOAT32)
+    early = pool.submit(batch, one_by_one(batch))  # its numbers would be those of the model before the move
+    for alpha in (0.25, 1.0):
+        pool.follow(ModuleWeights(policy), alpha, dtype=torch.float32)
+        with torch.no_grad():
+            for old, new in zip(mixed.parameters(), policy.parameters(), strict=True):
+                old.lerp_(new, alpha)
+            wanted = policy_output(mixed, batch, batch.action_mask).logprobs
+        torch.testing.assert_close(pool_result(early, pool), wanted, rtol=0, atol=1e-6)
+    os.kill(process_of(pool._replicas[0]), signal.SIGKILL)
+    found = pool_result(pool.submit(batch, one_by_one(batch)), pool)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert not any(replica.lost for replica in pool._replicas)
+    state = pool.moved_state()
+    pool.close()
+    resumed = ModelPool(str(folder))
+    resumed.load_moved_state(state)
+    resumed.start("logprobs", **FLOAT32)
+    found = pool_result(resumed.submit(batch, [torch.arange(len(batch))]), resumed)
+    resumed.close()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_a_student_learns_the_same_from_a_teacher_elsewhere(tmp_path: Path, ray_session: None) -> None:

@@ -246,8 +246,8 @@ class OnPolicyModule(AdvantageModule):
             with self.reference_model() as reference:
                 ref_logprobs = self.distributed_logprobs(reference, experience)
             experience = dataclasses.replace(experience, ref_logprobs=ref_logprobs)
-        if asked is not None:
-            experience = dataclasses.replace(experience, ref_logprobs=pool_result(asked))
+        if asked is not None and pool is not None:
+            experience = dataclasses.replace(experience, ref_logprobs=pool_result(asked, pool))
         return experience
 
     def add_values(self, experience: Experience) -> Experience:

@@ -250,7 +250,7 @@ class OnPolicyDistillationModule(GRPOModule):
         experience = super().add_logprobs(experience)
         if self.divergence is not None:
             return experience
-        found = self.distributed_logprobs(self.teacher, experience) if asked is None else pool_result(asked)
+        found = self.distributed_logprobs(self.teacher, experience) if pool is None else pool_result(asked, pool)
         return dataclasses.replace(experience, teacher_logprobs=found)
 
     def compute_advantages(self, experience: Experience) -> Experience:

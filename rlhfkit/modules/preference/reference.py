@@ -1,6 +1,6 @@
 """``ReferenceModule``: a policy with a reference model, which is held in memory, precomputed or moved."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
 from rlhfkit.data.loaders.steps import StepLoader
-from rlhfkit.distributed import all_reduce, full_parameters, get_world_size, is_sharded
+from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import Mesh, forward_group_of
-from rlhfkit.models import has_adapter, load_causal_lm, unwrap
+from rlhfkit.models import load_causal_lm, unwrap
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.base import PolicyModule, freeze
+from rlhfkit.modules.base import freeze
+from rlhfkit.modules.moving_reference import MovingReferenceModule
 from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
 from rlhfkit.protocols import MixedDataset
-from rlhfkit.rollout.weight_sync.source import ModuleWeights
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_integer
 
 
 class Pairs(Protocol):
@@ -39,7 +39,7 @@ AnswerLogprobs = Callable[[nn.Module, PreferenceBatch], Tensor]
 """(2B,) log-probs of the answers of a batch under a model."""
 
 
-class ReferenceModule(PolicyModule):
+class ReferenceModule(MovingReferenceModule):
     """A :class:`PolicyModule` that is compared with a reference model on data that is known before training.
 
     The reference is the initial policy, in one of three forms: a frozen copy (the default), the policy with its
@@ -52,11 +52,9 @@ class ReferenceModule(PolicyModule):
         precompute_ref_log_probs: Compute the reference's log-probs of all data once, before training. Needs a
             DataModule of rlhfkit that holds the data in memory.
         ref_cache: Folder for these log-probs; ``None``: ``reference_logprobs`` in the Trainer's ``default_root_dir``.
-        ref_model_sync_steps: Move the reference towards the policy every so many optimizer steps (τ of TR-DPO,
-            Gorbatovski et al., 2024, arXiv:2404.09656; 512 in TRL); ``None``: never.
-        ref_model_mixup_alpha: α of that move, ``ref ← α policy + (1 - α) ref``; 0.6 as in the paper and TRL.
         max_tokens_per_forward: Tokens per forward pass of ``precompute_ref_log_probs``.
-        **kwargs: Optimizer and loading of the model, see :class:`PolicyModule`.
+        **kwargs: A reference that moves: see :class:`~rlhfkit.modules.moving_reference.MovingReferenceModule`;
+            optimizer and loading of the model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or there is no reference model to move.
@@ -69,22 +67,16 @@ class ReferenceModule(PolicyModule):
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
         ref_cache: str | None = None,
-        ref_model_sync_steps: int | None = None,
-        ref_model_mixup_alpha: float = 0.6,
         max_tokens_per_forward: int = 16384,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        check_integer("ref_model_sync_steps", ref_model_sync_steps, minimum=1, optional=True)
-        check_number("ref_model_mixup_alpha", ref_model_mixup_alpha, minimum=0, maximum=1)
         check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         self.ref_model_name = ref_model
         self.precompute_ref_log_probs = precompute_ref_log_probs
         self.ref_cache = ref_cache
-        self.ref_model_sync_steps = ref_model_sync_steps
-        self.ref_model_mixup_alpha = ref_model_mixup_alpha
         self.max_tokens_per_forward = max_tokens_per_forward
-        if ref_model_sync_steps is not None and not self.uses_reference:
+        if self.reference_moves and not self.uses_reference:
             raise ValueError(
                 "ref_model_sync_steps moves a reference model, and with precompute_ref_log_probs or reference_free "
                 "there is none: leave one of them out"
@@ -108,11 +100,7 @@ class ReferenceModule(PolicyModule):
         super().configure_model()
         if self.uses_reference and self.ref_model_name is not None and not hasattr(self, "reference"):
             self.reference = self.build_reference()
-        if self.ref_model_sync_steps is not None and (has_adapter(self.policy) or not hasattr(self, "reference")):
-            raise ValueError(
-                "ref_model_sync_steps moves a full copy of the policy, and here there is none (adapters are trained, "
-                "or no reference model is used): leave it out"
-            )
+        self.check_reference_moves()
 
     def build_reference(self) -> nn.Module:
         """Load the reference model, frozen and without dropout."""
@@ -179,27 +167,10 @@ class ReferenceModule(PolicyModule):
         """Compute the reference's log-probs of data that has none."""
         self._precompute_all(self.trainer.predict_dataloaders)
 
-    # ------------------------------------------------------------------ moving
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Make the step, and move the reference every ``ref_model_sync_steps``."""
-        super().optimizer_step(*args, **kwargs)
-        steps = self.ref_model_sync_steps
-        if steps is not None and (self.trainer.global_step + 1) % steps == 0:  # Lightning counts this step afterwards
-            mix_into(self.reference, self.policy, self.ref_model_mixup_alpha)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save a reference that moves; others are loaded again by name."""
-        super().on_save_checkpoint(checkpoint)
-        if self.ref_model_sync_steps is not None:
-            checkpoint["reference"] = reference_weights(self.reference, keep=self.global_rank == 0)
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network if needed, and restore a reference that moves."""
+        """Build the network if needed; the policy is not the initial one any more."""
         super().on_load_checkpoint(checkpoint)
         self._policy_is_initial = False
-        if self.ref_model_sync_steps is not None and "reference" in checkpoint:
-            load_reference_weights(self.reference, checkpoint["reference"])
 
 
 def data_sets(loaders: Any) -> list[Any]:
@@ -242,31 +213,3 @@ def compute_reference(
             total[rows] = values.float().view(-1, 2)
     model.train(training)
     return all_reduce(total).cpu()
-
-
-@torch.no_grad()
-def mix_into(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
-    """``reference ← alpha * policy + (1 - alpha) * reference``, in place. A collective when sharded."""
-    for old, new in zip(unwrap(reference).parameters(), unwrap(policy).parameters(), strict=True):
-        with full_parameters([new]), full_parameters([old], modifier_rank=0):
-            old.lerp_(new.to(old.dtype), alpha)
-
-
-def reference_weights(reference: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Full weights on the CPU, on ranks with ``keep``; the others only take part. A collective when sharded."""
-    weights = {}
-    for name, tensor in ModuleWeights(reference, check_finite=False):
-        if keep:
-            weights[name] = tensor.to("cpu", copy=True)
-    return weights
-
-
-@torch.no_grad()
-def load_reference_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Set the weights that :func:`reference_weights` returned on rank 0, in place on all ranks. A collective."""
-    for name, parameter in unwrap(reference).named_parameters():
-        with full_parameters([parameter], modifier_rank=0):
-            if name in weights:
-                parameter.copy_(weights[name])
-            if get_world_size() > 1 and not is_sharded(parameter):
-                torch.distributed.broadcast(parameter.data, src=0)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import exchange_errors
+from rlhfkit.distributed import exchange_errors, true_on_all_ranks
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.roles import ModelPool, ModelPoolError
-from rlhfkit.roles.model_pool import PendingRows
+from rlhfkit.roles.pending_rows import PendingRows, WeightsMissingError
 from rlhfkit.roles.replica import Role
 
 
@@ -34,18 +34,25 @@ def ask(pool: ModelPool, role: Role, module: Asking, experience: Experience | No
     return None if experience is None else pool.submit(experience, module.forward_batches(experience))
 
 
-def pool_result(asked: PendingRows | None, columns: int | None = None) -> Tensor:
+def pool_result(asked: PendingRows | None, pool: ModelPool, columns: int | None = None) -> Tensor:
     """Wait for the numbers of this rank's rows, see :meth:`PendingRows.result`; (0, 1) without any. A collective.
+
+    Replicas that were restarted get the weights of a model that has moved, and are asked again.
 
     Raises:
         ModelPoolError: On all ranks, if those of one rank cannot be computed.
     """
-    values, failure = torch.zeros(0, 1), None
-    try:
-        values = values if asked is None else asked.result(columns)
-    except ModelPoolError as error:  # the other ranks are told below, then it is raised here
-        failure = error
-    raised = exchange_errors(failure, error_type=ModelPoolError)
-    if raised is not None:
-        raise raised
-    return values
+    while True:
+        values, failure, behind = torch.zeros(0, 1), None, False
+        try:
+            values = values if asked is None else asked.result(columns)
+        except WeightsMissingError:
+            behind = True
+        except ModelPoolError as error:  # the other ranks are told below, then it is raised here
+            failure = error
+        raised = exchange_errors(failure, error_type=ModelPoolError)
+        if raised is not None:
+            raise raised
+        if pool.version == 0 or true_on_all_ranks(not behind):
+            return values
+        pool.refresh()

@@ -21,6 +21,7 @@ from rlhfkit.losses import (
 from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
 from rlhfkit.modules.arguments import options
 from rlhfkit.modules.base import PolicyModule, freeze
+from rlhfkit.modules.moving_reference import MovingReferenceModule
 from rlhfkit.modules.on_policy.preparation.iteration import IterationModule, two_tokens
 from rlhfkit.modules.on_policy.preparation.kl_control import KLControl
 from rlhfkit.modules.on_policy.preparation.local_rows import (
@@ -65,7 +66,7 @@ KLPlace = Literal["token", "sequence"]
 """Which reward a KL penalty is subtracted from."""
 
 
-class RewardedModule(IterationModule):
+class RewardedModule(IterationModule, MovingReferenceModule):
     """A policy whose samples are rewarded, by a function of the callback, a reward model of the module, or both.
 
     Args:
@@ -91,7 +92,8 @@ class RewardedModule(IterationModule):
             that compare samples). ``True``: ``token`` for PPO, ``sequence`` for GRPO. ``None``: ``token`` for PPO, in
             the loss for others.
         kl_control: A coefficient that follows a target, and early stopping, see :class:`KLControl`.
-        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.iteration.IterationModule`.
+        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.iteration.IterationModule`; a reference that moves:
+            :class:`~rlhfkit.modules.moving_reference.MovingReferenceModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -129,7 +131,6 @@ class RewardedModule(IterationModule):
             self.reward_model_name = None if self.reward_pool is None else self.reward_pool.model
         """The replicas of the reward model; ``None``: it is a child, or there is none."""
         self.reference_pool = ModelPool.of(reference)
-        """The replicas of the reference model; ``None``: it is in the module, or there is none."""
         self.reward_processing = options(RewardProcessing, reward_processing)
         self.mask_truncated = mask_truncated
         self.reward_moments = RewardMoments.zero()
@@ -151,6 +152,11 @@ class RewardedModule(IterationModule):
             raise ValueError(
                 "reference=ModelPool(...) starts a model that nothing asks: give a kl_coef (0.01 is OpenRLHF's), or "
                 "leave reference out"
+            )
+        if self.reference_moves and not self.kl_coef:
+            raise ValueError(
+                f"ref_model_sync_steps={self.ref_model_sync_steps} moves a reference that nothing asks: give a kl_coef "
+                "(0.01 is OpenRLHF's), or leave ref_model_sync_steps out"
             )
         self.hparams.update(
             reward_processing=dataclasses.asdict(self.reward_processing), kl_control=dataclasses.asdict(self.kl_control)
@@ -188,6 +194,7 @@ class RewardedModule(IterationModule):
         super().configure_model()
         if self.reward_model_name is not None and self.reward_pool is None and not hasattr(self, "reward_model"):
             self.reward_model = self.build_reward_model()
+        self.check_reference_moves()
 
     def build_reward_model(self) -> nn.Module:
         """Load the reward model, frozen; raises ValueError if its tokens differ. Override to wrap or change it."""
@@ -236,7 +243,7 @@ class RewardedModule(IterationModule):
     def _scores_of_pool(self, pool: ModelPool, experience: Experience | None) -> Tensor:
         if not pool.started:
             self._check_tokens_of_reward_model()
-        return pool_result(ask(pool, "reward", self, experience), columns=1)[:, 0]
+        return pool_result(ask(pool, "reward", self, experience), pool, columns=1)[:, 0]
 
     def add_reward_model_scores(self, experience: Experience) -> Experience:
         """Add the reward model's scores to the rewards and, as ``model``, to their parts, if missing. A collective."""

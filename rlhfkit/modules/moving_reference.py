@@ -1,0 +1,134 @@
+"""``MovingReferenceModule``: a policy whose reference model follows it every so many optimizer steps (TR-DPO)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.distributed import full_parameters, get_world_size, is_sharded
+from rlhfkit.models import has_adapter, unwrap
+from rlhfkit.models.load import precision_dtype
+from rlhfkit.modules.base import PolicyModule
+from rlhfkit.roles import ModelPool
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
+from rlhfkit.validation import check_integer, check_number
+
+
+class MovingReferenceModule(PolicyModule):
+    """A :class:`PolicyModule` whose reference model may move towards the policy, wherever it is.
+
+    Args:
+        model: Folder or hub name of the policy.
+        ref_model_sync_steps: Move the reference towards the policy every so many optimizer steps (τ of TR-DPO,
+            Gorbatovski et al., 2024, arXiv:2404.09656; 512 in TRL); ``None``: never.
+        ref_model_mixup_alpha: α of that move, ``ref ← α policy + (1 - α) ref``; 0.6 as in the paper and TRL. 1 is the
+            paper's hard update; a small α every step is an exponential moving average.
+        **kwargs: See :class:`PolicyModule`.
+
+    Raises:
+        ValueError: If an argument is out of range, or there is no reference model to move.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        ref_model_sync_steps: int | None = None,
+        ref_model_mixup_alpha: float = 0.6,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        check_integer("ref_model_sync_steps", ref_model_sync_steps, minimum=1, optional=True)
+        check_number("ref_model_mixup_alpha", ref_model_mixup_alpha, minimum=0, maximum=1)
+        self.ref_model_sync_steps = ref_model_sync_steps
+        self.ref_model_mixup_alpha = ref_model_mixup_alpha
+        self.reference_pool: ModelPool | None = None
+        """The replicas of the reference model; ``None``: it is in the module, or there is none."""
+
+    @property
+    def reference_moves(self) -> bool:
+        """Whether the reference follows the policy."""
+        return self.ref_model_sync_steps is not None
+
+    def check_reference_moves(self) -> None:
+        """Raise ValueError if the reference should move and is no copy of the policy; called when both are built."""
+        if self.ref_model_sync_steps is None or self.reference_pool is not None:
+            return
+        if has_adapter(self.policy) or not hasattr(self, "reference"):
+            raise ValueError(
+                "ref_model_sync_steps moves a full copy of the policy, and here there is none (adapters are trained, "
+                "or no reference model is used): leave it out"
+            )
+
+    # ------------------------------------------------------------------ moving
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Make the step, and move the reference every ``ref_model_sync_steps``."""
+        super().optimizer_step(*args, **kwargs)
+        steps = self.ref_model_sync_steps
+        if steps is not None and (self.trainer.global_step + 1) % steps == 0:  # Lightning counts this step afterwards
+            self.move_reference()
+
+    def move_reference(self) -> None:
+        """Move the reference towards the policy once. A collective."""
+        alpha, pool = self.ref_model_mixup_alpha, self.reference_pool
+        if pool is None:
+            mix_into(self.reference, self.policy, alpha)
+        else:
+            pool.follow(ModuleWeights(self.policy), alpha, dtype=precision_dtype(self.trainer.precision))
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save a reference that moves; others are loaded again by name."""
+        super().on_save_checkpoint(checkpoint)
+        if not self.reference_moves:
+            return
+        if self.reference_pool is None:
+            checkpoint["reference"] = reference_weights(self.reference, keep=self.global_rank == 0)
+        else:
+            checkpoint["reference_pool"] = self.reference_pool.moved_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Build the network if needed, and restore a reference that moves."""
+        super().on_load_checkpoint(checkpoint)
+        if not self.reference_moves:
+            return
+        if self.reference_pool is not None and "reference_pool" in checkpoint:
+            self.reference_pool.load_moved_state(checkpoint["reference_pool"])
+        elif self.reference_pool is None and "reference" in checkpoint:
+            load_reference_weights(self.reference, checkpoint["reference"])
+
+
+@torch.no_grad()
+def mix_into(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+    """``reference ← alpha * policy + (1 - alpha) * reference``, in place. A collective when sharded.
+
+    A value head that the policy has and the reference lacks stays out of it.
+    """
+    weights = dict(unwrap(policy).named_parameters())
+    for name, old in unwrap(reference).named_parameters():
+        new = weights[name]
+        with full_parameters([new]), full_parameters([old], modifier_rank=0):
+            old.lerp_(new.to(old.dtype), alpha)
+
+
+def reference_weights(reference: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Full weights on the CPU, on ranks with ``keep``; the others only take part. A collective when sharded."""
+    weights = {}
+    for name, tensor in ModuleWeights(reference, check_finite=False):
+        if keep:
+            weights[name] = tensor.to("cpu", copy=True)
+    return weights
+
+
+@torch.no_grad()
+def load_reference_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Set the weights that :func:`reference_weights` returned on rank 0, in place on all ranks. A collective."""
+    for name, parameter in unwrap(reference).named_parameters():
+        with full_parameters([parameter], modifier_rank=0):
+            if name in weights:
+                parameter.copy_(weights[name])
+            if get_world_size() > 1 and not is_sharded(parameter):
+                torch.distributed.broadcast(parameter.data, src=0)

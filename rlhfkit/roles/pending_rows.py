@@ -1,0 +1,193 @@
+"""``PendingRows``: rows that the replicas of a pool are computing for one rank."""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.types import Experience
+from rlhfkit.distributed import get_rank, get_world_size
+from rlhfkit.roles.replica import TokenRows
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 1.0
+_COUNTING = threading.RLock()
+"""Held while the numbers of replicas' requests change, as threads that sample ask too; pools must be copied without."""
+
+
+class ModelPoolError(RuntimeError):
+    """No replica is left, or none answered in time."""
+
+
+class WeightsMissingError(RuntimeError):
+    """Replicas were restarted and lack the weights of a model that has moved: the pool's ``refresh()`` sends them."""
+
+
+class Replica:
+    """One replica, as this rank sees it; ``actor`` is its handle in Ray."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.actor = actor
+        self.tokens = 0
+        """Of requests that are not finished."""
+        self.last_finished = 0.0
+        self.lost = ""
+        """Why it gets no more requests."""
+
+
+class Replicas(Protocol):
+    """What pending rows ask of their pool."""
+
+    model: str
+    request_timeout: float
+    version: int
+    waited: float
+    hidden: float
+    _replicas: list[Replica]
+
+
+class PendingRows:
+    """Rows that replicas are computing: ``batches`` of an experience, one request each."""
+
+    def __init__(self, pool: Replicas, experience: Experience, batches: Sequence[Tensor]) -> None:
+        self._pool = pool
+        self._shape = experience.action_mask.shape
+        self._requests = {number: TokenRows.of(experience, rows) for number, rows in enumerate(batches)}
+        self._rows = list(batches)
+        self._running: dict[Any, tuple[int, Replica]] = {}
+        self._found: dict[int, Tensor] = {}
+        self._missing: list[int] = []  # requests to replicas that lack the weights
+        self._version = pool.version
+        self._seconds: dict[str, float] = defaultdict(float)  # of computing, by replica
+        self._failure: ModelPoolError | None = None  # of a thread that asked; raised where it is waited for
+        try:
+            for number in self._requests:
+                self._send(number)
+        except ModelPoolError as error:
+            self._failure = error
+
+    def _send(self, number: int) -> None:
+        """Give a request to the replica with the fewest tokens to compute; ranks begin at different ones."""
+        pool = self._pool
+        with _COUNTING:
+            left = [replica for replica in pool._replicas if not replica.lost]
+            if not left:
+                raise ModelPoolError(no_replica_left(pool.model, pool._replicas))
+            start = get_rank() * len(left) // get_world_size()
+            replica = min(left[start:] + left[:start], key=lambda replica: replica.tokens)
+            if not replica.tokens:
+                replica.last_finished = time.monotonic()
+            rows = dataclasses.replace(self._requests[number], version=self._version)
+            replica.tokens += int(rows.lengths.sum())
+            self._running[replica.actor.compute.remote(rows)] = (number, replica)
+
+    def result(self, columns: int | None = None) -> Tensor:
+        """Wait for all of them.
+
+        Args:
+            columns: Numbers of each row; ``None``: T-1, log-probs.
+
+        Returns:
+            (B, T-1) or (B, columns) float32 on the CPU; 0 in rows that were not asked for.
+
+        Raises:
+            ModelPoolError: If no replica is left, or the model cannot compute them.
+            WeightsMissingError: If replicas lack the weights; after the pool's ``refresh()`` it may be called again.
+        """
+        if self._failure is not None:
+            raise self._failure
+        started = time.monotonic()
+        for _, replica in self._running.values():  # nobody has looked at what it finished while others were computing
+            replica.last_finished = max(replica.last_finished, started)
+        self._send_again()
+        while self._running:
+            self._take(_POLL_SECONDS)
+            self._check_progress()
+        waited = time.monotonic() - started
+        self._pool.waited += waited
+        if self._missing:
+            raise WeightsMissingError(f"replicas of {self._pool.model} lack version {self._version} of its weights")
+        self._pool.hidden += max(0.0, max(self._seconds.values(), default=0.0) - waited)
+        values = torch.zeros(self._shape[0], self._shape[1] if columns is None else columns)
+        for number, found in self._found.items():
+            values[self._rows[number], : found.shape[1]] = found
+        return values
+
+    def _send_again(self) -> None:
+        """Send what was refused, and everything if the model has moved since."""
+        again, self._missing = self._missing, []
+        if self._version != self._pool.version:
+            for ref in list(self._running):
+                self._forget(ref)
+            self._version, self._found, again = self._pool.version, {}, list(self._requests)
+        for number in again:
+            self._send(number)
+
+    def _forget(self, ref: Any) -> tuple[int, Replica]:
+        """Take a request off its replica."""
+        number, replica = self._running.pop(ref)
+        with _COUNTING:
+            replica.tokens -= int(self._requests[number].lengths.sum())
+        return number, replica
+
+    def _take(self, timeout: float) -> None:
+        """Take the results that are ready, after waiting for one of them."""
+        import ray
+
+        running = list(self._running)
+        ready, _ = ray.wait(running, num_returns=1, timeout=timeout)
+        if ready:  # all that are, so that no replica seems to have finished nothing
+            ready, _ = ray.wait(running, num_returns=len(running), timeout=0)
+        for ref in ready:
+            number, replica = self._forget(ref)
+            try:
+                answer = ray.get(ref)
+            except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError) as error:
+                self._give_up(replica, cause_of(error))
+                self._send(number)
+                continue
+            except ray.exceptions.RayError as error:
+                raise ModelPoolError(
+                    f"{replica.name} could not compute {self._pool.model}: {cause_of(error)}"
+                ) from error
+            replica.last_finished = time.monotonic()
+            if answer is None:
+                self._missing.append(number)
+            else:
+                self._found[number] = answer.values
+                self._seconds[replica.name] += answer.seconds
+
+    def _check_progress(self) -> None:
+        """Send what a stuck replica has to others."""
+        for replica in {id(one): one for _, one in self._running.values()}.values():
+            stuck = time.monotonic() - replica.last_finished > self._pool.request_timeout
+            if stuck:
+                self._give_up(replica, f"it finished nothing for {self._pool.request_timeout:g} s")
+            if stuck or replica.lost:
+                for ref in [ref for ref, (_, one) in self._running.items() if one is replica]:
+                    self._send(self._forget(ref)[0])
+
+    def _give_up(self, replica: Replica, reason: str) -> None:
+        if not replica.lost:
+            log.warning("replica %s of %s gets no more requests: %s", replica.name, self._pool.model, reason)
+        replica.lost = replica.lost or reason
+
+
+def no_replica_left(model: str, replicas: Sequence[Replica]) -> str:
+    """The message for a pool that can compute nothing any more."""
+    reasons = "; ".join(f"{replica.name}: {replica.lost}" for replica in replicas)
+    return f"no replica of {model} is left ({reasons}). The run can be resumed from its last checkpoint"
+
+
+def cause_of(error: Exception) -> str:
+    """The last line of an error of Ray's, which holds the remote traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,76 @@
+"""A reference that follows the policy of on-policy modules; test_dpo.py has it for pairs, on ranks and with ZeRO."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rl_runs import setup_run
+
+from rlhfkit import GRPOModule, PPOModule
+from rlhfkit.modules.moving_reference import mix_into
+
+MOVING: dict[str, Any] = {"kl_coef": 0.1, "lr": 0.05, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
+KINDS: dict[str, Any] = {
+    "grpo": (GRPOModule, MOVING),
+    "ppo": (PPOModule, MOVING),
+    "ppo with one trunk": (PPOModule, MOVING | {"shared_backbone": True, "value_coef": 0.1}),
+}
+
+
+class Follow(L.Callback):
+    """Keeps what the reference should be: mixed from the policy after every second step."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.step = 0
+        self.expected = {name: value.clone() for name, value in pl_module.reference.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step > self.step and trainer.global_step % 2 == 0:
+            policy = dict(pl_module.policy.named_parameters())
+            for name, old in self.expected.items():
+                old.copy_(0.75 * old + 0.25 * policy[name].detach())
+        self.step = trainer.global_step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_follows_and_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    module, arguments = KINDS[kind]
+
+    def run(**fit: Any) -> tuple[Any, Follow]:
+        follow = Follow()
+        saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        trainer, made, data, _ = setup_run(
+            tmp_path, module=module, module_arguments=arguments, callbacks=[follow, saving], enable_checkpointing=True
+        )
+        trainer.fit(made, datamodule=data, **fit)
+        return made, follow
+
+    straight, follow = run()
+    for name, value in straight.reference.named_parameters():
+        torch.testing.assert_close(value, follow.expected[name], rtol=1e-5, atol=1e-7)
+        assert not value.requires_grad
+    resumed, _ = run(ckpt_path=str(tmp_path / "epoch=0.ckpt"))
+    for child in ("policy", "reference"):
+        for name, value in getattr(straight, child).named_parameters():
+            assert torch.equal(value, resumed.get_submodule(child).get_parameter(name)), (child, name)
+
+
+def test_a_hard_update_makes_the_reference_the_policy() -> None:
+    reference, policy = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    mix_into(reference, policy, 1.0)
+    assert torch.equal(reference.weight, policy.weight)
+
+
+def test_a_reference_that_cannot_move_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="moves a reference that nothing asks"):
+        GRPOModule("nobody", ref_model_sync_steps=5)
+    with pytest.raises(ValueError, match="ref_model_sync_steps must be an integer of at least 1"):
+        PPOModule("nobody", ref_model_sync_steps=0)
+    trainer, module, data, _ = setup_run(
+        tmp_path, module_arguments={"lora": {"rank": 2}, "kl_coef": 0.1, "ref_model_sync_steps": 1}
+    )
+    with pytest.raises(ValueError, match="adapters are trained"):
+        trainer.fit(module, datamodule=data)
