@@ -95,6 +95,8 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "log_entropy": Change(False),
     "reward_model": Change("@scorer"),
     "reference": ELSEWHERE,
+    "ref_model_sync_steps": Change(1, given=KL, around={"epochs": 2}),  # in the first iteration it is the policy
+    "ref_model_mixup_alpha": Change(0.1, given=KL | {"ref_model_sync_steps": 1}, around={"epochs": 2}),
     "mask_truncated": Change(True),
     "reward_processing.stop_properly_coef": Change(0.1),
     "reward_processing.missing_eos_penalty": Change(0.7),
