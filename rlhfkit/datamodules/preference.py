@@ -46,6 +46,8 @@ class PreferenceDataModule(SFTDataModule):
         data = PreferenceDataModule("pairs.jsonl", prompt="question", micro_batch_size=8)
     """
 
+    splits_rows = False
+
     def __init__(
         self,
         data: Sources,
@@ -72,7 +74,11 @@ class PreferenceDataModule(SFTDataModule):
         Raises:
             ValueError: If an argument is out of range.
         """
-        unfit = [name for name in ("messages", "text", "completion") if kwargs.get(name) is not None]
+        unfit = [
+            name
+            for name in ("messages", "text", "completion", "input_ids", "labels", "loss_mask")
+            if kwargs.get(name) is not None
+        ]
         if unfit:
             raise ValueError(
                 f"{type(self).__name__} has no argument {min(unfit)!r}: name the columns chosen, rejected and prompt"

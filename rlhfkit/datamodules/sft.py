@@ -10,7 +10,7 @@ from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.datamodules.tokenization.cache import TokenCache
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokensInText, check_special_tokens_in_text
-from rlhfkit.datamodules.tokenization.columns import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
+from rlhfkit.datamodules.tokenization.columns import SUPERVISED, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
 from rlhfkit.datamodules.tokenization.sources import (
@@ -42,7 +42,10 @@ class SFTDataModule(L.LightningDataModule):
     - ``messages`` (or ``conversations``): chat messages, through the tokenizer's template; only the assistant's turns
       are learned;
     - ``prompt`` and ``completion``: only the completion and the token that ends it are learned;
-    - ``text``: all tokens are learned, as in pretraining.
+    - ``text``: all tokens are learned, as in pretraining;
+    - ``input_ids``, alone or with ``labels`` or ``loss_mask``: rows that are tokenised already.
+
+    Columns ``system``, ``tools`` and ``chat_template_kwargs`` are for the chat template of their row.
 
     Example::
 
@@ -51,6 +54,13 @@ class SFTDataModule(L.LightningDataModule):
 
     keeps_tokens: ClassVar[bool] = True
     """Whether tokenised examples can be cached; ``prepare_data`` then tokenises once for all ranks."""
+    splits_rows: ClassVar[bool] = True
+    """Whether an example may become several, ``overlong="split"``."""
+    column_arguments: ClassVar[tuple[str, ...]] = (
+        *("messages", "prompt", "completion", "text"),
+        *("input_ids", "labels", "loss_mask"),
+    )
+    """Arguments that name columns of supervised data."""
 
     def __init__(
         self,
@@ -60,6 +70,9 @@ class SFTDataModule(L.LightningDataModule):
         completion: str | None = None,
         messages: str | None = None,
         text: str | None = None,
+        input_ids: str | None = None,
+        labels: str | None = None,
+        loss_mask: str | None = None,
         validation_data: Source | None = None,
         split: str = "train",
         validation_split: str = "test",
@@ -67,7 +80,7 @@ class SFTDataModule(L.LightningDataModule):
         micro_batch_size: int | None = None,
         max_tokens_per_micro_batch: int | None = None,
         max_length: int = 2048,
-        overlong: Literal["truncate", "drop", "error"] = "truncate",
+        overlong: Literal["truncate", "split", "drop", "error"] = "truncate",
         drop_last: bool = False,
         shuffle: bool = True,
         seed: int = 0,
@@ -89,6 +102,9 @@ class SFTDataModule(L.LightningDataModule):
             completion: Column of the completions: text, or the chat messages of the answer.
             messages: Column of whole conversations: chat messages, or ShareGPT's turns (``from`` and ``value``).
             text: Column of plain text.
+            input_ids: Column of token ids; tokens at which a column ``attention_mask`` is 0 are left out.
+            labels: Column of the same ids, with -100 where a token is not learned.
+            loss_mask: Column of 1 or true where a token is learned (``completion_mask`` and ``assistant_masks`` too).
             validation_data: The validation examples, in the same columns.
             split: Split of ``data``, if it has several.
             validation_split: Split of ``validation_data``, if it has several.
@@ -99,8 +115,9 @@ class SFTDataModule(L.LightningDataModule):
             max_tokens_per_micro_batch: Fill micro-batches up to this many tokens per rank instead; times
                 ``sequence_parallel_size`` at least ``max_length``.
             max_length: Tokens per sequence.
-            overlong: What to do with longer sequences; ``"truncate"`` cuts their end. Counts are logged; examples with
-                no token left to learn are dropped.
+            overlong: What to do with longer sequences; ``"truncate"`` cuts their end, ``"split"`` makes several of
+                them, in which every token is learned once. Counts are logged; examples with no token left to learn are
+                dropped.
             drop_last: Drop the last optimizer step of an epoch if it is not full.
             shuffle: Shuffle each epoch; the order of the file when false.
             seed: Seed of the shuffling.
@@ -129,13 +146,17 @@ class SFTDataModule(L.LightningDataModule):
             raise ValueError(f"name messages={messages!r} or text={text!r}, not both: they are two kinds of data")
         if micro_batch_size is not None and max_tokens_per_micro_batch is not None:
             raise ValueError("give micro_batch_size or max_tokens_per_micro_batch, not both")
-        if overlong not in ("truncate", "drop", "error"):
-            raise ValueError(f"overlong must be 'truncate', 'drop' or 'error', got {overlong!r}")
+        ways = ["truncate", *(["split"] if self.splits_rows else []), "drop", "error"]
+        if overlong not in ways:
+            raise ValueError(f"overlong must be {', '.join(map(repr, ways[:-1]))} or 'error', got {overlong!r}")
         self.data = as_mixture(data)
         self.prompt = prompt
         self.completion = completion
         self.messages = messages
         self.text = text
+        self.input_ids = input_ids
+        self.labels = labels
+        self.loss_mask = loss_mask
         self.validation_data = validation_data
         self.split = split
         self.validation_split = validation_split
@@ -212,8 +233,8 @@ class SFTDataModule(L.LightningDataModule):
     def _build(self, source: Source, split: str, tokenizer: Any) -> TokenizedDataset:
         """Read a source and tokenise it; override for other columns."""
         rows = read_rows(source, split=split, subset=self.subset)
-        named = {"messages": self.messages, "prompt": self.prompt, "completion": self.completion, "text": self.text}
-        columns = find_columns(rows, source, (CONVERSATION, PROMPT_COMPLETION, LANGUAGE_MODELLING), named)
+        named = {name: getattr(self, name) for name in self.column_arguments}
+        columns = find_columns(rows, source, SUPERVISED, named)
         return self._tokenize(rows, source, tokenizer, **columns)
 
     def _tokenize(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:

@@ -39,6 +39,8 @@ class StepwiseDataModule(SFTDataModule):
         data = StepwiseDataModule("shepherd.jsonl", text="input", labels="value", step_token="ки")
     """
 
+    splits_rows = False
+
     def __init__(
         self,
         data: Sources,
@@ -67,7 +69,7 @@ class StepwiseDataModule(SFTDataModule):
         Raises:
             ValueError: If an argument is out of range, or only one of ``text`` and ``step_token`` is given.
         """
-        unfit = [name for name in ("messages", "completion") if kwargs.get(name) is not None]
+        unfit = [name for name in ("messages", "completion", "input_ids", "loss_mask") if kwargs.get(name) is not None]
         if unfit:
             raise ValueError(
                 f"{type(self).__name__} has no argument {min(unfit)!r}: name the columns prompt, completions and labels"

@@ -13,7 +13,7 @@ from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.data.loaders.stream import Stream, StreamLoader
 from rlhfkit.data.packing import permutation
 from rlhfkit.datamodules.sft import SFTDataModule
-from rlhfkit.datamodules.tokenization.columns import CONVERSATION, LANGUAGE_MODELLING, PROMPT_COMPLETION, find_columns
+from rlhfkit.datamodules.tokenization.columns import SUPERVISED, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, log_counts
 from rlhfkit.datamodules.tokenization.mixture import Mixture, list_sources
 from rlhfkit.datamodules.tokenization.sources import describe, readable, stream_rows
@@ -85,14 +85,15 @@ class StreamingSFTDataModule(SFTDataModule):
         """Yield (position after the example, example) endlessly from ``place``, interleaving sources by weight."""
         assert self._streams is not None
         weights = self.data.weights if isinstance(self.data, Mixture) else [1.0]
-        places = [list(one) for one in place] if place is not None else [[0, 0, 0] for _ in weights]
-        opened = [stream.examples(one[0], one[1]) for stream, one in zip(self._streams, places, strict=True)]
+        # Of each source: pass, row, examples so far, and parts of that row that were used (overlong="split").
+        places = [[*one, 0][:4] for one in place] if place is not None else [[0, 0, 0, 0] for _ in weights]
+        opened = [stream.examples(one[0], one[1], one[3]) for stream, one in zip(self._streams, places, strict=True)]
         while True:
-            total = sum(count for _, _, count in places) + 1
+            total = sum(one[2] for one in places) + 1
             missing = [weight * total - one[2] for weight, one in zip(weights, places, strict=True)]
             source = missing.index(max(missing))
-            number, row, example = next(opened[source])
-            places[source] = [number, row, places[source][2] + 1]
+            number, row, part, example = next(opened[source])
+            places[source] = [number, row, places[source][2] + 1, part]
             yield [list(one) for one in places], example
 
     def train_dataloader(self) -> StreamLoader[Any]:  # type: ignore[override]  # a loader of the same protocol
@@ -136,28 +137,27 @@ class _SourceStream:
             head = [dict(row) for row in self.rows.take(1)]
         if not head:
             raise ValueError(f"{self.source} has no rows; at least one is needed")
-        named = {name: getattr(options, name) for name in ("messages", "prompt", "completion", "text")}
-        formats = (CONVERSATION, PROMPT_COMPLETION, LANGUAGE_MODELLING)
-        self.columns = find_columns(datasets.Dataset.from_list(head), source, formats, named)
+        named = {name: getattr(options, name) for name in options.column_arguments}
+        self.columns = find_columns(datasets.Dataset.from_list(head), source, SUPERVISED, named)
         self.builder = options._builder(ExampleBuilder, source, tokenizer)
         self.builder.check_first(head[0], self.columns)
         self.block = options.shuffle_block
         self.seed = options.seed if options.shuffle else None
 
-    def examples(self, number: int, row: int) -> Iterator[tuple[int, int, TokenExample]]:
-        """Yield (pass, row after the example, example) without end, starting at a row of pass ``number``."""
+    def examples(self, number: int, row: int, part: int = 0) -> Iterator[tuple[int, int, int, TokenExample]]:
+        """Yield (pass, row and part after the example, example) without end, from a part of a row of a pass on."""
         while True:
             kept = 0
-            for next_row, example in self._pass(number, row):
+            for next_row, next_part, example in self._pass(number, row, part):
                 kept += 1
-                yield number, next_row, example
+                yield number, next_row, next_part, example
             if not kept and row == 0:
                 raise ValueError(f"{self.source}: no row of the whole data has a token to learn: check the columns")
-            number, row = number + 1, 0
+            number, row, part = number + 1, 0, 0
             log.info("%s: pass %d begins", self.source, number + 1)
 
-    def _pass(self, number: int, row: int) -> Iterator[tuple[int, TokenExample]]:
-        """Yield (row after the example, example) until the end of the pass."""
+    def _pass(self, number: int, row: int, part: int) -> Iterator[tuple[int, int, TokenExample]]:
+        """Yield (row and part after the example, example) until the end of the pass."""
         first = row // self.block * self.block
         rows = iter(self.rows.skip(first))
         while block := self._block(rows):
@@ -170,10 +170,12 @@ class _SourceStream:
             tokenized = self.builder.tokenize_rows(chosen, self._recipes)
             for place, (index, _), example in zip(places, chosen, tokenized, strict=True):
                 where = f"{self.source}, row {index},"
-                fitting = self.builder.limit_length(example, where, counts)
-                if fitting is not None:
+                parts = self.builder.limit_lengths(example, where, counts)
+                for done, fitting in enumerate(parts, 1):
+                    if place == row and done <= part:
+                        continue  # before the position at which the stream was opened
                     self.builder.check_context(len(fitting.input_ids), where)
-                    yield place + 1, fitting
+                    yield (place + 1, 0, fitting) if done == len(parts) else (place, done, fitting)
             log_counts(self.source, len(block), counts, self.builder.max_length)
             first += len(block)
 

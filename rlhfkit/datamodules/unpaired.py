@@ -29,6 +29,8 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         data = UnpairedPreferenceDataModule("feedback.jsonl", prompt="question", completion="answer", label="liked")
     """
 
+    splits_rows = False
+
     def __init__(
         self,
         data: Sources,
@@ -56,7 +58,9 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         Raises:
             ValueError: If an argument is out of range.
         """
-        unfit = [name for name in ("messages", "text") if kwargs.get(name) is not None]
+        unfit = [
+            name for name in ("messages", "text", "input_ids", "labels", "loss_mask") if kwargs.get(name) is not None
+        ]
         if unfit:
             raise ValueError(f"{type(self).__name__} has no argument {unfit[0]!r}: name prompt and completion columns")
         super().__init__(data, prompt=prompt, completion=completion, **kwargs)

@@ -41,6 +41,8 @@ def wide() -> list[dict[str, Any]]:
             asked, said = f"{i}+{copy}=", "x" * (i % 3) + str(i + copy)
             row |= {f"q{copy}": asked, f"a{copy}": said, f"b{copy}": "y" * copy, f"t{copy}": asked + said}
             row |= {f"l{copy}": bool((i + copy) % 2), f"g{copy}": 0.5 * copy, f"s{copy}": [said, "so" * copy]}
+            ids = [60 + i, 61, 62, 62 + copy]
+            row |= {f"i{copy}": ids, f"y{copy}": [-100, *ids[1:-copy], *[-100] * copy], f"w{copy}": [0, 1, 1, copy % 2]}
             row |= {f"v{copy}": [True, copy == 1], f"k{copy}": f"{asked}!{said}!"}
             chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
             row |= {
@@ -142,12 +144,16 @@ ANSWERS: dict[str, Any] = {"prompt": "q1", "completion": "a1", "text": None}
 VALIDATED: dict[str, Any] = {"validation_data": "@other.jsonl", "validation_split": "train"}
 CHATTED: dict[str, Any] = {"tokenizer": "@chat", "prompt": "q1", "completion": "a1", "text": None}
 LIMITED: dict[str, Any] = {"max_tokens_per_micro_batch": 32, "micro_batch_size": None, "max_length": 8}
+TOKENS: dict[str, Any] = {"input_ids": "i1", "text": None}
 EXAMPLES: dict[str, Change | Unseen] = {
     "data": Change("@other.jsonl"),
     "prompt": Change("q2", given=ANSWERS),
     "completion": Change("a2", given=ANSWERS),
     "messages": Change("c2", given={"messages": "c1", "text": None, "tokenizer": "@chat"}),
     "text": Change("t2"),
+    "input_ids": Change("i2", given=TOKENS),
+    "labels": Change("y2", given=TOKENS | {"labels": "y1"}),
+    "loss_mask": Change("w2", given=TOKENS | {"loss_mask": "w1"}),
     "validation_data": Change("@other.jsonl", given={"validation_split": "train"}),
     "split": Change("train[:50%]"),
     "validation_split": Change("train[:50%]", given=VALIDATED),
@@ -199,6 +205,9 @@ TABLE: dict[type, Rows] = {
         completion=Change("a1", given=PAIRS, refused=True),
         messages=Change("c1", given=PAIRS, refused=True),
         text=Change("t1", given=PAIRS, refused=True),
+        input_ids=Change("i1", given=PAIRS, refused=True),
+        labels=Change("y1", given=PAIRS, refused=True),
+        loss_mask=Change("w1", given=PAIRS, refused=True),
     ),
     UnpairedPreferenceDataModule: with_least(
         EXAMPLES,
@@ -209,6 +218,9 @@ TABLE: dict[type, Rows] = {
         rejected=Change("b2", given=PAIRS),
         messages=Change("c1", given=LABELLED, refused=True),
         text=Change("t1", given=LABELLED, refused=True),
+        input_ids=Change("i1", given=LABELLED, refused=True),
+        labels=Change("y1", given=LABELLED, refused=True),
+        loss_mask=Change("w1", given=LABELLED, refused=True),
     ),
     StepwiseDataModule: with_least(
         EXAMPLES,
@@ -222,6 +234,8 @@ TABLE: dict[type, Rows] = {
         step_token=Change("=", given={"text": "k1", "labels": "v1", "step_token": "!"}, refused=True),
         completion=Change("a1", given=STEPS, refused=True),
         messages=Change("c1", given=STEPS, refused=True),
+        input_ids=Change("i1", given=STEPS, refused=True),
+        loss_mask=Change("w1", given=STEPS, refused=True),
     ),
     StreamingSFTDataModule: {
         **EXAMPLES,

@@ -194,7 +194,7 @@ def test_overlong_examples_are_cut_dropped_or_refused(caplog: pytest.LogCaptureF
         ([{"messages": CHAT}], {"messages": "messages"}, "the tokenizer has no chat template"),
         (ROWS, {"micro_batch_size": 0}, "micro_batch_size must be an integer of at least 1 or None, got 0"),
         (ROWS, {"max_length": 1}, "at least 2"),
-        (ROWS, {"overlong": "split"}, "overlong must be 'truncate', 'drop' or 'error', got 'split'"),
+        (ROWS, {"overlong": "cut"}, "overlong must be 'truncate', 'split', 'drop' or 'error', got 'cut'"),
         (ROWS, {"tokenizer": None}, "no tokenizer"),
     ],
 )

@@ -60,6 +60,18 @@ def test_a_stream_opened_at_a_place_is_the_rest_of_it(write_rows: Write) -> None
         assert taken(data, 60 - cut, place) == whole[cut:]
 
 
+def test_a_stream_of_split_documents_goes_on_within_one(write_rows: Write) -> None:
+    rows = [{"text": "abcdefghij"[: 3 + 2 * i]} for i in range(4)]
+    whole = SFTDataModule(rows, tokenizer=tiny_tokenizer(), max_length=4, overlong="split")
+    whole.setup()
+    data = module(write_rows(rows), max_length=4, overlong="split", shuffle=False)
+    found = taken(data, 2 * len(whole.examples))
+    expected = [whole.examples[index].input_ids for index in range(len(whole.examples))]
+    assert [token_ids for _, token_ids in found] == expected * 2
+    for cut in range(1, len(found)):
+        assert taken(data, len(found) - cut, found[cut - 1][0]) == found[cut:]
+
+
 def test_files_are_not_converted_and_other_sources_stream_too(tmp_path: Path, write_rows: Write) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(Path(write_rows(ROWS)).read_bytes()))
@@ -97,7 +109,7 @@ def test_what_is_cut_or_left_out_is_counted(write_rows: Write, caplog: pytest.Lo
         (ROWS, {"max_tokens_per_micro_batch": 4096}, "max_tokens_per_micro_batch=4096 needs all of the data at once"),
         (ROWS, {"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1, got 0"),
         ([{"question": "a"}], {}, "has the columns question, which is none of the kinds"),
-        ([{"text": "a", "tools": "b"}], {}, "has a column 'tools'"),
+        ([{"text": "a", "images": "b"}], {}, "has a column 'images'"),
     ],
 )
 def test_bad_input_names_the_value_and_the_cure(data: Any, options: dict[str, Any], message: str) -> None:

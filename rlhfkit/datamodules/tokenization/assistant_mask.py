@@ -41,7 +41,7 @@ def write_conversation(formatter: PromptFormatter, messages: Messages, *, first:
     Raises ValueError if a turn consists of tool calls and the template does not write them.
     """
     _check_calls(formatter, messages)
-    if _GENERATION.search(formatter.tokenizer.get_chat_template()):
+    if _GENERATION.search(formatter.chat_template):
         text, spans = _marked(formatter, messages, first)
     else:
         text = formatter.render(messages, generation=False)
@@ -72,9 +72,8 @@ def _marked(formatter: PromptFormatter, messages: Messages, first: int) -> tuple
     # The tokenizer's own apply_chat_template gives token masks only, and wrong ones where a mark ends inside a token.
     texts, marks = render_jinja_template(
         conversations=[formatter.handle_special_tokens(list(messages), templated=True)],
-        chat_template=formatter.tokenizer.get_chat_template(),
         return_assistant_tokens_mask=True,
-        **{**formatter.tokenizer.special_tokens_map, **formatter.arguments},
+        **{**formatter.tokenizer.special_tokens_map, **formatter.arguments, "chat_template": formatter.chat_template},
     )
     text = texts[0]
     begin = 0

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self, get_args
 
-from rlhfkit.datamodules.tokenization.columns import TEMPLATE_ARGUMENTS
+from rlhfkit.datamodules.tokenization.columns import SYSTEM, TEMPLATE_ARGUMENTS, TOOLS
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ class PromptFormatter:
         check_special_tokens_in_text(special_tokens_in_text)
         self.special_tokens_in_text = special_tokens_in_text
         self._warned = False
+        self._writes_tools: dict[str, bool] = {}  # by template
         if self.wraps_text:
             self._require_template("apply_chat_template is true")
 
@@ -147,21 +148,58 @@ class PromptFormatter:
             )
 
     def for_row(self, row: Mapping[str, Any]) -> Self:
-        """Return the formatter for one row, whose ``chat_template_kwargs`` column overrides the common arguments.
+        """Return the formatter for one row.
 
-        Raises ValueError if that column holds neither a mapping nor JSON text of one.
+        Its column ``chat_template_kwargs`` overrides the common arguments (``chat_template`` may be one), ``system``
+        the system message, and ``tools`` are given to the template.
+
+        Raises ValueError if a column holds something else, or the template does not write tools.
         """
-        own = row.get(TEMPLATE_ARGUMENTS)
-        if isinstance(own, str):
-            own = json.loads(own)
-        if not own:
+        own, tools, system = _parsed(row.get(TEMPLATE_ARGUMENTS)), _parsed(row.get(TOOLS)), row.get(SYSTEM)
+        if not own and not tools and system is None:
             return self
-        if not isinstance(own, Mapping):
-            raise ValueError(f"column {TEMPLATE_ARGUMENTS!r} must hold a mapping or JSON text of one, got {own!r}")
         changed = copy.copy(self)
-        # A table has every key in every row; this row has those with a value.
-        changed.arguments = self.arguments | {key: value for key, value in own.items() if value is not None}
+        if own:
+            if not isinstance(own, Mapping):
+                raise ValueError(f"column {TEMPLATE_ARGUMENTS!r} must hold a mapping or JSON text of one, got {own!r}")
+            # A table has every key in every row; this row has those with a value.
+            changed.arguments = self.arguments | {key: value for key, value in own.items() if value is not None}
+        if system is not None:
+            if not isinstance(system, str):
+                raise ValueError(f"column {SYSTEM!r} must hold text, the system message of its row, got {system!r}")
+            changed.system = system or None
+        if tools:
+            if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+                raise ValueError(
+                    f"column {TOOLS!r} must hold a list of JSON schemas or JSON text of one, got {tools!r}"
+                )
+            written = [_with_values(tool) for tool in tools]
+            changed.arguments = changed.arguments | {"tools": self.handle_special_tokens(written, templated=True)}
+            changed._require_tools()
         return changed
+
+    def _require_tools(self) -> None:
+        """Raise ValueError unless the template writes the tools that it is given."""
+        self._require_template(f"column {TOOLS!r} holds tools")
+        template = self.chat_template
+        if template not in self._writes_tools:
+            messages = [{"role": "user", "content": "?"}]
+            without = copy.copy(self)
+            without.arguments = {**self.arguments, "tools": None, "chat_template": template}
+            written = (each.render(messages, generation=True) for each in (self, without))
+            self._writes_tools[template] = len({*written}) == 2
+        if not self._writes_tools[template]:
+            raise ValueError(
+                f"column {TOOLS!r} holds tools, which the chat template does not write, so that a model would not know "
+                "them: use a template with tools, or remove the column"
+            )
+
+    @property
+    def chat_template(self) -> str:
+        """The template that writes this formatter's conversations: that for tools, if the tokenizer has several."""
+        arguments = self.arguments
+        template: str = self.tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+        return template
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -253,3 +291,15 @@ class PromptFormatter:
                 if ids and ids[-1] == end and not text.endswith(written):
                     ids.pop()
         return token_ids
+
+
+def _parsed(value: Any) -> Any:
+    """A value of a table, read if it is JSON text."""
+    return json.loads(value) if isinstance(value, str) and value.strip() else value
+
+
+def _with_values(value: Any) -> Any:
+    """A JSON schema without the keys that a table has added because other rows have them."""
+    if isinstance(value, Mapping):
+        return {key: _with_values(part) for key, part in value.items() if part is not None}
+    return [_with_values(part) for part in value] if isinstance(value, list) else value

@@ -25,6 +25,15 @@ class DataFormat(NamedTuple):
 
 LANGUAGE_MODELLING = DataFormat("language modelling", {"text": ("text",)}, "SFTDataModule")
 CONVERSATION = DataFormat("conversation", {"messages": ("messages", "conversations", "conversation")}, "SFTDataModule")
+TOKENS = DataFormat("token ids, all learned", {"input_ids": ("input_ids",)}, "SFTDataModule")
+TOKENS_AND_LABELS = DataFormat(
+    "token ids and labels", {"input_ids": ("input_ids",), "labels": ("labels",)}, "SFTDataModule"
+)
+TOKENS_AND_MASK = DataFormat(
+    "token ids and a mask of the learned ones",
+    {"input_ids": ("input_ids",), "loss_mask": ("loss_mask", "completion_mask", "assistant_masks")},
+    "SFTDataModule",
+)
 PROMPT_COMPLETION = DataFormat(
     "prompt and completion", {"prompt": ("prompt",), "completion": ("completion",)}, "SFTDataModule"
 )
@@ -50,6 +59,9 @@ STEPWISE = DataFormat(
 )
 PROMPTS = DataFormat("prompts", {"prompt": ("prompt",)}, "PromptDataModule")
 
+SUPERVISED = (CONVERSATION, PROMPT_COMPLETION, LANGUAGE_MODELLING, TOKENS, TOKENS_AND_LABELS, TOKENS_AND_MASK)
+"""What :class:`~rlhfkit.SFTDataModule` reads."""
+
 KNOWN_FORMATS = (
     LANGUAGE_MODELLING,
     CONVERSATION,
@@ -59,10 +71,24 @@ KNOWN_FORMATS = (
     UNPAIRED_PREFERENCE,
     STEPWISE,
     PROMPTS,
+    TOKENS,
+    TOKENS_AND_LABELS,
+    TOKENS_AND_MASK,
 )
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Column of additional arguments for the chat template, per row."""
+
+TOOLS = "tools"
+"""Column of the tools that a row's chat template is given: JSON schemas, or JSON text of them."""
+
+SYSTEM = "system"
+"""Column of a row's system message; empty: none."""
+
+ATTENTION_MASK = "attention_mask"
+"""Column of tokenised rows that is 0 where there is padding, which is left out."""
+
+_PER_ROW = {TEMPLATE_ARGUMENTS, TOOLS, SYSTEM, ATTENTION_MASK}
 
 
 def find_columns(
@@ -73,7 +99,7 @@ def find_columns(
     ``named`` holds the columns that the user has named, by argument; ``source`` is for messages.
 
     Raises ValueError if none of ``formats`` fits, several do, a named column or values are missing, or there are
-    columns of tools or images.
+    columns of images or sound.
     """
     check_columns(rows, source, **named)
     given = {argument: column for argument, column in named.items() if column is not None}
@@ -86,7 +112,7 @@ def find_columns(
     if len(fitting) != 1:
         raise ValueError(_explain(rows.column_names, source, formats, fitting))
     check_columns(rows, source, **fitting[0])
-    unused = set(rows.column_names) - set(fitting[0].values()) - {TEMPLATE_ARGUMENTS}
+    unused = set(rows.column_names) - set(fitting[0].values()) - _PER_ROW
     if unused:
         log.info("%s: columns that are not used: %s", describe(source), ", ".join(sorted(unused)))
     return fitting[0]

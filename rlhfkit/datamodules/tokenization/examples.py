@@ -15,6 +15,7 @@ from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix, span_
 from rlhfkit.datamodules.tokenization.cache import CHUNK, TokenCache, tokenize_in_chunks
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError, as_messages, is_chat
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
+from rlhfkit.datamodules.tokenization.tokenized_rows import split_example, tokenized_row
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,7 +40,7 @@ class ExampleBuilder:
     Args:
         formatter: Renders prompts and chats.
         max_length: Tokens per example.
-        overlong: ``"truncate"``, ``"drop"`` or ``"error"`` for longer ones.
+        overlong: ``"truncate"``, ``"split"``, ``"drop"`` or ``"error"`` for longer ones.
         source: Where the rows come from, for messages.
         context: The model's context length; longer examples are an error; ``None``: unlimited.
         cache: Stores the examples for later runs; ``None``: they are not stored.
@@ -80,13 +81,19 @@ class ExampleBuilder:
         completion: str | None = None,
         messages: str | None = None,
         text: str | None = None,
+        input_ids: str | None = None,
+        labels: str | None = None,
+        loss_mask: str | None = None,
     ) -> TokenExamples:
         """Tokenise rows, from columns ``prompt`` and ``completion``, ``messages``, or ``text``.
+
+        Rows with ``input_ids`` are tokens already; ``labels`` or ``loss_mask`` say which are learned, else all are.
 
         Rows without a token to learn are dropped, with a logged count. Raises ValueError if a value has the wrong type,
         a sequence is too long under ``overlong="error"`` or for the model's context, or no example is left.
         """
         columns = {"prompt": prompt, "completion": completion, "messages": messages, "text": text}
+        columns |= {"input_ids": input_ids, "labels": labels, "loss_mask": loss_mask}
         self.check_first(rows[0], columns)
         examples = self.cached_examples(rows, columns, lambda: self._make_examples(rows, columns))
         log_counts(self.source, len(rows), examples.counts, self.max_length)
@@ -206,6 +213,9 @@ class ExampleBuilder:
     def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
         """Return the recipe of one row; override for other columns."""
         messages, text = columns.get("messages"), columns.get("text")
+        if columns.get("input_ids") is not None:
+            made = tokenized_row(row, where, columns, vocabulary=len(self.tokenizer))
+            return Recipe([], True, lambda _: made)
         if messages is not None:
             place = f"column {messages!r} of {where}"
             self._check_chat(row[messages], place)
@@ -222,10 +232,19 @@ class ExampleBuilder:
     ) -> Iterator[TokenExample]:
         """Yield the examples with a token to learn, cut to ``max_length``; append their rows to ``made_from``."""
         for index, example in enumerate(examples):
-            fitting = self.limit_length(example, f"{self.source}, row {index},", counts)
-            if fitting is not None:
+            for fitting in self.limit_lengths(example, f"{self.source}, row {index},", counts):
                 made_from.append(index)
                 yield fitting
+
+    def limit_lengths(self, example: TokenExample, where: str, counts: dict[str, int]) -> list[TokenExample]:
+        """Apply ``max_length``; several examples of one under ``overlong="split"``. See :meth:`limit_length`."""
+        if self.overlong == "split" and len(example.input_ids) > self.max_length:
+            counts["split"] = counts.get("split", 0) + 1
+            pieces = [piece for piece in split_example(example, self.max_length) if piece.targets]
+            counts["empty"] += not pieces
+            return pieces
+        fitting = self.limit_length(example, where, counts)
+        return [] if fitting is None else [fitting]
 
     def limit_length(self, example: TokenExample, where: str, counts: dict[str, int]) -> TokenExample | None:
         """Apply ``max_length``, counting in ``counts``; ``None`` if the example is dropped or has no token to learn.
@@ -325,6 +344,7 @@ def log_counts(source: str, rows: int, counts: Mapping[str, int], max_length: in
     """Log how many rows were truncated or dropped."""
     meanings = {
         "truncated": f"were truncated at max_length {max_length}",
+        "split": f"were split into parts of max_length {max_length}",
         "dropped": f"were dropped at max_length {max_length}",
         "empty": "have no token to learn and are left out",
     }

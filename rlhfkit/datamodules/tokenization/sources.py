@@ -25,7 +25,7 @@ FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", 
 
 _COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
 
-UNSUPPORTED = ("tools", "images", "image", "videos", "video", "audios", "audio")
+UNSUPPORTED = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of other kinds of training; they are refused, because without them the rows mean something else."""
 
 
@@ -188,7 +188,7 @@ def _table(rows: list[dict[str, Any]]) -> "Dataset":
 
 
 def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
-    """Raise ValueError unless the named columns exist without missing values, and there are none of tools or images.
+    """Raise ValueError unless the named columns exist without missing values, and there are none of images.
 
     ``columns`` maps the argument in which a column was given to the column; ``None``: not used.
     """

@@ -72,7 +72,7 @@ def test_named_columns_win() -> None:
             {},
             r"the given rows has the columns question, answer, which is none of the kinds it could be \(conversation: "
             r"messages or conversations or conversation; prompt and completion: prompt and completion; language "
-            r"modelling: text\)\. Name columns that are called otherwise, e\.g\. prompt='question'$",
+            r"modelling: text; token ids.*\)\. Name columns that are called otherwise, e\.g\. prompt='question'$",
         ),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "or use PreferenceDataModule or PromptDataModule, which"),
         ({"prompt": "a", "completions": ["b"], "labels": [True]}, {}, "StepwiseDataModule"),
@@ -81,7 +81,11 @@ def test_named_columns_win() -> None:
             {},
             "fit several kinds of data: name the one that is meant, prompt='prompt', completion='completion' or text=",
         ),
-        ({"text": "a", "tools": ["search"]}, {}, r"has a column 'tools', which cannot be trained on yet \(text only\)"),
+        (
+            {"text": "a", "images": ["search"]},
+            {},
+            r"has a column 'images', which cannot be trained on yet \(text only\)",
+        ),
         ({"text": "a", "image": "cat.png"}, {}, "has a column 'image'.*remove it from the data"),
         ({"text": "a", "images": ["cat.png"]}, {}, "has a column 'images'"),
         ({"conversations": [{"from": "dog", "value": "woof"}]}, {}, "row 0, cannot be read: a turn is from 'dog'"),
@@ -98,7 +102,7 @@ def test_what_fits_nothing_is_explained(row: Any, options: dict[str, str], messa
 
 
 def test_an_empty_column_of_tools_is_no_reason_to_refuse() -> None:
-    assert read(module([{"text": "a", "tools": None}])) == ("a$", "a$")
+    assert read(module([{"text": "a", "images": None}])) == ("a$", "a$")
 
 
 def test_columns_that_are_not_used_are_logged(caplog: pytest.LogCaptureFixture) -> None:
