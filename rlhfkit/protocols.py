@@ -110,6 +110,13 @@ class UsesGreedyRewards(Protocol):
         ...
 
 
+class ComparesGroups(Protocol):
+    """A module whose loss compares samples of one prompt, as that of pairs does."""
+
+    keeps_groups_together: bool
+    """Whether the samples of a prompt must be in one micro-batch."""
+
+
 # ------------------------------------------------------------------ what a RolloutCallback asks of a DataModule
 
 
@@ -361,6 +368,11 @@ def epochs_of(trainer: L.Trainer) -> int:
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning outside its class
         return 1
     return int(getattr(datamodule_of(trainer), "epochs_per_iteration", 1))
+
+
+def compares_groups(module: object) -> bool:
+    """Return whether a module's loss compares samples of one prompt, which then must be in one micro-batch."""
+    return isinstance(module, ComparesGroups) and module.keeps_groups_together
 
 
 def policy_of(trainer: L.Trainer) -> GenerativeModule:

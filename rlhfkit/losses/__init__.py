@@ -101,6 +101,7 @@ from rlhfkit.losses.policy.trust_region import (
 )
 from rlhfkit.losses.preference.dpo import dpo_loss
 from rlhfkit.losses.preference.kto import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss
+from rlhfkit.losses.preference.pairs import best_and_worst, pair_partners, rejected_values
 from rlhfkit.losses.preference.reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
 from rlhfkit.losses.preference.reward_model import bradley_terry_loss, pairwise_accuracy, process_reward_loss
 from rlhfkit.losses.preference.variants import (
@@ -134,6 +135,7 @@ __all__ = [
     "SinglePassOutput",
     "aggregate",
     "alphapo_loss",
+    "best_and_worst",
     "best_of_group_advantages",
     "bnpo_loss",
     "bradley_terry_loss",
@@ -198,6 +200,7 @@ __all__ = [
     "opo_advantages",
     "orpo_loss",
     "overlong_penalty",
+    "pair_partners",
     "pairwise_accuracy",
     "pass_at_k_advantages",
     "policy_loss_output",
@@ -207,6 +210,7 @@ __all__ = [
     "reinforce_advantages",
     "reinforce_baseline_advantages",
     "reinforce_loss",
+    "rejected_values",
     "rejection_mask",
     "remax_advantages",
     "rloo_advantages",

@@ -9,6 +9,7 @@ from rlhfkit.modules.on_policy import presets
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.distillation import OnPolicyDistillationModule
 from rlhfkit.modules.on_policy.grpo import GRPOModule
+from rlhfkit.modules.on_policy.online_dpo import OnlineDPOModule
 from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.preparation.kl_control import KLControl
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
@@ -35,6 +36,7 @@ __all__ = [
     "ORPOModule",
     "OnPolicyDistillationModule",
     "OnPolicyModule",
+    "OnlineDPOModule",
     "PPOModule",
     "PolicyModule",
     "PreferenceModule",

@@ -1,7 +1,7 @@
 """Rewards: functions and classes that score samples. Importing this package loads torch and nothing else.
 
 ``workers.py`` runs rewards in other processes, ``sandbox/`` in confined ones; ``programs/`` tests generated code,
-``remote/`` asks reward servers.
+``remote/`` asks reward servers, ``judges/`` compares answers in pairs.
 
 May import: models, data, serving, ``validation.py``.
 Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.
@@ -10,6 +10,8 @@ Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.
 from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
 from rlhfkit.rewards.composition import WeightedSum
 from rlhfkit.rewards.episode import EpisodeReward, OnLastTurn
+from rlhfkit.rewards.judges.chat import ChatJudge
+from rlhfkit.rewards.judges.pairwise import PairwiseReward
 from rlhfkit.rewards.math import MathMatch, math_match
 from rlhfkit.rewards.models import ModelReward, ProcessModelReward
 from rlhfkit.rewards.programs.execution import CodeExecution
@@ -19,6 +21,7 @@ from rlhfkit.rewards.sandbox.reward import SandboxedReward
 from rlhfkit.rewards.workers import WorkerReward
 
 __all__ = [
+    "ChatJudge",
     "CodeExecution",
     "EpisodeReward",
     "ExactMatch",
@@ -27,6 +30,7 @@ __all__ = [
     "MathMatch",
     "ModelReward",
     "OnLastTurn",
+    "PairwiseReward",
     "ProcessModelReward",
     "RemoteReward",
     "Reward",

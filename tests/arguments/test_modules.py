@@ -18,6 +18,7 @@ from rlhfkit import (
     GRPOModule,
     KTOModule,
     LoRA,
+    OnlineDPOModule,
     OnPolicyDistillationModule,
     ORPOModule,
     PPOModule,
@@ -27,6 +28,8 @@ from rlhfkit import (
     SFTModule,
     SimPOModule,
 )
+
+from rlhfkit.modules.on_policy.online_dpo import OF_POLICY_LOSSES
 
 from . import learning
 from .table import Change, Rows, Unseen, arguments_of, ignored
@@ -122,6 +125,7 @@ def rewarded(row: Change | Unseen) -> Change:
     return dataclasses.replace(row, given={**row.given, "reward_coef": 0.5})
 
 
+NO_PAIRS = set(OF_POLICY_LOSSES)
 JSD: dict[str, Any] = {"divergence": "jsd"}
 PPO: dict[str, Change | Unseen] = {
     "critic": Change("@other", built=True),
@@ -214,6 +218,26 @@ TABLE: dict[type, tuple[str, Rows]] = {
         | {name: rewarded(row) for name, row in (ON_POLICY | GROUPS).items() if name in GROUPS or name in OF_REWARDS},
     ),
     PPOModule: ("prompts", POLICY | ON_POLICY | PPO),
+    OnlineDPOModule: (
+        "prompts",
+        POLICY
+        | {
+            name: dataclasses.replace(row, given={}, refused=True)
+            for name, row in ON_POLICY.items()
+            if name in NO_PAIRS
+        }
+        | {name: row for name, row in ON_POLICY.items() if name not in NO_PAIRS}
+        | PAIRS
+        | {
+            "kl_control.target": Change(0.01, refused=True),
+            "kl_control.horizon": Unseen("of the target, which is refused"),
+            "loss_type": Change("ipo"),
+            "divergence": Change("forward_kl"),
+            "divergence_alpha": Change(0.2, given={"divergence": "alpha"}),
+            "discopop_temperature": Change(0.5, given={"loss_type": "discopop"}),
+            "reward_processing.clip": Change(0.1),
+        },
+    ),
 }
 LEAST_OF: dict[type, dict[str, Any]] = {
     DistillationModule: {"teacher": "@other"},

@@ -26,7 +26,7 @@ from rlhfkit.callbacks.rollout.metrics import (
     staleness_metrics,
     validation_metrics,
 )
-from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches, shape_of
+from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches, check_whole_groups, shape_of
 from rlhfkit.callbacks.rollout.prompt_check import check_prompts
 from rlhfkit.callbacks.rollout.sharing import SharedIteration, share_copies, share_iteration
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
@@ -34,10 +34,12 @@ from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
 from rlhfkit.data.exchange import gather_columns
 from rlhfkit.data.types import Experience, Sample
 from rlhfkit.distributed import cpu_group, gather_objects, run_on_all_ranks, true_on_all_ranks
+from rlhfkit.mesh import mesh_of
 from rlhfkit.protocols import (
     CorrectsQuantization,
     ExperienceLearner,
     callbacks_of,
+    compares_groups,
     learner_of,
     policy_of,
     profiler_of,
@@ -407,7 +409,9 @@ class RolloutCallback(Callback):
                 "max_staleness it would sample in that time: use one"
             )
         self._check_logprobs(module)
-        shape_of(trainer, self.group_size)
+        shape, mesh = shape_of(trainer, self.group_size), mesh_of(trainer)
+        if compares_groups(module):
+            check_whole_groups(shape, self.group_size, mesh.world_size, mesh.forward_group_size)
         self.collector.check(trainer, in_thread=self.async_rollouts is not None)
         if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # as above
             raise ValueError(

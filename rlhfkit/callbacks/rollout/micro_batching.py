@@ -26,7 +26,7 @@ from rlhfkit.data.types import Experience
 from rlhfkit.data.unpadded import UnpaddedRows
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import mesh_of
-from rlhfkit.protocols import epochs_of, learner_of, prompts_of
+from rlhfkit.protocols import compares_groups, epochs_of, learner_of, prompts_of
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ def plan_iteration(
     ranks_per_forward: int = 1,
     max_tokens: int | None = None,
     packed: bool = True,
+    whole_groups: bool = False,
     seed: int = 0,
     iteration: int = 0,
 ) -> IterationPlan:
@@ -99,10 +100,16 @@ def plan_iteration(
         max_tokens: Tokens that a forward pass may compute, on all these ranks together; ``None``: the number of
             micro-batches is given.
         packed: Whether forward passes leave padding out and compute a shared prompt once; counts with ``max_tokens``.
+        whole_groups: Keep the samples of a prompt in one micro-batch, for losses that compare them.
         seed: Seed of the order of later epochs.
         iteration: Number of the iteration, for that order.
     """
     lengths, prompts, groups = summary.lengths.tolist(), summary.prompt_lengths.tolist(), summary.group.tolist()
+    members = _members(groups)
+    if whole_groups:  # a group is planned as one sequence, as long as the tokens that it takes to compute it
+        forward = PackedForward(lengths, prompts, groups) if packed else PaddedForward(lengths)
+        lengths, prompts = [forward.tokens(rows) for rows in members], [0] * len(members)
+        groups = list(range(len(members)))
     order = epoch_order(groups, shape.epochs, seed=seed, iteration=iteration)
     if max_tokens is None:
         at_once = world_size // ranks_per_forward
@@ -126,12 +133,37 @@ def plan_iteration(
             ranks_per_forward=ranks_per_forward,
             order=order,
         )
+    if whole_groups:
+        micro_batches = [
+            [dataclasses.replace(one, rows=[row for group in one.rows for row in members[group]]) for one in share]
+            for share in micro_batches
+        ]
     update, owner = torch.zeros(2, len(summary), dtype=torch.int64)
     for rank, share in enumerate(micro_batches):
         for planned in share:
             if planned.trained and planned.update < shape.updates // shape.epochs:
                 update[planned.rows], owner[planned.rows] = planned.update, rank
     return IterationPlan(micro_batches, update, owner)
+
+
+def _members(groups: Sequence[int]) -> list[list[int]]:
+    """The rows of each group, in the order of their first ones."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    return list(members.values())
+
+
+def check_whole_groups(shape: IterationShape, group_size: int, world_size: int, ranks_per_forward: int) -> None:
+    """Raise ValueError if an update has fewer groups than micro-batches, or not a whole number of them."""
+    groups = shape.sequences // group_size * shape.epochs
+    micro_batches = shape.micro_batches_per_rank * (world_size // ranks_per_forward)
+    if groups % shape.updates or groups < micro_batches:
+        raise ValueError(
+            f"the module compares the {group_size} samples of a prompt, which therefore stay in one micro-batch, and "
+            f"an iteration of {groups} groups has {shape.updates} updates of {micro_batches / shape.updates:g} "
+            "micro-batches: raise PromptDataModule(micro_batch_size=...) to a multiple of SamplingSpec(group_size=...)"
+        )
 
 
 class IterationPlanner:
@@ -155,6 +187,7 @@ class IterationPlanner:
             shape,
             mesh.world_size,
             ranks_per_forward=mesh.forward_group_size,
+            whole_groups=compares_groups(learner_of(trainer)),
             seed=getattr(data, "seed", 0),
             iteration=iteration,
         )

@@ -10,7 +10,7 @@ from rl_runs import PlainGRPO, digits, weights
 
 from callbacks.rollout import capped_runs
 from callbacks.rollout.capped_runs import Growing, Watch, capped
-from rlhfkit import PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import OnlineDPOModule, PPOModule, RolloutCallback, SamplingSpec
 
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -39,6 +39,14 @@ class PPO(OldLogprobs, PlainSGD, PPOModule):
     """PPO with SGD."""
 
 
+class Pairs(PlainSGD, OnlineDPOModule):
+    """Online DPO with SGD; it has a beta in place of the weight of a KL penalty."""
+
+    def __init__(self, model: str, *, kl_coef: float = 0.0, **arguments: Any) -> None:
+        super().__init__(model, beta=0.3, nll_coef=0.2, **arguments)
+
+
+PAIRS_ARGUMENTS = {"module": Pairs}
 PPO_ARGUMENTS = {"module": PPO, "module_arguments": {"critic_lr": 0.05, "kl_coef": 0.0}}
 
 
@@ -65,6 +73,8 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "two updates, PPO": {"epochs": 2, **PPO_ARGUMENTS},
     "one update": {"epochs": 2, "updates": 1, "module_arguments": {"advantages": "remax_advantages"}},
     "capped": {"epochs": 2, "cap": 30},
+    "two updates, pairs": {"epochs": 2, **PAIRS_ARGUMENTS},
+    "capped, pairs": {"epochs": 2, "cap": 100, **PAIRS_ARGUMENTS},
 }
 
 

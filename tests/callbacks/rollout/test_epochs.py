@@ -132,7 +132,10 @@ def test_a_run_resumed_inside_a_later_epoch_is_bitwise_the_straight_one(tmp_path
 
 @pytest.mark.distributed
 def test_any_number_of_ranks_trains_on_the_same_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = {"ddp": ["two updates, PPO", "one update"], "rlhf_zero2": ["two updates", "capped"]}
+    runs = {
+        "ddp": ["two updates, PPO", "one update", "two updates, pairs"],
+        "rlhf_zero2": ["two updates", "capped", "capped, pairs"],
+    }
     reports = ranks.run("callbacks.rollout.epoch_runs:on_ranks", 2, tmp_path, timeout=300, runs=runs)
     monkeypatch.setenv("WORLD_SIZE", "1")
     for strategy, names in runs.items():

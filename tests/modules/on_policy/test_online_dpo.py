@@ -1,0 +1,143 @@
+"""OnlineDPOModule against a loop written by hand in float64; its pairs, and what it refuses.
+
+Several ranks, epochs and caps of tokens: ``tests/callbacks/rollout/test_epochs.py``.
+"""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_sgd import PlainSGD
+from rl_runs import digits, setup_run, weights
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlhfkit import LocalEngine, OnlineDPOModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.modules import KLControl
+from rlhfkit.rewards import PairwiseReward
+
+BETA, LR, TEMPERATURE, NLL = 0.4, 0.05, 0.8, 0.3
+
+
+class PlainOnlineDPO(PlainSGD, OnlineDPOModule):
+    """Online DPO with SGD."""
+
+
+class Finishing(LocalEngine):
+    """Says of some answers that they were cut off."""
+
+    def generate(self, *arguments: Any, **more: Any) -> list[Sample]:
+        samples = super().generate(*arguments, **more)
+        for sample in samples:
+            sample.finish_reason = "length" if (sample.prompt.index + sample.sample_index) % 4 == 0 else "stop"
+        return samples
+
+
+def uneven(samples: Sequence[Sample]) -> list[float | None]:
+    """Groups with ties, with one that is all alike, and with a sample that cannot be scored."""
+    rewards: list[float | None] = []
+    for sample in samples:
+        value = (sample.token_ids[0] + 3 * sample.sample_index) % 4
+        rewards.append(None if value == 3 else float(value))
+    by_prompt = sorted({sample.prompt.index for sample in samples})
+    return [
+        1.0 if sample.prompt.index == by_prompt[1] else reward for sample, reward in zip(samples, rewards, strict=True)
+    ]
+
+
+def logprob(model: Any, sample: Sample) -> Tensor:
+    """Scalar float64, log-prob of the answer at the temperature of sampling."""
+    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / TEMPERATURE
+    count = len(sample.token_ids)
+    return logits.log_softmax(-1)[-count:].gather(-1, ids[0, -count:, None]).sum()
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, mask_truncated: bool) -> None:
+    sampling = SamplingSpec(group_size=4, max_new_tokens=6, temperature=TEMPERATURE)
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module=PlainOnlineDPO,
+        module_arguments={"lr": LR, "beta": BETA, "nll_coef": NLL, "mask_truncated": mask_truncated},
+        rollouts=RolloutCallback(uneven, engine=Finishing(), sampling=sampling),
+        max_epochs=1,
+    )
+    trainer.fit(module, data)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    reference = copy.deepcopy(policy)
+    samples, losses, kept = rollouts.samples, [], 0
+    for update in (0, 1):
+        total, pairs = torch.zeros((), dtype=torch.float64), 0
+        for first in range(16 * update, 16 * update + 16, 4):
+            group = [
+                sample
+                for sample in samples[first : first + 4]
+                if sample.reward is not None and not (mask_truncated and sample.finish_reason == "length")
+            ]
+            best = max(group, key=lambda sample: sample.reward, default=None)
+            worst = min(group, key=lambda sample: sample.reward, default=None)
+            if best is None or best.reward == worst.reward:
+                continue
+            margin = 0.0
+            for sign, sample in ((1, best), (-1, worst)):
+                with torch.no_grad():
+                    known = logprob(reference, sample)
+                margin = margin + sign * (logprob(policy, sample) - known)
+            total = total - torch.nn.functional.logsigmoid(BETA * margin)
+            total, pairs = total - NLL * logprob(policy, best) / len(best.token_ids), pairs + 1
+        (total / pairs).backward()
+        losses.append(float(total.detach() / pairs))
+        kept += pairs
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+    assert 4 <= kept < 8
+    assert float(trainer.callback_metrics["loss"]) == pytest.approx(sum(losses) / 2, rel=1e-5)
+    for name, tensor in weights(module).items():
+        torch.testing.assert_close(tensor.double(), policy.state_dict()[name], rtol=0, atol=2e-6)
+
+
+def test_it_learns_from_a_judge_of_pairs(tmp_path: Path) -> None:
+    def more_digits(pairs: Any) -> list[float]:
+        counts = [digits(pair) for pair in pairs]
+        return [0.5 + 0.5 * ((first > second) - (first < second)) for first, second in counts]
+
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module=OnlineDPOModule,
+        module_arguments={"lr": 5e-3},
+        data_arguments={"rollout_batch_size": 16, "micro_batch_size": 16},
+        rollouts=RolloutCallback(PairwiseReward(more_digits), sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        max_epochs=12,
+    )
+    trainer.fit(module, data)
+    assert sum(digits(rollouts.samples)) / len(rollouts.samples) > 0.5  # 0.1 at the start
+    logged = trainer.callback_metrics
+    assert float(logged["rewards/accuracies"]) >= 0.5
+    assert float(logged["more_digits_win_rate/order_agreement"]) == 1
+
+
+def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
+    for arguments, message in (
+        ({"kl_coef": 0.1}, "kl_coef would have no effect"),
+        ({"correction": "tis"}, "correction would have no effect"),
+        ({"loss_type": "aot"}, "equally good"),
+        ({"loss_type": {"sigmoid": 1.0, "sft": 0.1}}, "nll_coef"),
+        ({"loss_type": "sigmoidal"}, "loss_type must be"),
+        ({"kl_control": KLControl(target=0.1)}, "beta is none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            OnlineDPOModule("model", **arguments)
+    with pytest.raises(ValueError, match="group_size=1"):
+        OnlineDPOModule("model").check_group_size(1)
+    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+    trainer, module, data, _ = setup_run(
+        tmp_path, module=OnlineDPOModule, data_arguments={"micro_batch_size": 2}, rollouts=rollouts
+    )
+    with pytest.raises(ValueError, match="raise PromptDataModule"):
+        trainer.fit(module, data)
