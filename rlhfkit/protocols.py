@@ -110,6 +110,7 @@ class UsesGreedyRewards(Protocol):
         ...
 
 
+@runtime_checkable
 class ComparesGroups(Protocol):
     """A module whose loss compares samples of one prompt, as that of pairs does."""
 

@@ -28,7 +28,6 @@ from rlhfkit import (
     SFTModule,
     SimPOModule,
 )
-
 from rlhfkit.modules.on_policy.online_dpo import OF_POLICY_LOSSES
 
 from . import learning
@@ -125,7 +124,7 @@ def rewarded(row: Change | Unseen) -> Change:
     return dataclasses.replace(row, given={**row.given, "reward_coef": 0.5})
 
 
-NO_PAIRS = set(OF_POLICY_LOSSES)
+AS_GRPO = Unseen("handed to OnPolicyModule, which does with it what it does for GRPOModule")
 JSD: dict[str, Any] = {"divergence": "jsd"}
 PPO: dict[str, Change | Unseen] = {
     "critic": Change("@other", built=True),
@@ -220,22 +219,20 @@ TABLE: dict[type, tuple[str, Rows]] = {
     PPOModule: ("prompts", POLICY | ON_POLICY | PPO),
     OnlineDPOModule: (
         "prompts",
-        POLICY
-        | {
-            name: dataclasses.replace(row, given={}, refused=True)
-            for name, row in ON_POLICY.items()
-            if name in NO_PAIRS
-        }
-        | {name: row for name, row in ON_POLICY.items() if name not in NO_PAIRS}
+        dict.fromkeys(POLICY | ON_POLICY, AS_GRPO)
+        | {name: Change(ON_POLICY[name].value, refused=True) for name in OF_POLICY_LOSSES}
         | PAIRS
         | {
+            "lr": Change(0.01, built=True),
+            "reward_model": Change("@scorer"),
+            "mask_truncated": Change(True),
+            "reward_processing.normalize": Change(True, refused=True),
             "kl_control.target": Change(0.01, refused=True),
             "kl_control.horizon": Unseen("of the target, which is refused"),
             "loss_type": Change("ipo"),
             "divergence": Change("forward_kl"),
             "divergence_alpha": Change(0.2, given={"divergence": "alpha"}),
             "discopop_temperature": Change(0.5, given={"loss_type": "discopop"}),
-            "reward_processing.clip": Change(0.1),
         },
     ),
 }

@@ -24,7 +24,7 @@ from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
-from rlhfkit.modules.optim import Schedule
+from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.validation import check_number
 
 OF_POLICY_LOSSES = (
@@ -145,6 +145,8 @@ class OnlineDPOModule(OnPolicyModule):
                 f"loss_type {sorted(map(str, refused))} depends on how many pairs a micro-batch or a step has, and "
                 "prompts whose answers are equally good have none: take another one, nll_coef in place of 'sft'"
             )
+        if self.reward_processing.normalize:
+            raise ValueError("RewardProcessing(normalize=True) changes no comparison of two rewards: leave it out")
         if self.kl_control.target is not None:
             raise ValueError("KLControl(target=...) moves the weight of a KL penalty, and beta is none: leave it out")
         self.hparams.update(

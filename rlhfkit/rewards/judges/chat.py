@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfkit.rewards.base import RewardError
 from rlhfkit.rewards.judges.pairwise import Pair
-from rlhfkit.rewards.remote.endpoints import InvalidResponse, ServerUnavailable, post
 from rlhfkit.serving.access import AccessToken
+from rlhfkit.serving.endpoints import InvalidResponse, ServerUnavailable, post
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
