@@ -14,6 +14,8 @@ from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.preparation.kl_control import KLControl
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
+from rlhfkit.modules.on_policy.update.entropy_control import EntropyControl
+from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.dpo import DPOModule
 from rlhfkit.modules.preference.kto import KTOModule
@@ -30,6 +32,7 @@ __all__ = [
     "DFTModule",
     "DPOModule",
     "DistillationModule",
+    "EntropyControl",
     "GRPOModule",
     "KLControl",
     "KTOModule",
@@ -47,6 +50,7 @@ __all__ = [
     "SFTModule",
     "ScalarModule",
     "SimPOModule",
+    "TokenFilter",
     "local_rows",
     "presets",
 ]

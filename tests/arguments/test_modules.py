@@ -94,6 +94,14 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "entropy_coef": Change(0.1),
     "ptx_coef": Change(0.3, given={"ptx_coef": 0.1}, around={"text": True}),
     "correction": Change("tis"),
+    "token_filter.top_entropy": Change(0.3),
+    "token_filter.off_policy": Change(-1.0),
+    "token_filter.rejection": Change({"level": "token", "divergence": "k2", "high": 1e-20}),
+    "entropy_control.target": Change(100.0),
+    "entropy_control.step": Change(0.5, given={"entropy_control.target": 100.0}),
+    "proximal": Change("log-linear"),
+    "kl_clamp": Change(1e-6, given=KL, around={"epochs": 2}),
+    "kl_importance_weight": Change(True, given=KL, around={"epochs": 2}),
     "log_entropy": Change(False),
     "reward_model": Change("@scorer"),
     "reference": ELSEWHERE,
@@ -126,7 +134,11 @@ def rewarded(row: Change | Unseen) -> Change:
 
 AS_GRPO = Unseen("handed to OnPolicyModule, which does with it what it does for GRPOModule")
 JSD: dict[str, Any] = {"divergence": "jsd"}
+IN_LOSS: dict[str, Any] = {"kl_in_reward": False}
 PPO: dict[str, Change | Unseen] = {
+    "proximal": Change("log-linear", given=IN_LOSS),
+    "kl_clamp": Change(1e-6, given=IN_LOSS | KL, around={"epochs": 2}),
+    "kl_importance_weight": Change(True, given=IN_LOSS | KL, around={"epochs": 2}),
     "critic": Change("@other", built=True),
     "shared_backbone": Change(True),
     "critic_lr": Change(1e-3, built=True),

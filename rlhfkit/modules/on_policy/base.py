@@ -6,7 +6,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +20,26 @@ from rlhfkit.losses import (
     cross_entropy_loss,
     entropy_bonus,
     kl_loss,
+    log_linear_proximal_logprobs,
     mean_metric,
+    policy_tokens,
     ppo_loss,
     sum_losses,
 )
 from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
+from rlhfkit.modules.arguments import options, refuse_without_effect
 from rlhfkit.modules.on_policy.advantages import AdvantageModule
-from rlhfkit.modules.on_policy.engine_mismatch import correction_arguments, correction_weights, mismatch_metrics
-from rlhfkit.modules.on_policy.first_pass import FirstPassLogprobs
 from rlhfkit.modules.on_policy.functions import PolicyLoss
 from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
 from rlhfkit.modules.on_policy.preparation.kl_control import KLEarlyStopping, skip_update
 from rlhfkit.modules.on_policy.preparation.local_rows import own_part
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
+from rlhfkit.modules.on_policy.update.engine_mismatch import correction_arguments, correction_weights, mismatch_metrics
+from rlhfkit.modules.on_policy.update.entropy_control import EntropyControl, EntropyController
+from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
+from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
 from rlhfkit.protocols import PretrainingSource, datamodule_of, epochs_of
 from rlhfkit.validation import check_number
 
@@ -69,6 +74,17 @@ class OnPolicyModule(AdvantageModule):
             :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
             ``None``: none, but ``"tis"`` if the engine is quantized; ``"none"``: none with any engine. Not for policy
             losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
+        token_filter: Tests that a token has to pass to be learned from: its entropy, or how near engine and policy are,
+            see :class:`~rlhfkit.modules.on_policy.update.token_filter.TokenFilter`.
+        entropy_control: An entropy bonus whose weight follows the entropy, beside ``entropy_coef``, see
+            :class:`~rlhfkit.modules.on_policy.update.entropy_control.EntropyControl`.
+        proximal: Which log-probs the ratio is taken to in later updates of an iteration: ``"recompute"``: those of the
+            policy before it, by a forward pass; ``"log-linear"``: between the engine's and the policy's own by policy
+            versions, without a pass (AReaL, Fu et al., 2025, arXiv:2505.24298; see
+            :func:`~rlhfkit.losses.log_linear_proximal_logprobs`). Decoupled PPO (arXiv:2110.00641) takes either.
+        kl_clamp: Limit in nats of each token's KL in the loss (10 in OpenRLHF and verl); ``None``: none.
+        kl_importance_weight: Multiply each token's KL in the loss by its ratio, with its gradient (unbiased off-policy:
+            DeepSeek-V3.2, 2025, arXiv:2512.02556; on in TRL).
         log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
         **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule` and :class:`PolicyModule`.
 
@@ -98,6 +114,11 @@ class OnPolicyModule(AdvantageModule):
         entropy_coef: float = 0.0,
         ptx_coef: float = 0.0,
         correction: str | Mapping[str, Any] | None = None,
+        token_filter: TokenFilter | None = None,
+        entropy_control: EntropyControl | None = None,
+        proximal: Literal["recompute", "log-linear"] = "recompute",
+        kl_clamp: float | None = None,
+        kl_importance_weight: bool = False,
         log_entropy: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -118,12 +139,24 @@ class OnPolicyModule(AdvantageModule):
         self.entropy_coef = entropy_coef
         self.ptx_coef = ptx_coef
         self.correction, self._chose_correction = correction_arguments(correction), correction is not None
+        self.token_filter = options(TokenFilter, token_filter)
+        self.entropy_control = options(EntropyControl, entropy_control)
+        self.entropy_controller = EntropyController(self.entropy_control)
+        if proximal not in ("recompute", "log-linear"):
+            raise ValueError(f"proximal must be recompute or log-linear, got {proximal!r}")
+        self.proximal = proximal
+        self._iteration_version = 0  # of the policy before the iteration
+        check_number("kl_clamp", kl_clamp, above=0, optional=True)
+        self.kl_clamp = kl_clamp
+        self.kl_importance_weight = kl_importance_weight
         self.log_entropy = log_entropy
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
         self.hparams.update(
             advantages=None if self.advantage_function is None else self.advantage_function.name,
             policy_loss=self.policy_loss.name,
+            token_filter=dataclasses.asdict(self.token_filter),
+            entropy_control=dataclasses.asdict(self.entropy_control),
         )
         self._check_combinations()
         self._check_loss()
@@ -131,12 +164,24 @@ class OnPolicyModule(AdvantageModule):
     def _check_combinations(self) -> None:
         """Refuse combinations in which an argument has no effect, or a wrong one."""
         in_loss = bool(self.kl_coef) and self.kl_in_reward is None
-        weighted = self.policy_loss.penalizes_kl and self.policy_loss.arguments.get("kl_importance_weight")
+        weighted = self.kl_importance_weight or self.policy_loss.arguments.get("kl_importance_weight")
         if in_loss and self.kl_estimator == "k1" and not weighted:
             raise ValueError(
                 "kl_estimator='k1' in the loss has a gradient of mean 0, which is noise and no penalty: use 'k2' or "
-                "'k3', or kl_in_reward=True, or policy_loss='grpo_loss' with "
-                "policy_loss_arguments={'kl_importance_weight': True}"
+                "'k3', or kl_in_reward=True, or kl_importance_weight=True"
+            )
+        given = {"kl_clamp": self.kl_clamp is not None, "kl_importance_weight": self.kl_importance_weight}
+        if not in_loss:
+            refuse_without_effect(given, "a KL penalty that is not in the loss (kl_coef, kl_in_reward)")
+        twice = [name for name, chosen in given.items() if chosen and name in self.policy_loss.arguments]
+        if twice:
+            raise ValueError(f"{', '.join(twice)} is given twice, to the module and in policy_loss_arguments: keep one")
+        if self.token_filter.is_active and not self.policy_loss.takes("weights"):
+            raise ValueError(f"{self.policy_loss.name} takes no weights, which a token_filter consists of")
+        if self.proximal == "log-linear" and (self.needs_old_logprobs or self.kl_early_stopping is not None):
+            raise ValueError(
+                "proximal='log-linear' makes no forward pass for old log-probs, which a KL penalty in the reward and "
+                "KLControl compare with: use proximal='recompute'"
             )
         if self.correction is not None and self.policy_loss.takes("rollout_logprobs"):
             raise ValueError(
@@ -181,7 +226,8 @@ class OnPolicyModule(AdvantageModule):
     @property
     def uses_rollout_logprobs(self) -> bool:
         """Whether the loss needs the engine's log-probs; ``RolloutCallback`` checks that they can be compared."""
-        return self.correction is not None or self.policy_loss.takes("rollout_logprobs")
+        compares = self.token_filter.uses_rollout_logprobs or self.proximal == "log-linear"
+        return compares or self.correction is not None or self.policy_loss.takes("rollout_logprobs")
 
     def correct_quantization(self) -> bool:
         """Use truncated importance sampling for samples of a quantized engine, unless ``correction`` was given.
@@ -212,6 +258,7 @@ class OnPolicyModule(AdvantageModule):
         :meth:`process_rewards`, for the log.
         """
         self.first_pass.reset()
+        self._iteration_version = 0 if self._trainer is None else self.trainer.global_step
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.reset()
         scored = self.add_reward_model_scores(experience)
@@ -239,7 +286,8 @@ class OnPolicyModule(AdvantageModule):
         updates = experience.update if experience.iteration is None else experience.iteration.update  # of all ranks
         repeated = self._trainer is not None and epochs_of(self.trainer) > 1
         rows = experience.update >= 0 if self.needs_old_logprobs or repeated else experience.update > 0
-        if experience.old_logprobs is None and (self.needs_old_logprobs or bool((updates > 0).any())):
+        later = self.proximal == "recompute" and bool((updates > 0).any())
+        if experience.old_logprobs is None and (self.needs_old_logprobs or later):
             old_logprobs = self.distributed_logprobs(self.policy, experience, rows)
             experience = dataclasses.replace(experience, old_logprobs=old_logprobs)
         if self.needs_reference:
@@ -258,14 +306,17 @@ class OnPolicyModule(AdvantageModule):
 
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch of an iteration."""
-        if self._trainer is not None:
+        keeps = self._trainer is not None and self.proximal == "recompute"
+        if keeps:
             batch = self.first_pass.complete(batch, self.trainer, batch_idx)
         out = self.training_output(batch)
-        if self._trainer is not None:
+        if keeps:
             self.first_pass.keep(batch, out.logprobs, self.trainer, batch_idx)
         result = self.total_loss(batch, out)
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.measure(batch, out.logprobs)
+        if self.entropy_control.target is not None:
+            self.entropy_controller.measure(batch, cast(Tensor, out.entropy))
         loss, means = result.loss, {}
         if self.ptx_coef:
             text_loss = self.pretraining_loss()
@@ -284,8 +335,11 @@ class OnPolicyModule(AdvantageModule):
             scope = "token" if first_update else "batch"
         if scope == "token" and first_update and self.correction is not None:
             levels = {self.correction.get("level", "token"), self.correction.get("reject_level") or "token"}
-            scope = "token" if levels == {"token"} else "batch"  # weights of sequences, from the policy's log-probs
-        return scope
+            alone = levels == {"token"} and not self.correction.get("normalize")
+            scope = "token" if alone else "batch"  # weights of sequences, from the policy's log-probs
+        if self.token_filter.top_entropy is not None:
+            return None  # needs the entropies of all tokens first
+        return "batch" if scope is not None and self.token_filter.is_active else scope
 
     def policy_output(self, batch: Experience, head_loss: HeadLoss | None = None) -> PolicyOutput:
         """Run the policy: log-probs of the chosen tokens, and entropy where it is logged or rewarded.
@@ -305,7 +359,8 @@ class OnPolicyModule(AdvantageModule):
     @property
     def needs_entropy(self) -> bool:
         """Whether entropy is logged or rewarded."""
-        return self.log_entropy or bool(self.entropy_coef)
+        controlled = self.entropy_control.target is not None or self.token_filter.top_entropy is not None
+        return self.log_entropy or bool(self.entropy_coef) or controlled
 
     def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Add the load-balancing loss of a mixture of experts to :meth:`loss`; subclasses add a critic's loss."""
@@ -325,16 +380,25 @@ class OnPolicyModule(AdvantageModule):
         metrics: Mapping[str, Tensor] = {}
         if self.correction is not None:
             offered["weights"], metrics = correction_weights(self.correction, batch, old)
+        if self.token_filter.is_active:
+            kept = self.token_filter.kept(batch, out.logprobs, old, out.entropy)
+            offered["weights"] = kept.float() * (1.0 if offered["weights"] is None else offered["weights"])
+            metrics = {**metrics, "policy/kept_fraction": mean_metric(kept.float(), mask)}
         kl_coef = 0.0 if batch.ref_logprobs is None or self.kl_in_reward is not None else self.kl_coef
         if self.policy_loss.penalizes_kl:
             offered |= {"kl_coef": kl_coef, "kl_estimator": self.kl_estimator}
+            offered |= {"kl_clamp": self.kl_clamp} if self.kl_clamp is not None else {}
+            offered |= {"kl_importance_weight": True} if self.kl_importance_weight else {}
         parts = [self.policy_loss(out.logprobs, old, batch.advantages, mask, **offered)]
         if batch.ref_logprobs is not None and not self.policy_loss.penalizes_kl:
             reference, estimator = batch.ref_logprobs, self.kl_estimator
-            parts.append(kl_loss(out.logprobs, reference, mask, coef=kl_coef, estimator=estimator, **reduction))
-        if self.entropy_coef:
+            more = {"clamp": self.kl_clamp} | reduction
+            if self.kl_importance_weight:
+                more["importance_weight"] = policy_tokens(out.logprobs, old, batch.advantages, mask).ratio
+            parts.append(kl_loss(out.logprobs, reference, mask, coef=kl_coef, estimator=estimator, **more))
+        if bonus := self.entropy_coef + self.entropy_controller.applied:
             assert out.entropy is not None
-            parts.append(entropy_bonus(out.entropy, mask, coef=self.entropy_coef, **reduction))
+            parts.append(entropy_bonus(out.entropy, mask, coef=bonus, **reduction))
         result = sum_losses(*parts)
         if self.kl_control.target is not None:
             metrics = {**metrics, "policy/kl_coef": torch.tensor(self.kl_coef)}
@@ -349,10 +413,20 @@ class OnPolicyModule(AdvantageModule):
             "max_length": self.max_length,
         }
 
-    @staticmethod
-    def old_logprobs(batch: Experience, out: PolicyOutput) -> Tensor:
+    def old_logprobs(self, batch: Experience, out: PolicyOutput) -> Tensor:
         """(B, T-1) log-probs before the iteration, which are the policy's own in its first update."""
-        return out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        if batch.old_logprobs is not None:
+            return batch.old_logprobs
+        version = 0 if self._trainer is None else self.trainer.global_step
+        if self.proximal == "recompute" or version == self._iteration_version:
+            return out.logprobs.detach()
+        return log_linear_proximal_logprobs(
+            out.logprobs,
+            batch.rollout_logprobs,
+            batch.versions,
+            version=version,
+            proximal_version=self._iteration_version,
+        )
 
     def pretraining_loss(self) -> Tensor:
         """Cross-entropy, at temperature 1, of the text of a micro-batch, exact over the optimizer step."""
@@ -377,8 +451,12 @@ class OnPolicyModule(AdvantageModule):
         """Do nothing: ``RolloutCallback`` generates, scores and logs."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Log the metrics of the step, and skip the policy's update after early stopping."""
+        """Log the metrics of the step, skip the policy's update after early stopping, and adapt the entropy bonus."""
         super().on_before_optimizer_step(optimizer)
+        if self.entropy_control.target is not None:
+            applied = self.entropy_controller.applied
+            self.log_means({"policy/entropy_coef": torch.full((), applied, device=self.device)})
+            self.entropy_controller.update(self)
         if self.kl_early_stopping is not None:
             stopped = self.kl_early_stopping.should_stop(self)
             self.log_means({"policy/kl_early_stopped": torch.full((), float(stopped), device=self.device)})
@@ -399,6 +477,8 @@ class OnPolicyModule(AdvantageModule):
             checkpoint["kl_early_stopped"] = self.kl_early_stopping.stopped
         if kept := self.first_pass.state_dict():
             checkpoint["first_pass_logprobs"] = kept
+        checkpoint["entropy_control"] = self.entropy_controller.state_dict()
+        checkpoint["iteration_version"] = self._iteration_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue with early stopping, and with the iteration's old log-probs."""
@@ -406,3 +486,5 @@ class OnPolicyModule(AdvantageModule):
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.stopped = checkpoint.get("kl_early_stopped", False)
         self.first_pass.load_state_dict(checkpoint.get("first_pass_logprobs", {}))
+        self.entropy_controller.load_state_dict(checkpoint.get("entropy_control", [0.0, 0.0]))
+        self._iteration_version = checkpoint.get("iteration_version", 0)

@@ -1,6 +1,6 @@
 """Several epochs over an iteration (``PromptDataModule(epochs_per_iteration=...)``).
 
-Covers ``modules/on_policy/first_pass.py``.
+Covers ``modules/on_policy/update/first_pass.py``.
 """
 
 import copy
