@@ -95,7 +95,7 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "ptx_coef": Change(0.3, given={"ptx_coef": 0.1}, around={"text": True}),
     "correction": Change("tis"),
     "token_filter.top_entropy": Change(0.3),
-    "token_filter.off_policy": Change(-1.0),
+    "token_filter.off_policy": Change(0.0),
     "token_filter.rejection": Change({"level": "token", "divergence": "k2", "high": 1e-20}),
     "entropy_control.target": Change(100.0),
     "entropy_control.step": Change(0.5, given={"entropy_control.target": 100.0}),

@@ -36,7 +36,7 @@ class TokenFilter:
     def __post_init__(self) -> None:
         """Check every field."""
         check_number("TokenFilter.top_entropy", self.top_entropy, above=0, maximum=1, optional=True)
-        check_number("TokenFilter.off_policy", self.off_policy, optional=True)
+        check_number("TokenFilter.off_policy", self.off_policy, minimum=0, optional=True)
         if self.rejection is not None:
             probe = torch.zeros(1, 1)
             try:
