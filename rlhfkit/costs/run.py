@@ -128,7 +128,7 @@ PlacedRole = Literal["reference", "reward model", "teacher", "critic"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedModel:
-    """A model on GPUs of its own: frozen ones are asked group by group while samples are generated."""
+    """A model on GPUs of its own."""
 
     role: PlacedRole
     shape: ModelShape
@@ -165,6 +165,8 @@ class Run:
     teacher: ModelShape | None = None
     placed: tuple[PlacedModel, ...] = ()
     """Models that the training ranks do not hold; of each role, either here or above."""
+    asked_by_group: bool = False
+    """Whether placed frozen models are asked as soon as a group is finished, and not when all groups are."""
     engine: EngineShape | None = None
     offload_training: bool = False
     """Training states go to the host's memory while colocated engines generate."""

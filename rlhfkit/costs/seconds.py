@@ -171,10 +171,10 @@ def critic_seconds(run: Run, model: PlacedModel) -> float:
 def exposed_seconds(run: Run) -> dict[str, float]:
     """Seconds of placed models that nothing hides, by role.
 
-    Frozen models are asked as soon as a group is finished. Groups finish all through generation, so what is left at its
-    end is one forward pass of each replica, or what the model is slower than the engines. The reference's and the
-    teacher's rest, and a critic's values, are computed while the ranks compute old log-probs; a critic's updates while
-    the policy's are. Learning starts when all are there.
+    The reference and the teacher are asked for all rows when these are there, and compute while the ranks compute old
+    log-probs, and so does a critic its values; a reward model is waited for. With ``asked_by_group`` they compute while
+    others are sampled: groups finish all through generation, so what is left at its end is one forward pass of each
+    replica, or what the model is slower than the engines. A critic learns while the policy does.
     """
     if run.engine is None:
         return placed_seconds(run)
@@ -186,8 +186,10 @@ def exposed_seconds(run: Run) -> dict[str, float]:
             updates = critic_seconds(run, model)
             exposed[model.role] = max(0.0, seconds - updates - own) + max(0.0, updates - train_seconds(run))
             continue
-        last = seconds * min(1.0, run.prepare_tokens * model.replicas / run.tokens)
-        left = max(last, seconds - generation_seconds(run))
+        left = seconds
+        if run.asked_by_group:
+            last = seconds * min(1.0, run.prepare_tokens * model.replicas / run.tokens)
+            left = max(last, seconds - generation_seconds(run))
         exposed[model.role] = left if model.role == "reward model" else max(0.0, left - own)
     return exposed
 

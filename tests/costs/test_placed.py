@@ -57,20 +57,26 @@ def test_seconds_are_those_of_the_ranks_on_as_many_gpus() -> None:
 
 
 def test_engines_and_old_log_probs_hide_a_reference_and_a_slow_one_costs_the_rest() -> None:
-    fast = grpo_70b(reference=None, placed=(placed(replicas=64),), old_logprobs=True)
+    fast = grpo_70b(reference=None, placed=(placed(replicas=64),), old_logprobs=True, asked_by_group=True)
     assert exposed_seconds(fast)["reference"] == 0
     slow = dataclasses.replace(fast, placed=(placed(replicas=1, gpus=1),))
     rest = placed_seconds(slow)["reference"] - generation_seconds(slow) - prepare_seconds(slow)
     assert exposed_seconds(slow)["reference"] == pytest.approx(max(rest, 0))
     assert phase_seconds(slow)["placed_models"] == exposed_seconds(slow)["reference"]
     assert estimate_run(fast).hidden == {"reference": 1.0}
+    late = dataclasses.replace(slow, asked_by_group=False)
+    assert exposed_seconds(late)["reference"] == pytest.approx(
+        max(0, placed_seconds(late)["reference"] - prepare_seconds(late))
+    )
 
 
 def test_of_a_reward_model_the_last_groups_are_never_hidden() -> None:
-    run = grpo_70b(reward_model=None, placed=(placed("reward model", replicas=4),))
+    run = grpo_70b(reward_model=None, placed=(placed("reward model", replicas=4),), asked_by_group=True)
     last = placed_seconds(run)["reward model"] * run.prepare_tokens * 4 / run.tokens
     assert exposed_seconds(run)["reward model"] == pytest.approx(last)
     assert phase_seconds(run)["score"] == pytest.approx(run.score_seconds + last)
+    late = dataclasses.replace(run, asked_by_group=False)
+    assert exposed_seconds(late) == placed_seconds(late)
 
 
 def test_a_critic_learns_while_the_policy_does() -> None:
@@ -85,7 +91,7 @@ def test_a_critic_learns_while_the_policy_does() -> None:
 
 
 def test_sampling_ahead_takes_as_long_as_the_slowest() -> None:
-    run = grpo_70b(reference=None, placed=(placed(gpus=1),), max_staleness=1)
+    run = grpo_70b(reference=None, placed=(placed(gpus=1),), max_staleness=1, asked_by_group=True)
     assert iteration_seconds(run) == placed_seconds(run)["reference"] > generation_seconds(run)
 
 
