@@ -51,6 +51,7 @@ ENGINE = LocalEngine()
 REQUIRED: dict[str, dict[str, Any]] = {
     "SequenceParallelDDPStrategy": {"sequence_parallel_size": 2},
     "AgentEngine": {"engine": ENGINE, "agent": lambda connection, prompt: 0.0},
+    "CosineLength": {"correct": len, "max_length": 8},
     "ByColumn": {"name": "difficulty"},
     "RequestParser": {"max_samples": 4, "max_tokens": 4},
     "EpisodeEngine": {"engine": ENGINE, "environment": lambda prompt: None},
@@ -89,6 +90,17 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     (ANY, "tiled_mlp"): ((True,), "tiles of the default size"),
     ("RolloutCallback", "probe_tolerance"): ((math.inf,), "switches the probe off"),
     ("VLLMPool", "probe_tolerance"): ((math.inf,), "switches the probe off"),
+    ("CosineLength", "success_threshold"): ((-1.0,), "rewards may be negative"),
+    **{
+        ("CosineLength", name): ((-1.0,), "a reward may be negative")
+        for name in (
+            "correct_short",
+            "correct_long",
+            "wrong_short",
+            "wrong_long",
+            "at_limit",
+        )
+    },
     ("RolloutCallback", "success_threshold"): ((-1.0,), "rewards may be negative"),
     ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),
     (ANY, "entropy_coef"): ((-1.0,), "an entropy penalty"),

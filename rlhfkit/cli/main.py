@@ -23,6 +23,7 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("a checkpoint's model as a Hugging Face folder", "rlhfkit.cli.export:export"),
     "merge-adapter": ("a LoRA adapter merged into its base model", "rlhfkit.cli.merge_adapter:merge_adapter"),
     "generate": ("sample completions of prompts, as JSON lines", "rlhfkit.cli.generate:generate"),
+    "evaluate": ("sample and grade answers to a benchmark, with metrics", "rlhfkit.cli.evaluate:evaluate"),
     "score": ("add a reward to each line of completions", "rlhfkit.cli.score:score"),
     "serve-reward": ("a reward model or function over HTTP", "rlhfkit.cli.serve_reward:serve_reward"),
 }

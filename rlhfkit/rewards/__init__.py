@@ -8,10 +8,13 @@ Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.
 """
 
 from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
+from rlhfkit.rewards.benchmarks import benchmark_metrics
 from rlhfkit.rewards.composition import WeightedSum
 from rlhfkit.rewards.episode import EpisodeReward, OnLastTurn
+from rlhfkit.rewards.formats import ReasoningFormat, TagCount
 from rlhfkit.rewards.judges.chat import ChatJudge
 from rlhfkit.rewards.judges.pairwise import PairwiseReward
+from rlhfkit.rewards.lengths import CosineLength, RepetitionPenalty
 from rlhfkit.rewards.math import MathMatch, math_match
 from rlhfkit.rewards.models import ModelReward, ProcessModelReward
 from rlhfkit.rewards.programs.execution import CodeExecution
@@ -23,6 +26,7 @@ from rlhfkit.rewards.workers import WorkerReward
 __all__ = [
     "ChatJudge",
     "CodeExecution",
+    "CosineLength",
     "EpisodeReward",
     "ExactMatch",
     "FormatReward",
@@ -32,11 +36,15 @@ __all__ = [
     "OnLastTurn",
     "PairwiseReward",
     "ProcessModelReward",
+    "ReasoningFormat",
     "RemoteReward",
+    "RepetitionPenalty",
     "Reward",
     "SandboxedReward",
+    "TagCount",
     "WeightedSum",
     "WorkerReward",
+    "benchmark_metrics",
     "evaluate",
     "exact_match",
     "math_match",

@@ -48,8 +48,8 @@ _CANCEL_SECONDS = 5.0  # for a cancelled async reward to return
 class Reward(Protocol):
     """A callable that scores samples.
 
-    A class may also implement :class:`NamedReward`, :class:`RewardWithMetrics`, :class:`CompositeReward` or
-    :class:`TimeBoundedReward`.
+    A class may also implement :class:`NamedReward`, :class:`RewardWithMetrics`, :class:`RewardWithProgress`,
+    :class:`CompositeReward` or :class:`TimeBoundedReward`.
 
     Example::
 
@@ -91,6 +91,20 @@ class CompositeReward(Protocol):
 
     def part_names(self) -> Sequence[str] | None:
         """Names of the parts; ``None`` if they are not known before the first call."""
+        ...
+
+
+@runtime_checkable
+class RewardWithProgress(Protocol):
+    """A reward that depends on how far training is, for example a weight that grows."""
+
+    def set_progress(self, *, step: int, epoch: int) -> None:
+        """Called in the trainer's process before samples are scored.
+
+        Args:
+            step: Optimizer steps so far (``trainer.global_step``).
+            epoch: Iterations so far (``trainer.current_epoch``).
+        """
         ...
 
 
@@ -149,6 +163,12 @@ def part_names(reward: Any) -> list[str] | None:
 def reward_metrics(reward: Reward) -> dict[str, float]:
     """Return a reward's metrics since the last call; empty if it has no method ``metrics()``."""
     return dict(reward.metrics()) if isinstance(reward, RewardWithMetrics) and callable(reward.metrics) else {}
+
+
+def tell_progress(reward: Any, *, step: int, epoch: int) -> None:
+    """Tell a reward that is a :class:`RewardWithProgress` how far training is."""
+    if isinstance(reward, RewardWithProgress):
+        reward.set_progress(step=step, epoch=epoch)
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

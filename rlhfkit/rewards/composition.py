@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_metrics
+from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_metrics, tell_progress
 from rlhfkit.validation import check_number
 
 Normalization = Callable[[Tensor, Tensor], Tensor]
@@ -93,6 +93,11 @@ class WeightedSum:
     def metrics(self) -> dict[str, float]:
         """Metrics of all parts, see :func:`~rlhfkit.rewards.base.reward_metrics`."""
         return {name: value for reward in self.rewards.values() for name, value in reward_metrics(reward).items()}
+
+    def set_progress(self, *, step: int, epoch: int) -> None:
+        """Tell all parts how far training is, see :class:`~rlhfkit.rewards.base.RewardWithProgress`."""
+        for reward in self.rewards.values():
+            tell_progress(reward, step=step, epoch=epoch)
 
     def _normalized(self, name: str, column: list[float | None], samples: Sequence[Sample]) -> list[float | None]:
         """Normalise a part's values for prompts with several samples; missing values stay missing."""

@@ -18,7 +18,7 @@ from rlhfkit.data.sample_texts import decode_together
 from rlhfkit.data.types import GREEDY_REWARD, Experience, Prompt, Sample
 from rlhfkit.protocols import needs_greedy_rewards, policy_of, prompts_of
 from rlhfkit.rank_store import RankLog, rank_store
-from rlhfkit.rewards.base import Reward, part_names, score_samples
+from rlhfkit.rewards.base import Reward, part_names, score_samples, tell_progress
 from rlhfkit.rollout.collector import (
     BatchedGroupStream,
     CollectedGroups,
@@ -243,6 +243,7 @@ class GroupCollector:
                     sample.reward = 0.0
                 return
             with self.timing.record("score", iteration):
+                rank_log.call(lambda: tell_progress(reward, step=trainer.global_step, epoch=trainer.current_epoch))
                 rank_log.call(lambda: score_samples(reward, samples))
         if policy_of(trainer).scores_samples and any("model" in sample.reward_parts for sample in samples):
             raise ValueError(

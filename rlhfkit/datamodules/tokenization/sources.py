@@ -187,7 +187,7 @@ def _table(rows: list[dict[str, Any]]) -> "Dataset":
         raise ValueError(f"the given rows make no table: {error}") from error
 
 
-def check_columns(rows: "Dataset", source: Any, **columns: str | None) -> None:
+def check_columns(rows: "Dataset", source: Any, /, **columns: str | None) -> None:
     """Raise ValueError unless the named columns exist without missing values, and there are none of images.
 
     ``columns`` maps the argument in which a column was given to the column; ``None``: not used.

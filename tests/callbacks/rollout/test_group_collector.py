@@ -154,3 +154,26 @@ def test_scores_that_nothing_is_chosen_by_may_come_after_sampling_ahead(tmp_path
     assert [sample.reward for sample in rollouts.samples] == pytest.approx(
         ModelReward(folder)(rollouts.samples), abs=1e-5
     )
+
+
+class Curriculum:
+    """A reward that notes how far training is whenever it scores."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.now = (-1, -1)
+
+    def set_progress(self, *, step: int, epoch: int) -> None:
+        self.now = (step, epoch)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        self.seen.append(self.now)
+        return digits(samples)
+
+
+def test_a_reward_is_told_how_far_training_is(tmp_path: Path) -> None:
+    reward = Curriculum()
+    rollouts = RolloutCallback(WeightedSum(digits=reward), sampling=SAMPLING)
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2)
+    trainer.fit(module, data)
+    assert sorted({*reward.seen}) == [(0, 0), (2, 1)], "two updates in each iteration"

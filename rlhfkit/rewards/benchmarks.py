@@ -1,0 +1,163 @@
+"""What graded samples of a benchmark say: avg@k, pass@k, best@k, maj@k, with the error of the mean, by source."""
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+DRAWS = 1000
+"""Subsets of k samples that maj@k is a mean over, where there are more (verl draws as many)."""
+
+
+@dataclass(frozen=True)
+class GradedSample:
+    """One graded completion of a question."""
+
+    question: int | str
+    """Which question it answers."""
+    reward: float | None
+    """``None``: it could not be graded, which counts as 0."""
+    vote: str | None = None
+    """Its answer in the form in which answers are counted; ``None``: it has none."""
+    source: str | None = None
+    """The part of the benchmark that the question belongs to."""
+
+
+def voted_answer(text: str) -> str | None:
+    r"""Return the final answer of a text for majority votes; ``None`` if it has none.
+
+    The content of the last ``\boxed{...}``, else what follows the last ``####``, else the last number, without
+    thousands separators, else the whole text if it is one line.
+    """
+    start = text.rfind("\\boxed{")
+    if start >= 0:
+        depth = 0
+        for place in range(start + len("\\boxed"), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[start + len("\\boxed{") : place].strip()
+        return None
+    if "####" in text:
+        return text.rsplit("####", 1)[1].strip().replace(",", "") or None
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    if numbers:
+        return str(numbers[-1]).replace(",", "")
+    whole = text.strip()
+    return whole if whole and "\n" not in whole else None
+
+
+def pass_at_k(rewards: Sequence[float], k: int, *, success_threshold: float = 1.0) -> float:
+    """Probability that one of k of these samples is correct: ``1 - C(n-c, k) / C(n, k)`` (arXiv:2107.03374)."""
+    n, correct = len(rewards), sum(reward >= success_threshold for reward in rewards)
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """Expected largest reward of k of these samples, drawn without replacement.
+
+    ``Σ_i r_(i) C(i-1, k-1) / C(n, k)`` over the rewards in ascending order.
+    """
+    ordered = sorted(rewards)
+    return math.fsum(r * math.comb(i, k - 1) for i, r in enumerate(ordered)) / math.comb(len(ordered), k)
+
+
+def majority_at_k(votes: Sequence[str | None], rewards: Sequence[float], k: int) -> float:
+    """Expected reward of the most frequent answer of k of these samples (self-consistency: arXiv:2203.11171).
+
+    Over all subsets of k samples, or :data:`DRAWS` random ones if there are more, the same in every call. Samples
+    without an answer do not vote; equally frequent answers count equally; without any vote it is 0.
+    """
+    n = len(votes)
+    if math.comb(n, k) <= DRAWS:
+        subsets = _combinations(n, k)
+    else:
+        draw = random.Random(0)
+        subsets = [draw.sample(range(n), k) for _ in range(DRAWS)]
+    return fmean(_majority([(votes[i], rewards[i]) for i in subset]) for subset in subsets)
+
+
+def _combinations(n: int, k: int) -> list[list[int]]:
+    from itertools import combinations
+
+    return [list(one) for one in combinations(range(n), k)]
+
+
+def _majority(answers: Sequence[tuple[str | None, float]]) -> float:
+    counts = Counter(vote for vote, _ in answers if vote is not None)
+    if not counts:
+        return 0.0
+    most = max(counts.values())
+    winners = [vote for vote, count in counts.items() if count == most]
+    return fmean(fmean(reward for vote, reward in answers if vote == winner) for winner in winners)
+
+
+def benchmark_metrics(samples: Sequence[GradedSample], *, success_threshold: float = 1.0) -> dict[str, float]:
+    """Metrics of graded samples, each a mean over questions.
+
+    With n samples of each question: ``avg@n``, the mean reward, and ``stderr``, the standard error of that mean over
+    questions (0 for one); ``pass@k`` and ``best@k`` for k = 1, 2, 4, ... up to n, and n; ``maj@k`` if samples have
+    votes; ``questions``, ``samples``, ``ungraded``. Questions with more samples than others use all of theirs.
+
+    Raises:
+        ValueError: If there are no samples.
+    """
+    if not samples:
+        raise ValueError("there are no samples to evaluate")
+    groups: dict[int | str, list[GradedSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.question, []).append(sample)
+    rewards = [[one.reward or 0.0 for one in group] for group in groups.values()]
+    votes = [[one.vote for one in group] for group in groups.values()]
+    size = min(map(len, rewards))
+    means = [fmean(group) for group in rewards]
+    metrics = {
+        "questions": float(len(groups)),
+        "samples": float(len(samples)),
+        "ungraded": float(sum(one.reward is None for one in samples)),
+        f"avg@{size}": fmean(means),
+        "stderr": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0,
+    }
+    sizes = sorted({2**power for power in range(size.bit_length()) if 2**power <= size} | {size})
+    for k in sizes:
+        metrics[f"pass@{k}"] = fmean(pass_at_k(group, k, success_threshold=success_threshold) for group in rewards)
+    for k in sizes:
+        metrics[f"best@{k}"] = fmean(best_at_k(group, k) for group in rewards)
+    if any(one.vote is not None for one in samples):
+        for k in sizes:
+            pairs = zip(votes, rewards, strict=True)
+            metrics[f"maj@{k}"] = fmean(majority_at_k(group, values, k) for group, values in pairs)
+    return metrics
+
+
+def metrics_by_source(
+    samples: Sequence[GradedSample], *, success_threshold: float = 1.0
+) -> dict[str, dict[str, float]]:
+    """:func:`benchmark_metrics` of all samples, as ``all``, and of each source, if there are several."""
+    found = {"all": benchmark_metrics(samples, success_threshold=success_threshold)}
+    sources = sorted({one.source for one in samples if one.source is not None})
+    for source in sources if len(sources) > 1 else []:
+        chosen = [one for one in samples if one.source == source]
+        found[source] = benchmark_metrics(chosen, success_threshold=success_threshold)
+    return found
+
+
+def metrics_table(metrics: dict[str, dict[str, float]]) -> str:
+    """Write metrics by source as a Markdown table; ``avg`` with its standard error."""
+    names = list(dict.fromkeys(name for one in metrics.values() for name in one if name != "stderr"))
+    lines = [["source", *names]]
+    for source, one in metrics.items():
+        cells = []
+        for name in names:
+            value = one.get(name)
+            if value is None:
+                cells.append("")
+            elif name in ("questions", "samples", "ungraded"):
+                cells.append(str(int(value)))
+            else:
+                cells.append(f"{value:.3f}" + (f" ± {one['stderr']:.3f}" if name.startswith("avg@") else ""))
+        lines.append([source, *cells])
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
