@@ -1,12 +1,13 @@
 """``rlhfkit evaluate``: the files it writes, from a model and from completions that are there."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tiny_models import tiny_model
 
-from rlhfkit import SamplingSpec
+from rlhfkit import Sample, SamplingSpec
 from rlhfkit.cli.evaluate import evaluate
 from rlhfkit.cli.main import main
 from rlhfkit.data.recipes import read_lines
@@ -16,19 +17,25 @@ from rlhfkit.rewards.benchmarks import GradedSample, metrics_by_source
 ROWS = [{"question": f"{i}+1=", "answer": str(i + 1), "level": "hard" if i % 2 else "easy"} for i in range(6)]
 
 
+def two_tokens(samples: Sequence[Sample]) -> list[float]:
+    """1 for an answer of more than one token."""
+    return [float(sample.num_tokens > 1) for sample in samples]
+
+
 def test_a_model_is_sampled_graded_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(tiny_model(tmp_path / "model"))
-    options = {"grader": exact_match, "prompt": "question", "source": "level", "progress": False}
-    sampling = SamplingSpec(group_size=4, max_new_tokens=2)
+    options = {"grader": two_tokens, "prompt": "question", "source": "level", "progress": False}
+    sampling = SamplingSpec(group_size=4, max_new_tokens=2, stop_token_ids=tuple(range(64)))
     folder = evaluate(ROWS, tmp_path / "run", model=model, sampling=sampling, **options)
     graded = read_lines(folder / "graded.jsonl")
     assert [line["index"] for line in graded] == [i for i in range(6) for _ in range(4)]
-    assert all(line["reward"] == (line["completion"].strip() == line["answer"]) for line in graded)
+    assert all(line["reward"] == float(len(line["completion_ids"]) > 1) for line in graded)
+    assert {line["reward"] for line in graded} == {0.0, 1.0}
     metrics = {line.pop("source"): line for line in read_lines(folder / "metrics.jsonl")}
     assert list(metrics) == ["all", "easy", "hard"]
     assert metrics["all"]["questions"] == 6
     assert metrics["all"]["avg@4"] == pytest.approx(sum(line["reward"] for line in graded) / 24)
-    assert capsys.readouterr().out == (folder / "metrics.md").read_text()
+    assert capsys.readouterr().out.endswith((folder / "metrics.md").read_text())
     before = (folder / "graded.jsonl").read_text()
     evaluate(ROWS, tmp_path / "run", model=model, sampling=sampling, **options)  # nothing is left to do
     assert (folder / "graded.jsonl").read_text() == before
