@@ -24,7 +24,7 @@ PAGE = Path(__file__).with_name("losses.md")
 ORDER = ("policy.ppo", "policy.grpo", "policy.sequence", "policy.reinforce", "policy.trust_region", "policy.entropy")
 ORDER += ("importance_sampling", "kl", "value", "advantages.group", "advantages.gae", "advantages.rewards")
 ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free")
-ORDER += ("preference.variants", "preference.kto", "preference.pairs", "preference.reward_model")
+ORDER += ("preference.variants", "preference.kto", "preference.bco", "preference.pairs", "preference.reward_model")
 ORDER += ("fused_head.logprobs", "fused_head.single_pass", "policy.base", "aggregation", "metrics")
 OMITTED_ARGUMENTS = {"denominator", "mask", "max_length"}
 

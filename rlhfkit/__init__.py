@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rlhfkit.losses import LossOutput
     from rlhfkit.models import LoRA, PolicyOutput, ScalarModel
     from rlhfkit.modules import (
+        BCOModule,
         CPOModule,
         DFTModule,
         DistillationModule,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         OnPolicyDistillationModule,
         OnPolicyModule,
         ORPOModule,
+        PairedKTOModule,
         PolicyModule,
         PPOModule,
         PreferenceModule,
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AgentEngine": "episodes",
+    "BCOModule": "modules",
     "CPOModule": "modules",
     "DFTModule": "modules",
     "DPOModule": "modules",
@@ -102,6 +105,7 @@ _HOMES = {
     "OnPolicyModule": "modules",
     "OnlineDPOModule": "modules",
     "PPOModule": "modules",
+    "PairedKTOModule": "modules",
     "PolicyModule": "modules",
     "PolicyOutput": "models",
     "PreferenceDataModule": "datamodules",
@@ -145,6 +149,7 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 __all__ = [
     "EMA",
     "AgentEngine",
+    "BCOModule",
     "CPOModule",
     "DFTModule",
     "DPOModule",
@@ -171,6 +176,7 @@ __all__ = [
     "OnPolicyModule",
     "OnlineDPOModule",
     "PPOModule",
+    "PairedKTOModule",
     "Placement",
     "PolicyModule",
     "PolicyOutput",

@@ -99,6 +99,7 @@ from rlhfkit.losses.policy.trust_region import (
     kl_cov_loss,
     log_linear_proximal_logprobs,
 )
+from rlhfkit.losses.preference.bco import bco_loss, density_ratio_weights
 from rlhfkit.losses.preference.dpo import dpo_loss
 from rlhfkit.losses.preference.kto import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss
 from rlhfkit.losses.preference.pairs import best_and_worst, pair_partners, rejected_values
@@ -135,6 +136,7 @@ __all__ = [
     "SinglePassOutput",
     "aggregate",
     "alphapo_loss",
+    "bco_loss",
     "best_and_worst",
     "best_of_group_advantages",
     "bnpo_loss",
@@ -147,6 +149,7 @@ __all__ = [
     "cross_entropy_loss",
     "dapo_loss",
     "decoupled_ppo_loss",
+    "density_ratio_weights",
     "dft_loss",
     "discounted_returns",
     "distillation_loss",

@@ -17,8 +17,10 @@ from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.modules.on_policy.update.entropy_control import EntropyControl
 from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
 from rlhfkit.modules.preference.base import PreferenceModule
+from rlhfkit.modules.preference.bco import BCOModule
 from rlhfkit.modules.preference.dpo import DPOModule
 from rlhfkit.modules.preference.kto import KTOModule
+from rlhfkit.modules.preference.kto_paired import PairedKTOModule
 from rlhfkit.modules.preference.reference import ReferenceModule
 from rlhfkit.modules.preference.reference_free import CPOModule, ORPOModule, SimPOModule
 from rlhfkit.modules.reward.base import ScalarModule
@@ -28,6 +30,7 @@ from rlhfkit.modules.supervised.distillation import DistillationModule
 from rlhfkit.modules.supervised.sft import DFTModule, SFTModule
 
 __all__ = [
+    "BCOModule",
     "CPOModule",
     "DFTModule",
     "DPOModule",
@@ -41,6 +44,7 @@ __all__ = [
     "OnPolicyModule",
     "OnlineDPOModule",
     "PPOModule",
+    "PairedKTOModule",
     "PolicyModule",
     "PreferenceModule",
     "ProcessRewardModule",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import rlhfkit.modules
 from rlhfkit import (
+    BCOModule,
     CPOModule,
     DFTModule,
     DistillationModule,
@@ -21,6 +22,7 @@ from rlhfkit import (
     OnlineDPOModule,
     OnPolicyDistillationModule,
     ORPOModule,
+    PairedKTOModule,
     PPOModule,
     ProcessRewardModule,
     RewardModule,
@@ -29,6 +31,7 @@ from rlhfkit import (
     SimPOModule,
 )
 from rlhfkit.modules.on_policy.online_dpo import OF_POLICY_LOSSES
+from rlhfkit.modules.preference.kto_paired import OF_DPO_LOSSES
 
 from . import learning
 from .table import Change, Rows, Unseen, arguments_of, ignored
@@ -132,6 +135,7 @@ def rewarded(row: Change | Unseen) -> Change:
     return dataclasses.replace(row, given={**row.given, "reward_coef": 0.5})
 
 
+AS_KTO = Unseen("handed to the class that it is derived from, which does with it what it does there")
 AS_GRPO = Unseen("handed to OnPolicyModule, which does with it what it does for GRPOModule")
 JSD: dict[str, Any] = {"divergence": "jsd"}
 IN_LOSS: dict[str, Any] = {"kl_in_reward": False}
@@ -189,6 +193,32 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "desirable_weight": Change(2.0),
             "undesirable_weight": Change(2.0),
             "loss_type": Change("apo_zero_unpaired"),
+        },
+    ),
+    BCOModule: (
+        "unpaired",
+        dict.fromkeys(POLICY | REFERENCE, AS_KTO)
+        | {
+            "beta": Change(0.7),
+            "desirable_weight": Change(2.0),
+            "undesirable_weight": Change(2.0),
+            "shift_decay": Change(0.2),
+            "match_prompts": Change(True),
+            "ref_model": Change("@other"),
+            "precompute_ref_log_probs": Change(True),
+            "loss_type": Change("kto", refused=True),
+        },
+    ),
+    PairedKTOModule: (
+        "pairs",
+        dict.fromkeys(POLICY | REFERENCE, AS_KTO)
+        | {name: Change(0.3, refused=True) for name in OF_DPO_LOSSES}
+        | {
+            "beta": Change(0.7),
+            "desirable_weight": Change(2.0),
+            "undesirable_weight": Change(2.0),
+            "ref_model": Change("@other"),
+            "ld_alpha": Change(0.1),
         },
     ),
     RewardModule: ("pairs", SCALAR | {"centering": Change(0.5), "label_smoothing": Change(0.2)}),

@@ -30,6 +30,8 @@ class UnpairedExample:
     """The same prompt with the completion of another; ``None`` where the data has only one prompt."""
     ref_logprobs: tuple[float, float] | None = None
     """Summed log-probs of both completions under the reference model, if computed already."""
+    weight: float | None = None
+    """Weight of the answer in the loss, if computed already."""
 
 
 class UnpairedExamples:
@@ -64,6 +66,8 @@ class UnpairedExamples:
             prompts.append(tuple(example.input_ids[: _prompt_length(example)]))
         self.ref_logprobs: Tensor | None = None
         """(N, 2) summed log-probs of each completion and of its mismatched one, once they are computed."""
+        self.weights: Tensor | None = None
+        """(N,) weights of the answers in the loss, once they are computed."""
         self.partners = rows_of_other_prompts(prompts, seed=seed)
         """Row whose completion makes the mismatched pair; ``None`` where the data has only one prompt."""
 
@@ -76,10 +80,16 @@ class UnpairedExamples:
         answer, mismatched = self.answers[index], None
         if self.partners is not None:
             mismatched = _exchanged(answer, self.answers[self.partners[index]], self.max_length)
+        weight = None if self.weights is None else float(self.weights[index])
         if self.ref_logprobs is None:
-            return UnpairedExample(answer, self.desirable[index], mismatched)
+            return UnpairedExample(answer, self.desirable[index], mismatched, weight=weight)
         own, other = self.ref_logprobs[index].tolist()
-        return UnpairedExample(answer, self.desirable[index], mismatched, (own, other))
+        return UnpairedExample(answer, self.desirable[index], mismatched, (own, other), weight)
+
+    def prompt(self, index: int) -> list[int]:
+        """Token ids of the prompt of one answer."""
+        answer: TokenExample = self.answers[index]
+        return answer.input_ids[: _prompt_length(answer)]
 
 
 def _prompt_length(example: TokenExample) -> int:
@@ -122,6 +132,8 @@ class UnpairedBatch(ReferencedBatch):
 
     desirable: Tensor = row_field()
     """(B,) bool."""
+    weights: Tensor | None = row_field(None)
+    """(B,) float32, weights of the answers in the loss; ``None``: 1."""
     mismatched: tuple[ReferencedBatch, ...] = ()
     """Mismatched pairs of each micro-batch of the step on this rank; empty in all but the first."""
 
@@ -142,10 +154,12 @@ def collate_unpaired(examples: Sequence[UnpairedExample], totals: StepTotals | N
         ValueError: If there is no example.
     """
     answers = collate_tokens([example.answer for example in examples], totals)
+    weights = [example.weight for example in examples]
     return UnpairedBatch(
         **answers.state_dict(),
         ref_logprobs=_ref_logprobs(examples, 0),
         desirable=torch.tensor([example.desirable for example in examples], dtype=torch.bool),
+        weights=None if None in weights else torch.tensor(weights, dtype=torch.float32),
     )
 
 

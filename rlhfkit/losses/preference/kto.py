@@ -131,7 +131,7 @@ def kto_loss(
     sign = torch.where(wanted, scalar_like(1.0, logratio), scalar_like(-1.0, logratio))
     weight = torch.where(wanted, scalar_like(desirable_weight, logratio), scalar_like(undesirable_weight, logratio))
     losses = weight * torch.sigmoid(-sign * beta * (logratio - anchor))  # 1 - σ(x) = σ(-x)
-    metrics = _metrics(beta * logratio.detach(), policy.detach(), wanted & keep, ~wanted & keep)
+    metrics = class_metrics(beta * logratio.detach(), policy.detach(), wanted & keep, ~wanted & keep)
     if kl is not None:
         metrics["kl"] = anchor
     return LossOutput(aggregate(losses, keep, denominator=denominator), metrics)
@@ -185,7 +185,7 @@ def kto_paired_loss(
     losses = losses + undesirable_weight * torch.sigmoid(beta * (rejected_ratio - chosen_kl))
     rewards = beta * torch.cat([chosen_ratio, rejected_ratio]).detach()
     is_chosen, is_rejected = torch.cat([keep, keep & ~keep]), torch.cat([keep & ~keep, keep])
-    metrics = _metrics(rewards, torch.cat([policy_chosen, policy_rejected]).detach(), is_chosen, is_rejected)
+    metrics = class_metrics(rewards, torch.cat([policy_chosen, policy_rejected]).detach(), is_chosen, is_rejected)
     correct = (chosen_ratio > rejected_ratio).to(chosen_ratio.dtype)
     metrics |= {"rewards/accuracies": masked_mean(correct, keep), "kl/chosen": chosen_kl, "kl/rejected": rejected_kl}
     return LossOutput(0.5 * aggregate(losses, keep, denominator=denominator), metrics)
@@ -203,7 +203,8 @@ def _check_arguments(logprobs: Tensor, beta: float, desirable_weight: float, und
         raise ValueError(f"weights must not be negative, got {desirable_weight} and {undesirable_weight}")
 
 
-def _metrics(rewards: Tensor, logprobs: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+def class_metrics(rewards: Tensor, logprobs: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Means and counts of both classes, whose masks are ``chosen`` and ``rejected``; all (B,), detached."""
     chosen_reward, rejected_reward = masked_mean(rewards, chosen), masked_mean(rewards, rejected)
     return {
         "rewards/chosen": chosen_reward,

@@ -21,7 +21,7 @@ from rlhfkit.losses import (
 from rlhfkit.losses.preference.dpo import LossTypes
 from rlhfkit.losses.preference.variants import SORTS_THE_BATCH, Divergence
 from rlhfkit.models import LoRA, PolicyOutput
-from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
+from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.optimizers.schedules import Schedule
@@ -116,7 +116,9 @@ class OnlineDPOModule(OnPolicyModule):
         lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_without_effect({name: name in kwargs for name in OF_POLICY_LOSSES}, "a loss of pairs, which has a beta")
+        refused = [f"{name}={kwargs[name]!r}" for name in OF_POLICY_LOSSES if name in kwargs]
+        if refused:
+            raise ValueError(f"{', '.join(refused)} has no effect on a loss of pairs, which has a beta: leave it out")
         check_number("beta", beta, above=0)
         super().__init__(
             model,
@@ -133,16 +135,18 @@ class OnlineDPOModule(OnPolicyModule):
             **kwargs,
         )
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
+        check_number("divergence_alpha", divergence_alpha)
+        check_number("discopop_temperature", discopop_temperature, above=0)
         check_number("nll_coef", nll_coef, minimum=0)
         mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
         self.loss_types = {
             resolve_function(name, "loss_type") if isinstance(name, str) and "." in name else name: float(weight)
             for name, weight in mixture.items()
         }
-        refused = {"sft", *SORTS_THE_BATCH}.intersection(self.loss_types)
-        if refused:
+        unfit = {"sft", *SORTS_THE_BATCH}.intersection(self.loss_types)
+        if unfit:
             raise ValueError(
-                f"loss_type {sorted(map(str, refused))} depends on how many pairs a micro-batch or a step has, and "
+                f"loss_type {sorted(map(str, unfit))} depends on how many pairs a micro-batch or a step has, and "
                 "prompts whose answers are equally good have none: take another one, nll_coef in place of 'sft'"
             )
         if self.reward_processing.normalize:

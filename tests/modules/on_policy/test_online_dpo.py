@@ -124,8 +124,8 @@ def test_it_learns_from_a_judge_of_pairs(tmp_path: Path) -> None:
 
 def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
     for arguments, message in (
-        ({"kl_coef": 0.1}, "kl_coef would have no effect"),
-        ({"correction": "tis"}, "correction would have no effect"),
+        ({"kl_coef": 0.1}, "kl_coef=0.1 has no effect"),
+        ({"correction": "tis"}, "correction='tis' has no effect"),
         ({"loss_type": "aot"}, "equally good"),
         ({"loss_type": {"sigmoid": 1.0, "sft": 0.1}}, "nll_coef"),
         ({"loss_type": "sigmoidal"}, "loss_type must be"),
