@@ -112,6 +112,7 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     (ANY, "stop_properly_coef"): ((-1.0,), "a fraction of the reward, negative where truncation is to be punished"),
     ("SimPOModule", "alpha"): ((-1.0,), "AlphaPO's exponent has either sign"),
     ("DPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
+    ("OnlineDPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
 }
 """(class, argument): values that are taken, and why."""
 
