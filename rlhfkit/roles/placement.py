@@ -112,7 +112,7 @@ class Placement:
         """
         if self._reserved is not None or not _is_first_process():
             return
-        gpus = self._start_ray()
+        gpus = self._start_ray() if self._needs_ray() else self._uses_gpus(bool(visible_gpus()))
         own = {name: one.own for name, one in self.requests.roles.items() if one.own is not None}
         self._each = {name: default_resources(role, gpus) for name, role in own.items()}
         if self.launcher == "ray":
@@ -127,6 +127,11 @@ class Placement:
         from rich.console import Console
 
         Console().print(self.table(), highlight=False)
+
+    def _needs_ray(self) -> bool:
+        """Whether Ray places any role: not if all are with ranks that it does not start."""
+        own = [name for name, one in self.requests.roles.items() if one.own is not None]
+        return self.launcher == "ray" or own != ["trainer"]
 
     def _start_ray(self) -> bool:
         """Join or start Ray, without the GPUs of ranks that it does not start; returns whether GPUs are used."""
@@ -210,21 +215,34 @@ class Placement:
         resources = self._reserved.reserved["trainer"]
         return {"launcher": "ray", "num_nodes": self._num_nodes, "resources_per_rank": resources}
 
-    def reference(self, model: str, **arguments: Any) -> ModelPool | str:
-        """For ``reference=`` of a module: a :class:`~rlhfkit.ModelPool`, or the model's name for a child.
+    def reference(self, model: str, **arguments: Any) -> ModelPool | None:
+        """For ``reference=`` of a module.
 
         Args:
             model: Folder or hub name.
             **arguments: Others of the pool.
+
+        Returns:
+            A :class:`~rlhfkit.ModelPool`; ``None`` with the trainer: the module makes a child of the model that it
+            starts from.
         """
-        return self._frozen("reference", model, arguments)
+        found = self._frozen("reference", model, arguments)
+        return found if isinstance(found, ModelPool) else None
 
     def reward(self, model: str, **arguments: Any) -> ModelPool | str:
-        """For ``reward_model=`` of a module, see :meth:`reference`."""
+        """For ``reward_model=`` of a module.
+
+        Args:
+            model: Folder or hub name.
+            **arguments: Others of the pool.
+
+        Returns:
+            A :class:`~rlhfkit.ModelPool`; with the trainer the model's name, for a child.
+        """
         return self._frozen("reward", model, arguments)
 
     def teacher(self, model: str, **arguments: Any) -> ModelPool | str:
-        """For ``teacher=`` of a module, see :meth:`reference`."""
+        """For ``teacher=`` of a module, see :meth:`reward`."""
         return self._frozen("teacher", model, arguments)
 
     def critic(self, model: str) -> str:

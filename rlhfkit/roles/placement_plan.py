@@ -92,7 +92,8 @@ class ReservedPlan:
             for request in requests.roles.values()
             if request.own is not None and (request.role != "trainer" or trainer_machines is not None)
         ]
-        check_totals(placed, each, cluster_machines())
+        if placed:
+            check_totals(placed, each, cluster_machines())
         try:
             for request in sorted(placed, key=lambda one: _order(one, each[one.role])):
                 self._reserve(request, each[request.role], trainer_machines, timeout)

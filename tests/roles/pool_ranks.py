@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rl_runs import PlainGRPO, setup_run, weights
 
-from rlhfkit.roles import ModelPool
+from rlhfkit.roles import Placement
 
 
 def train(folder: Path) -> dict[str, Any]:
@@ -18,7 +18,8 @@ def train(folder: Path) -> dict[str, Any]:
     for elsewhere in (False, True):
         arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1}
         if elsewhere:  # replicas read rank 0's folder
-            arguments["reference"] = ModelPool(str(own / "model"), num_replicas=2, start_timeout=100.0)
+            placement = Placement(trainer=2, reference=2)  # rank 0 plans
+            arguments["reference"] = placement.reference(str(own / "model"), start_timeout=100.0)
         trainer, module, data, _ = setup_run(
             own,
             module=PlainGRPO,
