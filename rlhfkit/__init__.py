@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         local_rows,
         presets,
     )
-    from rlhfkit.roles import ModelPool, Placement, RoleResources
+    from rlhfkit.roles import ModelPool, Placement, RoleResources, ServedModel
     from rlhfkit.rollout import (
         DynamicSampling,
         HealthPolicy,
@@ -130,6 +130,7 @@ _HOMES = {
     "SampleTable": "callbacks",
     "SamplingSpec": "rollout",
     "ScalarModel": "models",
+    "ServedModel": "roles",
     "SimPOModule": "modules",
     "Step": "episodes",
     "StepwiseDataModule": "datamodules",
@@ -201,6 +202,7 @@ __all__ = [
     "SampleTable",
     "SamplingSpec",
     "ScalarModel",
+    "ServedModel",
     "SimPOModule",
     "Step",
     "StepwiseDataModule",

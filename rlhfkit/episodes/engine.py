@@ -11,6 +11,8 @@ from rlhfkit.episodes.environment import Environment
 from rlhfkit.episodes.episode import Episode, EpisodeLimits
 from rlhfkit.episodes.observations import ObservationTokenizer
 from rlhfkit.episodes.sampler import TurnSampler
+from rlhfkit.episodes.tool_calls.call import ToolCallParser
+from rlhfkit.episodes.tools import ToolEnvironmentFactory
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.validation import check_number
 
@@ -51,6 +53,9 @@ class EpisodeEngine(EpisodeEngineBase):
         environment: Environment class, or a function without arguments that creates one; called once per episode.
         tools: Python functions that the policy may call, instead of an environment; see
             :class:`~rlhfkit.episodes.tools.ToolEnvironment`.
+        tool_call_parser: How the policy writes calls of ``tools``: ``hermes``, ``llama3_json``, ``mistral``,
+            ``deepseek``, ``qwen_xml``, ``pythonic``, or a function; ``None``: as the model's chat template shows,
+            ``hermes`` if it shows none.
         max_turns: Turns of the policy per episode.
         max_episode_tokens: Prompt, actions and observations together; ``None``: the model's context.
         episode_timeout: Time limit of an episode in seconds, generation included.
@@ -72,6 +77,7 @@ class EpisodeEngine(EpisodeEngineBase):
         environment: Callable[[], Environment] | None = None,
         *,
         tools: Sequence[Callable[..., Any]] = (),
+        tool_call_parser: str | ToolCallParser | None = None,
         max_turns: int = 8,
         max_episode_tokens: int | None = None,
         episode_timeout: float = 1800.0,
@@ -92,7 +98,7 @@ class EpisodeEngine(EpisodeEngineBase):
             parallel_calls=parallel_calls,
             on_error=on_error,
         )
-        self.environment = _environment(environment, tools)
+        self.environment = _environment(environment, tools, tool_call_parser)
         self.environment_timeout = environment_timeout
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._observations: ObservationTokenizer | None = None
@@ -107,6 +113,8 @@ class EpisodeEngine(EpisodeEngineBase):
 
             tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
             self._observations = ObservationTokenizer(tokenizer, self.chat_template_kwargs)
+            if isinstance(self.environment, ToolEnvironmentFactory):
+                self.environment.use_template_of(tokenizer)
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""
@@ -132,19 +140,22 @@ class EpisodeEngine(EpisodeEngineBase):
         )
 
 
-def _environment(environment: Any, tools: Sequence[Callable[..., Any]]) -> Callable[[], Environment]:
+def _environment(
+    environment: Any, tools: Sequence[Callable[..., Any]], parser: str | ToolCallParser | None
+) -> Callable[[], Environment]:
     """Return a function that creates environments."""
     if (environment is None) != bool(tools):
         raise ValueError("EpisodeEngine takes either an environment or tools")
     if environment is None:
-        from rlhfkit.episodes.tools import ToolEnvironment, ToolEnvironmentFactory
-
-        ToolEnvironment(tools)  # raises if the tools are invalid
-        return ToolEnvironmentFactory(tools)
+        factory: Callable[[], Environment] = ToolEnvironmentFactory(tools, parser)
+        factory()  # raises if the tools are invalid
+        return factory
+    if parser is not None:
+        raise ValueError("tool_call_parser finds calls of tools: give tools, or leave it out beside an environment")
     if isinstance(environment, Environment) or not callable(environment):
         raise TypeError(
             "environment must be a class or a function that makes a new Environment for each episode, got "
             f"{environment!r}"
         )
-    factory: Callable[[], Environment] = environment
-    return factory
+    made: Callable[[], Environment] = environment
+    return made

@@ -1,57 +1,18 @@
 """``ToolEnvironment``: the policy calls Python functions, reads their results, and then answers."""
 
 import asyncio
-import functools
 import inspect
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rlhfkit.episodes.environment import Action, Environment, Message, Step
 from rlhfkit.episodes.event_loop import call_with_timeout
-from rlhfkit.episodes.json_limits import parse_json
+from rlhfkit.episodes.tool_calls.call import ToolCall, ToolCallParser
+from rlhfkit.episodes.tool_calls.registry import template_parser
+from rlhfkit.episodes.tool_calls.registry import tool_call_parser as find_parser
 from rlhfkit.validation import check_integer, check_number
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A function call of the policy, or why it cannot be parsed."""
-
-    name: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""
-    """Sent to the policy in place of a result."""
-
-
-ToolCallParser = Callable[[Action], Sequence[ToolCall]]
-"""Returns the tool calls in an action, in order. No calls: the action is the answer."""
-
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-
-def parse_tool_calls(action: Action) -> list[ToolCall]:
-    """Parse ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen models."""
-    return [_parse(text) for text in _CALL.findall(action.text)]
-
-
-def _parse(text: str) -> ToolCall:
-    try:
-        written = parse_json(text)
-    except ValueError as error:
-        return ToolCall(error=f"the tool call is not valid JSON: {error}")
-    if not isinstance(written, dict) or not isinstance(written.get("name"), str):
-        return ToolCall(error='a tool call is {"name": ..., "arguments": {...}}')
-    arguments = written.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments)
-        except ValueError:
-            arguments = None
-    if not isinstance(arguments, dict):
-        return ToolCall(written["name"], error="the arguments of a tool call must be a JSON object")
-    return ToolCall(written["name"], arguments)
 
 
 def tool_schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
@@ -99,7 +60,8 @@ class ToolEnvironment(Environment):
 
     Args:
         tools: Functions, called by their names; plain ones run in a thread each, async ones in the event loop.
-        tool_call_parser: Finds the calls in an action.
+        tool_call_parser: Finds the calls in an action: a name (``hermes``, ``llama3_json``, ``mistral``, ``deepseek``,
+            ``qwen_xml``, ``pythonic``) or a function. :class:`EpisodeEngine` finds it from the chat template.
         timeout: Time limit in seconds of each call.
         max_result_characters: A longer result is truncated.
         role: Role of the messages; use ``"user"`` for templates without tools.
@@ -112,7 +74,7 @@ class ToolEnvironment(Environment):
         self,
         tools: Sequence[Callable[..., Any]],
         *,
-        tool_call_parser: ToolCallParser = parse_tool_calls,
+        tool_call_parser: str | ToolCallParser = "hermes",
         timeout: float = 30.0,
         max_result_characters: int = 8000,
         role: str = "tool",
@@ -122,7 +84,7 @@ class ToolEnvironment(Environment):
             raise ValueError(f"tools must be one or more functions of different names, got {list(tools)!r}")
         check_number("timeout", timeout, above=0, why="it is in seconds")
         check_integer("max_result_characters", max_result_characters, minimum=1)
-        self.tool_call_parser = tool_call_parser
+        self.tool_call_parser = find_parser(tool_call_parser)
         self.timeout = timeout
         self.max_result_characters = max_result_characters
         self.role = role
@@ -152,11 +114,12 @@ class ToolEnvironment(Environment):
             return f"Error: {wanted.error}", False
         if tool is None:
             return f"Error: there is no tool {wanted.name!r}; there are {', '.join(self.tools)}", False
+        wanted = wanted.typed(partial(_takes_text, tool))
         try:
             inspect.signature(tool).bind(**wanted.arguments)
         except TypeError as error:
             return f"Error: {wanted.name}: {error}", False
-        bound = functools.partial(tool, **wanted.arguments)  # async if the tool is
+        bound = partial(tool, **wanted.arguments)  # async if the tool is
         try:
             result = await call_with_timeout(bound, timeout=self.timeout, description=f"tool {wanted.name}")
         except Exception as error:
@@ -168,12 +131,24 @@ class ToolEnvironment(Environment):
         return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
 
 
-class ToolEnvironmentFactory:
-    """Creates tool environments; unlike a lambda it can be pickled."""
+def _takes_text(tool: Callable[..., Any], name: str) -> bool:
+    """Whether an argument of a tool takes text and nothing else, or is unknown."""
+    found = inspect.signature(tool).parameters.get(name)
+    return found is None or found.annotation in (str, "str")
 
-    def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
+
+class ToolEnvironmentFactory:
+    """Creates tool environments; unlike a lambda it can be pickled. ``parser``: see ``ToolEnvironment``."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], parser: str | ToolCallParser | None = None) -> None:
         self.tools = list(tools)
+        self.parser = parser
+
+    def use_template_of(self, tokenizer: Any) -> None:
+        """Take the parser of a tokenizer's chat template, unless one was given."""
+        if self.parser is None:
+            self.parser = template_parser(tokenizer)
 
     def __call__(self) -> ToolEnvironment:
         """Create an environment."""
-        return ToolEnvironment(self.tools)
+        return ToolEnvironment(self.tools, tool_call_parser=self.parser or "hermes")

@@ -10,7 +10,7 @@ from rlhfkit.distributed import full_parameters, get_world_size, is_sharded
 from rlhfkit.models import has_adapter, unwrap
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.roles import ModelPool
+from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number
 
@@ -43,7 +43,7 @@ class MovingReferenceModule(PolicyModule):
         check_number("ref_model_mixup_alpha", ref_model_mixup_alpha, minimum=0, maximum=1)
         self.ref_model_sync_steps = ref_model_sync_steps
         self.ref_model_mixup_alpha = ref_model_mixup_alpha
-        self.reference_pool: ModelPool | None = None
+        self.reference_pool: FrozenModel | None = None
         """The replicas of the reference model; ``None``: it is in the module, or there is none."""
 
     @property
@@ -63,6 +63,11 @@ class MovingReferenceModule(PolicyModule):
 
     # ------------------------------------------------------------------ moving
 
+    @property
+    def _moving_pool(self) -> ModelPool | None:
+        """The replicas, which only a pool has weights for; a server's model is refused when the module is made."""
+        return self.reference_pool if isinstance(self.reference_pool, ModelPool) else None
+
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Make the step, and move the reference every ``ref_model_sync_steps``."""
         super().optimizer_step(*args, **kwargs)
@@ -72,7 +77,7 @@ class MovingReferenceModule(PolicyModule):
 
     def move_reference(self) -> None:
         """Move the reference towards the policy once. A collective."""
-        alpha, pool = self.ref_model_mixup_alpha, self.reference_pool
+        alpha, pool = self.ref_model_mixup_alpha, self._moving_pool
         if pool is None:
             mix_into(self.reference, self.policy, alpha)
         else:
@@ -85,19 +90,19 @@ class MovingReferenceModule(PolicyModule):
         super().on_save_checkpoint(checkpoint)
         if not self.reference_moves:
             return
-        if self.reference_pool is None:
+        if self._moving_pool is None:
             checkpoint["reference"] = reference_weights(self.reference, keep=self.global_rank == 0)
         else:
-            checkpoint["reference_pool"] = self.reference_pool.moved_state()
+            checkpoint["reference_pool"] = self._moving_pool.moved_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build the network if needed, and restore a reference that moves."""
         super().on_load_checkpoint(checkpoint)
         if not self.reference_moves:
             return
-        if self.reference_pool is not None and "reference_pool" in checkpoint:
-            self.reference_pool.load_moved_state(checkpoint["reference_pool"])
-        elif self.reference_pool is None and "reference" in checkpoint:
+        if self._moving_pool is not None and "reference_pool" in checkpoint:
+            self._moving_pool.load_moved_state(checkpoint["reference_pool"])
+        elif self._moving_pool is None and "reference" in checkpoint:
             load_reference_weights(self.reference, checkpoint["reference"])
 
 

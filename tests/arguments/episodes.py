@@ -19,7 +19,7 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import AgentEngine, EpisodeEngine
 from rlhfkit.episodes.environment import Action, Environment, Step
 from rlhfkit.episodes.openai.agents import AgentConnection
-from rlhfkit.episodes.tools import ToolCall
+from rlhfkit.episodes.tool_calls.call import ToolCall
 from rlhfkit.rollout import ReplayEngine
 from rlhfkit.rollout.replay import samples_file, save_samples
 from rlhfkit.serving.access import AccessToken, ServerOptions

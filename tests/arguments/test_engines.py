@@ -66,6 +66,7 @@ TABLE: dict[type, Rows] = {
         "engine": Change(partial(episodes.Greedy)),
         "environment": Change(episodes.Chatting),
         "tools": Change((episodes.double,), given={"environment": None}, refused=True),  # without either it is refused
+        "tool_call_parser": Change("mistral", refused=True),  # of an environment without tools
         "max_turns": Change(1),
         "max_episode_tokens": Change(10),
         "episode_timeout": Change(1e-3, given={"environment": episodes.Slow}, refused=True),

@@ -11,7 +11,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from episodes.episode_cases import CHAT_TEMPLATE, prompts_of
 from rlhfkit.episodes import Action, EpisodeEngine, ToolEnvironment, tool_schemas
-from rlhfkit.episodes.tools import ToolCall, parse_tool_calls
+from rlhfkit.episodes.tool_calls.call import ToolCall
+from rlhfkit.episodes.tool_calls.json_formats import parse_tool_calls
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 
 

@@ -209,5 +209,5 @@ def test_two_ranks_ask_the_replicas_that_rank_0_has_started(tmp_path: Path) -> N
 
 
 def test_a_reference_that_nothing_asks_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="starts a model that nothing asks"):
+    with pytest.raises(ValueError, match=r"reference=ModelPool\(...\) is a model that nothing asks"):
         GRPOModule(str(folder), reference=ModelPool(str(folder)))

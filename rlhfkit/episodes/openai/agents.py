@@ -13,7 +13,8 @@ from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.base import EpisodeEngineBase, EpisodeFactory
 from rlhfkit.episodes.episode import FINISH_REASONS, EndReason
 from rlhfkit.episodes.event_loop import call_with_timeout
-from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
+from rlhfkit.episodes.tool_calls.call import ToolCallParser
+from rlhfkit.episodes.tool_calls.registry import tool_call_parser as find_parser
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.serving.access import ServerOptions, check_host, is_loopback
 from rlhfkit.validation import check_integer, check_number
@@ -85,7 +86,7 @@ class AgentEngine(EpisodeEngineBase):
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
         server: Address, API key and TLS files of the endpoint.
-        tool_call_parser: Finds tool calls in answers.
+        tool_call_parser: Finds tool calls in answers, by name or a function; see :class:`EpisodeEngine`.
         chat_template_arguments: Passed to the chat template.
 
     Raises:
@@ -107,7 +108,7 @@ class AgentEngine(EpisodeEngineBase):
         parallel_calls: int | None = None,
         on_error: Literal["mask", "raise"] = "mask",
         server: ServerOptions = ServerOptions(),  # noqa: B008  # frozen
-        tool_call_parser: ToolCallParser = parse_tool_calls,
+        tool_call_parser: str | ToolCallParser | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
@@ -123,6 +124,8 @@ class AgentEngine(EpisodeEngineBase):
             parallel_calls=parallel_calls,
             on_error=on_error,
         )
+        if tool_call_parser is not None:
+            find_parser(tool_call_parser)  # raises if there is none of this name
         if not callable(agent):
             raise TypeError(f"agent must be a function of a connection and a prompt, got {type(agent).__name__}")
         if server.token is not None or not is_loopback(server.host):

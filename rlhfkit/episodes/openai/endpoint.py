@@ -28,7 +28,9 @@ from rlhfkit.episodes.openai.protocol import (
 )
 from rlhfkit.episodes.openai.session import ChatSession, ChatTurn
 from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler
-from rlhfkit.episodes.tools import ToolCallParser, parse_tool_calls
+from rlhfkit.episodes.tool_calls.call import ToolCallParser
+from rlhfkit.episodes.tool_calls.registry import template_parser
+from rlhfkit.episodes.tool_calls.registry import tool_call_parser as find_parser
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.serving.access import AccessToken, ServerOptions, is_loopback
 from rlhfkit.serving.json_body import JSONBodyReader
@@ -61,7 +63,8 @@ class OpenAIEndpoint:
         sampling: Sampling parameters of requests outside of sessions.
         server: Address, API key and TLS files.
         model_name: Name of the policy in the API.
-        tool_call_parser: Finds tool calls in answers to requests with ``tools``.
+        tool_call_parser: Finds tool calls in answers to requests with ``tools``, by name or a function; ``None``: the
+            format of the tokenizer's chat template.
         request_timeout: Time limit of an answer in seconds.
         max_body_bytes: Maximum size of a request.
         max_body_values: Maximum number of values in a request's JSON: texts, numbers, lists and objects.
@@ -82,7 +85,7 @@ class OpenAIEndpoint:
         sampling: SamplingSpec | None = None,
         server: ServerOptions = ServerOptions(),  # noqa: B008  # frozen
         model_name: str = "policy",
-        tool_call_parser: ToolCallParser = parse_tool_calls,
+        tool_call_parser: str | ToolCallParser | None = None,
         request_timeout: float = 600.0,
         max_body_bytes: int = 4 * 2**20,
         max_body_values: int = 100_000,
@@ -100,7 +103,7 @@ class OpenAIEndpoint:
         self.max_context_tokens = max_context_tokens
         self.sampling = sampling or SamplingSpec()
         self.model_name = model_name
-        self.tool_call_parser = tool_call_parser
+        self.tool_call_parser = find_parser(tool_call_parser or template_parser(tokenizer))
         self.request_timeout = request_timeout
         self.parallel_calls = parallel_calls
         self.observations = ObservationTokenizer(tokenizer, chat_template_kwargs)
@@ -230,8 +233,6 @@ class OpenAIEndpoint:
 
     async def _complete(self, session: ChatSession, request: ChatRequest) -> dict[str, Any]:
         self._warn_of_unused(request)
-        if request.response_format is not None and request.response_format.get("type") != "text":
-            raise ChatError("response_format is not supported")
         self._sampler.expect_requests(len(self._sessions))
         try:
             async with asyncio.timeout(self.request_timeout):

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rlhfkit.episodes.environment import Message
 from rlhfkit.episodes.json_limits import check_json, parse_json
-from rlhfkit.episodes.tools import ToolCall
+from rlhfkit.episodes.tool_calls.call import ToolCall
 
 
 class ChatError(Exception):
@@ -58,6 +58,23 @@ class ChatRequest(BaseModel):
     def stop_texts(self) -> tuple[str, ...]:
         """Texts that end the answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """Arguments of ``SamplingSpec`` for ``response_format``; raises :class:`ChatError` for unknown ones."""
+        wanted = self.response_format or {"type": "text"}
+        kind = wanted.get("type")
+        if kind == "text":
+            return {}
+        if kind == "json_object":
+            return {"json_schema": {"type": "object"}}
+        described = wanted.get("json_schema")
+        if kind == "json_schema" and isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping):
+            return {"json_schema": described["schema"]}
+        raise ChatError(
+            'response_format is {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": '
+            f'{{"name": ..., "schema": {{...}}}}}}, got {str(wanted)[:80]}'
+        )
 
     @property
     def completion_limit(self) -> int | None:
@@ -121,13 +138,16 @@ def _message_key(message: Message) -> tuple[Any, ...]:
     return message["role"], message["content"].strip(), calls
 
 
-def assistant_message(text: str, calls: Sequence[ToolCall], request_id: str) -> dict[str, Any]:
-    """Return the policy's turn as a message; ``request_id`` is the prefix of the ids of its tool calls."""
+def assistant_message(text: str, calls: Sequence[ToolCall], request_id: str, *, before: str = "") -> dict[str, Any]:
+    """Return the policy's turn as a message; ``request_id`` is the prefix of the ids of its tool calls.
+
+    ``before`` is what it says before them.
+    """
     if not calls:
         return {"role": "assistant", "content": text}
     return {
         "role": "assistant",
-        "content": text.partition("<tool_call>")[0].strip() or None,
+        "content": before or None,
         "tool_calls": [
             {
                 "id": f"call_{request_id}_{number}",

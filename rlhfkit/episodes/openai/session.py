@@ -8,7 +8,8 @@ agent, a summarised conversation) starts a trajectory; one that continues an ans
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rlhfkit.data.types import FinishReason, Prompt, Sample
@@ -17,7 +18,8 @@ from rlhfkit.episodes.event_loop import run_in_thread
 from rlhfkit.episodes.observations import ObservationTokenizer
 from rlhfkit.episodes.openai.protocol import ChatError, ChatRequest, assistant_message, normalize_message, same_message
 from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler, turn_index
-from rlhfkit.episodes.tools import ToolCallParser
+from rlhfkit.episodes.tool_calls.call import ToolCallParser
+from rlhfkit.episodes.tool_calls.registry import text_before_calls
 from rlhfkit.episodes.trajectory import Trajectory
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import RequestError
@@ -175,6 +177,7 @@ class ChatSession:
                 max_new_tokens=most,
                 min_new_tokens=min(spec.min_new_tokens, most),
                 stop=(*spec.stop, *request.stop_texts),
+                **request.form,
             )
         except ValueError as error:
             raise ChatError(str(error)) from error
@@ -186,8 +189,9 @@ class ChatSession:
         calls = []
         if request.offered_tools is not None:
             action = Action(len(self.turns), list(sampled.token_ids), text, raw, sampled.finish_reason)
-            calls = [one for one in self.tool_call_parser(action) if not one.error]
-        return assistant_message(text, calls, request_id)
+            parsed = [one for one in self.tool_call_parser(action) if not one.error]
+            calls = [one.typed(partial(_takes_text, request.offered_tools, one.name)) for one in parsed]
+        return assistant_message(text, calls, request_id, before=text_before_calls(text, raw))
 
     def leaves(self) -> list[ChatTurn]:
         """Answers that no request has continued; each ends a trajectory."""
@@ -229,3 +233,13 @@ def _continues(messages: Sequence[dict[str, Any]], earlier: Sequence[dict[str, A
     return len(messages) > len(earlier) and all(
         same_message(one, other) for one, other in zip(messages, earlier, strict=False)
     )
+
+
+def _takes_text(tools: Sequence[Mapping[str, Any]], tool: str, argument: str) -> bool:
+    """Whether an argument of an offered tool is a string by its schema, or unknown."""
+    for one in tools:
+        function = one.get("function") if isinstance(one, Mapping) else None
+        if isinstance(function, Mapping) and function.get("name") == tool:
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            return bool((properties.get(argument) or {"type": "string"}).get("type") == "string")
+    return True

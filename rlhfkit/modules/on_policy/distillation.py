@@ -26,7 +26,7 @@ from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.supervised.teacher import check_teacher_tokens, load_teacher
-from rlhfkit.roles import ModelPool
+from rlhfkit.roles import ModelPool, ServedModel, frozen_model
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -65,7 +65,8 @@ class OnPolicyDistillationModule(GRPOModule):
     Args:
         model: Folder or hub name of the student.
         teacher: Folder or hub name of the teacher, which is a frozen child. A :class:`~rlhfkit.roles.ModelPool`: on
-            machines of its own; without a ``divergence`` only.
+            machines of its own; a :class:`~rlhfkit.roles.ServedModel`: behind ``vllm serve``; both without a
+            ``divergence`` only.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default for reinforcement learning).
         divergence: ``None``: reverse KL of the sampled token, as an advantage. Else ``forward_kl``, ``reverse_kl``,
             ``jsd``, a function of the log-probs of student and teacher, or its dotted name; see
@@ -103,7 +104,7 @@ class OnPolicyDistillationModule(GRPOModule):
     def __init__(
         self,
         model: str,
-        teacher: str | ModelPool,
+        teacher: str | ModelPool | ServedModel,
         *,
         lr: float = 1e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
@@ -153,7 +154,7 @@ class OnPolicyDistillationModule(GRPOModule):
         check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
         if divergence is None and top_k is not None:
             raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
-        self.teacher_pool = None if isinstance(teacher, str) else ModelPool.of(teacher)
+        self.teacher_pool = None if isinstance(teacher, str) else frozen_model(teacher)
         """The replicas of the teacher; ``None``: it is a child."""
         self.teacher_name = str(teacher) if self.teacher_pool is None else self.teacher_pool.model
         if self.teacher_pool is not None:
@@ -161,8 +162,8 @@ class OnPolicyDistillationModule(GRPOModule):
             self.pools.append(self.teacher_pool)
             if divergence is not None:
                 raise ValueError(
-                    "a divergence compares the teacher's probabilities of all tokens, and a ModelPool has those of the "
-                    "sampled ones: leave divergence out, or give the teacher's name, so that it is a child"
+                    "a divergence compares the teacher's probabilities of all tokens, and a model elsewhere has those "
+                    "of the sampled ones: leave divergence out, or give the teacher's name, so that it is a child"
                 )
         self.distillation_coef = distillation_coef
         self.distillation_gamma = distillation_gamma

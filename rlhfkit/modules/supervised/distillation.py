@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlhfkit.data.batch import TokenBatch, collate_tokens
 from rlhfkit.data.formats.distilled import DistilledBatch, DistilledExamples, collate_distilled
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
-from rlhfkit.distributed import all_reduce
+from rlhfkit.distributed import all_reduce, exchange_errors
 from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
 from rlhfkit.models import LoRA, unwrap
@@ -20,8 +20,13 @@ from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
-from rlhfkit.modules.supervised.teacher import load_teacher
+from rlhfkit.modules.supervised.teacher import check_teacher_tokens, load_teacher
+from rlhfkit.roles import ModelPoolError, ServedModel, frozen_model
+from rlhfkit.roles.served_model import MOST_TOP
 from rlhfkit.validation import check_integer, check_number
+
+_SERVED_EXAMPLES = 256
+"""Examples whose answers of a server are in memory at a time."""
 
 
 class DistillationModule(PolicyModule):
@@ -34,7 +39,8 @@ class DistillationModule(PolicyModule):
 
     Args:
         model: Folder or hub name of the student.
-        teacher: Folder or hub name of the teacher.
+        teacher: Folder or hub name of the teacher. A :class:`~rlhfkit.roles.ServedModel`: a teacher behind
+            ``vllm serve``, whose K likeliest tokens are computed before training; with ``precompute_teacher`` only.
         lr: Peak learning rate (5e-6: that of :class:`SFTModule`).
         divergence: ``forward_kl``, ``reverse_kl``, ``jsd``, a function of the log-probs of student and teacher, or its
             dotted name; see :func:`~rlhfkit.losses.distillation_loss`.
@@ -66,7 +72,7 @@ class DistillationModule(PolicyModule):
     def __init__(
         self,
         model: str,
-        teacher: str,
+        teacher: str | ServedModel,
         *,
         lr: float = 5e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str = "forward_kl",
@@ -109,7 +115,16 @@ class DistillationModule(PolicyModule):
         named = isinstance(divergence, str) and "." not in divergence
         self.divergence: Any = divergence if named else resolve_function(divergence, "divergence")
         self.hparams.update(divergence=divergence if isinstance(divergence, str) else function_name(divergence))
-        self.teacher_name = teacher
+        self.served_teacher = None if isinstance(teacher, str) else cast(ServedModel, frozen_model(teacher))
+        """The teacher, if it is behind a server; ``None``: it is loaded."""
+        self.teacher_name = str(teacher) if self.served_teacher is None else self.served_teacher.model
+        if self.served_teacher is not None:
+            self.hparams.update(teacher=self.served_teacher.plain())
+            if not precompute_teacher:
+                raise ValueError(
+                    "a ServedModel gives the teacher's likeliest tokens, once before training: use "
+                    f"precompute_teacher=True with top_k, which vLLM limits to {MOST_TOP} (--max-logprobs)"
+                )
         self.temperature = temperature
         self.teacher_weight = teacher_weight
         self.distillation_coef = distillation_coef
@@ -221,9 +236,13 @@ class DistillationModule(PolicyModule):
 
         def key() -> list[Any]:
             data = tokens_fingerprint(examples[index] for index in range(count))
+            if self.served_teacher is not None:  # what the server has loaded cannot be seen
+                return [data, self.served_teacher.plain(), self.top_k]
             return [data, model_fingerprint(self.teacher_name), self.top_k, str(self.trainer.precision)]
 
         def compute() -> tuple[Tensor, Tensor]:
+            if self.served_teacher is not None:
+                return self.served_top_k(examples, self.served_teacher)
             return self.teacher_top_k(examples, self.build_teacher().to(self.device))
 
         folder = Path(self.teacher_cache or Path(self.trainer.default_root_dir) / "teacher_logprobs")
@@ -256,6 +275,35 @@ class DistillationModule(PolicyModule):
                     part = slice(start, start + self.chunk_size)
                     best = rows(part)[0][:, :vocabulary].float().log_softmax(-1).topk(top_k, -1)
                     logprobs[places[part]], ids[places[part]] = best.values.cpu(), best.indices.int().cpu()
+        return all_reduce(logprobs.to(self.device)).cpu(), all_reduce(ids.to(self.device)).cpu()
+
+    def served_top_k(self, examples: TokenizedDataset, teacher: ServedModel) -> tuple[Tensor, Tensor]:
+        """:meth:`teacher_top_k` of a teacher behind a server; each rank asks for its share. A collective."""
+        check_teacher_tokens(self.teacher_name, self)
+        world, rank, top_k = self.trainer.world_size, self.global_rank, cast(int, self.top_k)
+        precision = torch.float32  # the server's own counts
+        teacher.start("logprobs", weights=precision, compute=precision)
+        ends = list(accumulate(examples.targets))
+        logprobs, ids = torch.zeros(ends[-1], top_k), torch.zeros(ends[-1], top_k, dtype=torch.int32)
+        own = [row for row in range(rank, len(examples.lengths), world) if examples.targets[row]]
+        try:
+            failure = None
+            try:
+                for start in range(0, len(own), _SERVED_EXAMPLES):
+                    chosen = own[start : start + _SERVED_EXAMPLES]
+                    rows = [examples[row] for row in chosen]
+                    found = teacher.top_tokens([list(row.input_ids) for row in rows], top_k)
+                    for row, example, (values, tokens) in zip(chosen, rows, found, strict=True):
+                        trained = torch.as_tensor(example.loss_mask, dtype=torch.bool)[-len(values) :]
+                        part = slice(ends[row] - examples.targets[row], ends[row])
+                        logprobs[part], ids[part] = values[trained], tokens[trained].int()
+            except ModelPoolError as error:  # the other ranks are told
+                failure = error
+            raised = exchange_errors(failure, error_type=ModelPoolError)
+            if raised is not None:
+                raise raised
+        finally:
+            teacher.close()
         return all_reduce(logprobs.to(self.device)).cpu(), all_reduce(ids.to(self.device)).cpu()
 
     # ------------------------------------------------------------------ hooks

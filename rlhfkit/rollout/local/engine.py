@@ -29,6 +29,7 @@ from rlhfkit.rollout.engine import (
     check_requests,
     check_tokens,
 )
+from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.local.caching import cache_problem, takes_finished_masks
 from rlhfkit.rollout.local.generator import Decoding, FinishedRow
 from rlhfkit.rollout.local.weights import EngineWeights, parameters_without_memory
@@ -234,7 +235,7 @@ class LocalEngine(RolloutEngine):
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
         """True: log-probs are always those before truncation; see :meth:`RolloutEngine.configure_logprobs`.
 
-        Raises ValueError, before anything is loaded, for sampling that this engine does not have.
+        Raises RequestError, before anything is loaded, for sampling that this engine does not have.
         """
         _check_sampling(sampling)
         return True
@@ -276,7 +277,7 @@ class LocalEngine(RolloutEngine):
 def _check_sampling(sampling: SamplingSpec) -> None:
     if sampling.constrained:
         given = "regex" if sampling.regex is not None else "json_schema"
-        raise ValueError(
+        raise RequestError(
             f"LocalEngine has no grammars, which SamplingSpec({given}=...) needs: sample with VLLMPool or VLLMServer"
         )
 

@@ -1,12 +1,9 @@
 """``VLLMServer``: running ``vllm serve`` processes as an engine."""
 
-import asyncio
 import logging
 import math
-import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +14,7 @@ from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
 from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
+from rlhfkit.rollout.server.model import find_model, reports_raw_logprobs
 from rlhfkit.rollout.server.stream import ServerStream
 from rlhfkit.rollout.server.weights import (
     ServerReceivers,
@@ -351,49 +349,3 @@ class VLLMServer(RolloutEngine):
             for sequence in sequences
         ]
         return [parse_scores(future.result(), sequence) for future, sequence in zip(futures, sequences, strict=True)]
-
-
-async def find_model(
-    connections: ServerConnections, endpoint: Any, wanted: str | None, timeout: float, *, pause: float = 1.0
-) -> tuple[str, int]:
-    """Return the name and the context of a server's model, which has ``timeout`` seconds to answer.
-
-    Raises:
-        EngineError: If it does not answer, refuses, or has not exactly the wanted model.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            answer = await connections.call(endpoint, "GET", "/v1/models", timeout=max(1.0, min(30.0, timeout)))
-            break
-        except EngineError as error:
-            if _refused(error) or time.monotonic() >= deadline:
-                raise EngineError(f"no vLLM server answers at {endpoint.url} within {timeout:g} s: {error}") from None
-        await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-    models = {model["id"]: model for model in answer.get("data", ()) if not model.get("parent")}
-    names = [name for name in models if wanted in (None, name)]
-    if len(names) != 1:
-        asked = (
-            "served_model=None needs exactly one" if wanted is None else f"served_model={wanted!r} is not among them"
-        )
-        raise EngineError(f"{endpoint.url} serves {sorted(models)}: {asked}")
-    context = models[names[0]].get("max_model_len")
-    if not isinstance(context, int):
-        raise EngineError(f"{endpoint.url} does not say its max_model_len in /v1/models, as vLLM does; is it a vLLM?")
-    return names[0], context
-
-
-def _refused(error: EngineError) -> bool:
-    """Whether waiting does not help."""
-    return getattr(error, "status", None) is not None
-
-
-async def reports_raw_logprobs(connections: ServerConnections, model: str) -> bool:
-    """Whether a server's log-probs are those before the temperature: those at 2 are then equal to those at 1."""
-    found = []
-    for temperature in (1.0, 2.0):
-        body: dict[str, Any] = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": temperature}
-        body |= {"logprobs": 1, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "return_token_ids": True, "seed": 0}
-        answer = await connections.ask(COMPLETIONS, body)
-        found.append(max(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()))
-    return bool(abs(found[0] - found[1]) < 1e-6)

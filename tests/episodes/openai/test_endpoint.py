@@ -19,7 +19,7 @@ from episodes.episode_cases import CHAT_TEMPLATE, Recorded
 from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
 from rlhfkit.episodes.openai.session import ChatSession
-from rlhfkit.episodes.tools import ToolCall
+from rlhfkit.episodes.tool_calls.call import ToolCall
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.serving.access import AccessToken, ServerOptions
 
@@ -169,7 +169,9 @@ def test_streams_and_logprobs_say_the_same(session: Any) -> None:
         ({"n": 2}, "n: Input should be 1"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"response_format": {"type": "json_object"}}, "LocalEngine has no grammars"),
+        ({"response_format": {"type": "grammar"}}, "response_format is"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format is"),
         ({"messages": [USER, {"role": "assistant", "content": "2"}]}, "nothing to answer"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "pictures"),
         ({"messages": [{"content": "x"}]}, "needs a role"),

@@ -9,8 +9,9 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import exchange_errors, true_on_all_ranks
 from rlhfkit.models.load import precision_dtype
-from rlhfkit.roles import ModelPool, ModelPoolError
-from rlhfkit.roles.pending_rows import PendingRows, WeightsMissingError
+from rlhfkit.roles import FrozenModel, ModelPoolError
+from rlhfkit.roles.frozen_model import PendingNumbers
+from rlhfkit.roles.pending_rows import WeightsMissingError
 from rlhfkit.roles.replica import Role
 
 
@@ -27,15 +28,15 @@ class Asking(Protocol):
         ...
 
 
-def ask(pool: ModelPool, role: Role, module: Asking, experience: Experience | None) -> PendingRows | None:
+def ask(pool: FrozenModel, role: Role, module: Asking, experience: Experience | None) -> PendingNumbers | None:
     """Ask for numbers of this rank's rows, which may be none; the first time, start the replicas. A collective."""
     precision = module.trainer.precision  # the numbers are those of a child of the module
     pool.start(role, weights=precision_dtype(precision), compute=precision_dtype(precision, compute=True))
     return None if experience is None else pool.submit(experience, module.forward_batches(experience))
 
 
-def pool_result(asked: PendingRows | None, pool: ModelPool, columns: int | None = None) -> Tensor:
-    """Wait for the numbers of this rank's rows, see :meth:`PendingRows.result`; (0, 1) without any. A collective.
+def pool_result(asked: PendingNumbers | None, pool: FrozenModel, columns: int | None = None) -> Tensor:
+    """Wait for the numbers of this rank's rows, see :meth:`PendingNumbers.result`; (0, 1) without any. A collective.
 
     Replicas that were restarted get the weights of a model that has moved, and are asked again.
 

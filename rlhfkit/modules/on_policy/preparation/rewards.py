@@ -29,7 +29,7 @@ from rlhfkit.modules.on_policy.preparation.local_rows import (
     mean_of_all,
 )
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
-from rlhfkit.roles import ModelPool
+from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.validation import check_number
 
 
@@ -77,7 +77,7 @@ class RewardedModule(IterationModule, MovingReferenceModule):
             :class:`~rlhfkit.roles.ModelPool`: on machines of its own.
         reference: Where the reference model of the KL penalty is: ``None``: a frozen child, or the policy without its
             adapters; a :class:`~rlhfkit.roles.ModelPool`: on machines of its own, where it works while the policy
-            computes its old log-probs.
+            computes its old log-probs; a :class:`~rlhfkit.roles.ServedModel`: behind a running ``vllm serve``.
         reward_processing: Penalties, normalization and clipping of rewards, see :class:`RewardProcessing`.
         mask_truncated: Learn nothing from answers that the length limit cut off (overlong filtering, DAPO: Yu et al.,
             2025, arXiv:2503.14476, section 3.4). Baselines still include their rewards; means of losses are over the
@@ -112,7 +112,7 @@ class RewardedModule(IterationModule, MovingReferenceModule):
         model: str,
         *,
         reward_model: str | ModelPool | None = None,
-        reference: ModelPool | None = None,
+        reference: ModelPool | ServedModel | None = None,
         reward_processing: RewardProcessing | None = None,
         mask_truncated: bool = False,
         kl_coef: float = 0.0,
@@ -127,10 +127,10 @@ class RewardedModule(IterationModule, MovingReferenceModule):
         if isinstance(reward_model, str):
             self.reward_model_name, self.reward_pool = reward_model, None
         else:
-            self.reward_pool = ModelPool.of(reward_model)
+            self.reward_pool = frozen_model(reward_model)
             self.reward_model_name = None if self.reward_pool is None else self.reward_pool.model
         """The replicas of the reward model; ``None``: it is a child, or there is none."""
-        self.reference_pool = ModelPool.of(reference)
+        self.reference_pool = frozen_model(reference)
         self.reward_processing = options(RewardProcessing, reward_processing)
         self.mask_truncated = mask_truncated
         self.reward_moments = RewardMoments.zero()
@@ -142,7 +142,7 @@ class RewardedModule(IterationModule, MovingReferenceModule):
         """What the KL penalty is subtracted from; ``None``: it is in the loss, or there is none."""
         self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")
         self.kl_control = options(KLControl, kl_control)
-        self.pools: list[ModelPool] = []
+        self.pools: list[FrozenModel] = []
         """All models of this module that are on machines of their own."""
         for name, pool in {"reward_model": self.reward_pool, "reference": self.reference_pool}.items():
             if pool is not None:
@@ -150,8 +150,13 @@ class RewardedModule(IterationModule, MovingReferenceModule):
                 self.pools.append(pool)
         if self.reference_pool is not None and not self.kl_coef:
             raise ValueError(
-                "reference=ModelPool(...) starts a model that nothing asks: give a kl_coef (0.01 is OpenRLHF's), or "
-                "leave reference out"
+                f"reference={type(self.reference_pool).__name__}(...) is a model that nothing asks: give a kl_coef "
+                "(0.01 is OpenRLHF's), or leave reference out"
+            )
+        if self.reference_moves and isinstance(self.reference_pool, ServedModel):
+            raise ValueError(
+                "ref_model_sync_steps moves a reference, and a ServedModel is a server's: use ModelPool, or leave "
+                "ref_model_sync_steps out"
             )
         if self.reference_moves and not self.kl_coef:
             raise ValueError(
@@ -240,7 +245,7 @@ class RewardedModule(IterationModule, MovingReferenceModule):
             return self.distributed_forward(self.reward_model, scores, placeholder, torch.tensor([False]))[:0, 0]
         return self.distributed_forward(self.reward_model, scores, experience)[:, 0]
 
-    def _scores_of_pool(self, pool: ModelPool, experience: Experience | None) -> Tensor:
+    def _scores_of_pool(self, pool: FrozenModel, experience: Experience | None) -> Tensor:
         if not pool.started:
             self._check_tokens_of_reward_model()
         return pool_result(ask(pool, "reward", self, experience), pool, columns=1)[:, 0]

@@ -1,0 +1,248 @@
+"""``ServedModel``: a frozen model that running ``vllm serve`` processes have, asked over HTTP.
+
+As a reference or teacher it gives log-probs of given tokens, as a teacher also those of the likeliest ones. It computes
+in the server's types with vLLM's kernels, so the numbers are those of a child of the module up to rounding.
+"""
+
+import concurrent.futures
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.types import Experience
+from rlhfkit.distributed import run_on_all_ranks
+from rlhfkit.roles.pending_rows import ModelPoolError
+from rlhfkit.roles.replica import Role
+from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
+from rlhfkit.rollout.server.model import find_model
+from rlhfkit.rollout.server.wire import COMPLETIONS, parse_scores, parse_top, score_body
+from rlhfkit.serving.access import AccessToken
+from rlhfkit.validation import check_number
+
+MOST_TOP = 20
+"""Likeliest tokens that vLLM returns at most, unless it is started with a larger ``--max-logprobs``."""
+
+
+class ServedModel:
+    """A language model behind ``/v1/completions`` of vLLM, in the place of a :class:`~rlhfkit.roles.ModelPool`.
+
+    Every rank asks the servers itself; several share the requests. Log-probs of prompts are those at temperature 1,
+    so the policy has to sample at that. The server needs no special mode; its log-probs of given tokens are the
+    model's whatever its ``--logprobs-mode``.
+
+    Example::
+
+        GRPOModule("sft", kl_coef=0.01, reference=ServedModel("sft", "http://10.0.0.5:8000"))
+        OnPolicyDistillationModule("Qwen/Qwen3-0.6B", teacher=ServedModel("Qwen/Qwen3-32B", "http://10.0.0.5:8000"))
+
+    Args:
+        model: Folder or hub name of what is served, whose tokenizer is compared with the student's.
+        urls: Addresses, ``http://10.0.0.5:8000`` each.
+        served_model: Name by which the servers know the model; ``None``: the only one they have.
+        token_variable: Environment variable that holds the servers' ``--api-key``.
+        concurrency: Requests in flight on each server, of each rank.
+        start_timeout: Seconds in which the servers must answer at the start.
+        request_timeout: Seconds in which a server must answer a request, its time in the server's queue included.
+        retries: How often a request is sent again that found no connection or no answer, or status 408, 429 or 5xx.
+        ssl_ca_certs: File of certificate authorities (PEM) to verify the servers with; ``None``: the system's.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        urls: str | Sequence[str],
+        *,
+        served_model: str | None = None,
+        token_variable: str | None = None,
+        concurrency: int = 64,
+        start_timeout: float = 120.0,
+        request_timeout: float = 600.0,
+        retries: int = 5,
+        ssl_ca_certs: str | None = None,
+    ) -> None:
+        self.options = ServerOptions(
+            urls=(urls,) if isinstance(urls, str) else tuple(urls),
+            token=AccessToken.optional(variable=token_variable),
+            concurrency=concurrency,
+            timeout=request_timeout,
+            retries=retries,
+            ssl_ca_certs=ssl_ca_certs,
+        )
+        check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
+        self.model = model
+        self.served_model = served_model
+        self.token_variable = token_variable
+        self.start_timeout = start_timeout
+        self.waited = 0.0
+        """Seconds that this rank has waited for results: what was not hidden behind other work."""
+        self.hidden = 0.0
+        """Seconds between requests and the first wait for them, in which this rank did something else."""
+        self.version = 0
+        """0: the server's model does not move."""
+        self._connections: ServerConnections | None = None
+        self._name = ""
+        self._context = 0
+
+    def plain(self) -> dict[str, Any]:
+        """The arguments as plain values, for checkpoints and logs."""
+        options = self.options
+        return {
+            "model": self.model,
+            "urls": list(options.urls),
+            "served_model": self.served_model,
+            "token_variable": self.token_variable,
+            "concurrency": options.concurrency,
+            "start_timeout": self.start_timeout,
+            "request_timeout": options.timeout,
+            "retries": options.retries,
+            "ssl_ca_certs": options.ssl_ca_certs,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle and copy without connections."""
+        return self.__dict__ | {"_connections": None}
+
+    # ---------------------------------------------------------------- start and end
+
+    @property
+    def started(self) -> bool:
+        """Whether there are connections."""
+        return self._connections is not None
+
+    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype) -> None:
+        """Connect, once. A collective; the types are the servers' own.
+
+        Raises:
+            ModelPoolError: On all ranks, if a server does not answer or has another model, or a reward is asked for.
+        """
+        if self.started:
+            return
+        if role != "logprobs":
+            raise ModelPoolError(
+                f"ServedModel({self.model!r}) is a language model and has no rewards: RemoteReward asks a server for "
+                "rewards, ModelPool runs a reward model"
+            )
+        run_on_all_ranks(self.connect, error_type=ModelPoolError)
+
+    def connect(self) -> None:
+        """Connect this process; ModelPoolError if a server does not answer or has another model."""
+        if self.started:
+            return
+        connections = ServerConnections(self.options)
+        try:
+            found = [
+                connections.submit(find_model(connections, one, self.served_model, self.start_timeout)).result()
+                for one in connections.endpoints
+            ]
+            if len({name for name, _ in found}) > 1:
+                raise EngineError(f"the servers have different models, {sorted({name for name, _ in found})}")
+        except BaseException as error:
+            connections.close()
+            if isinstance(error, EngineError):
+                raise ModelPoolError(str(error)) from None
+            raise
+        self._name, self._context = found[0][0], min(context for _, context in found)
+        self._connections = connections
+
+    def close(self) -> None:
+        """Disconnect; :meth:`start` may be called again."""
+        if self._connections is not None:
+            self._connections.close()
+        self._connections = None
+
+    def refresh(self) -> None:
+        """Do nothing: there are no weights of ours."""
+
+    # ---------------------------------------------------------------- requests
+
+    def submit(self, experience: Experience, batches: Sequence[Tensor]) -> "PendingScores":
+        """Ask for the log-probs of some rows of an iteration; returns at once.
+
+        Args:
+            experience: B sequences of this rank.
+            batches: Indices (b,) of rows.
+
+        Raises:
+            ModelPoolError: If the policy was sampled from at another temperature than 1.
+        """
+        if experience.temperature != 1.0:
+            raise ModelPoolError(
+                f"a vLLM server has log-probs of given tokens at temperature 1, and samples are at "
+                f"{experience.temperature}: use SamplingSpec(temperature=1), or ModelPool, which divides the logits"
+            )
+        asked = {}
+        for row in torch.cat([*batches, torch.zeros(0, dtype=torch.int64)]).tolist():
+            token_ids = experience.input_ids[row, : int(experience.lengths[row])].tolist()
+            asked[int(row)] = (token_ids, self._ask(token_ids))
+        return PendingScores(self, experience.action_mask.cpu(), asked)
+
+    def top_tokens(self, sequences: Sequence[Sequence[int]], top: int) -> list[tuple[Tensor, Tensor]]:
+        """The likeliest next tokens of each prefix of sequences of T tokens.
+
+        Returns:
+            For each sequence log-probs (T-1, top) float32, the likeliest first, and ids (T-1, top) int64.
+
+        Raises:
+            ModelPoolError: If the servers cannot compute them; vLLM returns 20 at most (``--max-logprobs``).
+        """
+        asked = [(list(sequence), self._ask(sequence, top)) for sequence in sequences]
+        found = []
+        for token_ids, future in asked:
+            values, ids = parse_top(self._answer(future), token_ids, top)
+            found.append((torch.tensor(values), torch.tensor(ids)))
+        return found
+
+    def _ask(self, token_ids: Sequence[int], top: int = 0) -> "concurrent.futures.Future[Any]":
+        if self._connections is None:
+            raise RuntimeError("ServedModel is not connected: ServedModel.start comes first")
+        if not 2 <= len(token_ids) < self._context:
+            raise ModelPoolError(
+                f"{self.options.urls[0]} takes sequences of 2 to {self._context - 1} tokens (it samples one more), got "
+                f"one of {len(token_ids)}: start it with a larger --max-model-len"
+            )
+        return self._connections.submit(
+            self._connections.ask(COMPLETIONS, {"model": self._name, **score_body(token_ids, top)})
+        )
+
+    def _answer(self, future: "concurrent.futures.Future[Any]") -> Any:
+        try:
+            return future.result()
+        except EngineError as error:
+            raise ModelPoolError(f"the served {self.model} has no log-probs for this run: {error}") from None
+
+
+class PendingScores:
+    """Rows that the servers are computing."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        mask: Tensor,
+        asked: Mapping[int, tuple[list[int], "concurrent.futures.Future[Any]"]],
+    ) -> None:
+        self._served = served
+        self._asked_at = time.monotonic()
+        self._mask = mask
+        self._asked = asked
+
+    def result(self, columns: int | None = None) -> Tensor:
+        """Wait for all of them; (B, T-1) float32 on the CPU, 0 outside the mask and in rows that were not asked for.
+
+        Raises:
+            ModelPoolError: If no server answers.
+        """
+        started = time.monotonic()
+        self._served.hidden += started - self._asked_at
+        values = torch.zeros(self._mask.shape)
+        for row, (token_ids, future) in self._asked.items():
+            scores = torch.tensor(parse_scores(self._served._answer(future), token_ids))
+            values[row, : len(scores)] = scores
+        self._served.waited += time.monotonic() - started
+        return values.where(self._mask.bool(), 0.0)

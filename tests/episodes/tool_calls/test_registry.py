@@ -1,0 +1,160 @@
+"""Tool calls as models write them. Covers ``call.py``, ``json_formats.py`` and ``code_formats.py`` too.
+
+The texts are those of the models' cards and chat templates.
+"""
+
+from typing import Any
+
+import pytest
+
+from rlhfkit.episodes import Action, EpisodeEngine, ToolEnvironment
+from rlhfkit.episodes.tool_calls.call import ToolCall
+from rlhfkit.episodes.tool_calls.registry import (
+    TOOL_CALL_PARSERS,
+    template_parser,
+    text_before_calls,
+    tool_call_parser,
+)
+from rlhfkit.rollout import LocalEngine
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome", "days": 2}}<|eom_id|>',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome", "days": 2}}]</s>',
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        '{"city": "Rome", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
+    ),
+    "qwen_xml": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
+    "pythonic": '[weather(city="Rome", days=2)]',
+}
+EXPECTED = ToolCall("weather", {"city": "Rome", "days": 2})
+
+
+def said(text: str) -> Action:
+    """An action; text without the special tokens that the formats use."""
+    plain = text
+    for token in ("<|python_tag|>", "<|eom_id|>", "</s>", "[TOOL_CALLS]", "<|python_start|>", "<|python_end|>"):
+        plain = plain.replace(token, "")
+    return Action(0, [1], plain, text, "stop")
+
+
+def parsed(name: str, text: str) -> list[ToolCall]:
+    return [call.typed(lambda argument: argument == "city") for call in TOOL_CALL_PARSERS[name](said(text))]
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_PARSERS)
+def test_every_format_says_the_same_call(name: str) -> None:
+    assert parsed(name, CALLS[name]) == [EXPECTED]
+    assert parsed(name, "The weather is fine.") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "g", "arguments": {"a": 1}}', ["f", "g"]),
+        ("llama3_json", '{"city": "Rome"}', []),  # an answer in JSON
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": "{}"}]', ["f", "g"]),
+        ("mistral", 'ok[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{}</s>', ["f", "g"]),
+        ("mistral", '[TOOL_CALLS]f{"a": 1}', ["f"]),
+        (
+            "deepseek",
+            "so<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>g"
+            '<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            ["f", "g"],
+        ),
+        ("qwen_xml", "<function=f></function><function=g><parameter=a>1", ["f", "g"]),
+        ("pythonic", "[f(), g(a=[1, {'b': None}])]", ["f", "g"]),
+        ("pythonic", "<|python_start|>[f(), g(a=-1)]<|python_end|>", ["f", "g"]),
+        ("pythonic", "[1, 2]", []),
+    ],
+)
+def test_several_calls_and_newer_forms(name: str, text: str, calls: list[str]) -> None:
+    found = TOOL_CALL_PARSERS[name](said(text))
+    assert [call.name for call in found] == calls
+    assert not any(call.error for call in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("llama3_json", '<|python_tag|>{"name": "f", ', "not valid JSON"),
+        ("llama3_json", "<|python_tag|>f(1)", "is a JSON object"),
+        ("mistral", "[TOOL_CALLS][{]", "not valid JSON"),
+        ("mistral", "[TOOL_CALLS]f{1}", "not valid JSON"),
+        ("deepseek", "<｜tool▁call▁begin｜>f()<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]<｜tool▁call▁end｜>", "must be a JSON object"),
+        ("qwen_xml", "<tool_call>f()</tool_call>", "<function=NAME>"),
+        ("pythonic", "[f(a=", None),  # cut off: no list of calls
+        ("pythonic", "[f(a=g())]", "must be a literal"),
+        ("pythonic", "[f(1)]", "by name"),
+        ("pythonic", "<|python_start|>[f(a=<|python_end|>", "not a list of Python calls"),
+        ("pythonic", "[f(a=__import__('os').system('x'))]", "must be a literal"),
+    ],
+)
+def test_calls_that_cannot_be_read_say_why(name: str, text: str, error: str | None) -> None:
+    errors = [call.error for call in TOOL_CALL_PARSERS[name](said(text))]
+    assert (errors == []) if error is None else (len(errors) == 1 and error in errors[0]), errors
+
+
+TEMPLATES = {
+    "hermes": '{{- \'<tool_call>\\n{"name": "\' }}{{- tool_call.name }}',
+    "qwen_xml": "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
+    "mistral": '{{- "[TOOL_CALLS]" }}{%- for tool_call in message.tool_calls %}',
+    "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'}}",
+    "pythonic": "{{- '<|python_start|>' }}",
+    "llama3_json": (
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_parser_is_found_from_the_template(name: str) -> None:
+    class Tokenizer:
+        chat_template: Any = TEMPLATES[name]
+
+    assert template_parser(Tokenizer()) == name
+    Tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": TEMPLATES[name]}
+    assert template_parser(Tokenizer()) == name
+    Tokenizer.chat_template = None
+    assert template_parser(Tokenizer()) == "hermes"
+    assert TEMPLATES.keys() == TOOL_CALL_PARSERS.keys()
+
+
+def test_untyped_arguments_get_the_types_that_tools_take() -> None:
+    seen: list[Any] = []
+
+    def take(text: str, number: int, values: list[int], anything=None) -> str:  # type: ignore[no-untyped-def]
+        seen.append((text, number, values, anything))
+        return "ok"
+
+    tools = ToolEnvironment([take], tool_call_parser="qwen_xml")
+    body = "".join(
+        f"<parameter={name}>\n{value}\n</parameter>"
+        for name, value in {"text": "12", "number": "12", "values": "[1, 2]", "anything": "so so"}.items()
+    )
+    import asyncio
+
+    asyncio.run(tools.step(said(f"<tool_call><function=take>{body}</function></tool_call>")))
+    assert seen == [("12", 12, [1, 2], "so so")]
+
+
+def test_what_is_said_before_calls() -> None:
+    assert text_before_calls("so <tool_call>{}", "so <tool_call>{}") == "so"
+    assert text_before_calls('f{"a": 1}', 'Well[TOOL_CALLS]f{"a": 1}') == "Well"
+    assert text_before_calls('{"name": "f"}', '{"name": "f"}') == ""
+
+
+def test_unknown_names_are_refused_and_functions_taken() -> None:
+    def own(action: Action) -> list[ToolCall]:
+        return []
+
+    assert tool_call_parser(own) is own
+    with pytest.raises(ValueError, match="tool_call_parser must be a function or one of hermes, llama3_json"):
+        EpisodeEngine(LocalEngine(), tools=[print], tool_call_parser="grok")
+    with pytest.raises(ValueError, match="tool_call_parser finds calls of tools"):
+        EpisodeEngine(LocalEngine(), lambda: None, tool_call_parser="hermes")  # type: ignore[arg-type,return-value]

@@ -1,0 +1,137 @@
+"""Models behind a real ``vllm serve`` against the same models in this process.
+
+Covers ``frozen_model.py`` and ``rollout/server/model.py`` too.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.test_forward import experience
+from modules import distillation_cases as cases
+from rl_runs import setup_run, weights
+from tiny_models import tiny_model
+
+from rlhfkit import DistillationModule, GRPOModule, OnPolicyDistillationModule, VLLMServer
+from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel, frozen_model
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
+
+EXACT = 1e-5  # float32 on both sides; what is left is the order of summation
+FLOAT32: Any = {"weights": torch.float32, "compute": torch.float32}
+ADDRESS = "http://127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model than the one that the server was started with, of the same shape."""
+    return tiny_model(tmp_path_factory.mktemp("served") / "teacher", seed=1)
+
+
+@pytest.fixture(scope="module")
+def served(vllm_server: str, vllm_model: Path, folder: Path) -> Iterator[ServedModel]:
+    engine = VLLMServer(vllm_server, start_timeout=240)
+    engine.start(str(vllm_model), dtype=torch.float32)
+    engine.load(ModuleWeights(load_causal_lm(str(folder))), 1)
+    engine.close()
+    made = ServedModel(str(folder), vllm_server)
+    yield made
+    made.close()
+
+
+@pytest.mark.vllm
+def test_log_probs_are_those_of_the_model_in_this_process(folder: Path, served: ServedModel) -> None:
+    batch = experience([(4, 5), (2, 2), (6, 6), (3, 3)])
+    served.start("logprobs", **FLOAT32)
+    with torch.no_grad():
+        expected = policy_output(load_causal_lm(str(folder)).eval(), batch, batch.action_mask).logprobs
+    whole, some = (served.submit(batch, rows) for rows in ([torch.arange(4)], [torch.tensor([2]), torch.tensor([0])]))
+    torch.testing.assert_close(whole.result(), expected, rtol=0, atol=EXACT)
+    wanted = torch.zeros(4, 1)
+    wanted[[0, 2]] = 1
+    torch.testing.assert_close(some.result(), expected * wanted, rtol=0, atol=EXACT)
+    batch.temperature = 0.5
+    with pytest.raises(ModelPoolError, match=r"at temperature 1, and samples are at 0.5: use SamplingSpec"):
+        served.submit(batch, [torch.arange(4)])
+
+
+@pytest.mark.vllm
+def test_a_run_with_a_served_reference_is_the_run_with_a_child(
+    tmp_path: Path, folder: Path, served: ServedModel
+) -> None:
+    (tmp_path / "model").symlink_to(folder)
+    trained = []
+    for reference in (None, ServedModel(**served.plain())):
+        arguments = {"kl_coef": 0.1, "kl_in_reward": True, "reference": reference}
+        trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments)
+        trainer.fit(module, datamodule=data)
+        assert hasattr(module, "reference") == (reference is None)
+        trained.append(weights(module))
+    # Adam makes a part of its learning rate, 1e-3, of rounding in gradients near 0; another reference moves them all.
+    for name, tensor in trained[0].items():
+        torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=3e-4)
+        assert (trained[1][name] - tensor).abs().mean() < 1e-6
+    restored = GRPOModule(**dict(module.hparams))
+    assert isinstance(restored.reference_pool, ServedModel)
+    assert restored.reference_pool.plain() == served.plain()
+
+
+@pytest.mark.vllm
+def test_a_student_learns_the_same_from_a_served_teacher_on_its_own_samples(
+    tmp_path: Path, folder: Path, served: ServedModel
+) -> None:
+    trained = []
+    for teacher in (str(folder), ServedModel(**served.plain())):
+        trainer, module, data, _ = setup_run(
+            tmp_path, module=OnPolicyDistillationModule, module_arguments={"teacher": teacher}, max_epochs=1
+        )
+        trainer.fit(module, datamodule=data)
+        trained.append(weights(module))
+    for name, tensor in trained[0].items():
+        torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=EXACT)
+
+
+@pytest.mark.vllm
+def test_likeliest_tokens_of_a_server_teach_what_those_of_a_loaded_teacher_do(
+    tmp_path: Path, folder: Path, served: ServedModel
+) -> None:
+    cases.prepare(tmp_path)
+    made: list[DistillationModule] = []
+    for teacher in (str(folder), ServedModel(**served.plain())):
+        arguments: dict[str, Any] = {"top_k": 5, "precompute_teacher": True, "lr": 1e-3, "divergence": "reverse_kl"}
+        module = DistillationModule(str(tmp_path / "model"), teacher, teacher_cache=str(tmp_path / "c"), **arguments)
+        cases.trainer(tmp_path, max_epochs=1).fit(module, cases.data(tmp_path, 8))
+        made.append(module)
+    assert len(list((tmp_path / "c").iterdir())) == 2
+    for name, tensor in weights(made[0]).items():
+        torch.testing.assert_close(weights(made[1])[name], tensor, rtol=0, atol=1e-4)  # Adam's first steps are signs
+    served.start("logprobs", **FLOAT32)
+    with pytest.raises(ModelPoolError, match="greater than max allowed: 20"):
+        served.top_tokens([[5, 6, 7]], 30)
+
+
+def test_a_server_has_no_rewards_and_a_loaded_teacher_needs_no_server(tmp_path: Path) -> None:
+    with pytest.raises(ModelPoolError, match="has no rewards: RemoteReward"):
+        ServedModel("model", ADDRESS).start("reward", **FLOAT32)
+    with pytest.raises(ValueError, match=r"precompute_teacher=True with top_k, which vLLM limits to 20"):
+        DistillationModule("model", ServedModel("teacher", ADDRESS), top_k=5)
+    with pytest.raises(ValueError, match="a divergence compares the teacher's probabilities of all tokens"):
+        OnPolicyDistillationModule("model", ServedModel("teacher", ADDRESS), divergence="jsd")
+    with pytest.raises(ValueError, match=r"reference=ServedModel\(...\) is a model that nothing asks"):
+        GRPOModule("model", reference=ServedModel("model", ADDRESS))
+
+
+def test_plain_values_say_which_kind_it_was() -> None:
+    for one in (ServedModel("model", ADDRESS, concurrency=3), ModelPool("model", num_replicas=2)):
+        found = frozen_model(one.plain())
+        assert type(found) is type(one)
+        assert found.plain() == one.plain()
+        assert frozen_model(one) is one
+    assert frozen_model(None) is None
+
+
+def test_nobody_at_the_address_is_an_error_within_the_limit() -> None:
+    with pytest.raises(ModelPoolError, match=rf"no vLLM server answers at {ADDRESS} within 0.5 s"):
+        ServedModel("model", ADDRESS, start_timeout=0.5).start("logprobs", **FLOAT32)
