@@ -22,7 +22,15 @@ import rlhfkit.losses
 PAGE = Path(__file__).with_name("losses.md")
 # Modules in the order of the page; others follow by name.
 ORDER = ("policy.ppo", "policy.grpo", "policy.sequence", "policy.reinforce", "policy.trust_region", "policy.entropy")
-ORDER += ("importance_sampling", "kl", "value", "advantages.group", "advantages.gae", "advantages.rewards")
+ORDER += (
+    "importance_sampling",
+    "kl",
+    "value",
+    "advantages.group",
+    "advantages.gae",
+    "advantages.rewards",
+    "advantages.turns",
+)
 ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free")
 ORDER += ("preference.variants", "preference.kto", "preference.bco", "preference.pairs", "preference.reward_model")
 ORDER += ("fused_head.logprobs", "fused_head.single_pass", "policy.base", "aggregation", "metrics")

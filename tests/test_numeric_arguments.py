@@ -11,6 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     },
     "StreamLoader": {"open_stream": iter, "collate": list, "steps_per_epoch": 1, "micro_batch_size": 1},
     "StreamingSFTDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
+    "GymEnvironment": {"environment": SimpleNamespace(reset=print, step=print), "parse_action": str},
     "ToolEnvironment": {"tools": [print]},
     "VLLMServer": {"urls": "http://127.0.0.1:1"},
     "WeightedSum": {"parts": {"one": len}},
@@ -104,6 +106,7 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
         )
     },
     ("RolloutCallback", "success_threshold"): ((-1.0,), "rewards may be negative"),
+    ("GymEnvironment", "invalid_reward"): ((-1.0,), "rewards may be negative"),
     ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),
     (ANY, "entropy_coef"): ((-1.0,), "an entropy penalty"),
     ("SamplingSpec", "presence_penalty"): ((-1.0,), "a bonus for what was said before"),

@@ -32,7 +32,7 @@ from rlhfkit.modules import (
     RewardModule,
     SFTModule,
 )
-from rlhfkit.roles import ModelPool
+from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
 
@@ -168,6 +168,7 @@ def _roles(module: PolicyModule) -> dict[str, Any]:
     if isinstance(module, DistillationModule) and module.precompute_teacher:
         return roles
     elsewhere = isinstance(module, OnPolicyDistillationModule) and module.teacher_pool is not None
+    elsewhere |= isinstance(module, DistillationModule) and module.served_teacher is not None
     if isinstance(module, DistillationModule | OnPolicyDistillationModule) and not elsewhere:
         roles["teacher"] = shape(module.teacher_name)
     if isinstance(module, OnPolicyModule):
@@ -182,7 +183,7 @@ def _roles(module: PolicyModule) -> dict[str, Any]:
 
 def _placed(module: PolicyModule, shape: Callable[[str], ModelShape]) -> tuple[PlacedModel, ...]:
     """Models in pools of their own; a replica without GPUs among its resources is described as having one."""
-    pools: dict[PlacedRole, ModelPool | None] = {}
+    pools: dict[PlacedRole, FrozenModel | None] = {}
     if isinstance(module, OnPolicyModule):
         pools |= {"reference": module.reference_pool, "reward model": module.reward_pool}
     if isinstance(module, OnPolicyDistillationModule):
@@ -195,7 +196,7 @@ def _placed(module: PolicyModule, shape: Callable[[str], ModelShape]) -> tuple[P
             gpus=max(1, math.ceil((pool.resources or {}).get("GPU", 1))),
         )
         for role, pool in pools.items()
-        if pool is not None
+        if isinstance(pool, ModelPool)  # what is served runs already, whatever trains
     )
 
 

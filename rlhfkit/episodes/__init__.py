@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit.episodes.environment import Action, Environment, Step
 
 if TYPE_CHECKING:
+    from rlhfkit.episodes.adapters.gym import GymEnvironment as GymEnvironment
+    from rlhfkit.episodes.adapters.mcp import MCPTools as MCPTools
     from rlhfkit.episodes.engine import EpisodeEngine as EpisodeEngine
     from rlhfkit.episodes.openai.agents import AgentEngine as AgentEngine
     from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint as OpenAIEndpoint
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 _LAZY = {
     "AgentEngine": "rlhfkit.episodes.openai.agents",
     "EpisodeEngine": "rlhfkit.episodes.engine",
+    "GymEnvironment": "rlhfkit.episodes.adapters.gym",
+    "MCPTools": "rlhfkit.episodes.adapters.mcp",
     "OpenAIEndpoint": "rlhfkit.episodes.openai.endpoint",
     "ToolEnvironment": "rlhfkit.episodes.tools",
     "tool_schemas": "rlhfkit.episodes.tools",
@@ -28,6 +32,8 @@ __all__ = [
     "AgentEngine",
     "Environment",
     "EpisodeEngine",
+    "GymEnvironment",
+    "MCPTools",
     "OpenAIEndpoint",
     "Step",
     "ToolEnvironment",

@@ -33,6 +33,7 @@ from rlhfkit.losses.advantages.rewards import (
     stop_properly_penalty,
     token_rewards,
 )
+from rlhfkit.losses.advantages.turns import turn_advantages, turn_ends
 from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,
@@ -229,6 +230,8 @@ __all__ = [
     "sums_metric",
     "token_rewards",
     "top_entropy_mask",
+    "turn_advantages",
+    "turn_ends",
     "value_loss",
     "vespo_loss",
     "weighted_metric",

@@ -18,6 +18,7 @@ from rlhfkit.rewards.lengths import CosineLength, RepetitionPenalty
 from rlhfkit.rewards.math import MathMatch, math_match
 from rlhfkit.rewards.models import ModelReward, ProcessModelReward
 from rlhfkit.rewards.programs.execution import CodeExecution
+from rlhfkit.rewards.programs.python_tool import PythonTool
 from rlhfkit.rewards.remote.reward import RemoteReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
 from rlhfkit.rewards.sandbox.reward import SandboxedReward
@@ -37,6 +38,7 @@ __all__ = [
     "PairwiseReward",
     "ProcessModelReward",
     "ReasoningFormat",
+    "PythonTool",
     "RemoteReward",
     "RepetitionPenalty",
     "Reward",

@@ -58,7 +58,7 @@ def _shrink(config: Any) -> None:
     for name, value in before.items():
         number = isinstance(value, int) and not isinstance(value, bool)
         if number and "vocab_size" in name:
-            changes[name] = min(value, VOCABULARY)
+            changes[name] = VOCABULARY  # also where the model has fewer: the sequences of the check have more tokens
         elif name.endswith("token_id"):
             changes[name] = _token(value)
         elif _FEED_FORWARD_NAME.search(name) and value:

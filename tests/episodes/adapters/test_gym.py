@@ -1,0 +1,95 @@
+"""Environments with Gymnasium's interface, played by a policy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit import LocalEngine, Prompt, SamplingSpec
+from rlhfkit.episodes import Action, EpisodeEngine, GymEnvironment
+
+
+class Corridor:
+    """Walk to the right end of a corridor; gymnasium.Env's interface, without the package."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        self.length = 2 + (seed or 0) % 3 + (options or {}).get("longer", 0)
+        self.place, self.steps = 0, 0
+        return self.place, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.place, self.steps = max(0, self.place + action), self.steps + 1
+        there = self.place >= self.length
+        return self.place, float(there), there, self.steps >= 5, {"place": self.place, "self": self}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def walk(text: str) -> int:
+    return {"right": 1, "left": -1}[text] if text in ("right", "left") else int(text)
+
+
+def said(text: str) -> Action:
+    return Action(0, [1], text, text, "stop")
+
+
+def test_an_episode_is_that_of_the_environment() -> None:
+    environment = GymEnvironment(Corridor(), parse_action=walk, invalid_reward=-0.5)
+    assert environment.reset(Prompt(3, [1])) == "0"
+    step = environment.step(said("right"))
+    assert (step.observation, step.reward, step.done) == ([{"role": "user", "content": "1"}], 0.0, False)
+    assert step.info == {"place": 1, "time_is_up": False}
+    wrong = environment.step(said("up"))
+    assert wrong.reward == -0.5
+    assert "Invalid action: invalid literal for int" in wrong.observation[0]["content"]  # type: ignore[index,call-overload]
+    assert environment.step(said("right")).done
+    environment.close()
+    assert environment.environment.closed  # type: ignore[attr-defined]
+
+
+def test_seed_options_and_what_is_read_first_come_from_the_prompt() -> None:
+    environment = GymEnvironment(
+        Corridor(),
+        parse_action=walk,
+        options=lambda prompt: {"longer": 10},
+        first=lambda prompt, observation: [{"role": "user", "content": f"{prompt.text} {observation}"}],
+        show=lambda observation: [observation],
+        role=None,
+    )
+    prompt = Prompt(0, [1], text="Walk from", metadata={"seed": 5})
+    assert environment.reset(prompt) == [{"role": "user", "content": "Walk from 0"}]
+    assert environment.environment.length == 14  # type: ignore[attr-defined]
+    assert environment.step(said("1")).observation == [1]
+    ended = [environment.step(said("-1")) for _ in range(4)][-1]
+    assert ended.done
+    assert ended.info["time_is_up"]
+
+
+def test_a_policy_plays(tmp_path: Path) -> None:
+    """Digits are steps to the right, and everything else means no action."""
+    tokens = [tiny_tokenizer().convert_tokens_to_ids(digit) for digit in "0123456789"]
+
+    def play() -> GymEnvironment:
+        return GymEnvironment(Corridor(), parse_action=walk, role=None)
+
+    engine = EpisodeEngine(LocalEngine(), play, max_turns=4)
+    engine.start(str(tiny_model(tmp_path / "model")), dtype=torch.float32, load_weights=True)
+    spec = SamplingSpec(group_size=4, max_new_tokens=1, stop_token_ids=tuple(tokens))
+    samples = engine.generate([Prompt(0, [5]), Prompt(1, [6])], spec, iteration=0)
+    engine.close()
+    assert len(samples) == 8
+    assert {sample.info["ended"] for sample in samples} <= {"done", "turns"}
+    assert all(sum(sample.token_rewards or []) == sample.info["reward"] for sample in samples)
+
+
+def test_what_is_no_environment_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"needs reset\(\) and step\(\), as gymnasium.Env has"):
+        GymEnvironment(object(), parse_action=walk)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="parse_action must be a function"):
+        GymEnvironment(Corridor(), parse_action=None)  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""Advantages per turn, against the formula written as loops."""
+
+import math
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhfkit.losses import group_advantages, turn_advantages, turn_ends
+
+# Two prompts; turns of the policy as runs of 1, the environment's tokens as 0.
+MASK = torch.tensor(
+    [
+        [1, 1, 0, 0, 1, 0, 1, 1],
+        [1, 0, 1, 1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 1, 0, 0, 0],
+    ]
+).bool()
+GROUP = torch.tensor([7, 7, 7, 3, 3, 3])
+
+
+def of(rewards: list[list[float]], group: Tensor = GROUP) -> Any:
+    """An iteration whose turns earn these rewards, each at the turn's last token."""
+    earned = torch.zeros(MASK.shape)
+    for row, (ends, values) in enumerate(zip(turn_ends(MASK), rewards, strict=True)):
+        earned[row, ends.nonzero()[:, 0]] = torch.tensor(values)
+    totals = torch.tensor([sum(values) for values in rewards])
+    return SimpleNamespace(rewards=totals, group=group, token_rewards=earned, action_mask=MASK)
+
+
+REWARDS = [[0.5, 0.0, 1.0], [0.0, 1.0], [0.25, -1.0], [1.0], [0.0, 0.5, 0.5], [0.0, 0.0]]
+
+
+def by_hand(rewards: list[list[float]], gamma: float, eps: float, scale: bool) -> Tensor:
+    expected = torch.zeros(MASK.shape, dtype=torch.float64)
+    for row, values in enumerate(rewards):
+        among = [r for other, group in zip(rewards, GROUP, strict=True) if group == GROUP[row] for r in other]
+        mean, spread = statistics.mean(among), statistics.stdev(among) + eps if scale else 1.0
+        normal = [(value - mean) / spread for value in values]
+        turn = 0
+        for token, chosen in enumerate(MASK[row].tolist()):
+            if chosen:
+                expected[row, token] = sum(gamma**k * value for k, value in enumerate(normal[turn:]))
+                turn += token + 1 == MASK.shape[1] or not MASK[row, token + 1]
+    return expected
+
+
+@pytest.mark.parametrize(("gamma", "eps", "scale"), [(1.0, 1e-4, True), (0.5, 1e-2, True), (0.0, 0.0, False)])
+def test_a_token_has_the_normalized_rewards_of_its_turn_and_the_later_ones(
+    gamma: float, eps: float, scale: bool
+) -> None:
+    found = turn_advantages(of(REWARDS), gamma=gamma, eps=eps, scale_std=scale)
+    torch.testing.assert_close(found.double(), by_hand(REWARDS, gamma, eps, scale), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_in_another_order_have_the_same() -> None:
+    order = torch.tensor([3, 0, 5, 2, 1, 4])
+    whole = of(REWARDS)
+    mixed = SimpleNamespace(**{name: value[order] for name, value in vars(whole).items()})
+    torch.testing.assert_close(turn_advantages(mixed), turn_advantages(whole)[order], rtol=0, atol=0)
+
+
+def test_with_one_turn_each_it_is_grpo() -> None:
+    mask = torch.zeros(6, 8).bool()
+    mask[:, 2:5] = True
+    rewards = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 1.0])
+    one = SimpleNamespace(rewards=rewards, group=GROUP, token_rewards=None, action_mask=mask)
+    expected = group_advantages(rewards, GROUP)[:, None] * mask
+    torch.testing.assert_close(turn_advantages(one), expected)
+
+
+def test_a_sample_without_a_reward_counts_nowhere_and_equal_rewards_teach_nothing() -> None:
+    missing = of(REWARDS)
+    missing.rewards[1] = math.nan
+    found = turn_advantages(missing)
+    assert not found[1].any()
+    without = turn_advantages(
+        SimpleNamespace(**{name: value[[0, 2, 3, 4, 5]] for name, value in vars(of(REWARDS)).items()})
+    )
+    torch.testing.assert_close(found[[0, 2, 3, 4, 5]], without, rtol=0, atol=0)
+    assert not turn_advantages(of([[0.5] * len(values) for values in REWARDS])).any()
+
+
+@pytest.mark.parametrize("arguments", [{"gamma": 1.5}, {"gamma": math.nan}, {"eps": -1.0}])
+def test_bad_arguments(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="gamma must lie in"):
+        turn_advantages(of(REWARDS), **arguments)
