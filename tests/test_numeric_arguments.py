@@ -80,6 +80,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "StreamingSFTDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
     "GymEnvironment": {"environment": SimpleNamespace(reset=print, step=print), "parse_action": str},
     "ToolEnvironment": {"tools": [print]},
+    "MCPTools": {"server": "http://127.0.0.1:1/mcp"},
+    "ServedModel": {"model": "none", "urls": "http://127.0.0.1:1"},
     "VLLMServer": {"urls": "http://127.0.0.1:1"},
     "WeightedSum": {"parts": {"one": len}},
     "UnpairedLoader": {

@@ -83,7 +83,7 @@ class ServedModel:
         self.waited = 0.0
         """Seconds that this rank has waited for results: what was not hidden behind other work."""
         self.hidden = 0.0
-        """Seconds between requests and the first wait for them, in which this rank did something else."""
+        """Seconds that it would have waited besides, had it asked for each result when it needed it."""
         self.version = 0
         """0: the server's model does not move."""
         self._connections: ServerConnections | None = None
@@ -228,9 +228,14 @@ class PendingScores:
         asked: Mapping[int, tuple[list[int], "concurrent.futures.Future[Any]"]],
     ) -> None:
         self._served = served
-        self._asked_at = time.monotonic()
+        self._asked_at = self._last_answer = time.monotonic()
+        for _, future in asked.values():
+            future.add_done_callback(self._answered)
         self._mask = mask
         self._asked = asked
+
+    def _answered(self, _: Any) -> None:
+        self._last_answer = time.monotonic()
 
     def result(self, columns: int | None = None) -> Tensor:
         """Wait for all of them; (B, T-1) float32 on the CPU, 0 outside the mask and in rows that were not asked for.
@@ -239,10 +244,10 @@ class PendingScores:
             ModelPoolError: If no server answers.
         """
         started = time.monotonic()
-        self._served.hidden += started - self._asked_at
         values = torch.zeros(self._mask.shape)
         for row, (token_ids, future) in self._asked.items():
             scores = torch.tensor(parse_scores(self._served._answer(future), token_ids))
             values[row, : len(scores)] = scores
         self._served.waited += time.monotonic() - started
+        self._served.hidden += max(0.0, min(started, self._last_answer) - self._asked_at)
         return values.where(self._mask.bool(), 0.0)

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,9 +33,9 @@ class MCPTools:
         timeout: Seconds for the connection, and for each call.
 
     Raises:
-        ImportError: If ``mcp`` is not installed.
-        ValueError: If an argument is out of range, or the server lacks a tool of ``names``.
-        ConnectionError: If the server cannot be started or reached.
+        ValueError: If an argument is out of range; when the tools are asked for, if the server lacks one of ``names``.
+        ImportError: When the tools are asked for, if ``mcp`` is not installed.
+        ConnectionError: When the tools are asked for, if the server cannot be started or reached.
     """
 
     def __init__(
@@ -54,13 +55,33 @@ class MCPTools:
         self.names = None if names is None else list(names)
         self.environment = None if environment is None else dict(environment)
         self.timeout = timeout
-        self._connect()
-
-    def _connect(self) -> None:
         self._loop = EventLoopThread("rlhfkit-mcp")
-        opened: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
+        self._opening = threading.Lock()
         self._end: asyncio.Event | None = None
         self._client: Any = None
+        self._functions: list[Callable[..., Awaitable[str]]] = []
+        self._schemas: list[dict[str, Any]] = []
+
+    @property
+    def functions(self) -> list[Callable[..., Awaitable[str]]]:
+        """The tools, as async functions with the server's names, descriptions and arguments; connects if needed."""
+        self._open()
+        return self._functions
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Their JSON schemas, in the form of the template argument ``tools``; connects if needed."""
+        self._open()
+        return self._schemas
+
+    def _open(self) -> None:
+        """Connect, once."""
+        with self._opening:
+            if self._end is None:
+                self._connect()
+
+    def _connect(self) -> None:
+        opened: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
         # One task opens, serves and closes the connection, as its scopes of cancellation belong to one task.
         self._task = self._loop.submit(self._serve(opened))
         try:
@@ -81,10 +102,8 @@ class MCPTools:
             self.close()
             raise ValueError(f"the MCP server has no tools {missing}; it has {sorted(found)}")
         chosen = [found[name] for name in self.names or found]
-        self.functions: list[Callable[..., Awaitable[str]]] = [self._function(tool) for tool in chosen]
-        """The tools, as async functions with the server's names, descriptions and arguments."""
-        self.schemas: list[dict[str, Any]] = [_schema(tool) for tool in chosen]
-        """Their JSON schemas, in the form of the template argument ``tools``."""
+        self._functions = [self._function(tool) for tool in chosen]
+        self._schemas = [_schema(tool) for tool in chosen]
 
     async def _serve(self, opened: "concurrent.futures.Future[list[Any]]") -> None:
         try:
@@ -116,6 +135,7 @@ class MCPTools:
         """Return the async function of a tool, which calls it in the connection's own event loop."""
 
         async def call(**arguments: Any) -> str:
+            await asyncio.to_thread(self._open)  # in a process of its own, a copy is not connected yet
             return await asyncio.wrap_future(self._loop.submit(self._call(tool.name, arguments)))
 
         schema = tool.input_schema or {}

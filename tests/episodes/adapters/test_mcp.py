@@ -80,11 +80,11 @@ def test_a_copy_connects_by_itself_and_missing_tools_are_named(tools: MCPTools, 
     copy.close()
     copy.close()
     with pytest.raises(ValueError, match=r"has no tools \['more'\]; it has \['add', 'fail'\]"):
-        MCPTools(command, names=["more"], timeout=120)
+        _ = MCPTools(command, names=["more"], timeout=120).functions
 
 
 def test_nobody_there() -> None:
     with pytest.raises(ConnectionError, match="no MCP server answers at"):
-        MCPTools([sys.executable, "-c", "raise SystemExit(1)"], timeout=20)
+        _ = MCPTools([sys.executable, "-c", "raise SystemExit(1)"], timeout=20).schemas
     with pytest.raises(ValueError, match="server must be a command"):
         MCPTools("uvx mcp-server-time")

@@ -46,6 +46,13 @@ def test_a_shrunken_configuration_keeps_what_decides_attention() -> None:
     assert tiny.sliding_window < 5 < config.sliding_window
 
 
+def test_a_model_with_fewer_tokens_than_the_check_uses_is_packed() -> None:
+    config = AutoConfig.for_model(
+        "llama", vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    assert packing_problem(AutoModelForCausalLM.from_config(config)) is None
+
+
 UNHEARD_UNTIL_5_19 = pytest.mark.skipif(
     Version(transformers.__version__) >= Version("5.20"), reason="Moshi of newer Transformers can be packed"
 )
