@@ -27,6 +27,7 @@ ORDER += (
     "kl",
     "value",
     "advantages.group",
+    "advantages.token_baseline",
     "advantages.gae",
     "advantages.rewards",
     "advantages.turns",

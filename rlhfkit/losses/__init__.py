@@ -33,6 +33,7 @@ from rlhfkit.losses.advantages.rewards import (
     stop_properly_penalty,
     token_rewards,
 )
+from rlhfkit.losses.advantages.token_baseline import optimal_token_advantages
 from rlhfkit.losses.advantages.turns import turn_advantages, turn_ends
 from rlhfkit.losses.aggregation import (
     Aggregation,
@@ -97,6 +98,7 @@ from rlhfkit.losses.policy.trust_region import (
     clip_cov_loss,
     decoupled_ppo_loss,
     dppo_loss,
+    ipo_policy_loss,
     kl_cov_loss,
     log_linear_proximal_logprobs,
 )
@@ -171,6 +173,7 @@ __all__ = [
     "gspo_loss",
     "gspo_token_loss",
     "importance_weights",
+    "ipo_policy_loss",
     "kl_cov_loss",
     "kl_estimate",
     "kl_loss",
@@ -202,6 +205,7 @@ __all__ = [
     "on_policy_distillation_advantages",
     "on_policy_distillation_loss",
     "opo_advantages",
+    "optimal_token_advantages",
     "orpo_loss",
     "overlong_penalty",
     "pair_partners",

@@ -50,7 +50,7 @@ def gae(
             raise ValueError(f"lam must be a number or ({rewards.shape[0]},), got {tuple(lam.shape)}")
     else:
         _check_unit("lam", lam)
-    order, chosen = _actions_first(mask)
+    order, chosen = actions_first(mask)
     reward = select(full_precision(rewards.detach()).gather(-1, order), chosen)
     value = select(full_precision(values.detach()).gather(-1, order), chosen)
     following = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], -1)
@@ -65,7 +65,7 @@ def gae(
     else:
         decay = delta.new_full((1, 1), gamma * lam)
     advantages = _decayed_sum(delta, decay)
-    return _back_in_place(advantages, order, mask), _back_in_place(advantages + value, order, mask)
+    return back_in_place(advantages, order, mask), back_in_place(advantages + value, order, mask)
 
 
 def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
@@ -105,9 +105,9 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
     """
     check_same_shape(rewards=rewards, mask=mask)
     _check_unit("gamma", gamma)
-    order, chosen = _actions_first(mask)
+    order, chosen = actions_first(mask)
     reward = select(full_precision(rewards.detach()).gather(-1, order), chosen)
-    return _back_in_place(_decayed_sum(reward, reward.new_full((1, 1), gamma)), order, mask)
+    return back_in_place(_decayed_sum(reward, reward.new_full((1, 1), gamma)), order, mask)
 
 
 @share_arguments(ADVANTAGE_ARGUMENTS)
@@ -171,13 +171,13 @@ def _check_unit(name: str, value: float) -> None:
         raise ValueError(f"{name} must lie in [0, 1], got {value}")
 
 
-def _actions_first(mask: Tensor) -> tuple[Tensor, Tensor]:
+def actions_first(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Order that moves the selected tokens of each row to the front, and the mask in that order."""
     order = (~mask.bool()).to(torch.uint8).argsort(dim=-1, stable=True)
     return order, mask.bool().gather(-1, order)
 
 
-def _back_in_place(values: Tensor, order: Tensor, mask: Tensor) -> Tensor:
+def back_in_place(values: Tensor, order: Tensor, mask: Tensor) -> Tensor:
     return select(torch.zeros_like(values).scatter(-1, order, values), mask)
 
 

@@ -1,5 +1,8 @@
 """Policy losses with another trust region than a clip around the old policy: decoupled PPO, DPPO, Clip-Cov, KL-Cov."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -135,6 +138,76 @@ def dppo_loss(
     """
     if not (0.0 <= mask_low <= 1.0 and 0.0 <= mask_high <= 1.0):
         raise ValueError(f"mask_low and mask_high bound probabilities, in [0, 1], got {mask_low} and {mask_high}")
+
+    def dropped(moved: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return (moved < -mask_low) & (advantages < 0.0), (moved > mask_high) & (advantages > 0.0)
+
+    inputs = logprobs, old_logprobs, advantages, mask, rollout_logprobs
+    reduction = {"aggregation": aggregation, "denominator": denominator, "max_length": max_length}
+    return _masked_by_difference(inputs, dropped, log_ratio_coef, log_ratio_clamp, weights, reduction)
+
+
+@gradient_scope("token")
+@share_arguments(POLICY_ARGUMENTS)
+def ipo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    rollout_logprobs: Tensor,
+    threshold: float = 0.2,
+    log_ratio_coef: float = 1e-3,
+    log_ratio_clamp: float | None = 20.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+    max_length: int | None = None,
+) -> LossOutput:
+    """prime-rl's IPO: :func:`dppo_loss` with a bound on both sides, whatever the sign of the advantage.
+
+    ``keep_t = |π(y_t) - μ(y_t)| ≤ threshold``; ``ℓ_t = -keep_t ρ_t A_t + τ (log ρ_t)²``, ``ρ_t = π(y_t) / μ(y_t)``;
+    then :func:`aggregate`.
+
+    The ``ipo`` loss of prime-rl (2026), its default before DPPO's. Where :func:`dppo_loss` keeps a token that returns
+    towards ``μ``, this one drops it too. No relative of the preference loss of that name.
+
+    Args:
+        old_logprobs: (B, T) under the trainer's policy before this iteration, for the metrics and in place of missing
+            ``rollout_logprobs``; detached here.
+        rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them; NaN where it gave none.
+        threshold: Largest difference of the two probabilities, in [0, 1]; 0.2 in prime-rl.
+        log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl.
+        log_ratio_clamp: Limit of each token's log-ratio in nats, beyond which it has no gradient; none in prime-rl.
+
+    Returns:
+        The loss with the metrics of :func:`dppo_loss`.
+    """
+    if not 0.0 <= threshold <= 1.0:
+        raise ValueError(f"threshold bounds a difference of probabilities, in [0, 1], got {threshold}")
+
+    def dropped(moved: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return moved < -threshold, moved > threshold
+
+    inputs = logprobs, old_logprobs, advantages, mask, rollout_logprobs
+    reduction = {"aggregation": aggregation, "denominator": denominator, "max_length": max_length}
+    return _masked_by_difference(inputs, dropped, log_ratio_coef, log_ratio_clamp, weights, reduction)
+
+
+def _masked_by_difference(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    dropped: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    log_ratio_coef: float,
+    log_ratio_clamp: float | None,
+    weights: Tensor | None,
+    reduction: Mapping[str, Any],
+) -> LossOutput:
+    """The unclipped surrogate without tokens whose probability has moved too far, plus a squared log-ratio.
+
+    ``inputs`` are log-probs, old ones, advantages, mask and those of the engine; ``dropped`` says from the change of
+    the probability and the advantage (B, T) which tokens have moved too far down, and up.
+    """
+    logprobs, old_logprobs, advantages, mask, rollout_logprobs = inputs
     if not log_ratio_coef >= 0.0:
         raise ValueError(f"log_ratio_coef must be 0 or more, got {log_ratio_coef}")
     logprobs = full_precision(logprobs)
@@ -143,20 +216,12 @@ def dppo_loss(
     sampled = torch.where(rollout_logprobs.isnan(), old_logprobs, rollout_logprobs).detach()
     tokens = policy_tokens(logprobs, sampled, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     moved = tokens.logprobs.detach().exp() - select(full_precision(sampled), mask).exp()
-    too_high = (moved > mask_high) & (tokens.advantages > 0.0)
-    too_low = (moved < -mask_low) & (tokens.advantages < 0.0)
+    too_low, too_high = dropped(moved, tokens.advantages)
     token_loss = -select(tokens.ratio * tokens.advantages, ~(too_high | too_low))
     if log_ratio_coef > 0.0:
         token_loss = token_loss + log_ratio_coef * tokens.log_ratio.square()
-    return policy_loss_output(
-        token_loss,
-        measured,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        metrics=clip_fractions(too_low, too_high, tokens.mask),
-    )
+    metrics = clip_fractions(too_low, too_high, tokens.mask)
+    return policy_loss_output(token_loss, measured, weights=weights, metrics=metrics, **reduction)
 
 
 @share_arguments(POLICY_ARGUMENTS)

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhfkit.losses import group_advantages
+from rlhfkit.data.types import Experience
+from rlhfkit.losses import group_advantages, optimal_token_advantages
 
 Preset = Mapping[str, Any]
 
@@ -24,6 +25,12 @@ def no_baseline(rewards: Tensor, group: Tensor) -> Tensor:
 def group_mean_baseline(rewards: Tensor, group: Tensor) -> Tensor:
     """Subtract the mean of its group from each reward (B,); 0 where the reward is missing (NaN)."""
     return group_advantages(rewards, group, scale="none")
+
+
+def optimal_token_baseline(experience: Experience) -> Tensor:
+    """Subtract a baseline for each position, (B, T-1); see :func:`~rlhfkit.losses.optimal_token_advantages`."""
+    one = experience
+    return optimal_token_advantages(one.rewards, one.group, one.action_mask, one.rollout_logprobs)
 
 
 def _preset(**arguments: Any) -> Preset:

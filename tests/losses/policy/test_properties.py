@@ -15,6 +15,7 @@ from rlhfkit.losses import (
     dppo_loss,
     dr_grpo_loss,
     grpo_loss,
+    ipo_policy_loss,
     kl_cov_loss,
 )
 
@@ -36,6 +37,11 @@ def dppo(logprobs, old_logprobs, advantages, mask, **knobs):
     # Its ratio is to the policy that sampled, which the properties move as the old one.
     before = other_policy(old_logprobs, 0.05)
     return dppo_loss(logprobs, before, advantages, mask, rollout_logprobs=old_logprobs, **knobs)
+
+
+def ipo_policy(logprobs, old_logprobs, advantages, mask, **knobs):
+    before = other_policy(old_logprobs, 0.05)
+    return ipo_policy_loss(logprobs, before, advantages, mask, rollout_logprobs=old_logprobs, **knobs)
 
 
 def grpo_with_kl(logprobs, old_logprobs, advantages, mask, **knobs):
@@ -79,6 +85,7 @@ LOSSES = public_losses() | {
     "dr_grpo": dr_grpo,
     "decoupled_ppo": decoupled,
     "dppo": dppo,
+    "ipo_policy": ipo_policy,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }

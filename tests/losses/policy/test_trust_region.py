@@ -6,6 +6,7 @@ from rlhfkit.losses import (
     decoupled_ppo_loss,
     dppo_loss,
     importance_weights,
+    ipo_policy_loss,
     kl_cov_loss,
     log_linear_proximal_logprobs,
     ppo_loss,
@@ -42,6 +43,25 @@ def test_dppo_drops_by_the_difference_of_probabilities_and_only_in_the_direction
     assert (
         output.metrics["policy/clip_fraction_high"].item() == output.metrics["policy/clip_fraction_low"].item() == 0.25
     )
+
+
+def test_ipo_drops_what_dppo_drops_and_tokens_that_return_to_the_sampling_policy():
+    policy = torch.tensor([[0.9, 0.02, 0.3, 0.3]], dtype=torch.float64)
+    behaviour = torch.tensor([[0.6, 0.001, 0.6, 0.6]], dtype=torch.float64)
+    logprobs = policy.log().requires_grad_()
+    advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
+    inputs = logprobs, logprobs.detach(), advantages, torch.ones(1, 4)
+    output = ipo_policy_loss(*inputs, rollout_logprobs=behaviour.log(), denominator=1.0)
+    log_ratio = policy.log() - behaviour.log()
+    assert output.loss.item() == pytest.approx(float(-20.0 + 1e-3 * log_ratio.square().sum()))
+    expected = 2e-3 * log_ratio - torch.tensor([[0.0, 20.0, 0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(gradient(output.loss, logprobs), expected)
+    assert output.metrics["policy/clip_fraction_low"].item() == 0.5
+    assert output.metrics["policy/clip_fraction_high"].item() == 0.25
+    wide = ipo_policy_loss(
+        *inputs, rollout_logprobs=behaviour.log(), threshold=0.4, log_ratio_coef=0.0, denominator=1.0
+    )
+    assert wide.loss.item() == pytest.approx(-(1.5 + 20.0 - 0.5 + 0.5))
 
 
 def test_dppo_pulls_dropped_tokens_back():

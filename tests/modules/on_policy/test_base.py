@@ -165,6 +165,16 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     assert module.hparams["policy_loss"].endswith(f".{named}")  # a preset calls the loss of its name
 
 
+def test_the_optimal_token_baseline_is_reached_by_name_and_reads_the_engines_log_probs() -> None:
+    batch = experience()
+    module = GRPOModule("anywhere", advantages="rlhfkit.modules.on_policy.presets.optimal_token_baseline")
+    prepared = module.compute_advantages(batch)
+    arguments = batch.rewards, batch.group, batch.action_mask, batch.rollout_logprobs
+    assert prepared.advantages is not None
+    assert torch.equal(prepared.advantages, rlhfkit.losses.optimal_token_advantages(*arguments))
+    assert len(prepared.advantages[0][batch.action_mask[0]].unique()) > 1
+
+
 def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
     batch = experience()
     batch.ref_logprobs = None

@@ -95,7 +95,7 @@ def test_a_module_calls_the_loss_as_by_hand_with_its_own_defaults(name: str, kin
 
 
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
-@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"decoupled_ppo_loss", "dppo_loss"}))
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"decoupled_ppo_loss", "dppo_loss", "ipo_policy_loss"}))
 def test_a_correction_weighs_every_loss_that_is_not_given_the_engines_log_probs(name: str, kind: Any) -> None:
     loss, (batch, logprobs) = EVERY[name], prepared()
     assert batch.advantages is not None

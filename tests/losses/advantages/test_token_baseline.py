@@ -1,0 +1,71 @@
+"""The optimal token baseline against sums of one position at a time, and the gradient norm it is derived from."""
+
+import math
+
+import pytest
+import torch
+
+from rlhfkit.losses import optimal_token_advantages
+
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.2, torch.nan, 0.9], dtype=torch.float64)
+GROUP = torch.tensor([4, 4, 4, 7, 7, 7])
+MASK = torch.tensor(
+    [[0, 1, 1, 1, 0], [0, 1, 0, 0, 0], [0, 1, 0, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+).bool()
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """(6, 5) log-probs and sums of squares of random distributions over four tokens."""
+    chances = torch.randn(6, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    return chances[..., 0].log(), chances.square().sum(-1)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_advantages_by_hand(exact: bool) -> None:
+    logprobs, squares = inputs()
+    got = optimal_token_advantages(REWARDS, GROUP, MASK, logprobs, sum_squares=squares if exact else None)
+    chance = logprobs.exp()
+    norms = 1 - 2 * chance + squares if exact else (1 - chance) ** 2
+    actions = [MASK[row].nonzero()[:, 0].tolist() for row in range(6)]
+    for row in range(6):
+        for place, step in enumerate(actions[row]):
+            if math.isnan(float(REWARDS[row])):
+                assert got[row, step] == 0
+                continue
+            others = [
+                one
+                for one in range(6)
+                if GROUP[one] == GROUP[row] and len(actions[one]) > place and not math.isnan(float(REWARDS[one]))
+            ]
+            weights = {one: sum(float(norms[one, step]) for step in actions[one][: place + 1]) for one in others}
+            baseline = sum(weights[one] * float(REWARDS[one]) for one in others) / sum(weights.values())
+            assert float(got[row, step]) == pytest.approx(float(REWARDS[row]) - baseline, abs=1e-12)
+    assert not got[~MASK].any()
+
+
+def test_the_weight_of_a_token_is_its_squared_gradient_at_the_logits_and_its_estimate_within_a_factor_of_two() -> None:
+    logits = torch.randn(50, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    norm = torch.autograd.grad(logprobs[:, 0].sum(), logits)[0].square().sum(-1)
+    chances = logprobs.detach().exp()
+    torch.testing.assert_close(1 - 2 * chances[:, 0] + chances.square().sum(-1), norm)
+    estimate = (1 - chances[:, 0]).square()
+    assert ((estimate <= norm + 1e-12) & (norm <= 2 * estimate + 1e-12)).all()
+
+
+def test_equal_rewards_missing_log_probs_and_certain_tokens() -> None:
+    logprobs, _ = inputs()
+    equal = optimal_token_advantages(torch.full((6,), 0.1), GROUP, MASK, logprobs)
+    assert not equal.any()
+    assert equal.dtype == torch.float32
+    unknown = optimal_token_advantages(REWARDS, GROUP, MASK, torch.full_like(logprobs, torch.nan))
+    assert unknown.isfinite().all()  # positions count as weights, as with equal norms
+    assert float(unknown[0, 1]) == pytest.approx(0.5)
+    certain = optimal_token_advantages(REWARDS, GROUP, MASK, torch.zeros_like(logprobs))
+    assert float(certain[0, 1]) == pytest.approx(0.5)  # no token has a gradient: the mean of the group
+
+
+def test_shapes_that_do_not_fit_raise() -> None:
+    logprobs, _ = inputs()
+    with pytest.raises(ValueError, match="logprobs"):
+        optimal_token_advantages(REWARDS, GROUP, MASK, logprobs[:, :4])
