@@ -19,7 +19,7 @@ from rlhfkit.losses.gradient_scope import GradientScope
 from rlhfkit.mesh import ForwardGroup, forward_group_of
 from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_together
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, without_masks
-from rlhfkit.models.output_logits import output_logits
+from rlhfkit.models.output_logits import most_probable, output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
 from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
 from rlhfkit.models.router_loss import router_loss
@@ -40,6 +40,8 @@ class PolicyOutput(NamedTuple):
         entropy: (B, T-1) float32 in nats, with gradient; ``None`` unless asked for.
         router_aux_loss: Scalar, the load-balancing loss of a mixture of experts; ``None`` unless asked for.
         values: (B, T-1) float32, of the state before each token; 0 where the mask is false; ``None`` unless asked for.
+        correct: (B, T-1) float32, 1 where the token has the largest logit; 0 where the mask is false; ``None`` unless
+            asked for.
         head_gradient: Scalar 0 that carries the gradient of :class:`HeadLoss`; log-probs and entropy then have none.
             ``None`` where the loss's own backward pass goes through the output layer, as without a ``head_loss``.
     """
@@ -49,6 +51,7 @@ class PolicyOutput(NamedTuple):
     router_aux_loss: Tensor | None = None
     values: Tensor | None = None
     head_gradient: Tensor | None = None
+    correct: Tensor | None = None
 
 
 class HeadLoss(NamedTuple):
@@ -247,6 +250,7 @@ def policy_output(
     entropy: bool = False,
     router_aux_loss: bool = False,
     values: bool = False,
+    correct: bool = False,
     packed: bool | None = None,
     head_loss: HeadLoss | None = None,
 ) -> PolicyOutput:
@@ -263,6 +267,8 @@ def policy_output(
         entropy: Also return the entropy of each selected position.
         router_aux_loss: Also return the load-balancing loss of a mixture of experts, over all tokens.
         values: Also return the values of the model's value head, see :func:`~rlhfkit.models.heads.add_value_head`.
+        correct: Also return whether each selected token is the most probable one; takes one more matrix product of the
+            output layer.
         packed: Remove the padding. ``None``: if the model has our packed attention.
         head_loss: The loss that the output is for: add ``output.head_gradient``, unless it is ``None``, to the loss
             that is computed from the output. The output layer then has 3 matrix products instead of 4 (2 instead of 3
@@ -272,7 +278,7 @@ def policy_output(
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
     """
     bare = unwrap(model)
-    request = (temperature, entropy, router_aux_loss, values, torch.is_grad_enabled())
+    request = (temperature, entropy, router_aux_loss, values, correct, torch.is_grad_enabled())
     inputs, positions, targets, places, joined = next_token_inputs(bare, batch, mask, packed, request)
     if joined is not None:
         head_loss = None  # it knows this rank's own tokens, not those that it computes
@@ -280,7 +286,7 @@ def policy_output(
         inputs["output_router_logits"] = True
     gradients = None if head_loss is None else _token_gradients(head_loss, mask, places)
     chosen, carrier, output = _chosen(
-        model, bare, inputs, positions, targets, temperature, entropy, values, head_loss, gradients
+        model, bare, inputs, positions, targets, temperature, entropy, values, correct, head_loss, gradients
     )
     chosen = own_results(chosen, joined)
     balance = router_loss(bare, output, joined) if router_aux_loss else None
@@ -292,8 +298,9 @@ def policy_output(
         columns[0],
         columns[1] if entropy else None,
         balance,
-        columns[-1] if values else None,
+        columns[1 + entropy] if values else None,
         carrier,
+        columns[-1].detach() if correct else None,
     )
 
 
@@ -338,10 +345,11 @@ def _chosen(
     temperature: float,
     entropy: bool,
     values: bool,
+    correct: bool,
     head_loss: HeadLoss | None,
     gradients: TokenGradients | None,
 ) -> tuple[Tensor, Tensor | None, Any]:
-    """(M, 1 to 3) log-probs, then entropy and values if asked for, of the selected tokens.
+    """(M, 1 to 4) log-probs, then entropy, values and whether they are correct if asked for, of the selected tokens.
 
     Also the scalar 0 that carries the gradients of a ``head_loss``, if they were computed, and the model's output.
     """
@@ -353,7 +361,8 @@ def _chosen(
         check_packing(model, inputs)
         logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
-        chosen = torch.stack([column for column in dense if column is not None], -1)
+        first = [(logits.detach().argmax(-1) == targets).to(dense[0].dtype)] if correct else []
+        chosen = torch.stack([*(column for column in dense if column is not None), *first], -1)
         return chosen, None, output
     layer = cast(Any, bare).get_output_embeddings()
     dtype, single_pass = torch.float32, False
@@ -381,6 +390,8 @@ def _chosen(
         columns = [column for column in out if column is not None]
         if values:  # both heads in one forward pass; the value head's own hooks gather a ZeRO-3 shard
             columns.append(getattr(bare, VALUE_HEAD)(selected)[:, 0])
+        if correct:
+            columns.append((most_probable(selected, layer.weight, layer.bias) == targets).to(columns[0].dtype))
         stacked = torch.stack(columns, -1)
         if carrier is not None:  # as one more row, since the model's code may take a single tensor only
             single_pass = True

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.distributed import full_shape
+from rlhfkit.losses.fused_head.tiles import matmul_dtype
 
 log = logging.getLogger(__name__)
 
@@ -171,3 +172,16 @@ def _stand_in(model: nn.Module, original: nn.Module, result: Callable[[], Any]) 
     finally:
         for owner, key in places:
             owner._modules[key] = original
+
+
+@torch.no_grad()
+def most_probable(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(M,) int64 tokens of the largest logits for hidden states (M, H), in blocks of rows of at most 64M logits.
+
+    Scales and caps of logits are increasing functions, so those of the output layer itself are compared.
+    """
+    dtype = matmul_dtype(hidden, weight)
+    layer = weight.to(dtype), None if bias is None else bias.to(dtype)
+    rows = max(2**26 // weight.shape[0], 1)
+    blocks = [nn.functional.linear(block.to(dtype), *layer).argmax(-1) for block in torch.split(hidden, rows)]
+    return torch.cat(blocks) if blocks else hidden.new_zeros(0, dtype=torch.int64)

@@ -68,6 +68,7 @@ POLICY: dict[str, Change | Unseen] = {
     "router_aux_loss_coef": Change(0.5, given={"model": "@experts"}),
     "trust_remote_code": Change(True, given={"model": "@remote"}, built=True),
 }
+TOKEN_METRICS: dict[str, Change | Unseen] = {"log_token_metrics": Change(True)}
 REFERENCE: dict[str, Change | Unseen] = {
     "ref_model": Change("@other"),
     "precompute_ref_log_probs": Change(True),
@@ -164,8 +165,8 @@ PPO: dict[str, Change | Unseen] = {
 }
 SCALAR = POLICY | {"head_std": Change(0.5)}
 TABLE: dict[type, tuple[str, Rows]] = {
-    SFTModule: ("texts", POLICY),
-    DFTModule: ("texts", POLICY),
+    SFTModule: ("texts", POLICY | TOKEN_METRICS),
+    DFTModule: ("texts", POLICY | TOKEN_METRICS),
     DPOModule: (
         "pairs",
         POLICY

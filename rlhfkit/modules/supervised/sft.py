@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.losses import LossOutput, cross_entropy_loss, dft_loss, gradient_scope
+from rlhfkit.losses import LossOutput, aggregate, cross_entropy_loss, dft_loss, gradient_scope
 from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optimizers.schedules import Schedule
@@ -31,6 +31,8 @@ class SFTModule(PolicyModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
+        log_token_metrics: Log ``sft/token_accuracy``, the share of trained tokens that have the largest logit, and
+            ``sft/entropy``, nats per token; takes one more matrix product of the output layer.
         **kwargs: See :class:`PolicyModule`.
     """
 
@@ -47,6 +49,7 @@ class SFTModule(PolicyModule):
         attention: str | None = None,
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
+        log_token_metrics: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -60,11 +63,26 @@ class SFTModule(PolicyModule):
             lora=lora,
             **kwargs,
         )
+        self.log_token_metrics = log_token_metrics
 
     def policy_output(self, batch: TokenBatch, head_loss: HeadLoss | None = None) -> PolicyOutput:
         """Log-probs of the trained tokens under the policy; ``head_loss`` is :meth:`head_loss` in training."""
         balance = self.balances_routers
-        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=balance, head_loss=head_loss)
+        more = self.log_token_metrics
+        return policy_output(
+            self.policy,
+            batch,
+            batch.loss_mask,
+            entropy=more,
+            correct=more,
+            router_aux_loss=balance,
+            head_loss=head_loss,
+        )
+
+    def token_metrics(self, batch: TokenBatch, out: PolicyOutput) -> dict[str, Tensor]:
+        """Token accuracy and entropy, means over the trained tokens of a micro-batch, if they are logged."""
+        values = {"token_accuracy": out.correct, "entropy": out.entropy}
+        return {name: aggregate(value.detach(), batch.loss_mask) for name, value in values.items() if value is not None}
 
     @gradient_scope("token")
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
@@ -78,6 +96,7 @@ class SFTModule(PolicyModule):
         result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         self.log_step({"loss": result.loss.detach()})
         self.log_metrics(result.metrics, batch.loss_mask.sum(), suffix="_epoch")
+        self.log_metrics(self.token_metrics(batch, out), batch.loss_mask.sum(), prefix="sft/")
         return result.loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
@@ -85,6 +104,7 @@ class SFTModule(PolicyModule):
         out = self.policy_output(batch)
         nll = cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator).loss
         losses = {"val/loss": self.loss(batch, out).loss, "val/nll": nll}
+        self.log_metrics(self.token_metrics(batch, out), batch.loss_mask.sum(), prefix="val/")
         self.log_dict(losses, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
 
     def on_validation_epoch_end(self) -> None:

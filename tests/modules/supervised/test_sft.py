@@ -126,3 +126,36 @@ def test_rejected_answers_are_not_imitated_and_other_mistaken_data_is_refused(fo
         trainer(folder).fit(SFTModule(str(folder / "model")), pairs)
     with pytest.raises(TypeError, match="DPOModule learns from PreferenceBatch, got TokenBatch"):
         trainer(folder).fit(DPOModule(str(folder / "model")), data(folder, 2))
+
+
+@pytest.mark.parametrize("vocabulary", [10**9, 1], ids=["two passes", "single pass"])
+def test_token_accuracy_and_entropy_are_those_of_dense_logits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: int
+) -> None:
+    """Of all trained tokens, however they are split; the loss is what it is without."""
+    monkeypatch.setattr(SFTModule, "head_loss_vocabulary", vocabulary)
+    held_out = {"validation_data": str(folder / "data.jsonl"), "validation_split": "train"}
+    found, weights = {}, {}
+    for more in (True, False):
+        module = SFTModule(str(folder / "model"), lr=0.1, optimizer="sgd", log_token_metrics=more)
+        run = trainer(folder, max_epochs=1, accumulate_grad_batches=4)
+        run.fit(module, data(folder, 6, **held_out))
+        found[more], weights[more] = dict(run.callback_metrics), module.policy.state_dict()
+        if more:
+            with torch.no_grad():
+                batches = run.datamodule.val_dataloader()
+                rows = [(module.policy(batch.input_ids, batch.attention_mask.long()), batch) for batch in batches]
+    logits = torch.cat([out.logits[:, :-1][batch.loss_mask] for out, batch in rows])
+    targets = torch.cat([batch.input_ids[:, 1:][batch.loss_mask] for _, batch in rows])
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+    assert float(found[True]["val/token_accuracy"]) == pytest.approx(
+        float((logits.argmax(-1) == targets).float().mean())
+    )
+    assert float(found[True]["val/entropy"]) == pytest.approx(float(entropy), rel=1e-5)
+    assert {*found[True]} - {*found[False]} == {
+        "val/token_accuracy", "val/entropy", "sft/token_accuracy", "sft/entropy"
+    }  # fmt: skip
+    assert 0.0 < float(found[True]["sft/token_accuracy"]) < 1.0
+    for name, tensor in weights[False].items():
+        # In one pass the gradients are summed in other tiles where the entropy is computed too.
+        torch.testing.assert_close(tensor, weights[True][name], rtol=1e-5, atol=1e-6)
