@@ -28,7 +28,9 @@ class StepwiseDataModule(SFTDataModule):
 
     - prompt, completions and labels (the default, TRL's format): a list of steps and a list of as many labels. Each
       step is followed by ``separator`` and predicted at its last token;
-    - ``text="input"`` with ``step_token`` (OpenRLHF's format): one text in which that token ends each step.
+    - ``text="input"`` with ``step_token`` (OpenRLHF's format): one text in which that token ends each step. In place of
+      a list of labels there may be the same text with ``+`` or ``-`` where that token stands (Math-Shepherd's format,
+      Wang et al., 2023, arXiv:2312.08935).
 
     A label is a boolean, 0 or 1, one of the words ``+``, ``-``, good, bad, true and false, or a soft label between 0
     and 1, the probability that the step leads to a correct answer.
@@ -37,6 +39,7 @@ class StepwiseDataModule(SFTDataModule):
 
         data = StepwiseDataModule("steps.jsonl", separator="\n\n", micro_batch_size=8)
         data = StepwiseDataModule("shepherd.jsonl", text="input", labels="value", step_token="ки")
+        data = StepwiseDataModule("math-shepherd.jsonl", text="input", labels="label", step_token="ки")
     """
 
     splits_rows = False
@@ -111,6 +114,7 @@ class StepwiseBuilder(ExampleBuilder):
         """
         self.columns, self.ends = columns, ends
         self.step_token_id = self._step_token_id(ends) if "text" in columns else None
+        self.texts = rows[columns["text"]] if "text" in columns else []
         labels = [self._labels(values, row) for row, values in enumerate(rows[columns["labels"]])]
         answers = self.cached_examples(rows, {**columns, "ends": ends}, lambda: self._make_examples(rows, columns))
         log_counts(self.source, len(rows), answers.counts, self.max_length)
@@ -128,9 +132,9 @@ class StepwiseBuilder(ExampleBuilder):
         """Return the recipe of one answer, which must have as many steps as labels."""
         labels = row[self.columns["labels"]]
         if "text" in self.columns:
-            return self._ended_by_token(
-                self._text(row[self.columns["text"]], self.columns["text"], where), labels, where
-            )
+            text = self._text(row[self.columns["text"]], self.columns["text"], where)
+            labels = _labels_in_text(text, labels, self.ends, where) if isinstance(labels, str) else labels
+            return self._ended_by_token(text, labels, where)
         self.formatter.check(row[self.columns["prompt"]], f"column {self.columns['prompt']!r} of {where}")
         return self._steps(row[self.columns["prompt"]], row[self.columns["completions"]], labels, where)
 
@@ -176,6 +180,8 @@ class StepwiseBuilder(ExampleBuilder):
     def _labels(self, values: Any, row: int) -> list[float]:
         """Return the labels of a row as probabilities that the steps are correct."""
         where = f"column {self.columns['labels']!r} of {self.source}, row {row},"
+        if isinstance(values, str) and "text" in self.columns:
+            values = _labels_in_text(self.texts[row], values, self.ends, where)
         if not isinstance(values, list):
             raise ValueError(f"{where} must hold a list of labels, it holds {values!r}")
         return [self._label(value, where) for value in values]
@@ -189,6 +195,24 @@ class StepwiseBuilder(ExampleBuilder):
                 f"holds {value!r}"
             )
         return float(number)
+
+
+def _labels_in_text(text: str, labelled: str, step_token: str, where: str) -> list[str]:
+    """The labels that stand in a text where ``step_token`` stands in the other (Math-Shepherd's format)."""
+    *pieces, rest = text.split(step_token)
+    labels, position = [], 0
+    for piece in pieces:
+        label = labelled[position + len(piece) :][:1]
+        if not labelled.startswith(piece, position) or label not in ("+", "-"):
+            break
+        labels.append(label)
+        position += len(piece) + 1
+    if len(labels) < len(pieces) or labelled[position:] != rest:
+        raise ValueError(
+            f"{where} must hold a list of labels, or the text with + or - in place of each {step_token!r}; it differs "
+            f"from that text at {labelled[position : position + 40]!r}"
+        )
+    return labels
 
 
 def _check_count(steps: int, labels: int, where: str) -> None:

@@ -16,7 +16,7 @@ from rlhfkit.rewards.judges.chat import ChatJudge
 from rlhfkit.rewards.judges.pairwise import PairwiseReward
 from rlhfkit.rewards.lengths import CosineLength, RepetitionPenalty
 from rlhfkit.rewards.math import MathMatch, math_match
-from rlhfkit.rewards.models import ModelReward, ProcessModelReward
+from rlhfkit.rewards.models import ModelReward, ProcessModelReward, StepTokens
 from rlhfkit.rewards.programs.execution import CodeExecution
 from rlhfkit.rewards.programs.python_tool import PythonTool
 from rlhfkit.rewards.remote.reward import RemoteReward
@@ -43,6 +43,7 @@ __all__ = [
     "RepetitionPenalty",
     "Reward",
     "SandboxedReward",
+    "StepTokens",
     "TagCount",
     "WeightedSum",
     "WorkerReward",

@@ -12,13 +12,14 @@ from itertools import accumulate
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhfkit.data.batch import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.packing import balanced_partition
 from rlhfkit.data.types import Sample
-from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output, scalar_output
+from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, reward_output, scalar_output
 from rlhfkit.models.load import context_length
+from rlhfkit.models.word_odds import word_log_odds, word_token
 from rlhfkit.validation import check_integer
 
 Reduction = Literal["min", "prod", "mean", "last"]
@@ -132,7 +133,11 @@ class ModelReward:
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         self._tokenizer = load_tokenizer(self.model, trust_remote_code=self.trust_remote_code)
-        model = load_scalar_model(
+        self._loaded = self.load_model().requires_grad_(False).eval().to(device)
+
+    def load_model(self) -> nn.Module:
+        """Return the model, on the CPU; override it for another kind."""
+        return load_scalar_model(
             self.model,
             stepwise=self.stepwise,
             new_head=False,
@@ -140,7 +145,6 @@ class ModelReward:
             attention=self.attention,
             trust_remote_code=self.trust_remote_code,
         )
-        self._loaded = model.requires_grad_(False).eval().to(device)
 
     def _sampled(self, samples: Sequence[Sample]) -> list[list[int]]:
         """Return the sampled token ids; raises ``ValueError`` if there are none or they are of another tokenizer."""
@@ -160,8 +164,41 @@ class ModelReward:
         return [sample.prompt.token_ids + sample.token_ids for sample in samples]
 
 
+class StepTokens:
+    r"""Writes a sample with a step token at the end of each step, as Math-Shepherd's models read it.
+
+    ``StepTokens("ки")`` makes ``"1 + 1 = ? Step 1: 1 + 1 = 2 ки\nStep 2: The answer is: 2 ки"`` of two lines.
+    """
+
+    def __init__(self, step_token: str, *, separator: str = "\n", between: str = " ") -> None:
+        """Set the format.
+
+        Args:
+            step_token: Ends each step.
+            separator: Stands between the steps of a sample, and stays.
+            between: Stands between the prompt and the sample, and before each step token.
+
+        Raises:
+            ValueError: If the step token or the separator is empty.
+        """
+        if not step_token or not separator:
+            raise ValueError(f"step_token and separator must not be empty, got {step_token!r} and {separator!r}")
+        self.step_token = step_token
+        self.separator = separator
+        self.between = between
+
+    def __call__(self, sample: Sample) -> str:
+        """Return the text."""
+        steps = [step for step in sample.text.split(self.separator) if step.strip()] or [""]
+        ended = self.separator.join(step + self.between + self.step_token for step in steps)
+        return sample.prompt.text + self.between + ended
+
+
 class ProcessModelReward(ModelReward):
     r"""Scores samples with a process reward model: a token classifier with two labels, of which 1 is *good*.
+
+    With ``words`` it is a language model, and the probability of a step is that of the first word against the second
+    after the token that ends the step: Math-Shepherd's and OpenRLHF's models.
 
     A step ends at the token that completes a separator, as in ``StepwiseDataModule``. If the last step has no
     separator, one replaces the end-of-sequence token.
@@ -169,6 +206,7 @@ class ProcessModelReward(ModelReward):
     Example::
 
         RolloutCallback(ProcessModelReward("step-judge", separator="\n\n"), sampling=SamplingSpec(group_size=8))
+        ProcessModelReward("math-shepherd-mistral-7b-prm", words=("+", "-"), separator="ки", text=StepTokens("ки"))
     """
 
     stepwise: ClassVar[bool] = True
@@ -178,6 +216,7 @@ class ProcessModelReward(ModelReward):
         model: str,
         *,
         separator: str = "\n",
+        words: Sequence[str] | None = None,
         reduction: Reduction = "min",
         text: Callable[[Sample], str] | None = None,
         name: str = "process_reward_model",
@@ -188,6 +227,7 @@ class ProcessModelReward(ModelReward):
         Args:
             model: Folder or hub name.
             separator: End of a step in the model's training data.
+            words: Words for a good and a bad step, each one token of a language model; ``None``: a token classifier.
             reduction: ``min`` (Math-Shepherd, Wang et al., 2023, arXiv:2312.08935), ``prod`` (Lightman et al., 2023,
                 arXiv:2305.20050), ``mean`` or ``last``.
             text: See :class:`ModelReward`; steps are then found in the whole text, the prompt included.
@@ -201,7 +241,10 @@ class ProcessModelReward(ModelReward):
             raise ValueError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}")
         if not separator:
             raise ValueError("separator must have at least one character: a step is judged at its last token")
+        if words is not None and (isinstance(words, str) or len(words) != 2 or words[0] == words[1]):
+            raise ValueError(f"words must be two different words, for good and for bad steps, got {words!r}")
         super().__init__(model, normalized=False, text=text, name=name, **kwargs)
+        self.words = None if words is None else (words[0], words[1])
         self.separator = separator
         self.reduction = reduction
 
@@ -235,10 +278,26 @@ class ProcessModelReward(ModelReward):
         token_ids: list[int] = self._tokenizer(self.separator, add_special_tokens=False)["input_ids"]
         return token_ids
 
+    def load_model(self) -> nn.Module:
+        """Return the token classifier, or the language model with ``words``."""
+        if self.words is None:
+            return super().load_model()
+        model: nn.Module = load_causal_lm(
+            self.model, dtype=self.dtype, attention=self.attention, trust_remote_code=self.trust_remote_code
+        )
+        return model
+
+    def log_odds(self, batch: TokenBatch, ends: Tensor) -> Tensor:
+        """Return (B, T) log-odds that the steps that end at ``ends`` (B, T) are good; override for other outputs."""
+        if self.words is None:
+            return scalar_output(self._loaded, batch, ends)
+        good, bad = (word_token(self._tokenizer, word) for word in self.words)
+        return word_log_odds(self._loaded, batch, ends, (good, bad)).values
+
     def score(self, batch: TokenBatch) -> Tensor:
         """Return the rewards of a batch, (B,), each in [0, 1]."""
         ends = torch.nn.functional.pad(batch.loss_mask, (1, 0))
-        good = scalar_output(self._loaded, batch, ends).sigmoid()
+        good = self.log_odds(batch, ends).sigmoid()
         if self.reduction == "min":
             return good.masked_fill(~ends, 1.0).amin(-1)
         if self.reduction == "prod":

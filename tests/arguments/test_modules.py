@@ -223,7 +223,7 @@ TABLE: dict[type, tuple[str, Rows]] = {
         },
     ),
     RewardModule: ("pairs", SCALAR | {"centering": Change(0.5), "label_smoothing": Change(0.2)}),
-    ProcessRewardModule: ("steps", SCALAR),
+    ProcessRewardModule: ("steps", SCALAR | {"words": Change(["1", "2"])}),
     DistillationModule: (
         "texts",
         POLICY

@@ -1,13 +1,18 @@
 """``ProcessRewardModule``: a process reward model, which scores every step of an answer."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.stepwise import StepwiseBatch
 from rlhfkit.losses import LossOutput, process_reward_loss
 from rlhfkit.models import LoRA
+from rlhfkit.models.load import disable_dropout
+from rlhfkit.models.word_odds import word_log_odds, word_token
+from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.reward.base import ScalarModule
 
@@ -19,13 +24,17 @@ class ProcessRewardModule(ScalarModule):
     (2023, arXiv:2312.08935), with soft ones. The loss is the mean over the steps of the whole optimizer step.
 
     The model is saved as a token classifier with two labels, 1 for *good* (TRL's format), and trained on the difference
-    of its two outputs, which is equivalent to cross-entropy. Labels are not words of the vocabulary as in OpenRLHF, so
-    (N, V) logits are never computed, and it can score a step at any token.
+    of its two outputs, which is equivalent to cross-entropy; it can score a step at any token. With ``words`` it is a
+    language model instead, which continues a step with the first or the second word (Math-Shepherd's and OpenRLHF's
+    format, ``reward_token_ids``): the loss is cross-entropy between the two, of the logits at the token that ends the
+    step, ``-log softmax(z_+, z_-)``, which again depends on their difference alone.
 
     Args:
         model: Folder or hub name of a causal language model, or of a token classifier with two labels.
         lr: Peak learning rate (1e-6: OpenRLHF's default for process reward models).
-        head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
+        words: Words for a good and a bad step, such as ``("+", "-")``, each one token: the model is a language model.
+            ``None``: it is a token classifier.
+        head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`; not with ``words``.
         weight_decay: AdamW's decoupled weight decay.
         warmup_steps: Optimizer steps of linear warm-up.
         lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
@@ -33,6 +42,9 @@ class ProcessRewardModule(ScalarModule):
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
         **kwargs: See :class:`PolicyModule`.
+
+    Raises:
+        ValueError: If an argument is out of range; when the model is built, if a word is not one token.
     """
 
     stepwise: ClassVar[bool] = True
@@ -44,6 +56,7 @@ class ProcessRewardModule(ScalarModule):
         model: str,
         *,
         lr: float = 1e-6,
+        words: Sequence[str] | None = None,
         head_std: float | None = None,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
@@ -65,6 +78,40 @@ class ProcessRewardModule(ScalarModule):
             lora=lora,
             **kwargs,
         )
+        if words is not None and (isinstance(words, str) or len(words) != 2 or words[0] == words[1]):
+            raise ValueError(f"words must be two different words, for good and for bad steps, got {words!r}")
+        if words is not None and head_std is not None:
+            raise ValueError("words are read from the model's own output layer, so that there is no head for head_std")
+        self.words = None if words is None else (words[0], words[1])
+        self.hparams.update(words=None if words is None else list(words))
+
+    def build_policy(self) -> nn.Module:
+        """Load the token classifier, or the language model with ``words``; override to wrap or change it."""
+        if self.words is None:
+            return super().build_policy()
+        policy = PolicyModule.build_policy(self)
+        disable_dropout(policy)
+        return policy
+
+    @property
+    def word_ids(self) -> tuple[int, int]:
+        """Token ids of the two words; ValueError if one is not a token."""
+        assert self.words is not None
+        return word_token(self.tokenizer, self.words[0]), word_token(self.tokenizer, self.words[1])
+
+    def configure_model(self) -> None:
+        """Build the model, after the words were found in its tokenizer."""
+        if self.words is not None:
+            self.word_ids  # noqa: B018  # raises what is wrong before anything is loaded
+        super().configure_model()
+
+    def read(self, batch: TokenBatch, mask: Tensor) -> Tensor:
+        """(B, T) float32 log-odds at the tokens of ``mask``, (B, T) bool; 0 at other tokens."""
+        if self.words is None:
+            return super().read(batch, mask)
+        found = word_log_odds(self.policy, batch, mask, self.word_ids, router_aux_loss=self.balances_routers)
+        self._router_loss = found.router_aux_loss
+        return found.values
 
     def scores(self, batch: StepwiseBatch) -> Tensor:
         """(B, T-1) float32 on the next-token axis: log-odds that the step that ends at token t+1 is good."""
