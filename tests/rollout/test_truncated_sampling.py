@@ -79,6 +79,7 @@ def test_every_correction_weighs_1_with_vllm(vllm_pool: Any, vllm_model: Path, t
         {"min_new_tokens": 20},
         {"temperature": 0.0, "min_new_tokens": 20},
         {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.02},
+        {"repetition_penalty": 1.7, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     ],
     ids=str,
 )
@@ -143,3 +144,62 @@ def test_without_a_correction_they_are_not_needed_and_the_mismatch_is_not_known(
     trainer.fit(module, data)
     assert math.isfinite(trainer.callback_metrics["loss"])
     assert math.isnan(trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"])
+
+
+@torch.no_grad()
+def test_penalties_follow_their_formula(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    engine = LocalEngine()
+    engine.start(str(folder), dtype=torch.float32)
+    engine.load(ModuleWeights(model), version=0)
+    spec = SamplingSpec(
+        group_size=1, max_new_tokens=20, temperature=0.0,
+        repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.6,
+    )  # fmt: skip
+    prompts = [Prompt(0, [7, 9, 30]), Prompt(1, [11, 12])]
+    for sample in engine.generate(prompts, spec, iteration=0):
+        before = list(sample.prompt.token_ids)
+        for place, token in enumerate(sample.token_ids):
+            logits = model(input_ids=torch.tensor([before])).logits[0, -1].tolist()
+            for seen in set(before):
+                count = sample.token_ids[:place].count(seen)
+                logits[seen] = logits[seen] / 1.4 if logits[seen] > 0 else logits[seen] * 1.4
+                logits[seen] -= 0.6 * count + 0.3 * (count > 0)
+            assert token == max(range(len(logits)), key=logits.__getitem__)
+            before.append(token)
+
+
+@pytest.mark.parametrize("form", [{"regex": "[0-9]+"}, {"json_schema": {"type": "object"}}], ids=str)
+def test_a_form_that_nothing_enforces_is_refused_before_anything_is_loaded(
+    tmp_path: Path, form: dict[str, Any]
+) -> None:
+    rollouts = RolloutCallback(
+        digits, engine=LocalEngine(), sampling=SamplingSpec(group_size=2, max_new_tokens=8, **form)
+    )
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
+    with pytest.raises(ValueError, match="LocalEngine has no grammars, which SamplingSpec"):
+        trainer.fit(module, data)
+    assert not hasattr(module, "policy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"json_schema": "{"}, "must be a JSON schema"),
+        ({"json_schema": [1]}, "must be a JSON schema"),
+        ({"regex": ""}, "must be a pattern"),
+        ({"regex": "a", "json_schema": {}}, "not both"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+    ],
+    ids=str,
+)
+def test_forms_and_penalties_are_checked_when_they_are_given(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SamplingSpec(**arguments)
+    given = SamplingSpec(json_schema={"type": "object", "a": 1})
+    assert given == SamplingSpec(json_schema='{"a": 1, "type": "object"}')
+    assert hash(given)

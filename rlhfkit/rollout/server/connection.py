@@ -131,7 +131,7 @@ class ServerConnections:
         content, asked = json.dumps(body).encode(), set[Endpoint]()
         try:
             async with self._slots:
-                async for attempt in self._attempts():
+                async for attempt in self._attempts(asked):
                     with attempt:
                         if len(asked) == len(self.endpoints):
                             asked.clear()
@@ -169,12 +169,15 @@ class ServerConnections:
         except ValueError as error:
             raise InvalidResponse(f"{url} answered with something else than JSON ({error}): {answer[:200]!r}") from None
 
-    def _attempts(self) -> "AsyncRetrying":
+    def _attempts(self, asked: set[Endpoint]) -> "AsyncRetrying":
+        """Attempts for one request: each server without a pause, then all again with growing ones."""
         from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
         def wait(state: RetryCallState) -> float:
+            if len(asked) < len(self.endpoints):
+                return 0.0
             error = state.outcome.exception() if state.outcome is not None else None
-            exponent = min(state.attempt_number - 1, 10)
+            exponent = min((state.attempt_number - 1) // len(self.endpoints), 10)
             later: float = min(self.options.backoff * 2**exponent, _MAX_BACKOFF)
             later += random.uniform(0.0, self.options.backoff)
             return max(later, error.retry_after if isinstance(error, ServerUnavailable) else 0.0)

@@ -164,6 +164,20 @@ def test_requests_that_failed_for_now_are_repeated_and_give_the_same(
     assert app.requests["/v1/completions"] == 4
 
 
+def test_what_one_server_cannot_answer_another_one_does(
+    app: Misbehaviour, running: tuple[Misbehaviour, str], started: Callable[..., VLLMServer]
+) -> None:
+    other = Misbehaviour()
+    with Server(other, token=AccessToken(SECRET), shutdown_timeout=1) as second:
+        engine = started(urls=[running[1], second.url], backoff=10.0, request_timeout=30.0)
+        other.answer = lambda body, number: Response("broken", 500)
+        begun = time.monotonic()
+        samples = engine.generate([Prompt(index, [5]) for index in range(4)], SPEC, iteration=0)
+        assert len(samples) == 8
+        assert other.requests["/v1/completions"] > 1  # the first is that of the start
+        assert time.monotonic() - begun < 10.0  # the other one is asked without a pause
+
+
 def test_a_server_that_stays_broken_ends_the_call(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
     engine = started(retries=2)
     app.answer = lambda body, number: Response("out of memory", 500)
