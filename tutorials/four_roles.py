@@ -99,7 +99,7 @@ def train_with_ppo(folder: Path, start: Path, reward: Path, iterations: int, max
         str(folder / "train.jsonl"), prompt="question", answer="answer", rollout_batch_size=256, micro_batch_size=128
     )
     timeline = RoleTimeline(
-        str(folder / "timeline.png"), title="PPO with an engine, a reference and a reward model apart"
+        str(folder / "timeline.png"), title="PPO with an engine, a reference and a reward model of their own"
     )
     quiet_trainer(folder, max_epochs=iterations, callbacks=[rollouts, timeline]).fit(module, data)
     module.save_pretrained(folder / "ppo")
