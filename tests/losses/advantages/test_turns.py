@@ -2,11 +2,13 @@
 
 import math
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rl_runs import setup_run
 from torch import Tensor
 
 from rlhfkit.losses import group_advantages, turn_advantages, turn_ends
@@ -91,3 +93,9 @@ def test_a_sample_without_a_reward_counts_nowhere_and_equal_rewards_teach_nothin
 def test_bad_arguments(arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="gamma must lie in"):
         turn_advantages(of(REWARDS), **arguments)
+
+
+def test_a_module_takes_it_by_name(tmp_path: Path) -> None:
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"advantages": "turn_advantages"}, max_epochs=1)
+    trainer.fit(module, datamodule=data)
+    assert math.isfinite(trainer.callback_metrics["loss"])
