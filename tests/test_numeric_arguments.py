@@ -64,6 +64,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "ChatJudge": {"url": "http://127.0.0.1:1", "model": "none"},
     "ModelReward": {"model": "none"},
     "PairwiseReward": {"judge": len},
+    "Placement": {},
+    "RoleResources": {"processes": 1},
     "OpenAIEndpoint": {"engine": ENGINE, "tokenizer": None, "max_context_tokens": 8},
     "ProcessModelReward": {"model": "none"},
     "RemoteReward": {"urls": "http://127.0.0.1:1"},

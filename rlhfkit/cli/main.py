@@ -25,6 +25,7 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("sample completions of prompts, as JSON lines", "rlhfkit.cli.generate:generate"),
     "evaluate": ("sample and grade answers to a benchmark, with metrics", "rlhfkit.cli.evaluate:evaluate"),
     "score": ("add a reward to each line of completions", "rlhfkit.cli.score:score"),
+    "convert-config": ("a configuration of TRL as one of ours", "rlhfkit.cli.conversion.command:convert_config"),
     "serve-reward": ("a reward model or function over HTTP", "rlhfkit.cli.serve_reward:serve_reward"),
 }
 """Other commands: one-line help, and the function that is called (``module:function``)."""

@@ -24,7 +24,7 @@ def token_field(default: Any = dataclasses.MISSING) -> Any:
 
 
 def step_field(default: Any = dataclasses.MISSING, *, fill: int = 0) -> Any:
-    """A (B, T-1) tensor on the next-token axis; padding is ``fill``."""
+    """A (B, T-1) or (B, T-1, C) tensor on the next-token axis; padding is ``fill``."""
     return field(default=default, metadata={"axis": "step", "fill": fill})
 
 
@@ -118,7 +118,9 @@ class PaddedBatch:
         """
         shapes = {"token": (1, 2), "step": (1, 1), "row": (1,)}
         blank = self.map_tensors(
-            lambda tensor, metadata: tensor.new_full(shapes[metadata["axis"]], metadata.get("fill", 0))
+            lambda tensor, metadata: tensor.new_full(
+                (*shapes[metadata["axis"]], *tensor.shape[2:]), metadata.get("fill", 0)
+            )
         )
         return dataclasses.replace(blank, attention_mask=blank.input_ids == 0)
 
@@ -133,7 +135,10 @@ class PaddedBatch:
             raise ValueError(f"cannot pad to {length} tokens: the batch has {self.input_ids.shape[1]} already")
 
         def padded(tensor: Tensor, metadata: Mapping[str, Any]) -> Tensor:
-            return tensor if metadata["axis"] == "row" else pad(tensor, (0, extra), value=metadata.get("fill", 0))
+            if metadata["axis"] == "row":
+                return tensor
+            columns = (0, 0) * (tensor.dim() - 2)  # pad() begins with the last axis
+            return pad(tensor, (*columns, 0, extra), value=metadata.get("fill", 0))
 
         return self.map_tensors(padded)
 

@@ -236,6 +236,8 @@ class Experience(PaddedBatch):
     """(B, T-1) float32, under the reference policy."""
     teacher_logprobs: Tensor | None = step_field(None)
     """(B, T-1) float32, under the teacher of a distillation."""
+    routing: Tensor | None = step_field(None)
+    """(B, T-1, C) int16, the experts that routers shall choose, see :func:`~rlhfkit.models.policy_output`."""
     values: Tensor | None = step_field(None)
     """(B, T-1) float32, values of the critic before the iteration."""
     advantages: Tensor | None = step_field(None)

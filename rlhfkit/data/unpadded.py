@@ -86,8 +86,8 @@ class _Column:
         return self.sizes.cumsum(0) - self.sizes
 
     def padded(self, rows: Tensor, longest: int) -> Tensor:
-        """Return (N, longest) values, or one fewer on the next-token axis."""
-        shape = len(rows), longest - self.shorter
+        """Return (N, longest) or (N, longest, C) values, or one fewer on the next-token axis."""
+        shape = len(rows), longest - self.shorter, *self.values.shape[1:]
         table = torch.full(shape, self.fill, dtype=self.dtype, device=self.values.device)
         for place, (start, size) in enumerate(zip(self.starts[rows].tolist(), self.sizes[rows].tolist(), strict=True)):
             table[place, :size] = self.values[start : start + size]
@@ -95,9 +95,9 @@ class _Column:
 
 
 def _without_padding(padded: Tensor, sizes: Tensor) -> Tensor:
-    """(sum of sizes,) values of all rows in order, int64 as int32 if they fit."""
+    """(sum of sizes,) or (sum of sizes, C) values of all rows in order, int64 as int32 if they fit."""
     # Row by row: an index would take several times the memory of the values.
-    values = torch.cat([row[:size] for row, size in zip(padded, sizes.tolist(), strict=True)] or [padded.flatten()])
+    values = torch.cat([row[:size] for row, size in zip(padded, sizes.tolist(), strict=True)] or [padded.flatten(0, 1)])
     if values.dtype == torch.int64 and len(values):
         low, high = (int(bound) for bound in values.aminmax())
         if _INT32.min <= low and high <= _INT32.max:

@@ -23,6 +23,7 @@ from rlhfkit.models.output_logits import most_probable, output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
 from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
 from rlhfkit.models.router_loss import router_loss
+from rlhfkit.models.routing import batch_routing, tell_routers
 
 VALUE_HEAD = "value_head"
 """Attribute of a language model that holds the value head of a shared backbone; not part of the Hugging Face model."""
@@ -44,6 +45,8 @@ class PolicyOutput(NamedTuple):
             asked for.
         head_gradient: Scalar 0 that carries the gradient of :class:`HeadLoss`; log-probs and entropy then have none.
             ``None`` where the loss's own backward pass goes through the output layer, as without a ``head_loss``.
+        routing: (B, T-1, C) int16, the experts that each token's routers chose; ``None`` unless asked for.
+        rerouted: Scalar, share of the choices of experts that were replayed and would be others now; ``None`` without.
     """
 
     logprobs: Tensor
@@ -52,6 +55,8 @@ class PolicyOutput(NamedTuple):
     values: Tensor | None = None
     head_gradient: Tensor | None = None
     correct: Tensor | None = None
+    routing: Tensor | None = None
+    rerouted: Tensor | None = None
 
 
 class HeadLoss(NamedTuple):
@@ -253,6 +258,7 @@ def policy_output(
     correct: bool = False,
     packed: bool | None = None,
     head_loss: HeadLoss | None = None,
+    routing: Tensor | bool | None = None,
 ) -> PolicyOutput:
     """Log-probs of the selected tokens of a batch.
 
@@ -273,15 +279,20 @@ def policy_output(
         head_loss: The loss that the output is for: add ``output.head_gradient``, unless it is ``None``, to the loss
             that is computed from the output. The output layer then has 3 matrix products instead of 4 (2 instead of 3
             if it is frozen), with the same result up to rounding. Ignored where a forward group computes the model.
+        routing: (B, T-1, C) int16, the experts that routers shall choose, as ``output.routing`` of another forward pass
+            of the same tokens; 0 where they choose themselves. ``True``: return what they chose. The model needs
+            :func:`~rlhfkit.models.routing.attach_routing`.
 
     Raises:
-        ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
+        ValueError: If ``packed`` is asked of a model with another attention, or the router's loss or its choices of one
+            without.
     """
     bare = unwrap(model)
     request = (temperature, entropy, router_aux_loss, values, correct, torch.is_grad_enabled())
     inputs, positions, targets, places, joined = next_token_inputs(bare, batch, mask, packed, request)
     if joined is not None:
         head_loss = None  # it knows this rank's own tokens, not those that it computes
+    told = None if routing is None or routing is False else tell_routers(bare, inputs, routing)
     if router_aux_loss:
         inputs["output_router_logits"] = True
     gradients = None if head_loss is None else _token_gradients(head_loss, mask, places)
@@ -301,6 +312,8 @@ def policy_output(
         columns[1 + entropy] if values else None,
         carrier,
         columns[-1].detach() if correct else None,
+        None if told is None or routing is not True else batch_routing(told, inputs["packed_layout"].places),
+        None if told is None else told.rerouted(),
     )
 
 

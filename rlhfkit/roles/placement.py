@@ -83,6 +83,8 @@ class Placement:
         timeout: float = 60.0,
     ) -> None:
         roles = {"engines": engines, "reference": reference, "reward": reward, "teacher": teacher, "critic": critic}
+        if trainer is None:
+            raise TypeError("Placement(trainer=...) takes a number of ranks or RoleResources, got None")
         self.requests = Requests.parse(trainer=trainer, **roles)
         if launcher not in (None, "ray"):
             raise ValueError(f"Placement.launcher must be 'ray' or None, got {launcher!r}")

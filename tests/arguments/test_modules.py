@@ -107,6 +107,7 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "kl_clamp": Change(1e-6, given=KL, around={"epochs": 2}),
     "kl_importance_weight": Change(True, given=KL, around={"epochs": 2}),
     "log_entropy": Change(False),
+    "router_replay": Unseen("is for mixtures of experts; tests/modules/on_policy/test_router_replay.py"),
     "reward_model": Change("@scorer"),
     "reference": ELSEWHERE,
     "ref_model_sync_steps": Change(1, given=KL, around={"epochs": 2}),  # in the first iteration it is the policy

@@ -22,7 +22,8 @@ from rlhfkit.losses.preference.variants import (
     divergence_score,
 )
 
-LossTypes = str | PairLoss | Mapping[str, float] | Mapping[PairLoss, float] | Mapping[str | PairLoss, float]
+# Mappings come first: jsonargparse 4 takes one in YAML for arguments of the class that a function returns.
+LossTypes = str | Mapping[str, float] | PairLoss | Mapping[PairLoss, float] | Mapping[str | PairLoss, float]
 """A name from ``PAIR_LOSSES``, a function, or a weighted mixture of both: ``{"sigmoid": 1.0, "sft": 0.5}``."""
 
 

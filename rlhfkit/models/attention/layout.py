@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -104,6 +104,8 @@ class PackedLayout:
     """The ``id`` of each attention layer that has used the layout; empty after a forward pass if none did."""
     shared: SharedAttention | None = field(default=None, compare=False)
     """How attention sees all tokens where this rank computes only some of the row; ``None``: it computes all."""
+    routing: Any = field(default=None, compare=False)
+    """What the routers of a mixture are told, a :class:`~rlhfkit.models.routing.Routing`; ``None``: nothing."""
 
     @classmethod
     def from_lengths(

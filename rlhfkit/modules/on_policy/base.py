@@ -17,7 +17,6 @@ from rlhfkit.losses import (
     Aggregation,
     GradientScope,
     LossOutput,
-    cross_entropy_loss,
     entropy_bonus,
     kl_loss,
     log_linear_proximal_logprobs,
@@ -27,7 +26,9 @@ from rlhfkit.losses import (
     sum_losses,
 )
 from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
+from rlhfkit.models.forward import unwrap
 from rlhfkit.models.load import disable_dropout
+from rlhfkit.models.routing import attach_routing
 from rlhfkit.modules.arguments import options, refuse_without_effect
 from rlhfkit.modules.on_policy.advantages import AdvantageModule
 from rlhfkit.modules.on_policy.functions import PolicyLoss
@@ -39,12 +40,13 @@ from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
 from rlhfkit.modules.on_policy.update.engine_mismatch import correction_arguments, correction_weights, mismatch_metrics
 from rlhfkit.modules.on_policy.update.entropy_control import EntropyControl, EntropyController
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
+from rlhfkit.modules.on_policy.update.pretraining_text import PretrainingTextModule
 from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
-from rlhfkit.protocols import PretrainingSource, datamodule_of, epochs_of
+from rlhfkit.protocols import epochs_of
 from rlhfkit.validation import check_number
 
 
-class OnPolicyModule(AdvantageModule):
+class OnPolicyModule(PretrainingTextModule, AdvantageModule):
     """A policy that learns from its own samples.
 
     A subclass overrides :meth:`advantages`, or a function is passed in. The loss is a policy loss (PPO's by default),
@@ -68,8 +70,6 @@ class OnPolicyModule(AdvantageModule):
             the policy loss.
         max_length: Tokens; the constant of the ``constant-length`` aggregation.
         entropy_coef: Weight of an entropy bonus.
-        ptx_coef: Weight of the cross-entropy of ``PromptDataModule(pretraining_data=...)`` in every update (PTX:
-            InstructGPT, Ouyang et al., 2022, arXiv:2203.02155, section 3.5; 0.05 in OpenRLHF).
         correction: Importance correction for differences between engine and trainer: a name of
             :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
             ``None``: none, but ``"tis"`` if the engine is quantized; ``"none"``: none with any engine. Not for policy
@@ -86,7 +86,12 @@ class OnPolicyModule(AdvantageModule):
         kl_importance_weight: Multiply each token's KL in the loss by its ratio, with its gradient (unbiased off-policy:
             DeepSeek-V3.2, 2025, arXiv:2512.02556; on in TRL).
         log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
-        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule` and :class:`PolicyModule`.
+        router_replay: In later updates of an iteration, send each token to the experts that the policy before the
+            iteration chose, of which weights are computed anew (routing replay, GSPO: Zheng et al., 2025,
+            arXiv:2507.18071, section 5.3). For mixtures of experts with our packed attention; takes 2 bytes for each
+            choice of a token's layers, and no further forward pass.
+        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`, :class:`PolicyModule`, and
+            :class:`~rlhfkit.modules.on_policy.update.pretraining_text.PretrainingTextModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -112,7 +117,6 @@ class OnPolicyModule(AdvantageModule):
         aggregation: Aggregation | None = None,
         max_length: int | None = None,
         entropy_coef: float = 0.0,
-        ptx_coef: float = 0.0,
         correction: str | Mapping[str, Any] | None = None,
         token_filter: TokenFilter | None = None,
         entropy_control: EntropyControl | None = None,
@@ -120,11 +124,11 @@ class OnPolicyModule(AdvantageModule):
         kl_clamp: float | None = None,
         kl_importance_weight: bool = False,
         log_entropy: bool = True,
+        router_replay: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, advantages=advantages, **kwargs)
         check_number("entropy_coef", entropy_coef)
-        check_number("ptx_coef", ptx_coef, minimum=0, why="0 is no text")
         self.policy_loss = PolicyLoss(
             policy_loss,
             policy_loss_arguments,
@@ -137,19 +141,24 @@ class OnPolicyModule(AdvantageModule):
         early_stop = self.kl_control.early_stop
         self.kl_early_stopping = None if early_stop is None else KLEarlyStopping(early_stop)
         self.entropy_coef = entropy_coef
-        self.ptx_coef = ptx_coef
         self.correction, self._chose_correction = correction_arguments(correction), correction is not None
         self.token_filter = options(TokenFilter, token_filter)
         self.entropy_control = options(EntropyControl, entropy_control)
         self.entropy_controller = EntropyController(self.entropy_control)
         if proximal not in ("recompute", "log-linear"):
             raise ValueError(f"proximal must be recompute or log-linear, got {proximal!r}")
+        if router_replay and proximal == "log-linear":
+            raise ValueError(
+                "router_replay records which experts are chosen in the forward pass of the old log-probs, which "
+                "proximal='log-linear' leaves out: give one of them"
+            )
         self.proximal = proximal
         self._iteration_version = 0  # of the policy before the iteration
         check_number("kl_clamp", kl_clamp, above=0, optional=True)
         self.kl_clamp = kl_clamp
         self.kl_importance_weight = kl_importance_weight
         self.log_entropy = log_entropy
+        self.router_replay = router_replay
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
         self.hparams.update(
@@ -200,26 +209,21 @@ class OnPolicyModule(AdvantageModule):
         except TypeError as error:
             raise ValueError(f"{self.policy_loss.name} does not take what it is given: {error}") from error
 
-    def setup(self, stage: str) -> None:
-        """Raise ValueError unless there is pretraining text exactly if ``ptx_coef`` is not 0."""
-        super().setup(stage)
-        data = datamodule_of(self.trainer)
-        has_text = isinstance(data, PretrainingSource) and data.pretraining_data is not None
-        if stage != "fit" or has_text == bool(self.ptx_coef):
-            return
-        raise ValueError(
-            "PromptDataModule(pretraining_data=...) gives text that nothing learns from: set ptx_coef (0.05 in "
-            "OpenRLHF)"
-            if has_text
-            else f"ptx_coef={self.ptx_coef} mixes in text, and there is none: give PromptDataModule(pretraining_data="
-            "SFTDataModule(...))"
-        )
-
     def build_policy(self) -> nn.Module:
         """Load the policy without dropout, which would make the ratio noisy."""
         policy = super().build_policy()
         disable_dropout(policy)
         return policy
+
+    def configure_model(self) -> None:
+        """Build the models, and make the policy's routers ready with ``router_replay``.
+
+        Raises:
+            ValueError: If the policy has no routers whose choice can be replayed.
+        """
+        super().configure_model()
+        if self.router_replay:
+            attach_routing(unwrap(self.policy))
 
     # ------------------------------------------------------------------ what RolloutCallback asks
 
@@ -287,8 +291,12 @@ class OnPolicyModule(AdvantageModule):
         repeated = self._trainer is not None and epochs_of(self.trainer) > 1
         rows = experience.update >= 0 if self.needs_old_logprobs or repeated else experience.update > 0
         later = self.proximal == "recompute" and bool((updates > 0).any())
-        if experience.old_logprobs is None and (self.needs_old_logprobs or later):
-            old_logprobs = self.distributed_logprobs(self.policy, experience, rows)
+        if experience.old_logprobs is None and (self.needs_old_logprobs or later or (self.router_replay and repeated)):
+            if self.router_replay:
+                old_logprobs, routing = self.distributed_routing(self.policy, experience, rows)
+                experience = dataclasses.replace(experience, routing=routing)
+            else:
+                old_logprobs = self.distributed_logprobs(self.policy, experience, rows)
             experience = dataclasses.replace(experience, old_logprobs=old_logprobs)
         if self.needs_reference:
             with self.reference_model() as reference:
@@ -354,6 +362,7 @@ class OnPolicyModule(AdvantageModule):
             entropy=self.needs_entropy,
             router_aux_loss=self.balances_routers,
             head_loss=head_loss,
+            routing=batch.routing,
         )
 
     @property
@@ -428,14 +437,6 @@ class OnPolicyModule(AdvantageModule):
             proximal_version=self._iteration_version,
         )
 
-    def pretraining_loss(self) -> Tensor:
-        """Cross-entropy, at temperature 1, of the text of a micro-batch, exact over the optimizer step."""
-        data = datamodule_of(self.trainer)
-        assert isinstance(data, PretrainingSource)  # setup() has checked it
-        batch = data.pretraining_batch(self.trainer.fit_loop.total_batch_idx).to(self.device)
-        out = policy_output(self.policy, batch, batch.loss_mask)
-        return cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator).loss
-
     @torch.no_grad()
     def rollout_metrics(self, batch: Experience, out: PolicyOutput) -> dict[str, Tensor]:
         """Entropy, and the mismatch of the log-probs of engine and trainer for the same policy and tokens.
@@ -445,6 +446,8 @@ class OnPolicyModule(AdvantageModule):
         metrics = mismatch_metrics(self.old_logprobs(batch, out), batch)
         if out.entropy is not None:
             metrics["policy/entropy"] = mean_metric(out.entropy, batch.action_mask)
+        if out.rerouted is not None:
+            metrics["policy/rerouted_fraction"] = out.rerouted
         return metrics
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -1,6 +1,6 @@
 """PPO with all options: split over micro-batches or ranks, stopped and resumed, it is the same run.
 
-Covers ppo.py and datamodules/prompts/pretraining.py.
+Covers ppo.py, update/pretraining_text.py and datamodules/prompts/pretraining.py.
 """
 
 from itertools import pairwise

@@ -15,6 +15,7 @@ from rlhfkit.losses import RewardMoments
 from rlhfkit.mesh import Mesh, forward_group_of
 from rlhfkit.models import packs_batches, policy_output
 from rlhfkit.models.forward import unwrap
+from rlhfkit.models.routing import choices_per_token
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.preparation.local_rows import gather_experience, gather_rows, update_moments, whiten_all
 from rlhfkit.validation import check_integer
@@ -73,6 +74,23 @@ class IterationModule(PolicyModule):
             return policy_output(model, batch, batch.action_mask, temperature=batch.temperature).logprobs
 
         return self.distributed_forward(model, logprobs, experience, rows)
+
+    def distributed_routing(
+        self, model: nn.Module, experience: Experience, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`distributed_logprobs`, and which experts the routers of a mixture choose meanwhile. A collective.
+
+        The second result is (B, T-1, C) int16, see :func:`~rlhfkit.models.policy_output`; 0 in other rows.
+        """
+
+        def both(batch: Experience) -> Tensor:
+            out = policy_output(model, batch, batch.action_mask, temperature=batch.temperature, routing=True)
+            assert out.routing is not None
+            return torch.cat([out.logprobs[..., None], out.routing], -1)  # float32 holds numbers of experts exactly
+
+        columns = choices_per_token(unwrap(model)) + 1
+        found = self.distributed_forward(model, both, experience, rows, columns)
+        return found[..., 0].clone(), found[..., 1:].to(torch.int16)
 
     @torch.no_grad()
     def distributed_forward(
