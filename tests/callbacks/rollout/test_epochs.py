@@ -17,6 +17,8 @@ from strategies import ranks
 from callbacks.rollout.capped_runs import Watch
 from callbacks.rollout.epoch_runs import ON_RANKS, PPO_ARGUMENTS, fit
 from callbacks.rollout.test_callback_by_hand import logprobs_of
+from rlhfkit.callbacks.rollout.micro_batching import plan_iteration
+from rlhfkit.data import Experience, IterationShape, Prompt, Sample
 from rlhfkit.data.packing import epoch_order
 
 CASES: dict[str, dict[str, Any]] = {
@@ -85,6 +87,37 @@ def test_the_order_keeps_the_samples_of_a_prompt_together_and_is_a_function_of_i
     assert order != epoch_order(groups, 3, seed=2, iteration=4)
     assert order != epoch_order(groups, 3, seed=1, iteration=5)
     assert epoch_order(groups, 1, seed=1, iteration=4) == list(range(8))
+
+
+@pytest.mark.parametrize("ranks_per_forward", [1, 2, 4])
+@pytest.mark.parametrize("max_tokens", [None, 40])
+def test_every_epoch_is_shared_by_all_ranks_also_by_those_that_compute_together(
+    ranks_per_forward: int, max_tokens: int | None
+) -> None:
+    samples = []
+    for row in range(32):
+        length = 1 + 5 * row % 7
+        samples.append(Sample(Prompt(row // 4, [1] * 3), row % 4, [2] * length, [0.0] * length, [0] * length, "stop"))
+    summary = Experience.from_samples(samples).summarize()
+    shape = IterationShape(32, 4, 2).repeated(3)
+    whole = {"ranks_per_forward": ranks_per_forward, "max_tokens": max_tokens, "seed": 5, "iteration": 2}
+    plan = plan_iteration(summary, shape, 4, **whole)
+    assert len({len(share) for share in plan.micro_batches}) == 1
+    rows: dict[int, list[int]] = {}
+    for share in plan.micro_batches:
+        for one in share:
+            rows.setdefault(one.update, []).extend(one.rows if one.trained else [])
+    assert [len(rows[update]) for update in range(6)] == [16] * 6
+    for first in (0, 2, 4):
+        assert sorted(rows[first] + rows[first + 1]) == list(range(32))
+    alone = plan_iteration(summary, shape, 1, seed=5, iteration=2, max_tokens=max_tokens)
+    for update in range(6):  # the same updates on any number of ranks
+        assert sorted(rows[update]) == sorted(
+            row for one in alone.micro_batches[0] if one.update == update and one.trained for row in one.rows
+        )
+    for own, trained in zip(plan.own_rows, plan.trained_rows, strict=True):
+        assert set(own.tolist()) <= set(trained.tolist())
+    assert sorted(torch.cat(plan.own_rows).tolist()) == list(range(32))
 
 
 def test_the_first_epoch_is_bitwise_the_run_of_one(tmp_path: Path) -> None:
