@@ -68,7 +68,7 @@ POLICY: dict[str, Change | Unseen] = {
     "router_aux_loss_coef": Change(0.5, given={"model": "@experts"}),
     "trust_remote_code": Change(True, given={"model": "@remote"}, built=True),
 }
-TOKEN_METRICS: dict[str, Change | Unseen] = {"log_token_metrics": Change(True)}
+TOKEN_METRICS: dict[str, Change | Unseen] = {"log_token_metrics": Change(True), "neftune_alpha": Change(5.0)}
 REFERENCE: dict[str, Change | Unseen] = {
     "ref_model": Change("@other"),
     "precompute_ref_log_probs": Change(True),

@@ -3,6 +3,7 @@
 :class:`rlhfkit.SFTDataModule` marks completions, the assistant's turns, or whole texts as in pretraining.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from rlhfkit.losses import LossOutput, aggregate, cross_entropy_loss, dft_loss, 
 from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.modules.supervised.neftune import embedding_noise
+from rlhfkit.validation import check_number
 
 
 class SFTModule(PolicyModule):
@@ -31,6 +34,8 @@ class SFTModule(PolicyModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only.
+        neftune_alpha: NEFTune's α (5: Jain et al., 2023, arXiv:2310.05914): in training, uniform noise in ``±α / sqrt(L
+            d)`` on embeddings of size d, with L the mean number of tokens of a micro-batch's sequences; 0: none.
         log_token_metrics: Log ``sft/token_accuracy``, the share of trained tokens that have the largest logit, and
             ``sft/entropy``, nats per token; takes one more matrix product of the output layer.
         **kwargs: See :class:`PolicyModule`.
@@ -49,6 +54,7 @@ class SFTModule(PolicyModule):
         attention: str | None = None,
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
+        neftune_alpha: float = 0.0,
         log_token_metrics: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -63,6 +69,8 @@ class SFTModule(PolicyModule):
             lora=lora,
             **kwargs,
         )
+        check_number("neftune_alpha", neftune_alpha, minimum=0)
+        self.neftune_alpha = neftune_alpha
         self.log_token_metrics = log_token_metrics
 
     def policy_output(self, batch: TokenBatch, head_loss: HeadLoss | None = None) -> PolicyOutput:
@@ -84,6 +92,14 @@ class SFTModule(PolicyModule):
         values = {"token_accuracy": out.correct, "entropy": out.entropy}
         return {name: aggregate(value.detach(), batch.loss_mask) for name, value in values.items() if value is not None}
 
+    def _noise(self, batch: TokenBatch, batch_idx: int) -> AbstractContextManager[None]:
+        """NEFTune's noise on the embeddings of a micro-batch of training."""
+        if not self.neftune_alpha:
+            return nullcontext()
+        length = batch.attention_mask.sum() / len(batch)
+        seed = f"{self.current_epoch} {batch_idx} {self.global_rank}"
+        return embedding_noise(self.policy, self.neftune_alpha, length, seed)
+
     @gradient_scope("token")
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
         """The loss of one micro-batch of B sequences; override it for another objective."""
@@ -91,7 +107,8 @@ class SFTModule(PolicyModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""
-        out = self.training_output(batch)
+        with self._noise(batch, batch_idx):
+            out = self.training_output(batch)
         result = self.with_head_gradient(self.loss(batch, out), out)
         result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         self.log_step({"loss": result.loss.detach()})
