@@ -266,6 +266,15 @@ class ChecksRows(Protocol):
 
 
 @runtime_checkable
+class HasPromptColumns(Protocol):
+    """A DataModule whose prompts have further columns."""
+
+    def prompt_column(self, name: str) -> Mapping[int, Any]:
+        """Return the values of a column of the training prompts, by the index of the prompt."""
+        ...
+
+
+@runtime_checkable
 class PretrainingSource(Protocol):
     """A DataModule that may have pretraining text beside its prompts."""
 

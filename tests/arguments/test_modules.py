@@ -249,6 +249,7 @@ TABLE: dict[type, tuple[str, Rows]] = {
         | ON_POLICY
         | {
             "teacher": Change("@model"),
+            "teacher_column": Unseen("chooses among several teachers; tests/modules/on_policy/test_distillation.py"),
             "divergence": Change("reverse_kl"),
             "distillation_coef": Change(0.3),
             "distillation_gamma": Change(0.5),

@@ -323,6 +323,11 @@ class PromptDataModule(L.LightningDataModule):
         cursor = self._cursor if after is None else PromptCursor.from_state_dict(after)
         return IterationQueue(self._order, rows.__getitem__, cursor, rows.fingerprint())
 
+    def prompt_column(self, name: str) -> dict[int, Any]:
+        """Return the values of a column of the training prompts, by their ``index``; ValueError if there is none."""
+        rows = self._opened(self._rows)
+        return rows.column_by_index(name)
+
     def set_cursor(self, after: dict[str, Any]) -> None:
         """Move the cursor to :attr:`IterationQueue.after` of a trained iteration, unless the data differs."""
         if after["fingerprint"] == self._opened(self._rows).fingerprint():

@@ -36,6 +36,17 @@ class MixedPrompts:
             position, first = position - len(part), first + len(part.rows)
         raise IndexError(f"there are {len(self)} prompts")
 
+    def column_by_index(self, name: str) -> dict[int, Any]:
+        """Return the values of a column by ``index``; ``source`` is the name of a part that does not have it."""
+        found: dict[int, Any] = {}
+        first = 0
+        for part_name, part in zip(self.names, self.parts, strict=True):
+            missing = name == "source" and name not in part.rows.column_names
+            values = dict.fromkeys(part.kept, part_name) if missing else part.column_by_index(name)
+            found |= {first + index: value for index, value in values.items()}
+            first += len(part.rows)
+        return found
+
     def column(self, name: str) -> list[Any]:
         """Return the values of a column that every source must have."""
         return [value for part in self.parts for value in part.column(name)]

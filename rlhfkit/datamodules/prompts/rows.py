@@ -90,6 +90,10 @@ class PromptRows:
         token_ids = self.formatter.tokenize([rendered], templated=self._templated)[0]
         return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=row)
 
+    def column_by_index(self, name: str) -> dict[int, Any]:
+        """Return the values of a column by the ``index`` of the prompts in use; errors as in :meth:`column`."""
+        return dict(zip(self.kept, self.column(name), strict=True))
+
     def column(self, name: str) -> list[Any]:
         """Return the values of a column, by position; ValueError if it does not exist or has missing values."""
         check_columns(self.rows, self.source, curriculum=name)

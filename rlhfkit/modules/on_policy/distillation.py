@@ -26,8 +26,12 @@ from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.supervised.teacher import check_teacher_tokens, load_teacher
+from rlhfkit.protocols import HasPromptColumns, datamodule_of
 from rlhfkit.roles import ModelPool, ServedModel, frozen_model
 from rlhfkit.validation import check_integer, check_number
+
+MAX_TEACHERS = 16
+"""Teachers of one student at most: each is a child of its own."""
 
 
 class ComparedOutput(PolicyOutput):
@@ -66,7 +70,11 @@ class OnPolicyDistillationModule(GRPOModule):
         model: Folder or hub name of the student.
         teacher: Folder or hub name of the teacher, which is a frozen child. A :class:`~rlhfkit.roles.ModelPool`: on
             machines of its own; a :class:`~rlhfkit.roles.ServedModel`: behind ``vllm serve``; both without a
-            ``divergence`` only.
+            ``divergence`` only. A mapping of domains to names: several teachers with the
+            student's tokens, each a frozen child, of which ``teacher_column`` chooses one for each prompt; without a
+            ``divergence`` only. Every teacher computes its own prompts' samples, so that they cost one pass in all.
+        teacher_column: Column of the prompts that names the domain, with several teachers; a mixture of data has
+            ``source``.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default for reinforcement learning).
         divergence: ``None``: reverse KL of the sampled token, as an advantage. Else ``forward_kl``, ``reverse_kl``,
             ``jsd``, a function of the log-probs of student and teacher, or its dotted name; see
@@ -99,13 +107,14 @@ class OnPolicyDistillationModule(GRPOModule):
     """
 
     teacher: nn.Module
-    frozen_children = (*GRPOModule.frozen_children, "teacher")
+    frozen_children = (*GRPOModule.frozen_children, "teacher", *(f"teacher_{n}" for n in range(1, MAX_TEACHERS)))
 
     def __init__(
         self,
         model: str,
-        teacher: str | ModelPool | ServedModel,
+        teacher: str | ModelPool | ServedModel | Mapping[str, str],
         *,
+        teacher_column: str = "source",
         lr: float = 1e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
         distillation_coef: float = 1.0,
@@ -154,7 +163,14 @@ class OnPolicyDistillationModule(GRPOModule):
         check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
         if divergence is None and top_k is not None:
             raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
-        self.teacher_pool = None if isinstance(teacher, str) else frozen_model(teacher)
+        self.domains = self._several(teacher, divergence)
+        """Names of teachers by domain; empty: there is one teacher."""
+        if self.domains:
+            self.hparams.update(teacher=dict(self.domains))
+            teacher = next(iter(self.domains.values()))
+        self.teacher_column = teacher_column
+        self._domain_of: Mapping[int, str] = {}
+        self.teacher_pool = None if isinstance(teacher, str) else frozen_model(cast(Any, teacher))
         """The replicas of the teacher; ``None``: it is a child."""
         self.teacher_name = str(teacher) if self.teacher_pool is None else self.teacher_pool.model
         if self.teacher_pool is not None:
@@ -189,6 +205,35 @@ class OnPolicyDistillationModule(GRPOModule):
             rows = torch.zeros(1, max(top_k or 0, 2))
             self.compare(rows, rows, 1.0)  # so that bad arguments raise before training
 
+    @staticmethod
+    def _several(teacher: object, divergence: object) -> dict[str, str]:
+        """Names of teachers by domain; empty if there is one."""
+        plain = isinstance(teacher, Mapping) and all(isinstance(name, str) for name in teacher.values())
+        if not isinstance(teacher, Mapping) or "model" in teacher or not plain:
+            return {}  # a name, or a ModelPool as an object or from YAML
+        if divergence is not None:
+            raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
+        if not 1 <= len(teacher) <= MAX_TEACHERS:
+            raise ValueError(f"teacher must name 1 to {MAX_TEACHERS} teachers by domain, got {len(teacher)}")
+        return {str(domain): str(name) for domain, name in teacher.items()}
+
+    def setup(self, stage: str) -> None:
+        """With several teachers read the domain of each prompt; ValueError if one has no teacher."""
+        super().setup(stage)
+        if not self.domains or stage != "fit":
+            return
+        data = datamodule_of(self.trainer)
+        if not isinstance(data, HasPromptColumns):
+            raise TypeError("several teachers need a DataModule with prompt_column(), such as PromptDataModule")
+        found = {index: str(value) for index, value in data.prompt_column(self.teacher_column).items()}
+        missing = sorted(set(found.values()) - set(self.domains))
+        if missing:
+            raise ValueError(
+                f"column {self.teacher_column!r} of the prompts names {', '.join(missing)}, and there are teachers for "
+                f"{', '.join(self.domains)}: give teacher={{...}} a name for each"
+            )
+        self._domain_of = found
+
     def _check_effects(self, divergence: object) -> None:
         """Refuse arguments that have no effect with a divergence, or without a reward."""
         if self.replaces_advantages:
@@ -222,6 +267,8 @@ class OnPolicyDistillationModule(GRPOModule):
             check_teacher_tokens(self.teacher_name, self)
         elif not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
+            for number, name in enumerate(list(self.domains.values())[1:], 1):
+                setattr(self, f"teacher_{number}", load_teacher(name, self))
 
     def build_teacher(self) -> nn.Module:
         """Load the teacher, frozen; raises ValueError if its tokens differ. Override to wrap or change it."""
@@ -251,8 +298,20 @@ class OnPolicyDistillationModule(GRPOModule):
         experience = super().add_logprobs(experience)
         if self.divergence is not None:
             return experience
-        found = self.distributed_logprobs(self.teacher, experience) if pool is None else pool_result(asked, pool)
+        found = self.teacher_logprobs(experience) if pool is None else pool_result(asked, pool)
         return dataclasses.replace(experience, teacher_logprobs=found)
+
+    def teacher_logprobs(self, experience: Experience) -> Tensor:
+        """(B, T-1) log-probs of the teacher; of several, of that of each prompt's domain. A collective."""
+        if not self.domains:
+            return self.distributed_logprobs(self.teacher, experience)
+        domains = [self._domain_of[index] for index in experience.group.tolist()]
+        total = torch.zeros(experience.action_mask.shape)
+        for number, domain in enumerate(self.domains):
+            rows = torch.tensor([each == domain for each in domains], dtype=torch.bool)
+            model = getattr(self, f"teacher_{number}" if number else "teacher")
+            total += self.distributed_logprobs(model, experience, rows)
+        return total
 
     def compute_advantages(self, experience: Experience) -> Experience:
         """Add advantages, unless the loss is the divergence alone."""

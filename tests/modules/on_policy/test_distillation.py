@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from datasets import Dataset
 from plain_sgd import PlainSGD
 from rl_runs import digit_teacher, digits, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
@@ -15,7 +16,15 @@ from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlhfkit import Experience, LoRA, OnPolicyDistillationModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import (
+    Experience,
+    LoRA,
+    OnPolicyDistillationModule,
+    PromptDataModule,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+)
 from rlhfkit.losses import group_advantages
 
 CLIP, LR, TEMPERATURE = 0.2, 0.05, 0.8
@@ -256,3 +265,46 @@ def test_rewards_that_matter_are_asked_for(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="group_size=1 every advantage is 0"):
         trainer.fit(module, data)
+
+
+def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
+    names = {"even": tmp_path / "even", "odd": tmp_path / "odd"}
+    for seed, name in enumerate(names.values(), 1):
+        tiny_model(name, seed=seed)
+    seen: list[Experience] = []
+
+    class Keeps(PlainDistillation):
+        def add_logprobs(self, experience: Experience) -> Experience:
+            seen.append(super().add_logprobs(experience))
+            return seen[-1]
+
+    def run(**arguments: Any) -> RolloutCallback:
+        trainer, module, _, rollouts = setup_run(
+            tmp_path,
+            module=Keeps,
+            module_arguments={"teacher": {domain: str(name) for domain, name in names.items()}} | arguments,
+            rollouts=RolloutCallback(sampling=sampling(1, 6)),
+            max_epochs=1,
+        )
+        rows = [{"prompt": f"{i}+{i}=", "kind": ("even", "odd")[i % 2]} for i in range(40)]
+        data = PromptDataModule(Dataset.from_list(rows), rollout_batch_size=8, micro_batch_size=4)
+        trainer.fit(module, data)
+        return rollouts
+
+    samples = run(teacher_column="kind").samples
+    assert {sample.prompt.metadata["kind"] for sample in samples} == set(names)
+    (experience,) = seen
+    assert experience.teacher_logprobs is not None
+    for row, sample in enumerate(samples):
+        model = AutoModelForCausalLM.from_pretrained(names[sample.prompt.metadata["kind"]])
+        with torch.no_grad():
+            expected = sampled(distributions(model, sample))
+        found = experience.teacher_logprobs[row, experience.action_mask[row]]
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="source"):
+        run()
+    names.pop("odd")
+    with pytest.raises(ValueError, match="names odd, and there are teachers for even"):
+        run(teacher_column="kind")
+    with pytest.raises(ValueError, match="leave divergence out"):
+        OnPolicyDistillationModule("unused", teacher={"a": "b", "c": "d"}, divergence="jsd")
