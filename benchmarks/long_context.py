@@ -2,6 +2,7 @@
 
     python benchmarks/long_context.py                       # about ten minutes on two cores
     python benchmarks/long_context.py --sizes 1 2 --kinds ulysses deepspeed
+    python benchmarks/long_context.py --sizes 2 --kinds ulysses ring --base 1024
 
 Each run of ours is an ``SFTModule`` under ``RLHFDeepSpeedStrategy(stage=3, sequence_parallel_size=...)`` with gradient
 checkpointing and tiled MLPs, on gloo ranks that are processes of their own, training on one row. ``deepspeed`` is
@@ -35,8 +36,8 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 KINDS = ("ulysses", "ring", "deepspeed")
-BASE = 2048
-"""Tokens of the shortest row on one rank; also of one rank's part of it on several, half of that on four."""
+BASE = int(os.environ.get("RLHFKIT_BENCHMARK_BASE", "2048"))
+"""Tokens of the shortest row on one rank; also of one rank's part of it on several (``--base``)."""
 TILE = 1024
 ALLOCATOR = {  # freed tensors leave the resident memory at once
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -251,13 +252,15 @@ def run(folder: str, kind: str, size: int) -> list[list[dict[str, float]]]:
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
     found = []
-    for process in processes:
-        output, complaint = process.communicate(timeout=900)
-        if process.returncode:
-            for other in processes:
-                other.kill()
-            raise RuntimeError(f"{kind} on {size} rank(s): {complaint[-3000:]}")
-        found.append(json.loads(output.splitlines()[-1]))
+    try:
+        for process in processes:
+            output, complaint = process.communicate(timeout=900)
+            if process.returncode:
+                raise RuntimeError(f"{kind} on {size} rank(s): {complaint[-3000:]}")
+            found.append(json.loads(output.splitlines()[-1]))
+    finally:
+        for process in processes:
+            process.kill()
     return found
 
 
@@ -295,8 +298,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4], help="numbers of sequence ranks")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--megabytes", type=float, default=512, help="memory of a rank for activations")
+    parser.add_argument("--base", type=int, default=BASE, help="tokens of the shortest row on one rank")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    os.environ["RLHFKIT_BENCHMARK_BASE"] = str(options.base)  # of the ranks
     if options.rank:
         folder, kind, size = json.loads(options.rank)
         train = train_deepspeed if kind == "deepspeed" else train_ours
