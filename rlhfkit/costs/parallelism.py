@@ -122,8 +122,6 @@ def _tensor_refusals(shape: ModelShape, sharding: Sharding) -> list[str]:
     size, layer = sharding.tensor, shape.layer
     if size == 1:
         return []
-    if shape.adapters:
-        return ["tensor_parallel_size > 1 does not support LoRA: use ZeRO 3, or sequence parallelism for long rows"]
     if shape.experts:
         return [
             "tensor_parallel_size > 1 does not support mixtures of experts: use ZeRO 3, or sequence parallelism for "

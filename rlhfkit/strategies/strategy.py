@@ -83,7 +83,7 @@ class RLHFDeepSpeedStrategy(
         tensor_parallel_size: Ranks over which the weights of each layer are divided, neighbours with fast links; they
             compute their forward passes together (:mod:`rlhfkit.mesh`). It divides the attention heads and the number
             of ranks. Embedding and output layer stay whole; the vocabulary's logits are divided. Not for mixtures of
-            experts, LoRA and quantised weights.
+            experts and quantised weights.
         init_timeout: Seconds that a rank waits for all others to join; the error names the missing ones.
         launcher: Who starts the ranks: ``"ray"`` (:class:`~rlhfkit.strategies.ray.launcher.RayLauncher`) or
             ``"subprocess"``, where Lightning runs the script again. ``None``: Ray in a notebook with several devices,

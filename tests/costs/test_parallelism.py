@@ -235,7 +235,6 @@ def shape_of(heads: int, keys: int, **changes: Any) -> ModelShape:
             "does not divide the 8 attention heads of a tensor rank (tensor_parallel_size=8)",
         ),
         (shape_of(64, 8), {"tensor": 16}, "tensor_parallel_size=16 does not divide the 8 key heads"),
-        (shape_of(64, 8, adapters=100), {"tensor": 2}, "does not support LoRA"),
         (shape_of(64, 8, experts=100), {"tensor": 2}, "does not support mixtures of experts"),
         (shape_of(64, 8, divisible=0), {"tensor": 2}, "no tensor-parallel plan for the family 'llama'"),
     ],

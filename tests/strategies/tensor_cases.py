@@ -13,7 +13,9 @@ from rl_runs import setup_run
 from tiny_models import tiny_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlhfkit import DistillationModule, DPOModule, PPOModule, PreferenceDataModule, SFTDataModule, SFTModule
+from rlhfkit import DistillationModule, DPOModule, LoRA, PPOModule, PreferenceDataModule, SFTDataModule, SFTModule
+from rlhfkit.distributed import tensor_part
+from rlhfkit.rollout import ModuleWeights
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, full_weights, weight_difference
 
@@ -58,6 +60,7 @@ class Spy(L.Callback):
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.weights: dict[str, torch.Tensor] = {}
+        self.divided = 0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
@@ -67,6 +70,10 @@ class Spy(L.Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         children = ["policy", "critic"] if hasattr(module, "critic") else ["policy"]
         self.weights = full_weights(module, trainer.strategy, children)
+        self.divided = sum(tensor_part(parameter) is not None for parameter in module.parameters())
+        if any("lora_" in name for name, _ in module.named_parameters()):  # engines get W + scale B A
+            sent = {name: weight.detach().clone() for name, weight in ModuleWeights(module.policy)}
+            self.weights |= {f"merged {name}": weight for name, weight in sent.items() if RANK == 0}
 
     def updates(self) -> list[float]:
         """The loss of each update: which rows are in which of its micro-batches depends on the number of ranks."""
@@ -120,10 +127,12 @@ def run(
         trainer.fit(ppo, data, ckpt_path=path)
         return trainer, spy
     trainer = toys.trainer(ranks=RANKS, **options)
-    if kind in ("sft", "adam", "distillation"):
+    if kind in ("sft", "adam", "lora", "distillation"):
         sft = SFTDataModule(str(folder / "sft.jsonl"), micro_batch_size=4 // groups)
         teacher = str(folder / "reference")
         plain = PlainSFT(model, lr=0.05) if kind == "sft" else PlainAdam(model, lr=1e-3)
+        if kind == "lora":
+            plain = PlainSFT(model, lr=1.0, lora=LoRA(rank=3, init="gaussian"))
         module = PlainDistillation(model, teacher, lr=0.05) if kind == "distillation" else plain
         trainer.fit(module, sft, ckpt_path=path)
     else:
@@ -148,7 +157,7 @@ def train(folder: Path, cases: dict[str, dict[str, Any]], place: str) -> dict[st
         strategy = RLHFDeepSpeedStrategy(**arguments)
         together = arguments.get("tensor_parallel_size", 1) * arguments.get("sequence_parallel_size", 1)
         _, spy = run(name.partition(",")[0], own, strategy, RANKS // together, precision=precision, **options)
-        report[name] = {"losses": spy.updates(), "norms": spy.norms}
+        report[name] = {"losses": spy.updates(), "norms": spy.norms, "divided": spy.divided}
         if RANK == 0:
             torch.save(spy.weights, Path(place) / f"{name}, {RANKS} ranks.pt")
     return report

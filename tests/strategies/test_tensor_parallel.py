@@ -3,6 +3,7 @@
 Covers strategies/deepspeed/tensor_parallel.py, with tensor_cases.py.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ from strategies import ranks, tensor_cases
 TOLERANCE = 1e-6
 # Adam divides by the size of gradients, so that those of 1e-7 are rounded to other steps (of 1e-3).
 ADAM_TOLERANCE = 5e-6
-KINDS = ["sft", "dpo", "ppo"]
-TWO_RANKS = [f"{kind}, stage {stage}" for kind in KINDS for stage in range(4)]
+KINDS = ["sft", "dpo", "ppo", "lora"]
+TWO_RANKS = [f"{kind}, stage {stage}" for kind in KINDS[:3] for stage in range(4)] + ["lora, stage 1", "lora, stage 3"]
 
 
 def trained(folder: Path, number: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -54,6 +55,8 @@ def trained(folder: Path, number: int, cases: dict[str, dict[str, Any]]) -> dict
 
 
 def check_equal(run: dict[str, Any], one: dict[str, Any]) -> None:
+    assert one["divided"] == 0
+    assert run["divided"] > 0
     assert run["losses"] == pytest.approx(one["losses"], abs=TOLERANCE)
     assert run["norms"] == pytest.approx(one["norms"], abs=TOLERANCE)
     assert run["weights"].keys() == one["weights"].keys()
@@ -203,9 +206,9 @@ def llama(**changes: Any) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**(SIZES | changes)))
 
 
-def with_adapters() -> nn.Module:
+def with_adapters(**changes: Any) -> nn.Module:
     model = llama()
-    add_lora(model, LoRA(rank=2), base="llama")
+    add_lora(model, LoRA(rank=2, **changes), base="llama")
     return model
 
 
@@ -219,6 +222,20 @@ def with_another_kind_of_layer() -> nn.Module:
     model: Any = llama()
     model.model.layers[0].mlp.up_proj = nn.Identity()
     return model
+
+
+def test_an_adapter_is_divided_beside_its_layer() -> None:
+    section, model = plan_of("policy", with_adapters(), 2), with_adapters()
+    columns, rows = (
+        [name for name, _ in model.named_parameters() if any(re.match(p, name) for p in patterns(section, kind))]
+        for kind in ("column", "row")
+    )
+    assert {name.rpartition("self_attn.")[2] for name in columns if "self_attn" in name} == {
+        f"{layer}_proj.{part}.weight" for layer in "qkv" for part in ("base_layer", "lora_B.default")
+    }
+    assert {name.rpartition("mlp.")[2] for name in rows if "mlp" in name} == {
+        f"down_proj.{part}.weight" for part in ("base_layer", "lora_A.default")
+    }
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
@@ -240,7 +257,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     ),
     "heads": (llama, 4, "4 attention heads and 2 key-value heads, which the size 4 does not divide"),
     "features": (lambda: llama(intermediate_size=25), 2, "has 25 features to divide"),
-    "LoRA": (with_adapters, 2, "has LoRA adapters"),
+    "an adapter that is not LoRA alone": (lambda: with_adapters(dora=True), 2, "lora_magnitude_vector"),
+    "dropout of an adapter": (lambda: with_adapters(dropout=0.1), 2, "have dropout"),
     "quantised": (lambda: _quantised(llama()), 2, "is quantised"),
     "a weight that is not planned": (
         with_an_unplanned_weight,

@@ -4,7 +4,7 @@ import argparse
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -192,7 +192,8 @@ def create_engine(
     if device.type != "cpu":
         arguments["args"] = argparse.Namespace(device_rank=device.index)
     training = child.training
-    engine, *_ = deepspeed.initialize(model=child, config=config, dist_init_required=False, **arguments)
+    with tensor_parallel.adapters_open(child) if "tensor_parallel" in config else nullcontext():
+        engine, *_ = deepspeed.initialize(model=child, config=config, dist_init_required=False, **arguments)
     if optimizer is not None and engine.managed_gradient_accumulation():
         raise RuntimeError("DeepSpeed ignored 'managed_gradient_accumulation': false; update it to 0.19.8 or later.")
     if optimizer is not None:

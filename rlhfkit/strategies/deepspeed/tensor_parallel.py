@@ -9,7 +9,9 @@ What cannot be divided exactly is refused when the run is set up.
 """
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +27,13 @@ if TYPE_CHECKING:
 
 _COLUMN, _ROW, _SUMMED_GRADIENT = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _WHOLE = "embedding_rowwise"  # the embedding, which stays whole here
+_INNER = {
+    # What is divided of a layer with an adapter, W + scale B A: W, and one of A and B. The other is whole on each rank,
+    # and has its whole gradient, as the divided one sums over ranks in its forward (A) or backward pass (B).
+    _COLUMN: (r"\.base_layer", r"\.lora_B\.[^.]+"),
+    _ROW: (r"\.base_layer", r"\.lora_A\.[^.]+"),
+}
+_ADAPTER_PART = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
 
 
 def plan_children(
@@ -72,9 +81,13 @@ def plan_of(child_name: str, child: nn.Module, size: int) -> dict[str, Any]:
     _check_heads(child_name, base, size)
     for layer, style in styles.items():
         _check_layer(child_name, base, layer, style, size)
+    adapters = any("lora_" in name for name, _ in base.named_parameters())
     specs: list[dict[str, Any]] = [
         {
-            "patterns": [f"^{_pattern_of(_joined_name(prefix, name))}\\.weight$"],
+            "patterns": [
+                f"^{_pattern_of(_joined_name(prefix, name))}{inner}\\.weight$"
+                for inner in ("", *(_INNER[style] if adapters else ()))
+            ],
             "partition_type": {_COLUMN: "column", _ROW: "row"}[style],
         }
         for name, style in plan.items()
@@ -121,9 +134,12 @@ def _find_plan(child_name: str, child: nn.Module) -> tuple[str, nn.Module, dict[
 
 def refuse_unsupported(child_name: str, child: nn.Module) -> None:
     """Raise MisconfigurationException for adapters and quantised weights."""
+    for name, module in child.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0 and "lora_dropout" in name:
+            raise _refusal(child_name, "its LoRA adapters have dropout, which would differ between ranks")
     for name, parameter in child.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
-            raise _refusal(child_name, "it has LoRA adapters, which DeepSpeed's AutoTP (0.19.8) does not divide")
+        if "lora_magnitude_vector" in name or "modules_to_save" in name or "parametrizations" in name:
+            raise _refusal(child_name, f"it has an adapter with the weight {name}; only LoRA's A and B can be divided")
         if hasattr(parameter, "quant_state") or not parameter.is_floating_point():
             raise _refusal(child_name, f"its weight {name} is quantised")
 
@@ -156,6 +172,7 @@ def _check_layer(child_name: str, base: nn.Module, layer: str, style: str, size:
     module = base.get_submodule(layer)
     if style in (_SUMMED_GRADIENT, _WHOLE):
         return
+    module = getattr(module, "base_layer", module)  # inside an adapter of peft
     if type(module) is not nn.Linear and not _is_divided(module):
         raise _refusal(child_name, f"{layer} is a {type(module).__name__}, and only linear layers can be divided")
     if _is_divided(module):
@@ -178,7 +195,7 @@ def _check_complete(child_name: str, base: nn.Module, styles: dict[str, str]) ->
     owners = {layer.rpartition(".")[0] for layer, style in styles.items() if style in (_COLUMN, _ROW)}
     for owner in sorted(owners):
         for name, _ in base.get_submodule(owner).named_parameters():
-            inside = name.rpartition(".")[0]
+            inside = _ADAPTER_PART.sub("", name.rpartition(".")[0])
             if f"{owner}.{inside}" not in styles:
                 raise _refusal(
                     child_name,
@@ -188,6 +205,28 @@ def _check_complete(child_name: str, base: nn.Module, styles: dict[str, str]) ->
 
 
 # ---------------------------------------------------------------- dividing
+
+
+@contextmanager
+def adapters_open(child: nn.Module) -> Iterator[None]:
+    """Inside, DeepSpeed's AutoTP finds the layers inside peft's; frozen weights stay frozen.
+
+    deepspeed 0.19.8 takes a module with an attribute ``weight``, which peft's layers have as a property, for a layer:
+    it replaces it without its adapter, or leaves it as it is. And it sets ``requires_grad`` of what it divides.
+    """
+    frozen = [parameter for parameter in child.parameters() if not parameter.requires_grad]
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    layer: Any = None if tuners is None else tuners.BaseTunerLayer
+    kept = None if layer is None else layer.weight
+    if layer is not None:
+        del layer.weight
+    try:
+        yield
+    finally:
+        if layer is not None:
+            layer.weight = kept
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def start_groups(size: int) -> None:
@@ -214,7 +253,6 @@ def divide_plain_child(child: nn.Module, section: dict[str, Any], group: Any) ->
     # DeepSpeed's inference mode changes tensors in place, which frozen children need not.
     set_autotp_mode(training=True)
     size = section["autotp_size"]
-    frozen = [parameter for parameter in child.parameters() if not parameter.requires_grad]
     config = AutoTPConfig.from_dict({"tp_size": size, **section["partition_config"]})
     auto = AutoTP(
         module=child,
@@ -229,10 +267,9 @@ def divide_plain_child(child: nn.Module, section: dict[str, Any], group: Any) ->
     )
     auto.set_tensor_parallel_config(size, group)
     auto.update_linear_policies()
-    auto._replace_module(child)
+    with adapters_open(child):
+        auto._replace_module(child)
     cast(Any, child).ds_autotp_parsed = True
-    for parameter in frozen:
-        parameter.requires_grad_(False)
     mark_parts(child, group)
 
 
