@@ -58,7 +58,8 @@ def check_equal(run: dict[str, Any], one: dict[str, Any]) -> None:
     assert one["divided"] == 0
     assert run["divided"] > 0
     assert run["losses"] == pytest.approx(one["losses"], abs=TOLERANCE)
-    assert run["norms"] == pytest.approx(one["norms"], abs=TOLERANCE)
+    # Those of LoRA are about 10, where neighbouring fp32 numbers are 9.5e-7 apart.
+    assert run["norms"] == pytest.approx(one["norms"], abs=TOLERANCE, rel=3e-7)
     assert run["weights"].keys() == one["weights"].keys()
     for name, weight in one["weights"].items():
         torch.testing.assert_close(run["weights"][name], weight, rtol=0, atol=TOLERANCE)
