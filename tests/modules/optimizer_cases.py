@@ -26,11 +26,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "warmup_ratio": 0.2,
         "min_lr_ratio": 0.1,
     },
-    "adamw": {
-        "lr": 3e-3,
-        "optimizer_arguments": {"eps": 1e-6},
-        "parameter_options": {"policy.embeddings": {"lr": 1e-3}},
-    },
     "muon": {"optimizer": "muon", "lr": 3e-3, "weight_decay": 0.1},
     "adamw_8bit": {"optimizer": "adamw_8bit", "lr": 3e-3, "optimizer_arguments": {"min_8bit_size": 256}},
     "adafactor": {"optimizer": "adafactor", "lr": 3e-2},
