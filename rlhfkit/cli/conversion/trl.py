@@ -256,10 +256,11 @@ def convert_sft(conversion: Conversion) -> tuple[str, str]:
         {
             "completion_only_loss": "the columns say it: prompt and completion, or text",
             "assistant_only_loss": "conversations are learned so; without it TRL learns all turns",
-            "neftune_noise_alpha": "not converted",
         },
         unless={"assistant_only_loss": False},
     )
+    if (noise := take("neftune_noise_alpha")) is not None:
+        conversion.model["neftune_alpha"] = noise
     if take("disable_dropout", False):
         conversion.differ("disable_dropout", "SFT keeps the model's dropout")
     return ("rlhfkit.DFTModule" if loss == "dft" else "rlhfkit.SFTModule"), "rlhfkit.SFTDataModule"

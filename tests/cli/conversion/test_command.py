@@ -109,7 +109,7 @@ def test_sizes_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trainer", "options", "row"),
     [
-        ("sft", {"use_peft": True, "lora_target_modules": "all-linear"}, {"text": "a b"}),
+        ("sft", {"use_peft": True, "lora_target_modules": "all-linear", "neftune_noise_alpha": 5.0}, {"text": "a b"}),
         ("reward", {"center_rewards_coefficient": 0.01}, {"prompt": "a", "chosen": "b", "rejected": "c"}),
         (
             "dpo",
