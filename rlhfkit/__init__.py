@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         local_rows,
         presets,
     )
-    from rlhfkit.roles import ModelPool, Placement, RoleResources, ServedModel
+    from rlhfkit.roles import CriticPool, ModelPool, Placement, RoleResources, ServedModel
     from rlhfkit.rollout import (
         DynamicSampling,
         HealthPolicy,
@@ -78,6 +78,7 @@ _HOMES = {
     "AgentEngine": "episodes",
     "BCOModule": "modules",
     "CPOModule": "modules",
+    "CriticPool": "roles",
     "DFTModule": "modules",
     "DPOModule": "modules",
     "DistillationModule": "modules",
@@ -152,6 +153,7 @@ __all__ = [
     "AgentEngine",
     "BCOModule",
     "CPOModule",
+    "CriticPool",
     "DFTModule",
     "DPOModule",
     "DistillationModule",

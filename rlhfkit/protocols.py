@@ -6,13 +6,14 @@ the end find the parts in a Trainer. Protocols of methods only may be tested wit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import lightning as L
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.profilers import Profiler
     from torch import Tensor, nn
@@ -310,6 +311,8 @@ class RLHFStrategy(Protocol):
 
     saves_every_rank: bool
     """Whether checkpoints hold the state of every rank, not of rank 0 only."""
+    saves_folders: bool
+    """Whether checkpoints are folders in which a :class:`KeepsFolder` has one of its own."""
     skipped_updates: int
     """Updates that were skipped because a gradient was not finite."""
 
@@ -329,6 +332,38 @@ class RLHFStrategy(Protocol):
 
     def state_bytes(self) -> Mapping[Any, int]:
         """Bytes on this rank's device now, of weights, gradients and optimizer states."""
+        ...
+
+
+@runtime_checkable
+class KeepsFolder(Protocol):
+    """A module with state that is in no child, such as a model on machines of its own."""
+
+    def save_folder(self, folder: Path) -> None:
+        """Write it to a new folder inside the one of a checkpoint. On all ranks."""
+        ...
+
+    def load_folder(self, folder: Path) -> None:
+        """Continue with it when training starts; the folder is missing if nothing was written. On all ranks."""
+        ...
+
+
+@runtime_checkable
+class StartsRanksOnRay(Protocol):
+    """A strategy whose ranks can be Ray actors; ``RLHFDeepSpeedStrategy`` is one."""
+
+    def run_on_ray(
+        self,
+        function: Callable[[ClusterEnvironment], Any],
+        *,
+        num_ranks: int,
+        num_nodes: int,
+        resources_per_rank: dict[str, float],
+        device: str,
+        timeout: float,
+        on_start: Callable[[Sequence[Any]], None],
+    ) -> Any:
+        """Call a function on new ranks, with their environment for a Trainer; returns the result of rank 0."""
         ...
 
 

@@ -159,11 +159,16 @@ class ExactResume(Callback):
         )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Make the epoch loop and ``ModelCheckpoint`` continue where the checkpoint was saved."""
+        """Make loaders, the epoch loop and ``ModelCheckpoint`` continue where the checkpoint was saved."""
         self._note_loaders(trainer)
         if not self._resumed:
             return
         self._resumed = False
+        loop = trainer.fit_loop
+        if loop.restarting and loop._combined_loader_states_to_load and loop._data_fetcher is not None:
+            # Loaders were made before their states were read: a learning rate that decays asks for their length.
+            loop._load_combined_loader_states()
+            iter(loop._data_fetcher)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and not callback._last_global_step_saved:
                 callback._last_global_step_saved = trainer.global_step  # not in its state (Lightning 2.6.6)

@@ -5,6 +5,7 @@ Start at :mod:`rlhfkit.roles.model_pool`; :mod:`rlhfkit.roles.placement` places 
 """
 
 from rlhfkit.ray_resources import PlacementError
+from rlhfkit.roles.critic_pool import CriticPool, CriticPoolError
 from rlhfkit.roles.frozen_model import FrozenModel, frozen_model
 from rlhfkit.roles.model_pool import ModelPool
 from rlhfkit.roles.pending_rows import ModelPoolError
@@ -13,6 +14,8 @@ from rlhfkit.roles.role_resources import RoleResources
 from rlhfkit.roles.served_model import ServedModel
 
 __all__ = [
+    "CriticPool",
+    "CriticPoolError",
     "FrozenModel",
     "ModelPool",
     "ModelPoolError",

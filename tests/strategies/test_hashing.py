@@ -24,6 +24,7 @@ FILES = {
     "policy/zero_to_fp32.py": 0,
     "rank_00000.pt": 300,
     "rank_00001.pt": 301,
+    "module/critic/rank_00007.pt": 2500,  # of a rank that is none of this run
 }
 
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
     LossOutput,
@@ -19,17 +19,19 @@ from rlhfkit.losses import (
     value_loss,
     weighted_metric,
 )
-from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, ScalarModel, policy_output, unwrap
+from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, policy_output, unwrap
 from rlhfkit.models.forward import VALUE_HEAD
-from rlhfkit.models.heads import add_value_head, load_scalar_model, scalar_forward
+from rlhfkit.models.heads import add_value_head, load_scalar_model
 from rlhfkit.models.load import base_model_name
-from rlhfkit.models.router_loss import has_router
+from rlhfkit.modules.critic import critic_values
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.final_states import with_final_states
 from rlhfkit.modules.on_policy.preparation.kl_control import skip_update
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
+from rlhfkit.modules.on_policy.remote_critic import RemoteCritic, check_overrides
 from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.roles import CriticPool
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -47,6 +49,8 @@ class PPOModule(OnPolicyModule):
         lr: Peak learning rate of the policy (1e-6: TRL's and OpenRLHF's default).
         critic: Folder or hub name of the critic's initial model: a reward model, whose head and calibration (mean and
             deviation of its rewards) it keeps, or a causal language model, which gets a new head; ``None``: the policy.
+            A :class:`~rlhfkit.roles.CriticPool`: it is trained by ranks of its own while the policy learns, with this
+            module's settings.
         critic_lr: Peak learning rate of the critic (9e-6: OpenRLHF's default), or of the value head alone.
         critic_warmup_steps: Optimizer steps in which only the critic learns; the policy and its optimizer state stay
             bitwise the same.
@@ -98,7 +102,7 @@ class PPOModule(OnPolicyModule):
         model: str,
         *,
         lr: float = 1e-6,
-        critic: str | None = None,
+        critic: str | CriticPool | None = None,
         critic_lr: float = 9e-6,
         critic_warmup_steps: int = 0,
         shared_backbone: bool = False,
@@ -157,7 +161,14 @@ class PPOModule(OnPolicyModule):
                 "with shared_backbone the critic is a head of the policy: it starts from no model of its own and "
                 "cannot learn while the policy is not updated; leave critic and critic_warmup_steps out"
             )
-        self.critic_name = critic
+        pool = CriticPool.of(critic)
+        self.remote_critic: RemoteCritic | None = None
+        """The critic if ranks of its own train it; ``None``: it is in the module."""
+        self.critic_name: str | None = critic if isinstance(critic, str) else None
+        if pool is not None:
+            check_overrides(type(self), PPOModule)
+            self.remote_critic = RemoteCritic(pool, lr=critic_lr, value_clip=value_clip, value_coef=value_coef)
+            self.hparams.update(critic=pool.plain())
         self.critic_lr = critic_lr
         self.critic_warmup_steps = critic_warmup_steps
         self.shared_backbone = shared_backbone
@@ -183,7 +194,7 @@ class PPOModule(OnPolicyModule):
         if self.shared_backbone:
             if not hasattr(unwrap(self.policy), VALUE_HEAD):
                 add_value_head(self.policy)
-        elif not hasattr(self, "critic"):
+        elif self.remote_critic is None and not hasattr(self, "critic"):
             self.critic = self.build_critic()
 
     def build_critic(self) -> nn.Module:
@@ -214,7 +225,12 @@ class PPOModule(OnPolicyModule):
     # ------------------------------------------------------------------ before the updates of an iteration
 
     def add_logprobs(self, experience: Experience) -> Experience:
-        """Add old and reference log-probs; with a shared backbone the same forward pass gives the values."""
+        """Add old and reference log-probs; with a shared backbone the same forward pass gives the values.
+
+        Ranks of a critic are asked for values meanwhile.
+        """
+        if self.remote_critic is not None:
+            self.remote_critic.ask_values(self, experience)
         if self.shared_backbone:
             both = self.distributed_forward(self.policy, self._logprobs_and_values, experience, columns=2)
             old_logprobs, values = (column.contiguous() for column in both.unbind(-1))
@@ -230,6 +246,8 @@ class PPOModule(OnPolicyModule):
         """Add the critic's values, in its own units."""
         if self.shared_backbone:
             return experience
+        if self.remote_critic is not None:
+            return dataclasses.replace(experience, values=self.remote_critic.values(experience))
         values = self.distributed_forward(self.critic, self.value_output, experience)
         return dataclasses.replace(experience, values=values)
 
@@ -263,6 +281,9 @@ class PPOModule(OnPolicyModule):
         if self.shared_backbone:
             both = self.distributed_forward(self.policy, self._logprobs_and_values, longer, cut_off, columns=2)
             values = both[..., 1]
+        elif self.remote_critic is not None:
+            self.remote_critic.ask_values(self, longer, cut_off)
+            values = self.remote_critic.values(longer)
         else:
             values = self.distributed_forward(self.critic, self.value_output, longer, cut_off)
         if self.normalize_values:
@@ -304,16 +325,20 @@ class PPOModule(OnPolicyModule):
         Values of a critic that starts as a calibrated reward model are shifted and scaled by the mean and deviation in
         its configuration.
         """
-        chosen_next = on_both(lambda mask: nn.functional.pad(mask, (0, 1)), batch.action_mask)
-        balance = self.balances_routers and has_router(self.critic)
-        out = scalar_forward(self.critic, batch, chosen_next, router_aux_loss=balance)
-        self._critic_router_loss = out.router_aux_loss
-        values, critic = out.values[:, :-1], unwrap(self.critic)
-        return critic.normalize(values).where(batch.action_mask, 0.0) if isinstance(critic, ScalarModel) else values
+        values, self._critic_router_loss = critic_values(self.critic, batch, router_aux_loss=self.balances_routers)
+        return values
+
+    def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
+        """Compute the loss of one micro-batch of an iteration; ranks of a critic get theirs first."""
+        if self.remote_critic is not None:
+            self.remote_critic.pool.train(batch, self.trainer.accumulate_grad_batches)
+        return super().training_step(batch, batch_idx)
 
     def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
-        """Add the critic's loss to the policy's."""
+        """Add the critic's loss to the policy's, unless others compute it."""
         policy = super().total_loss(batch, out)
+        if self.remote_critic is not None:
+            return LossOutput(policy.loss, {**policy.metrics, "policy/loss": weighted_metric(policy.loss, 1.0)})
         values = cast(Tensor, out.values) if self.shared_backbone else self.value_output(batch)
         value = self.value_loss(batch, values)
         # Shares of the step's means, so all micro-batches have the weight 1.
@@ -336,15 +361,64 @@ class PPOModule(OnPolicyModule):
         if self.global_step < self.critic_warmup_steps:
             skip_update(self, "policy")
 
+    # ------------------------------------------------------------------ a critic with ranks of its own
+
+    def on_train_start(self) -> None:
+        """Start the critic's ranks."""
+        super().on_train_start()
+        if self.remote_critic is not None:
+            self.remote_critic.start(self)
+
+    def on_train_epoch_end(self) -> None:
+        """Wait until the critic's ranks have trained on the iteration, and log their metrics."""
+        super().on_train_epoch_end()
+        if self.remote_critic is not None:
+            self.log_dict(self.remote_critic.report(), sync_dist=True)  # the same on all ranks
+
+    def on_train_end(self) -> None:
+        """End the critic's ranks."""
+        super().on_train_end()
+        if self.remote_critic is not None:
+            self.remote_critic.pool.stop()
+
+    def teardown(self, stage: str) -> None:
+        """End the critic's ranks, also after an error."""
+        super().teardown(stage)
+        if self.remote_critic is not None:
+            self.remote_critic.pool.close()
+
     # ------------------------------------------------------------------ checkpoints
+
+    def save_pretrained(
+        self, folder: str | Path, *, child: str = "policy", adapter: bool = False, dtype: torch.dtype | None = None
+    ) -> Path:
+        """Save a child, see :class:`PolicyModule`; a critic with ranks of its own is written by these."""
+        if child != "critic" or self.remote_critic is None:
+            return super().save_pretrained(folder, child=child, adapter=adapter, dtype=dtype)
+        self.remote_critic.export(self, Path(folder), adapter=adapter, dtype=dtype)
+        return Path(folder)
+
+    def save_folder(self, folder: Path) -> None:
+        """Save the critic's ranks in the folder of a checkpoint, for strategies that write folders."""
+        if self.remote_critic is not None:
+            self.remote_critic.save_folder(folder)
+
+    def load_folder(self, folder: Path) -> None:
+        """Continue with the critic in the folder of a checkpoint."""
+        if self.remote_critic is not None:
+            self.remote_critic.load_folder(folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the moments of the returns."""
         super().on_save_checkpoint(checkpoint)
+        if self.remote_critic is not None:
+            self.remote_critic.save_file(self, checkpoint)
         checkpoint["return_moments"] = self.return_moments.plain()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue with the moments of the returns."""
         super().on_load_checkpoint(checkpoint)
+        if self.remote_critic is not None:
+            self.remote_critic.load_file(checkpoint)
         if "return_moments" in checkpoint:
             self.return_moments = RewardMoments.of(checkpoint["return_moments"])

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 CHUNK_BYTES = 64 * 2**20
 """Bytes of a file per checksum."""
 
+MODULE_FOLDER = "module"
+"""Folder of a checkpoint with the files that the module has saved by itself, whatever their names."""
+
 _BLOCK = 4 * 2**20
 _MOST_THREADS = 8  # at 1 to 2 GB/s each with the SHA instructions of processors, as fast as disks are
 _FILE_OF_RANK = re.compile(r"(?:^|/)(?:rank_|(?:[a-z0-9]+_)?zero_pp_rank_)(\d+)[._]")
@@ -34,8 +37,13 @@ def threads_per_rank(ranks_on_machine: int = 1) -> int:
 
 def rank_of_file(name: str) -> int:
     """Return the rank that wrote a file, by its name; 0 for files that all ranks have in common."""
-    found = _FILE_OF_RANK.search(name)
+    found = _own_file(name)
     return int(found[1]) if found else 0
+
+
+def _own_file(name: str) -> re.Match[str] | None:
+    """The match of the name of a file that one rank has written, ``None`` for common files."""
+    return None if name.startswith(f"{MODULE_FOLDER}/") else _FILE_OF_RANK.search(name)
 
 
 def sync_and_hash(
@@ -72,7 +80,7 @@ def share_of_rank(manifest: Mapping[str, Any], rank: int, world_size: int) -> li
     """
     same_ranks, dealt, share = manifest["world_size"] == world_size, 0, []
     for name, record in manifest["files"].items():
-        owned = same_ranks and _FILE_OF_RANK.search(name) is not None
+        owned = same_ranks and _own_file(name) is not None
         for chunk in _recorded_chunks(name, record, manifest):
             if (rank_of_file(name) if owned else dealt % world_size) == rank:
                 share.append(chunk)

@@ -19,11 +19,11 @@ from rlhfkit.checkpoints.errors import explain_unpickling_errors
 from rlhfkit.checkpoints.files import explain_write_errors
 from rlhfkit.checkpoints.progress import normalize_counters
 from rlhfkit.distributed import run_on_all_ranks
-from rlhfkit.protocols import STATES_OF_RANKS
+from rlhfkit.protocols import STATES_OF_RANKS, KeepsFolder
 from rlhfkit.strategies.checkpoint import directory, universal, verification
 from rlhfkit.strategies.checkpoint.background import BackgroundSave
 from rlhfkit.strategies.checkpoint.engine_files import errors_at_the_end
-from rlhfkit.strategies.checkpoint.hashing import sync_and_hash, threads_per_rank
+from rlhfkit.strategies.checkpoint.hashing import MODULE_FOLDER, sync_and_hash, threads_per_rank
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from rlhfkit.strategies.checkpoint.snapshot import Write, snapshot, snapshots_of, write_file
 from rlhfkit.strategies.deepspeed.engines import EngineOptimizer
@@ -45,6 +45,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         step=100.ckpt/
             manifest.json          files, sizes, SHA-256, number of ranks
             policy/checkpoint/...  DeepSpeed's shards of one engine: weights and optimizer
+            module/...             what the module saves by itself, such as a critic with ranks of its own
             rank_00000.pt          everything else of one rank: loops, callbacks, loaders, schedulers, random state
 
     It is written to ``step=100.ckpt.tmp``, on a file system that all ranks share, and renamed when complete. Frozen
@@ -54,6 +55,11 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 
     saves_every_rank = True
     """Checkpoints have the random state and the loaders of each rank."""
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether a module can write a folder of its own into checkpoints: not while they are written in a thread."""
+        return not self.async_save
 
     engines: dict[str, "DeepSpeedEngine"]
     frozen_engines: dict[str, "DeepSpeedEngine"]
@@ -111,6 +117,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 
         on_each_rank(lambda: self._create_folders(path) if self.is_global_zero else None)
         on_each_rank(lambda: self._write_files(folder, checkpoint))
+        on_each_rank(lambda: self._write_module_folder(folder))
         records = {name: record for part in on_each_rank(hash_own_files) for name, record in part.items()}
         on_each_rank(lambda: directory.commit(path, records, self._about(checkpoint)) if self.is_global_zero else None)
 
@@ -125,6 +132,11 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             for name, engine in self.engines.items():
                 self._save_engine(engine, folder / name)
         torch.save(_state_outside_engines(checkpoint), folder / rank_file(self.global_rank))
+
+    def _write_module_folder(self, folder: Path) -> None:
+        module = self.lightning_module
+        if isinstance(module, KeepsFolder):
+            module.save_folder(folder / MODULE_FOLDER)
 
     def _save_engine(self, engine: "DeepSpeedEngine", folder: Path) -> None:
         # Lets deepspeed's converter change the number of ranks of ZeRO 1 and 2 checkpoints. With tensor parallelism
@@ -208,6 +220,8 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             self._load_engines(path, manifest)
         else:
             self._load_weights(path, manifest)
+        if fitting and isinstance(self.lightning_module, KeepsFolder):
+            self.lightning_module.load_folder(path / MODULE_FOLDER)
         file = path / rank_file(self.global_rank if same_ranks else 0)
         with explain_unpickling_errors(file):
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only is not False)

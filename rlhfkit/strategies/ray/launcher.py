@@ -1,13 +1,14 @@
 """``RayLauncher``: ``trainer.fit`` in the driver, with ranks that are Ray actors in one placement group."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.accelerators import Accelerator
@@ -64,6 +65,44 @@ class RayLaunchMixin(DeepSpeedStrategy):
             return_weights=options.return_weights,
         )
         self.cluster_environment = RayEnvironment(num_ranks)
+
+    @staticmethod
+    def run_on_ray(
+        function: Callable[[ClusterEnvironment], Any],
+        *,
+        num_ranks: int,
+        num_nodes: int,
+        resources_per_rank: dict[str, float],
+        device: str,
+        timeout: float,
+        on_start: Callable[[Sequence[Any]], None],
+    ) -> Any:
+        """Call a function on new ranks that make a Trainer of their own, and return the result of rank 0.
+
+        Args:
+            function: Gets the environment that the Trainer is given as a plugin; picklable.
+            num_ranks: See :class:`RayLauncher`, also for the others.
+            num_nodes: Machines.
+            resources_per_rank: Ray resources of a rank.
+            device: ``"cpu"`` or ``"cuda"``.
+            timeout: Seconds until all ranks must have started.
+            on_start: Called with the actors of the ranks; killing them ends this call.
+
+        Raises:
+            PlacementError: If Ray cannot place the ranks.
+            RankError: If a rank died.
+            BaseException: The error of a rank.
+        """
+        launcher = RayLauncher(
+            num_ranks=num_ranks,
+            num_nodes=num_nodes,
+            resources_per_rank=resources_per_rank,
+            device=device,
+            timeout=timeout,
+            return_weights=False,
+            on_start=on_start,
+        )
+        return launcher.launch(function, RayEnvironment(num_ranks))
 
     @property
     def root_device(self) -> torch.device:
@@ -145,6 +184,7 @@ class RayLauncher(_Launcher):
         device: ``"cpu"`` or ``"cuda"``.
         timeout: Seconds that Ray may take to place the ranks, and their processes to start.
         return_weights: Whether the driver's module gets the trained weights; ``None``: if they have at most 8 GB.
+        on_start: Called with the actors of the ranks when they have started.
     """
 
     def __init__(
@@ -156,6 +196,7 @@ class RayLauncher(_Launcher):
         device: str,
         timeout: float,
         return_weights: bool | None,
+        on_start: Callable[[Sequence[Any]], None] | None = None,
     ) -> None:
         self.num_ranks = num_ranks
         self.num_nodes = num_nodes
@@ -163,6 +204,7 @@ class RayLauncher(_Launcher):
         self.device = device
         self.timeout = timeout
         self.return_weights = return_weights
+        self.on_start = on_start
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -218,6 +260,8 @@ class RayLauncher(_Launcher):
         ranks = Ranks(group, self.resources_per_rank)
         try:
             ranks.start(self.num_ranks, self.device, self.timeout)
+            if self.on_start is not None:
+                self.on_start(ranks.actors)
             yield ranks
         finally:
             ranks.stop()

@@ -154,9 +154,9 @@ class IterationModule(PolicyModule):
         turns[slots : slots + len(batches) - long] = batches[long:]
         return turns
 
-    def forward_batches(self, experience: Experience) -> list[Tensor]:
-        """Indices (b,) of the rows of each forward pass of a model on machines of its own."""
-        return self._forward_batches(experience, None, self.max_tokens_per_forward, packed=True)[0]
+    def forward_batches(self, experience: Experience, rows: Tensor | None = None) -> list[Tensor]:
+        """Indices (b,) of the rows of each forward pass of a model on machines of its own; ``rows`` (B,) bool: some."""
+        return self._forward_batches(experience, rows, self.max_tokens_per_forward, packed=True)[0]
 
     @staticmethod
     def _forward_batches(

@@ -1,0 +1,243 @@
+"""``RemoteCritic``: the critic of a ``PPOModule`` that a :class:`~rlhfkit.roles.CriticPool` trains."""
+
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfkit.data.types import Experience
+from rlhfkit.distributed import exchange_errors, get_rank
+from rlhfkit.models.load import base_model_name
+from rlhfkit.modules.critic import CriticModule
+from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.optimizers.schedules import ENDLESS
+from rlhfkit.protocols import RLHFStrategy
+from rlhfkit.roles import CriticPool, CriticPoolError
+from rlhfkit.roles.critic_pool import PendingAnswer
+from rlhfkit.roles.critic_rank import CriticRun
+
+T = TypeVar("T")
+_FILES = "critic_files"
+"""Key of a checkpoint that is one file: the files of the critic's own checkpoint, as bytes."""
+_FOLDER = "critic"
+"""Folder of the critic's own checkpoint in a checkpoint that is a folder."""
+OVERRIDES = ("build_critic", "value_output", "value_loss")
+"""Methods of a ``PPOModule`` that the critic's ranks do not call."""
+
+
+class RemoteCritic:
+    """Sends the rows of this rank to the critic's ranks, and waits for what they answer.
+
+    Args:
+        pool: The critic's ranks.
+        lr: Peak learning rate of the critic.
+        value_clip: See :class:`~rlhfkit.modules.PPOModule`.
+        value_coef: Factor of the critic's loss.
+    """
+
+    def __init__(self, pool: CriticPool, *, lr: float, value_clip: float | None, value_coef: float) -> None:
+        self.pool = pool
+        self._settings: dict[str, Any] = {"lr": lr, "value_clip": value_clip, "value_coef": value_coef}
+        self._values: PendingAnswer | None = None
+        self._batches: list[Tensor] = []  # rows of each forward pass of the values that were asked for
+        self._restored: Path | Mapping[str, Tensor] | None = None  # the critic's checkpoint, until it has started
+
+    # ------------------------------------------------------------------ the run
+
+    def start(self, module: OnPolicyModule) -> None:
+        """Start the critic's ranks, from the checkpoint that was loaded if there is one. A collective.
+
+        Raises:
+            CriticPoolError: On all ranks, if they were not ready in time.
+            RuntimeError: If an earlier fit has trained the critic, and no checkpoint continues it.
+        """
+        trainer, restored = module.trainer, self._restored
+        if restored is None and trainer.global_step:
+            raise CriticPoolError(
+                "the checkpoint has no critic: it was saved by a run whose critic was in the module, or after the "
+                "critic's ranks had ended. Start a new run from exported weights"
+            )
+        if restored is None and self.pool.weights is not None:
+            raise CriticPoolError(
+                "the ranks that trained the critic have ended with the last fit: continue it with fit(ckpt_path=...),"
+                " or export the critic with save_pretrained(child='critic') and start from CriticPool(folder)"
+            )
+        self._restored, folder, root = None, None, Path(trainer.default_root_dir)
+        if isinstance(restored, Path):
+            folder = restored
+        elif restored is not None:
+            folder = root / f".critic-{os.getpid()}"
+            if get_rank() == 0:
+                _write_files(folder, restored)
+        steps = math.inf
+        if module.lr_schedule not in ENDLESS or module.warmup_ratio:
+            steps = trainer.estimated_stepping_batches
+        run = CriticRun(
+            make_module=self._module_maker(module),
+            make_strategy=None,
+            precision=trainer.precision,
+            gradient_clip_val=trainer.gradient_clip_val,
+            total_steps=None if math.isinf(steps) else int(steps),
+            num_nodes=1,
+            device="cpu",
+            checkpoint=None if folder is None else str(folder),
+            root=str(root),
+        )
+        self.pool.start(run)
+        if folder is not None and folder is not restored and get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _module_maker(self, module: OnPolicyModule) -> Callable[[], CriticModule]:
+        model, build = self.pool.model, None
+        if callable(model):
+            model, build = None, model
+        return partial(
+            CriticModule,
+            model or base_model_name(module.model_name),
+            build=build,
+            **self._settings,
+            optimizer=self.pool.optimizer or module.optimizer_function,
+            optimizer_arguments=self.pool.optimizer_arguments if self.pool.optimizer else module.optimizer_arguments,
+            parameter_options=module.parameter_options,
+            weight_decay=module.weight_decay,
+            betas=module.betas,
+            warmup_steps=module.warmup_steps,
+            warmup_ratio=module.warmup_ratio,
+            min_lr_ratio=module.min_lr_ratio,
+            decay_ratio=module.decay_ratio,
+            lr_schedule=module.lr_schedule,
+            attention=module.attention,
+            gradient_checkpointing=module.gradient_checkpointing,
+            offload_activations=module.offload_activations,
+            tiled_mlp=module.tiled_mlp,
+            lora=module.lora,
+            quantization=module.quantization,
+            router_aux_loss_coef=module.router_aux_loss_coef,
+            trust_remote_code=module.trust_remote_code,
+        )
+
+    # ------------------------------------------------------------------ an iteration
+
+    def ask_values(self, module: OnPolicyModule, experience: Experience, rows: Tensor | None = None) -> None:
+        """Ask for the values of this rank's rows, (B,) bool of which may be chosen; returns at once."""
+        self._batches = module.forward_batches(experience, rows)
+        self._values = self.pool.ask_values(experience, self._batches)
+
+    def values(self, experience: Experience) -> Tensor:
+        """(B, T-1) float32 values that were asked for, on the CPU; 0 in other rows. A collective."""
+        asked, self._values = self._values, None
+        assert asked is not None
+        values = torch.zeros(experience.action_mask.shape)
+
+        def collect() -> None:
+            import ray
+
+            for share in asked.result():
+                for number, found in (ray.get(share[get_rank()][0]) if get_rank() in share else {}).items():
+                    values[self._batches[number], : found.shape[1]] = found
+
+        self._on_all(collect)
+        return values
+
+    def report(self) -> dict[str, float]:
+        """Wait until all micro-batches that were sent are trained on; returns their metrics. A collective."""
+        asked = self.pool.report()
+        answers: list[Any] = self._on_all(asked.result)
+        return dict(answers[0])
+
+    def _on_all(self, step: Callable[[], T]) -> T:
+        """Run a step that waits for the critic; if it fails on one rank, it ends, and all raise. A collective."""
+        results: list[T] = []
+        failure: CriticPoolError | None = None
+        try:
+            results.append(step())
+        except CriticPoolError as error:  # the other ranks are told below, then it is raised here
+            failure = error
+        raised = exchange_errors(failure, error_type=CriticPoolError)
+        if raised is not None:
+            self.pool.close()
+            raise raised
+        return results[0]
+
+    # ------------------------------------------------------------------ checkpoints and exports
+
+    def export(self, module: OnPolicyModule, folder: Path, **options: Any) -> None:
+        """Write the critic as a Hugging Face folder: its ranks do, or after a fit rank 0. A collective.
+
+        Raises:
+            ValueError: If the ranks have ended and their weights were not kept, or there were none.
+        """
+        if self.pool.started:
+            asked = self.pool.ask("export", {"folder": str(folder.absolute()), "options": options}, what="an export")
+            self._on_all(asked.result)
+            return
+        if self.pool.weights is None and get_rank() == 0:
+            raise ValueError(
+                "the critic's ranks do not run, and rank 0 has no weights of theirs (it keeps those of at most 8 GB "
+                "after a fit): export in a callback's on_train_epoch_end, or run rlhfkit export on the folder "
+                "module/critic of a checkpoint"
+            )
+        trained = self._module_maker(module)()
+        trained.configure_model()
+        if self.pool.weights is not None:
+            trained.critic.load_state_dict(self.pool.weights)
+        if get_rank() == 0:
+            trained.save_pretrained(folder, child="critic", **options)
+
+    def save_file(self, module: OnPolicyModule, checkpoint: dict[str, Any]) -> None:
+        """Add the critic to a checkpoint that is one file, unless it is a folder. A collective."""
+        strategy = module.trainer.strategy
+        if not self.pool.started or (isinstance(strategy, RLHFStrategy) and strategy.saves_folders):
+            return
+        folder = Path(module.trainer.default_root_dir) / f".critic-{uuid.uuid4().hex[:8]}"
+        names: list[Any] = [str(folder)]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(names)
+        folder = Path(names[0])
+        self._on_all(self.pool.save(folder).result)
+        if get_rank() == 0:
+            checkpoint[_FILES] = _read_files(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def load_file(self, checkpoint: Mapping[str, Any]) -> None:
+        """Continue with the critic of a checkpoint that is one file, if it is in it."""
+        if _FILES in checkpoint:
+            self._restored = checkpoint[_FILES]
+
+    def save_folder(self, folder: Path) -> None:
+        """Save the critic in a folder of a checkpoint."""
+        self.pool.save(folder / _FOLDER).result()
+
+    def load_folder(self, folder: Path) -> None:
+        """Continue with the critic in a folder of a checkpoint, if it is there."""
+        if (folder / _FOLDER).is_dir():
+            self._restored = folder / _FOLDER
+
+
+def check_overrides(kind: type, base: type) -> None:
+    """Raise ValueError if a subclass changes the critic in the module, which its ranks would not see."""
+    changed = [name for name in OVERRIDES if getattr(kind, name) is not getattr(base, name)]
+    if changed:
+        raise ValueError(
+            f"{kind.__name__} overrides {', '.join(changed)}, and the ranks of a CriticPool do not call it: make the "
+            "model with CriticPool(function), or leave the critic in the module"
+        )
+
+
+def _read_files(folder: Path) -> dict[str, Tensor]:
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return {file.relative_to(folder).as_posix(): torch.from_numpy(np.fromfile(file, dtype=np.uint8)) for file in files}
+
+
+def _write_files(folder: Path, files: Mapping[str, Tensor]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        content.numpy().tofile(folder / name)

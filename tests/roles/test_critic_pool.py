@@ -1,0 +1,203 @@
+"""A critic that is trained by ranks of its own against the same critic in the module.
+
+Covers critic_desk.py, critic_rank.py, modules/critic.py and modules/on_policy/remote_critic.py. One Ray session serves
+all tests.
+"""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from strategies import ranks
+from torch import Tensor
+
+from rlhfkit import PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit.models.heads import load_scalar_model
+from rlhfkit.roles import CriticPool, CriticPoolError
+from rlhfkit.roles.critic_desk import CriticDesk, Request
+
+from .critic_ranks import CRITIC, KillOf, MomentumPPO, SaveAt, differences, weights
+
+pytestmark = pytest.mark.ray
+
+ADAM: dict[str, Any] = {
+    "lr": 1e-3, "critic_lr": 2e-3, "kl_coef": 0.05, "value_clip": 0.05, "normalize_values": True, "value_coef": 0.5,
+    "lr_schedule": "linear", "warmup_steps": 1, "critic_warmup_steps": 1, "weight_decay": 0.1,
+}  # fmt: skip
+
+
+def run(folder: Path, critic: CriticPool | None, *, module: Any = PPOModule, arguments: Any = ADAM, **more: Any) -> Any:
+    """Three updates of two micro-batches in each of two iterations; returns Trainer, module and data."""
+    given = {"critic": critic} if critic is not None else {}
+    return setup_run(
+        folder,
+        module=module,
+        module_arguments=arguments | given,
+        data_arguments={"rollout_batch_size": 12, "micro_batch_size": 8},
+        rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        gradient_clip_val=0.5,
+        **more,
+    )[:3]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> dict[str, Any]:
+    """A run with the critic in the module, and one with two ranks of its own that saves inside an optimizer step."""
+    folder = tmp_path_factory.mktemp("runs")
+    trainer, module, data = run(folder, None)
+    trainer.fit(module, data)
+    save = SaveAt(folder / "saved.ckpt", batch=9)  # of 6 an iteration: the first micro-batch of a step of the second
+    pool = CriticPool(num_ranks=2, strategy="rlhf_zero2")
+    placed_trainer, placed, data = run(folder, pool, callbacks=[save])
+    placed_trainer.fit(placed, data)
+    return {
+        "folder": folder, "saved": save.path, "exported": save.exported, "pool": pool,
+        "in module": (trainer, module), "placed": (placed_trainer, placed),
+    }  # fmt: skip
+
+
+def test_weights_and_metrics_are_those_of_a_critic_in_the_module(shared: dict[str, Any]) -> None:
+    (trainer, module), (placed_trainer, placed) = shared["in module"], shared["placed"]
+    assert not hasattr(placed, "critic")
+    assert placed_trainer.global_step == 6
+    found = differences(weights(module.critic), shared["pool"].weights)
+    assert max(found) < 1e-6
+    assert max(differences(weights(module.policy), weights(placed.policy))) < 1e-6
+    names = [name for name in trainer.callback_metrics if name.startswith(("value/", "policy/", "grad_norm/"))]
+    assert {"value/loss", "value/explained_variance", "value/clip_fraction", "grad_norm/critic"} <= set(names)
+    for name in names:
+        expected = trainer.callback_metrics[name]
+        torch.testing.assert_close(placed_trainer.callback_metrics[name], expected, rtol=1e-4, atol=1e-5)
+    assert placed_trainer.callback_metrics["value/updates"] == 6
+
+
+def test_a_run_that_is_resumed_inside_a_step_is_bitwise_the_straight_one(shared: dict[str, Any]) -> None:
+    _, straight = shared["placed"]
+    pool = CriticPool(num_ranks=2, strategy="rlhf_zero2")
+    trainer, resumed, data = run(shared["folder"], pool)
+    trainer.fit(resumed, data, ckpt_path=str(shared["saved"]))
+    assert max(differences(weights(straight.policy), weights(resumed.policy))) == 0
+    assert pool.weights is not None
+    assert max(differences(shared["pool"].weights, pool.weights)) == 0
+    assert not list(shared["folder"].glob(".critic-*"))  # what is written on the way is gone
+
+
+def test_the_critic_is_exported_by_its_ranks_and_after_the_fit(shared: dict[str, Any], tmp_path: Path) -> None:
+    during = load_scalar_model(str(shared["exported"]), new_head=False)
+    assert max(differences(weights(during), shared["pool"].weights)) > 0  # of an earlier step
+    _, placed = shared["placed"]
+    after = load_scalar_model(str(placed.save_pretrained(tmp_path / "critic", child="critic")), new_head=False)
+    assert max(differences(weights(after), shared["pool"].weights)) == 0
+
+
+def test_a_second_fit_does_not_silently_begin_with_the_first_critic(shared: dict[str, Any]) -> None:
+    trainer, _, data = run(shared["folder"], None)
+    _, placed = shared["placed"]
+    with pytest.raises(CriticPoolError, match=r"have ended with the last fit: continue it with fit\(ckpt_path"):
+        trainer.fit(placed, data)
+
+
+def test_a_stuck_rank_is_an_error_within_the_limit_that_says_what_was_waited_for(
+    tmp_path: Path, ray_session: None
+) -> None:
+    critic = CriticPool(strategy="rlhf_zero0", request_timeout=4.0, **CRITIC)
+    kill = KillOf(critic, batch=1, signal=signal.SIGSTOP)
+    trainer, module, data = run(tmp_path, critic, module=MomentumPPO, callbacks=[kill])
+    with pytest.raises(CriticPoolError, match=r"waited 4 s for the critic's updates of an iteration of 1 critic rank"):
+        trainer.fit(module, data)
+
+
+@pytest.mark.distributed
+def test_two_training_ranks_have_the_same_critic_lose_it_with_an_error_and_resume(tmp_path: Path) -> None:
+    for report in ranks.run("roles.critic_ranks:train", 2, tmp_path):
+        assert report["ddp"] < 1e-6
+        assert report["deepspeed"] < 1e-6
+        assert {"module/critic/manifest.json", "module/critic/rank_00000.pt"} < set(report["files"])  # verified
+        assert "the critic's ranks have failed: RankError: rank 0 of 1" in report["error"]
+        assert "died" in report["error"]
+        assert report["seconds"] < 60
+        assert report["resumed"] == 0
+
+
+def test_a_critic_that_cannot_be_placed_or_loaded_is_an_error(tmp_path: Path, ray_session: None) -> None:
+    pool = CriticPool(resources={"GPU": 64}, start_timeout=2.0)
+    trainer, module, data = run(tmp_path, pool)
+    with pytest.raises(CriticPoolError, match="64 GPU are needed and the cluster has 0"):
+        trainer.fit(module, data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks"),
+        ({"num_nodes": 2}, "num_nodes must be .* each machine has a rank"),
+        ({"strategy": "ddp"}, "strategy must be one of rlhf_zero0 to rlhf_zero3"),
+        ({"optimizer_arguments": {"momentum": 0.9}}, "need an optimizer"),
+        ({"resources": {"GPU": 0}}, "resources"),
+        ({"start_timeout": 0.0}, "start_timeout"),
+        ({"request_timeout": -1.0}, "request_timeout"),
+    ],
+)
+def test_a_bad_argument_is_an_error_when_the_pool_is_made(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CriticPool(**arguments)
+
+
+def test_a_module_that_changes_the_critic_or_shares_its_backbone_is_refused() -> None:
+    class Other(PPOModule):
+        def value_loss(self, batch: Any, values: Tensor) -> Any:
+            return super().value_loss(batch, values)
+
+    with pytest.raises(ValueError, match="Other overrides value_loss, and the ranks of a CriticPool do not call it"):
+        Other("anywhere", critic=CriticPool())
+    with pytest.raises(ValueError, match="leave critic and critic_warmup_steps out"):
+        PPOModule("anywhere", critic=CriticPool(), shared_backbone=True)
+    module = PPOModule("anywhere", critic=CriticPool("folder", num_ranks=3, resources={"GPU": 1}))
+    restored = PPOModule(**dict(module.hparams))
+    assert restored.remote_critic is not None
+    assert module.remote_critic is not None
+    assert restored.remote_critic.pool.plain() == module.remote_critic.pool.plain()
+
+
+@pytest.mark.parametrize("receivers", [1, 2, 3, 4, 5])
+def test_micro_batches_of_all_ranks_are_divided_in_the_order_of_training_and_each_step_is_complete(
+    receivers: int,
+) -> None:
+    async def requests() -> list[Request]:
+        desk = CriticDesk(2, receivers)
+        sent = [("values", "v", 0), *(("batch", number, 2) for number in range(4)), ("report", "r", 0)]
+        for rank in (1, 0):  # one is ahead, and its messages arrive in any order
+            for number in (2, 0, 1, 5, 4, 3):
+                kind, part, micro_batches = sent[number]
+                await desk.post(rank, number, kind, (rank, part), micro_batches)
+        made = desk._made
+        return [Request(*(await desk.request(place))[1]) for place in range(made)]
+
+    made = asyncio.run(requests())
+    assert [made[0].kind, made[-1].kind] == ["values", "report"]
+    steps = [request for request in made if request.kind == "batches"]
+    each = -(-4 // receivers)
+    assert [request.micro_batches for request in steps] == [each] * len(steps)
+    for step in range(2):
+        own = steps[step * each : (step + 1) * each]
+        found = [part for request in own for part in request.parts]
+        assert [part for part in found if part is not None] == [
+            (r, n) for n in (2 * step, 2 * step + 1) for r in (0, 1)
+        ]
+        assert len(found) == each * receivers
+        assert own[0].scale == each * receivers / 4
+
+
+def test_everybody_who_waits_learns_of_a_failure() -> None:
+    async def wait() -> list[Any]:
+        desk = CriticDesk(1, 1)
+        waiting = [asyncio.create_task(desk.request(0)), asyncio.create_task(desk.answers(0))]
+        await asyncio.sleep(0)
+        await desk.fail("rank 0 died")
+        return [*await asyncio.gather(*waiting), await desk.request(7)]
+
+    assert asyncio.run(wait()) == [("failed", "rank 0 died")] * 3
