@@ -352,8 +352,8 @@ class KeepsFolder(Protocol):
 class StartsRanksOnRay(Protocol):
     """A strategy whose ranks can be Ray actors; ``RLHFDeepSpeedStrategy`` is one."""
 
+    @staticmethod
     def run_on_ray(
-        self,
         function: Callable[[ClusterEnvironment], Any],
         *,
         num_ranks: int,

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from typing_extensions import get_protocol_members
 
-from rlhfkit import GRPOModule, PromptDataModule, RLHFDeepSpeedStrategy, RolloutCallback, SFTModule, protocols
+from rlhfkit import (
+    GRPOModule,
+    PPOModule,
+    PromptDataModule,
+    RLHFDeepSpeedStrategy,
+    RolloutCallback,
+    SFTModule,
+    protocols,
+)
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
 from rlhfkit.datamodules.tokenization.mixture import MixedExamples
 from rlhfkit.protocols import experience_source_of, learner_of, prompts_of
@@ -27,6 +35,8 @@ CASES = [
     (protocols.ExperienceSource, RolloutCallback),
     (protocols.MixedDataset, MixedExamples),
     (protocols.RLHFStrategy, RLHFDeepSpeedStrategy),
+    (protocols.StartsRanksOnRay, RLHFDeepSpeedStrategy),
+    (protocols.KeepsFolder, PPOModule),
 ]
 
 
