@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size, run_on_all_ranks
 from rlhfkit.protocols import StartsRanksOnRay
+from rlhfkit.ray_resources import ReservedResources
 from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
 from rlhfkit.roles import critic_desk
 from rlhfkit.roles.critic_rank import CriticRun, run_rank
@@ -102,7 +103,9 @@ class CriticPool:
         self.num_nodes = num_nodes
         self.strategy = strategy
         self.strategy_arguments = dict(strategy_arguments or {})
-        self.resources = None if resources is None else dict(resources)
+        # Resources that a Placement holds know where they are, which a copy would not.
+        keeps = resources is None or isinstance(resources, ReservedResources)
+        self.resources = resources if keeps else dict(resources or {})
         self.precision = precision
         self.optimizer = optimizer
         self.optimizer_arguments = dict(optimizer_arguments or {})
@@ -131,7 +134,8 @@ class CriticPool:
         names = ("num_ranks", "num_nodes", "strategy", "strategy_arguments", "resources", "precision", "optimizer")
         times = ("optimizer_arguments", "start_timeout", "request_timeout")
         model = self.model if isinstance(self.model, str) else None
-        return {"model": model} | {name: getattr(self, name) for name in (*names, *times)}
+        plain = {"model": model} | {name: getattr(self, name) for name in (*names, *times)}
+        return plain | {"resources": None if self.resources is None else dict(self.resources)}
 
     # ---------------------------------------------------------------- the critic's ranks
 
@@ -196,7 +200,7 @@ class CriticPool:
                 work,
                 num_ranks=self.num_ranks,
                 num_nodes=self.num_nodes,
-                resources_per_rank=dict(needs),
+                resources_per_rank=needs if isinstance(needs, ReservedResources) else dict(needs),
                 device=device,
                 timeout=self.start_timeout,
             ),

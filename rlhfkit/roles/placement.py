@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhfkit.ray_resources import PlacementError, ReservedResources
 from rlhfkit.ray_session import join_or_start_ray
+from rlhfkit.roles.critic_pool import CriticPool
 from rlhfkit.roles.model_pool import ModelPool
 from rlhfkit.roles.placement_plan import (
     PlannedRole,
@@ -58,7 +59,7 @@ class Placement:
         reference: Replicas of the reference model.
         reward: Replicas of the reward model.
         teacher: Replicas of the teacher.
-        critic: The critic.
+        critic: Ranks of the critic.
         launcher: ``"ray"``: ranks are Ray actors, and placed too. ``None``: the script or torchrun starts them; their
             GPUs are taken for the first that this process sees, which is what ``Trainer(devices=N)`` uses.
         device: ``"cpu"`` or ``"cuda"``; ``None``: GPUs where the cluster has any.
@@ -247,12 +248,18 @@ class Placement:
         """For ``teacher=`` of a module, see :meth:`reward`."""
         return self._frozen("teacher", model, arguments)
 
-    def critic(self, model: str) -> str:
-        """For ``critic=`` of :class:`~rlhfkit.PPOModule`: the model's name, as the critic is a child of the module."""
-        self._placed("critic")
-        if self.requests.roles["critic"].shares != "trainer":
-            raise ValueError("Placement(critic=...): a critic is trained by the ranks, 'with trainer'")
-        return model
+    def critic(self, model: str, **arguments: Any) -> CriticPool | str:
+        """For ``critic=`` of :class:`~rlhfkit.PPOModule`.
+
+        Args:
+            model: Folder or hub name of the initial model.
+            **arguments: Others of the pool.
+
+        Returns:
+            A :class:`~rlhfkit.CriticPool`, whose ranks train it; with the trainer the model's name, for a child.
+        """
+        found = self._own_processes("critic")
+        return model if found is None else CriticPool(model, num_ranks=found[0], resources=found[1], **arguments)
 
     def engines(self, **arguments: Any) -> VLLMPool:
         """For ``RolloutCallback(engine=...)``.
@@ -287,14 +294,18 @@ class Placement:
         return pool
 
     def _frozen(self, role: str, model: str, arguments: dict[str, Any]) -> ModelPool | str:
+        found = self._own_processes(role)
+        return model if found is None else ModelPool(model, num_replicas=found[0], resources=found[1], **arguments)
+
+    def _own_processes(self, role: str) -> tuple[int, Resources | None] | None:
+        """How many processes a role has, with which resources each; ``None`` with the trainer."""
         reserved = self._placed(role)
         request = self.requests.roles[role]
         if request.shares == "trainer":
-            return model
+            return None
         host = self.requests.roles[str(request.shares)] if request.own is None else request
         assert host.own is not None
-        resources = host.own.resources if reserved is None else reserved
-        return ModelPool(model, num_replicas=host.own.processes, resources=resources, **arguments)
+        return host.own.processes, host.own.resources if reserved is None else reserved
 
     def _placed(self, role: str) -> ReservedResources | None:
         """Hold everything, and return the resources of a role, if they are known here and its own."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhfkit import Placement, RoleResources
+from rlhfkit import CriticPool, Placement, RoleResources
 from rlhfkit.ray_resources import PlacementError, ReservedResources, actor_options
 
 pytestmark = pytest.mark.ray
@@ -117,6 +117,16 @@ def test_other_ranks_of_a_script_place_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert placement.engines().num_engines == 2
     assert placement.ranks() == {}
     assert placement.plan == []
+    critic: Any = Placement(trainer=2, critic={"processes": 2, "resources": {"GPU": 1}}).critic("rm")
+    assert (critic.num_ranks, critic.resources) == (2, {"GPU": 1})
+    assert Placement(trainer=2, critic="with trainer").critic("rm") == "rm"
+
+
+def test_a_critic_keeps_where_its_ranks_are_and_a_checkpoint_does_not() -> None:
+    held = ReservedResources({"CPU": 1}, "ab" * 18, [0, 1])
+    critic = CriticPool("rm", num_ranks=2, resources=held)
+    assert critic.resources is held
+    assert type(critic.plain()["resources"]) is dict
 
 
 def test_reserved_resources_are_plain_values_that_other_processes_can_have() -> None:
