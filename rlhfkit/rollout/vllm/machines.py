@@ -5,6 +5,9 @@ The actor of the first machine is the engine; it starts one on each other machin
 """
 
 import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -29,6 +32,23 @@ def run_workers(arguments: Mapping[str, Any]) -> None:
     config = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
     executor = MultiprocExecutor(config, monitor_workers=False)
     executor.start_worker_monitor(inline=True)
+
+
+def end_with_parent() -> None:
+    """Have this process, if Python's ``multiprocessing`` started it, end when its parent does, even if that was killed.
+
+    vLLM 0.32 asks its workers to leave their loop then. Those of an engine over several machines, which may be waiting
+    for one another, have been seen to stay, with the memory of their GPUs.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent watch", daemon=True).start()
 
 
 class WorkerMachines:

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.vllm.adapter_slot import check_targets
 from rlhfkit.rollout.vllm.bucket_loader import BucketLoader
+from rlhfkit.rollout.vllm.machines import end_with_parent
 from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
 
 NAME = "rlhfkit"
@@ -178,6 +179,7 @@ def register() -> None:
 
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, ProcessGroupTransferEngine)
+        end_with_parent()
 
 
 class WorkerExtension:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,33 @@ def test_an_engine_over_two_machines_computes_with_the_weights_it_is_sent(vllm_m
     assert report["machines"] == 2
     assert max(report["differences"]) < 1e-5  # float32 on both sides; what is left is the order of summation
     assert "machine 1 of the engine is lost: a worker has ended" in report["lost"]
+
+
+PARENT = """
+import multiprocessing, os, time
+from rlhfkit.rollout.vllm.machines import end_with_parent
+
+def child():
+    end_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("fork").Process(target=child).start()
+    time.sleep(100)
+"""
+
+
+def test_a_worker_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    status = Path(f"/proc/{int(parent.stdout.readline())}/status")
+    assert status.exists()
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while status.exists() and "zombie" not in status.read_text():  # one that nobody collects has ended too
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
