@@ -51,11 +51,12 @@ class GenerativeModule(Protocol):
 
     @property
     def scores_samples(self) -> bool:
-        """Whether :meth:`reward_model_scores` is added to the rewards of samples."""
+        """Whether :meth:`reward_model_parts` are added to the rewards of samples."""
         ...
 
-    def reward_model_scores(self, experience: Experience | None) -> Tensor:
-        """(B,) scores of this rank's rows by a reward model that is a child of the module. A collective.
+    def reward_model_parts(self, experience: Experience | None) -> Mapping[str, Tensor]:
+        """(B,) scores of this rank's rows by the module's reward models: ``model``, which is added to the reward, and
+        its parts. A collective.
 
         ``None``: this rank has no rows, and takes part in the others' forward passes; returns (0,).
         """
@@ -89,6 +90,23 @@ class ExperienceLearner(GenerativeModule, Protocol):
 
         ``experience.iteration`` has the numbers of all ranks' rows; ``None``: the rows are the whole iteration.
         """
+        ...
+
+
+@runtime_checkable
+class AsksWhileSampling(Protocol):
+    """A module with models on machines of their own, which compute for finished groups while others are sampled."""
+
+    def begin_asking(self, iteration: int) -> bool:
+        """Start the models before an iteration's samples; whether there are any. A collective, in the main thread."""
+        ...
+
+    def ask_early(self, experience: Experience, iteration: int) -> None:
+        """Ask about finished samples; ``experience.action_mask`` has all tokens of the policy. From any thread."""
+        ...
+
+    def asked_seconds(self) -> Mapping[str, float]:
+        """Seconds since the last call that this rank has waited for these models, and that were hidden, by name."""
         ...
 
 

@@ -234,6 +234,10 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         # Part of the protocol GenerativeModule, for modules whose scores_samples is true.
         raise NotImplementedError(f"{type(self).__name__} has no reward model")
 
+    def reward_model_parts(self, experience: Experience | None) -> dict[str, Tensor]:
+        """The scores as parts of the reward: ``model``, which is added to it, and what it consists of."""
+        return {"model": self.reward_model_scores(experience)}
+
     @contextmanager
     def reference_model(self) -> Iterator[nn.Module]:
         """Give access to the initial model: a frozen copy, or the policy without its adapters.

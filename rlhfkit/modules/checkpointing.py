@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -28,7 +28,7 @@ class CheckpointMixin(L.LightningModule):
     Checkpoints leave out weights that can be loaded again by name.
     """
 
-    frozen_children: ClassVar[tuple[str, ...]] = ("reference",)
+    frozen_children: tuple[str, ...] = ("reference",)
     """Children that are never trained and can be loaded again by name: left out of checkpoints."""
 
     @property

@@ -7,17 +7,10 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
+from rlhfkit.roles.early_rows import EarlyRows, PendingNumbers
 from rlhfkit.roles.model_pool import ModelPool
 from rlhfkit.roles.replica import Role
 from rlhfkit.roles.served_model import ServedModel
-
-
-class PendingNumbers(Protocol):
-    """Numbers of rows that are being computed elsewhere."""
-
-    def result(self, columns: int | None = None) -> Tensor:
-        """Wait for them: (B, columns) float32 on the CPU, for ``None`` (B, T-1); 0 in rows that were not asked for."""
-        ...
 
 
 class FrozenModel(Protocol):
@@ -32,6 +25,13 @@ class FrozenModel(Protocol):
     version: int
     """How often the model has moved; 0 for one that cannot."""
 
+    early: EarlyRows
+    """What this rank has asked about groups of iterations that are being sampled."""
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds since the last call that this rank has waited, and that were hidden from it."""
+        ...
+
     def refresh(self) -> None:
         """Send weights that have moved to replicas that were restarted. A collective."""
         ...
@@ -45,8 +45,11 @@ class FrozenModel(Protocol):
         """The arguments as plain values, for checkpoints and logs; :func:`frozen_model` restores from them."""
         ...
 
-    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype) -> None:
-        """Start or connect, once, with weights of a type and matrix products of another. A collective."""
+    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: str = "") -> None:
+        """Start or connect, once, with weights of a type and matrix products of another. A collective.
+
+        ``policy`` is the folder or hub name of the policy, for its tokenizer.
+        """
         ...
 
     def submit(self, experience: Experience, batches: Sequence[Tensor]) -> PendingNumbers:

@@ -17,7 +17,9 @@ from rlhfkit.distributed import get_rank, run_on_all_ranks
 from rlhfkit.models import load_causal_lm
 from rlhfkit.ray_resources import ReservedResources, actor_options
 from rlhfkit.ray_session import JoinedRay, cluster_address, join_or_start_ray, this_cluster
+from rlhfkit.roles.early_rows import EarlyRows
 from rlhfkit.roles.pending_rows import ModelPoolError, PendingRows, Replica, cause_of, no_replica_left
+from rlhfkit.roles.reading import READS
 from rlhfkit.roles.replica import ModelReplica, ReplicaOptions, Role
 from rlhfkit.roles.replica_weights import send_weights
 from rlhfkit.rollout.engine import WeightSource
@@ -51,6 +53,10 @@ class ModelPool:
             which is not counted.
         attention: See :class:`~rlhfkit.modules.PolicyModule`.
         trust_remote_code: Run Python code that comes with the model.
+        reads: What a reward model reads. ``tokens``: the policy's, which must be its own. A model with another
+            tokenizer: ``chat``, prompt and answer, decoded without special tokens, as two turns in its own chat
+            template; ``text``, both as one text; or the dotted name of a function of both that returns the text. The
+            replicas' machines need the policy's tokenizer too, under the policy's name.
         start_timeout: Seconds in which all replicas must be placed and have loaded the model.
         request_timeout: Seconds in which a replica with requests must finish one, of at most the module's
             ``max_tokens_per_forward`` tokens.
@@ -68,6 +74,7 @@ class ModelPool:
         resources: Mapping[str, float] | None = None,
         attention: str | None = None,
         trust_remote_code: bool = False,
+        reads: str = "tokens",
         start_timeout: float = 600.0,
         request_timeout: float = 600.0,
         max_restarts: int = 3,
@@ -78,6 +85,9 @@ class ModelPool:
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
         check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
         check_integer("max_restarts", max_restarts, minimum=0)
+        if reads not in READS and "." not in reads:
+            raise ValueError(f"reads must be one of {', '.join(READS)} or the dotted name of a function, got {reads!r}")
+        self.reads = reads
         self.model = model
         self.num_replicas = num_replicas
         # Resources that a Placement holds know where they are, which a copy would not.
@@ -94,7 +104,12 @@ class ModelPool:
         self.waited = 0.0
         """Seconds that this rank has waited for results: what the pool did not hide behind other work."""
         self.hidden = 0.0
-        """Seconds that it would have waited besides, had it asked for each result when it needed it."""
+        """Seconds that they computed for this rank while it did something else, as :meth:`take_seconds` says."""
+        self.early = EarlyRows()
+        """What this rank has asked about groups of the iterations that are being sampled."""
+        self.computed: dict[str, float] = {}
+        """Seconds of computing for this rank, by replica, since :meth:`take_seconds`."""
+        self._counted = 0.0  # of ``waited``, when the seconds were taken
         self.version = 0
         """How often the model has moved (:meth:`follow`)."""
         self._moved: dict[str, Tensor] | None = None  # weights of a model that has moved, on rank 0, on the CPU
@@ -106,7 +121,7 @@ class ModelPool:
 
     def plain(self) -> dict[str, Any]:
         """The arguments as plain values, for checkpoints and logs."""
-        names = ("num_replicas", "resources", "attention", "trust_remote_code")
+        names = ("num_replicas", "resources", "attention", "trust_remote_code", "reads")
         times = ("start_timeout", "request_timeout", "max_restarts")
         plain = {"model": self.model} | {name: getattr(self, name) for name in (*names, *times)}
         return plain | {"resources": None if self.resources is None else dict(self.resources)}
@@ -118,20 +133,25 @@ class ModelPool:
         """Whether there are replicas."""
         return bool(self._replicas)
 
-    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype) -> None:
+    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: str = "") -> None:
         """Start the replicas, once; they are of this rank and of all others. A collective.
 
         Args:
             role: What the model is asked for.
             weights: Type of the weights.
             compute: Type of matrix products, by autocast if it is another.
+            policy: Folder or hub name of the policy, whose tokens are turned into text unless the model reads them.
 
         Raises:
             ModelPoolError: On all ranks, if the replicas were not ready in time.
         """
         if self.started:
             return
-        options = ReplicaOptions(self.model, role, weights, compute, self.attention, self.trust_remote_code)
+        if role != "reward" and self.reads != "tokens":
+            raise ValueError(f"reads={self.reads!r} is for reward models, and {self.model} is asked for log-probs")
+        options = ReplicaOptions(
+            self.model, role, weights, compute, self.attention, self.trust_remote_code, self.reads, policy
+        )
         prefix = f"{role}-{uuid.uuid4().hex[:8]}"
 
         def create() -> Any:
@@ -187,7 +207,7 @@ class ModelPool:
                 ray.kill(actor, no_restart=True)
         if self._joined is not None:
             self._joined.close()
-        self._replicas, self._owned, self._joined = [], [], None
+        self._replicas, self._owned, self._joined, self.early = [], [], None, EarlyRows()
 
     # ---------------------------------------------------------------- a model that moves
 
@@ -282,6 +302,18 @@ class ModelPool:
             self._moved = {name: tensor.clone() for name, tensor in state["weights"].items()}
 
     # ---------------------------------------------------------------- requests
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds since the last call that this rank has waited, and that were hidden from it.
+
+        Hidden is what the busiest replica has computed for it beyond that: had it asked for everything when it needed
+        the first result, it would have waited for both.
+        """
+        waited, computed = self.waited - self._counted, max(self.computed.values(), default=0.0)
+        hidden = max(0.0, computed - waited)
+        self._counted, self.computed = self.waited, {}
+        self.hidden += hidden
+        return waited, hidden
 
     def submit(self, experience: Experience, batches: Sequence[Tensor]) -> PendingRows:
         """Ask for some rows of an iteration; returns at once. Any thread may.

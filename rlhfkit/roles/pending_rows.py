@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -50,7 +49,7 @@ class Replicas(Protocol):
     request_timeout: float
     version: int
     waited: float
-    hidden: float
+    computed: dict[str, float]
     _replicas: list[Replica]
 
 
@@ -66,7 +65,6 @@ class PendingRows:
         self._found: dict[int, Tensor] = {}
         self._missing: list[int] = []  # requests to replicas that lack the weights
         self._version = pool.version
-        self._seconds: dict[str, float] = defaultdict(float)  # of computing, by replica
         self._failure: ModelPoolError | None = None  # of a thread that asked; raised where it is waited for
         try:
             for number in self._requests:
@@ -111,11 +109,9 @@ class PendingRows:
         while self._running:
             self._take(_POLL_SECONDS)
             self._check_progress()
-        waited = time.monotonic() - started
-        self._pool.waited += waited
+        self._pool.waited += time.monotonic() - started
         if self._missing:
             raise WeightsMissingError(f"replicas of {self._pool.model} lack version {self._version} of its weights")
-        self._pool.hidden += max(0.0, max(self._seconds.values(), default=0.0) - waited)
         values = torch.zeros(self._shape[0], self._shape[1] if columns is None else columns)
         for number, found in self._found.items():
             values[self._rows[number], : found.shape[1]] = found
@@ -163,7 +159,7 @@ class PendingRows:
                 self._missing.append(number)
             else:
                 self._found[number] = answer.values
-                self._seconds[replica.name] += answer.seconds
+                self._pool.computed[replica.name] = self._pool.computed.get(replica.name, 0.0) + answer.seconds
 
     def _check_progress(self) -> None:
         """Send what a stuck replica has to others."""

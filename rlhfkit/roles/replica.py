@@ -7,7 +7,7 @@ restart an actor and repeat what it was asked.
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output
 from rlhfkit.models.load import disable_dropout
+from rlhfkit.roles.reading import TextReading
 from rlhfkit.roles.replica_weights import received
 from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
 
@@ -35,6 +36,10 @@ class ReplicaOptions:
     """Type of matrix products; if it is not that of the weights, by autocast, as ``precision="bf16-mixed"``."""
     attention: str | None
     trust_remote_code: bool
+    reads: str = "tokens"
+    """What a reward model reads, see :mod:`rlhfkit.roles.reading`."""
+    policy: str = ""
+    """Folder or hub name of the policy, whose tokenizer writes the text."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class ModelReplica:
         self.options = options
         self._model: nn.Module | None = None
         self._version = 0
+        self._reading: TextReading | None = None
         self._receiver: WeightReceiver | None = None
 
     def load(self) -> int:
@@ -101,6 +107,8 @@ class ModelReplica:
                 **({} if options.role == "logprobs" else {"new_head": False}),
             )
             disable_dropout(model)
+            if options.reads != "tokens":
+                self._reading = TextReading(options.reads, options.policy, options.model, options.trust_remote_code)
             self._model = model.eval().requires_grad_(False).to(self._device())
         return sum(parameter.numel() for parameter in self._model.parameters())
 
@@ -153,6 +161,9 @@ class ModelReplica:
         options, device = self.options, self._device()
         mixed = options.compute != options.weights
         context: Any = torch.autocast(device.type, dtype=options.compute) if mixed else nullcontext()
+        if self._reading is not None:
+            ids, lengths = self._reading.read(rows.input_ids, rows.lengths, rows.mask)
+            rows = replace(rows, input_ids=ids, lengths=lengths)
         sequences = _Sequences(rows, device)
         with context:
             if options.role == "reward":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import run_on_all_ranks
+from rlhfkit.roles.early_rows import EarlyRows
 from rlhfkit.roles.pending_rows import ModelPoolError
 from rlhfkit.roles.replica import Role
 from rlhfkit.rollout.errors import EngineError
@@ -86,6 +87,9 @@ class ServedModel:
         """Seconds that it would have waited besides, had it asked for each result when it needed it."""
         self.version = 0
         """0: the server's model does not move."""
+        self.early = EarlyRows()
+        """What this rank has asked about groups of iterations that are being sampled."""
+        self._taken = 0.0, 0.0  # of ``waited`` and ``hidden``
         self._connections: ServerConnections | None = None
         self._name = ""
         self._context = 0
@@ -107,7 +111,7 @@ class ServedModel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle and copy without connections."""
-        return self.__dict__ | {"_connections": None}
+        return self.__dict__ | {"_connections": None, "early": EarlyRows()}
 
     # ---------------------------------------------------------------- start and end
 
@@ -116,7 +120,7 @@ class ServedModel:
         """Whether there are connections."""
         return self._connections is not None
 
-    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype) -> None:
+    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: str = "") -> None:
         """Connect, once. A collective; the types are the servers' own.
 
         Raises:
@@ -155,12 +159,17 @@ class ServedModel:
         """Disconnect; :meth:`start` may be called again."""
         if self._connections is not None:
             self._connections.close()
-        self._connections = None
+        self._connections, self.early = None, EarlyRows()
 
     def refresh(self) -> None:
         """Do nothing: there are no weights of ours."""
 
     # ---------------------------------------------------------------- requests
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds since the last call that this rank has waited, and that were hidden from it."""
+        (waited, hidden), self._taken = self._taken, (self.waited, self.hidden)
+        return self.waited - waited, self.hidden - hidden
 
     def submit(self, experience: Experience, batches: Sequence[Tensor]) -> "PendingScores":
         """Ask for the log-probs of some rows of an iteration; returns at once.

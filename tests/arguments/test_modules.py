@@ -38,6 +38,7 @@ from .table import Change, Rows, Unseen, arguments_of, ignored
 
 LEAST: dict[str, Any] = {"model": "@model", "lr": 0.03}
 ELSEWHERE = Unseen("the numbers are the same wherever the reference is; tests/roles/test_model_pool.py")
+WEIGHTS = Unseen("needs several models; tests/modules/on_policy/preparation/test_rewards.py")
 BITS = Unseen("needs the extra qlora; tests/modules/test_lora.py compares with full weights where it is installed")
 
 
@@ -109,6 +110,7 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "log_entropy": Change(False),
     "router_replay": Unseen("is for mixtures of experts; tests/modules/on_policy/test_router_replay.py"),
     "reward_model": Change("@scorer"),
+    "reward_weights": WEIGHTS,
     "reference": ELSEWHERE,
     "ref_model_sync_steps": Change(1, given=KL, around={"epochs": 2}),  # in the first iteration it is the policy
     "ref_model_mixup_alpha": Change(0.1, given=KL | {"ref_model_sync_steps": 1}, around={"epochs": 2}),

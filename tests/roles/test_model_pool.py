@@ -1,6 +1,7 @@
 """Models in Ray actors against the same models in this process.
 
-Covers replica.py, pending_rows.py, replica_weights.py and modules/on_policy/preparation/placed_models.py.
+Covers early_rows.py, reading.py, replica.py, pending_rows.py, replica_weights.py and
+modules/on_policy/preparation/placed_models.py.
 One Ray session serves all tests.
 """
 
@@ -13,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from models.test_forward import experience
-from rl_runs import setup_run, weights
+from rl_runs import digits, setup_run, weights
 from strategies import ranks
 from tiny_models import tiny_model
 
-from rlhfkit import Experience, GRPOModule, OnPolicyDistillationModule
+from rlhfkit import Experience, GRPOModule, OnPolicyDistillationModule, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
-from rlhfkit.modules.on_policy.preparation.placed_models import pool_result
+from rlhfkit.modules.on_policy.preparation.placed_models import wait_for
+from rlhfkit.rewards import ModelReward
 from rlhfkit.roles import ModelPool, ModelPoolError
 from rlhfkit.rollout import ModuleWeights
 
@@ -118,36 +121,72 @@ def test_a_model_that_cannot_be_loaded_or_placed_is_an_error_at_once(tmp_path: P
 
 
 def test_scores_are_those_of_the_reward_model_in_this_process(tmp_path: Path, folder: Path, ray_session: None) -> None:
+    """Of the policy's tokens; and of text, by a model with another tokenizer and a dialogue format of its own."""
     model = load_scalar_model(str(folder), head_std=0.1)
     model.save_pretrained(tmp_path / "reward")
-    pool, batch = ModelPool(str(tmp_path / "reward")), rows()
-    pool.start("reward", **FLOAT32)
-    found = pool.submit(batch, one_by_one(batch)).result(columns=1)[:, 0]
-    pool.close()
+    tokenizer, own = load_tokenizer(str(folder)), load_tokenizer(str(folder))
+    own.chat_template = "{% for turn in messages %}<{{ turn.role[0] }}>{{ turn.content }}{% endfor %}"
+    own.save_pretrained(tmp_path / "reward")
+    batch = rows()
+    pools = [ModelPool(str(tmp_path / "reward"), reads=reads) for reads in ("tokens", "chat")]
+    for pool in pools:
+        pool.start("reward", policy=str(folder), **FLOAT32)
+    tokens, chat = (pool.submit(batch, one_by_one(batch)).result(columns=1)[:, 0] for pool in pools)
     with torch.no_grad():
-        torch.testing.assert_close(found, reward_output(model.eval(), batch), rtol=0, atol=1e-5)
+        torch.testing.assert_close(tokens, reward_output(model.eval(), batch), rtol=0, atol=1e-5)
+    samples = []
+    for row, (ids, length) in enumerate(zip(batch.input_ids.tolist(), batch.lengths.tolist(), strict=True)):
+        begin = int(batch.prompt_lengths[row])
+        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:begin], ids[begin:length])]
+        prompt = Prompt(row, ids[:begin], text=f"<u>{texts[0]}<a>{texts[1]}")
+        samples.append(Sample(prompt, 0, ids[begin:length], [0.0] * (length - begin), [0] * (length - begin), "stop"))
+    direct = ModelReward(str(tmp_path / "reward"), text=lambda sample: sample.prompt.text, device="cpu")(samples)
+    torch.testing.assert_close(chat, torch.tensor(direct), rtol=0, atol=1e-5)
+    for pool in pools:
+        pool.close()
+    with pytest.raises(ValueError, match="reads must be one of tokens, text, chat or"):
+        ModelPool("model", reads="words")
+    with pytest.raises(ValueError, match="is for reward models"):
+        ModelPool("model", reads="chat").start("logprobs", **FLOAT32)
+
+
+def kill(pool: ModelPool) -> None:
+    """End the processes of all replicas."""
+    for pid in [process_of(replica) for replica in pool._replicas]:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Path, ray_session: None) -> None:
+    """Replicas die in the first iteration, when they were asked about its groups, before the policy needs a number."""
     trained = []
     tiny_model(tmp_path / "model")
     load_scalar_model(str(tmp_path / "model"), head_std=0.1).save_pretrained(tmp_path / "reward")
     load_tokenizer(str(tmp_path / "model")).save_pretrained(tmp_path / "reward")
+    reward: Any = str(tmp_path / "reward")
+    asked: list[int] = []
     for elsewhere in (False, True):
-        reward: Any = str(tmp_path / "reward")
-        arguments = {
-            "kl_coef": 0.1,
-            "kl_in_reward": True,
-            "ref_model_sync_steps": 1,
-            "reward_model": ModelPool(reward) if elsewhere else reward,
-        }
+        arguments: dict[str, Any] = {"kl_coef": 0.1, "kl_in_reward": True, "ref_model_sync_steps": 1}
+        arguments["reward_model"] = ModelPool(reward) if elsewhere else reward
         if elsewhere:
             arguments["reference"] = ModelPool(str(tmp_path / "model"), num_replicas=2)
-        trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments)
+
+        def score(samples: Any) -> list[float]:
+            if isinstance(arguments["reward_model"], ModelPool) and not asked:  # noqa: B023
+                pools = [arguments["reference"], arguments["reward_model"]]  # noqa: B023
+                asked.extend(len(pool.early.keys()) for pool in pools)
+                for pool in pools:
+                    kill(pool)
+            return digits(samples)
+
+        rollouts = RolloutCallback(score, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+        trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments, rollouts=rollouts)
         trainer.fit(module, datamodule=data)
         assert hasattr(module, "reference") != elsewhere
         assert hasattr(module, "reward_model") != elsewhere
         trained.append(torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()]))
+    assert asked == [32, 32]
+    for name in ("reference_waited", "reference_hidden", "reward_model_waited", "reward_model_hidden"):
+        assert trainer.callback_metrics[f"time/{name}"] >= 0
     torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=1e-6)
     restored = GRPOModule(**dict(module.hparams))
     assert restored.reference_pool is not None
@@ -167,9 +206,9 @@ def test_a_pool_follows_a_policy_and_restarted_replicas_get_what_it_has_become(
             for old, new in zip(mixed.parameters(), policy.parameters(), strict=True):
                 old.lerp_(new, alpha)
             wanted = policy_output(mixed, batch, batch.action_mask).logprobs
-        torch.testing.assert_close(pool_result(early, pool), wanted, rtol=0, atol=1e-6)
+        torch.testing.assert_close(wait_for(pool, early.result), wanted, rtol=0, atol=1e-6)
     os.kill(process_of(pool._replicas[0]), signal.SIGKILL)
-    found = pool_result(pool.submit(batch, one_by_one(batch)), pool)
+    found = wait_for(pool, pool.submit(batch, one_by_one(batch)).result)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     assert not any(replica.lost for replica in pool._replicas)
     state = pool.moved_state()
@@ -177,9 +216,44 @@ def test_a_pool_follows_a_policy_and_restarted_replicas_get_what_it_has_become(
     resumed = ModelPool(str(folder))
     resumed.load_moved_state(state)
     resumed.start("logprobs", **FLOAT32)
-    found = pool_result(resumed.submit(batch, [torch.arange(len(batch))]), resumed)
+    found = wait_for(resumed, resumed.submit(batch, [torch.arange(len(batch))]).result)
     resumed.close()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed(
+    tmp_path: Path, ray_session: None
+) -> None:
+    model = str(tiny_model(tmp_path / "model"))
+
+    def run(**fit: Any) -> Any:
+        pool = ModelPool(model, max_restarts=0, request_timeout=20.0)
+
+        def score(samples: Any) -> list[float]:
+            if rollouts.iteration == 1 and not fit:
+                kill(pool)
+            return digits(samples)
+
+        rollouts = RolloutCallback(score, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+        trainer, module, data, _ = setup_run(
+            tmp_path,
+            module_arguments={"kl_coef": 0.1, "reference": pool},
+            rollouts=rollouts,
+            callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)],
+            enable_checkpointing=True,
+        )
+        trainer.fit(module, datamodule=data, **fit)
+        return module
+
+    started = time.monotonic()
+    with pytest.raises(ModelPoolError, match=r"no replica of .* is left .*resumed from its last checkpoint"):
+        run()
+    assert time.monotonic() - started < 60
+    resumed = run(ckpt_path=str(tmp_path / "epoch=0.ckpt"))
+    trainer, straight, data, _ = setup_run(tmp_path, module_arguments={"kl_coef": 0.1})
+    trainer.fit(straight, datamodule=data)
+    for name, tensor in weights(straight).items():
+        torch.testing.assert_close(weights(resumed)[name], tensor, rtol=0, atol=1e-6)
 
 
 def test_a_student_learns_the_same_from_a_teacher_elsewhere(tmp_path: Path, ray_session: None) -> None:

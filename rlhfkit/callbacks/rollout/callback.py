@@ -191,10 +191,12 @@ class RolloutCallback(Callback):
         self.samples, self._micro_batches = [], None  # frees the last iteration
         self.sync_weights()
         policy_version = trainer.global_step
+        self.collector.begin_asking(trainer, self.iteration)
         collected = self.collect_groups()
         shared = self.share(collected)
         with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
             experience = learner_of(trainer).prepare(shared.experience)
+        self.collector.note_asked_seconds(trainer, self.iteration)
         self._metrics = self._iteration_metrics(collected, shared, experience, policy_version)
         experience = share_copies(experience, shared.plan, group=cpu_group())
         planned = shared.plan.micro_batches[trainer.global_rank]

@@ -141,9 +141,8 @@ class DevicePhases:
         return self._states
 
     def _offload_all(self, trainer: L.Trainer) -> None:
-        scorer = ["reward_model"] if policy_of(trainer).scores_samples else []
-        known = dict(trainer.lightning_module.named_children())
-        self._offload(trainer, weights=True, keep=[name for name in scorer if name in known])
+        known = dict(trainer.lightning_module.named_children()) if policy_of(trainer).scores_samples else {}
+        self._offload(trainer, weights=True, keep=[name for name in known if name.startswith("reward_model")])
         self._phase = "generate"
 
     def _offload(self, trainer: L.Trainer, *, weights: bool, keep: Collection[str] = ()) -> None:

@@ -16,7 +16,7 @@ import lightning as L
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.data.sample_texts import decode_together
 from rlhfkit.data.types import GREEDY_REWARD, Experience, Prompt, Sample
-from rlhfkit.protocols import needs_greedy_rewards, policy_of, prompts_of
+from rlhfkit.protocols import AsksWhileSampling, needs_greedy_rewards, policy_of, prompts_of
 from rlhfkit.rank_store import RankLog, rank_store
 from rlhfkit.rewards.base import Reward, part_names, score_samples, tell_progress
 from rlhfkit.rollout.collector import (
@@ -76,6 +76,7 @@ class GroupCollector:
         self.dynamic_sampling = dynamic_sampling
         self.oversampling = oversampling
         self.timeout = timeout
+        self._asks_early = False
 
     # ------------------------------------------------------------------ groups of an iteration, samples of validation
 
@@ -147,7 +148,7 @@ class GroupCollector:
         collected = collect_groups(
             wanted,
             queue or prompts_of(trainer).prompt_queue(),
-            self._stream(sampling, iteration, rank_log, rounds=rounds),
+            self._stream(trainer, sampling, iteration, rank_log, rounds=rounds),
             score=lambda samples: self._score(trainer, samples, iteration, rank_log),
             score_together=(lambda samples: self.add_model_scores(trainer, samples, iteration)) if early else None,
             keep=None if selection is None else selection.accepts,
@@ -209,13 +210,16 @@ class GroupCollector:
         """Whether groups are scored and selected as they finish; otherwise all at once, as rewards are faster so."""
         return self.engine.can_stream and (self.dynamic_sampling is not None or bool(self.oversampling))
 
-    def _stream(self, sampling: SamplingSpec, iteration: int, rank_log: RankLog, *, rounds: bool) -> GroupStream:
+    def _stream(
+        self, trainer: L.Trainer, sampling: SamplingSpec, iteration: int, rank_log: RankLog, *, rounds: bool
+    ) -> GroupStream:
         stream: GroupStream
         if rounds and not self.engine.continuous_batching:
             stream = BatchedGroupStream(lambda prompts: self._generate(prompts, sampling, iteration, rank_log))
         else:
             stream = cast(StreamingEngine, self.engine).stream(sampling, iteration=iteration)
-        return TimedStream(stream, self.timing, iteration)
+        ask = partial(self._ask_early, trainer, sampling, iteration) if self._asks_early else None
+        return TimedStream(stream, self.timing, iteration, ask)
 
     def _generate(
         self, prompts: list[Prompt], sampling: SamplingSpec, iteration: int, rank_log: RankLog
@@ -230,6 +234,27 @@ class GroupCollector:
         if len(samples) != len(prompts) * size:
             raise RuntimeError(f"the engine was asked for {len(prompts)} x {size} samples and returned {len(samples)}")
         return [samples[first : first + size] for first in range(0, len(samples), size)]
+
+    # ------------------------------------------------------------------ models on machines of their own
+
+    def begin_asking(self, trainer: L.Trainer, iteration: int) -> None:
+        """Start the module's models on machines of their own, if it has any. A collective, in the main thread."""
+        module = policy_of(trainer)
+        self._asks_early = isinstance(module, AsksWhileSampling) and module.begin_asking(iteration)
+
+    def _ask_early(self, trainer: L.Trainer, sampling: SamplingSpec, iteration: int, groups: Sequence[Group]) -> None:
+        """Ask these models about groups that are finished, before they are scored, while others are sampled."""
+        module = cast("AsksWhileSampling", policy_of(trainer))
+        for group in groups:
+            experience = Experience.from_samples(group, temperature=sampling.temperature or 1.0)
+            chosen = experience.versions >= 0  # the mask leaves samples without a reward out, which have none yet
+            module.ask_early(dataclasses.replace(experience, action_mask=chosen), iteration)
+
+    def note_asked_seconds(self, trainer: L.Trainer, iteration: int) -> None:
+        """Log how long this rank has waited for these models in an iteration, and how long they worked unnoticed."""
+        module = policy_of(trainer)
+        if self._asks_early and isinstance(module, AsksWhileSampling):
+            self.timing.note(module.asked_seconds(), iteration)
 
     # ------------------------------------------------------------------ score
 
@@ -261,11 +286,12 @@ class GroupCollector:
             return
         with self.timing.record("score", iteration):
             experience = Experience.from_samples(samples) if samples else None
-            scores = policy_of(trainer).reward_model_scores(experience).tolist()
-        for sample, score in zip(samples, scores, strict=True):
-            sample.reward_parts["model"] = score
+            parts = policy_of(trainer).reward_model_parts(experience)
+            columns = {name: values.tolist() for name, values in parts.items()}
+        for number, sample in enumerate(samples):
+            sample.reward_parts.update({name: values[number] for name, values in columns.items()})
             if sample.reward is not None:
-                sample.reward += score
+                sample.reward += columns["model"][number]
 
     def scores_early(self, trainer: L.Trainer) -> bool:
         """Whether selection or the curriculum needs the module's scores while groups are collected."""
@@ -334,9 +360,16 @@ class GroupCollector:
 
 
 class TimedStream:
-    """A stream that records how long callers wait for it."""
+    """A stream that records how long callers wait for it, and calls ``on_finished`` with finished groups."""
 
-    def __init__(self, stream: GroupStream, timing: Timing, iteration: int) -> None:
+    def __init__(
+        self,
+        stream: GroupStream,
+        timing: Timing,
+        iteration: int,
+        on_finished: Callable[[Sequence[Group]], None] | None = None,
+    ) -> None:
+        self._on_finished = on_finished
         self._timing = timing
         self._iteration = iteration
         self._stream = stream
@@ -346,4 +379,7 @@ class TimedStream:
     def collect(self, most: int, *, wait: float | None = None) -> list[Group]:
         """Wait until a group is finished, up to ``wait`` seconds."""
         with self._timing.record("generate", self._iteration):
-            return self._stream.collect(most, wait=wait)
+            groups = self._stream.collect(most, wait=wait)
+        if groups and self._on_finished is not None:
+            self._on_finished(groups)
+        return groups

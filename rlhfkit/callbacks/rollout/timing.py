@@ -36,13 +36,16 @@ class Timing:
     def __init__(self) -> None:
         self.events: list[Phase] = []
         """All phases so far, in the order in which they ended."""
+        self._seconds: dict[int, dict[str, float]] = defaultdict(dict)  # that others measured, by iteration
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"events": self.events}  # without the lock: ranks on Ray, and spawned ones, get callbacks pickled
+        # Without the lock: ranks on Ray, and spawned ones, get callbacks pickled.
+        return {"events": self.events, "seconds": dict(self._seconds)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.events, self._lock = state["events"], threading.Lock()
+        self._seconds = defaultdict(dict, state.get("seconds", {}))
 
     @contextmanager
     def record(self, name: str, iteration: int) -> Iterator[None]:
@@ -63,6 +66,11 @@ class Timing:
         else:
             self.events.append(Phase(name, start, end - start, thread, iteration))
 
+    def note(self, seconds: Mapping[str, float], iteration: int) -> None:
+        """Keep seconds that others have measured, by name, for the metrics of an iteration."""
+        with self._lock:
+            self._seconds[iteration] |= seconds
+
     def metrics(self, iteration: int) -> dict[str, float]:
         """Seconds per phase of an iteration, as ``time/<phase>``."""
         totals: dict[str, float] = defaultdict(float)
@@ -70,6 +78,8 @@ class Timing:
             for event in self.events:
                 if event.iteration == iteration:
                     totals[f"time/{event.name}"] += event.seconds
+            for name, seconds in self._seconds.get(iteration, {}).items():
+                totals[f"time/{name}"] += seconds
         return dict(totals)
 
     def write_trace(self, path: str | Path) -> Path:

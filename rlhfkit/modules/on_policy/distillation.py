@@ -27,7 +27,8 @@ from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.supervised.teacher import check_teacher_tokens, load_teacher
 from rlhfkit.protocols import HasPromptColumns, datamodule_of
-from rlhfkit.roles import ModelPool, ServedModel, frozen_model
+from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
+from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_integer, check_number
 
 MAX_TEACHERS = 16
@@ -175,7 +176,6 @@ class OnPolicyDistillationModule(GRPOModule):
         self.teacher_name = str(teacher) if self.teacher_pool is None else self.teacher_pool.model
         if self.teacher_pool is not None:
             self.hparams.update(teacher=self.teacher_pool.plain())
-            self.pools.append(self.teacher_pool)
             if divergence is not None:
                 raise ValueError(
                     "a divergence compares the teacher's probabilities of all tokens, and a model elsewhere has those "
@@ -256,6 +256,11 @@ class OnPolicyDistillationModule(GRPOModule):
             }
             refuse_without_effect(of_rewards, "reward_coef=0, they belong to the reward's advantage")
 
+    def placed_models(self) -> dict[str, tuple[FrozenModel, Role]]:
+        """The models on machines of their own, the teacher among them."""
+        placed = super().placed_models()
+        return placed if self.teacher_pool is None else placed | {"teacher": (self.teacher_pool, "logprobs")}
+
     def correct_quantization(self) -> bool:
         """Use truncated importance sampling where there is a policy loss; see :class:`OnPolicyModule`."""
         return (self.divergence is None or bool(self.reward_coef)) and super().correct_quantization()
@@ -298,7 +303,10 @@ class OnPolicyDistillationModule(GRPOModule):
         experience = super().add_logprobs(experience)
         if self.divergence is not None:
             return experience
-        found = self.teacher_logprobs(experience) if pool is None else pool_result(asked, pool)
+        if pool is None or asked is None:
+            found = self.teacher_logprobs(experience)
+        else:
+            found = pool_result(asked, pool)
         return dataclasses.replace(experience, teacher_logprobs=found)
 
     def teacher_logprobs(self, experience: Experience) -> Tensor:

@@ -1,42 +1,130 @@
-"""Models of a module that are on machines of their own: starting them, and waiting for their numbers."""
+"""Models of a module that are on machines of their own: starting them, asking them, and waiting for their numbers."""
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-import lightning as L
 import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import exchange_errors, true_on_all_ranks
+from rlhfkit.distributed import exchange_errors, gather_objects, true_on_all_ranks
 from rlhfkit.models.load import precision_dtype
+from rlhfkit.modules.on_policy.preparation.iteration import IterationModule
 from rlhfkit.roles import FrozenModel, ModelPoolError
-from rlhfkit.roles.frozen_model import PendingNumbers
+from rlhfkit.roles.early_rows import row_keys
 from rlhfkit.roles.pending_rows import WeightsMissingError
 from rlhfkit.roles.replica import Role
 
-
-class Asking(Protocol):
-    """A module that asks."""
-
-    @property
-    def trainer(self) -> L.Trainer:
-        """The running Trainer."""
-        ...
-
-    def forward_batches(self, experience: Experience) -> list[Tensor]:
-        """Indices of the rows of each forward pass."""
-        ...
+T = TypeVar("T")
 
 
-def ask(pool: FrozenModel, role: Role, module: Asking, experience: Experience | None) -> PendingNumbers | None:
+class PlacedModule(IterationModule):
+    """A module of which some models may be elsewhere: a :class:`~rlhfkit.roles.FrozenModel`.
+
+    They are asked about a group as soon as it is finished (:meth:`ask_early`), while others are still sampled.
+    """
+
+    def placed_models(self) -> Mapping[str, tuple[FrozenModel, Role]]:
+        """The models on machines of their own, by the name of the role, and what they are asked for."""
+        return {}
+
+    def start_pool(self, pool: FrozenModel, role: Role) -> None:
+        """Start the replicas of a pool, once. A collective."""
+        precision = self.trainer.precision  # the numbers are those of a child of the module
+        types = {"weights": precision_dtype(precision), "compute": precision_dtype(precision, compute=True)}
+        pool.start(role, policy=self.model_name, **types)
+
+    # ------------------------------------------------------------------ while others are sampled
+
+    def begin_asking(self, iteration: int) -> bool:
+        """Start the models before an iteration's samples; whether there are any to ask early. A collective."""
+        placed = self.placed_models()
+        for pool, role in placed.values():
+            self.start_pool(pool, role)
+            pool.early.drop_before(iteration)
+        return bool(placed)
+
+    def ask_early(self, experience: Experience, iteration: int) -> None:
+        """Ask about samples of an iteration that are finished; the mask has the policy's tokens. Any thread may."""
+        for pool, _ in self.placed_models().values():
+            pool.early.add(experience, pool.submit(experience, self.forward_batches(experience)), iteration)
+
+    def asked_seconds(self) -> dict[str, float]:
+        """Seconds since the last call that this rank has waited for each model, and that were hidden, by name."""
+        seconds: dict[str, float] = {}
+        for name, (pool, _) in self.placed_models().items():
+            waited, hidden = pool.take_seconds()
+            seconds |= {f"{name}_waited": waited, f"{name}_hidden": hidden}
+        return seconds
+
+    def teardown(self, stage: str) -> None:
+        """End the replicas of models on machines of their own."""
+        super().teardown(stage)
+        for pool, _ in self.placed_models().values():
+            pool.close()
+
+
+class AskedRows:
+    """Numbers of rows that a pool is computing, some of them since their group was finished, on any rank.
+
+    Making one is a collective, also for a rank without rows (``experience=None``).
+    """
+
+    def __init__(self, pool: FrozenModel, module: PlacedModule, experience: Experience | None) -> None:
+        self._pool = pool
+        self._experience = experience
+        self._keys = [] if experience is None else row_keys(experience)
+        early = pool.early.keys()
+        ranks = gather_objects((early, self._keys))
+        known = set().union(*(theirs for theirs, _ in ranks))
+        self._mine = early.intersection(*[set().union(*(wanted for _, wanted in ranks))])
+        self._moved = len(ranks) > 1
+        """Whether rows may have moved to other ranks since."""
+        self._late = None
+        late = torch.tensor([key not in known for key in self._keys], dtype=torch.bool)
+        if experience is not None and bool(late.any()):
+            self._late = pool.submit(experience, module.forward_batches(experience, late))
+
+    def wait(self, columns: int | None) -> tuple[Tensor | None, dict[bytes, Tensor]]:
+        """Wait for what this rank has asked: rows of its own, and samples by key."""
+        late = None if self._late is None else self._late.result(columns)
+        return late, self._pool.early.result(self._mine, columns)
+
+    def exchange(self, late: Tensor | None, found: dict[bytes, Tensor], columns: int | None) -> Tensor:
+        """(B, T-1) or (B, columns), of this rank's rows; 0 outside their mask, where there is one. A collective."""
+        if self._moved:
+            own = set(self._keys)
+            leaving = {key: values for key, values in found.items() if key not in own}
+            for arriving in gather_objects(leaving):
+                found = found | arriving
+        if self._experience is None:
+            return torch.zeros(0, 1)
+        mask = self._experience.action_mask.cpu()
+        values = torch.zeros(mask.shape if columns is None else (len(mask), columns)) if late is None else late
+        for row, key in enumerate(self._keys):
+            if key in found:
+                values[row, : len(found[key])] = found[key]
+        return values * mask if columns is None else values
+
+
+def ask(pool: FrozenModel, role: Role, module: PlacedModule, experience: Experience | None) -> AskedRows:
     """Ask for numbers of this rank's rows, which may be none; the first time, start the replicas. A collective."""
-    precision = module.trainer.precision  # the numbers are those of a child of the module
-    pool.start(role, weights=precision_dtype(precision), compute=precision_dtype(precision, compute=True))
-    return None if experience is None else pool.submit(experience, module.forward_batches(experience))
+    module.start_pool(pool, role)
+    return AskedRows(pool, module, experience)
 
 
-def pool_result(asked: PendingNumbers | None, pool: FrozenModel, columns: int | None = None) -> Tensor:
-    """Wait for the numbers of this rank's rows, see :meth:`PendingNumbers.result`; (0, 1) without any. A collective.
+def pool_result(asked: AskedRows, pool: FrozenModel, columns: int | None = None) -> Tensor:
+    """Wait for the numbers of this rank's rows: (B, T-1) or (B, columns); (0, 1) without any. A collective.
+
+    Raises:
+        ModelPoolError: On all ranks, if those of one rank cannot be computed.
+    """
+    late, found = wait_for(pool, lambda: asked.wait(columns)) or (None, {})
+    return asked.exchange(late, found, columns)
+
+
+def wait_for(pool: FrozenModel, wait: Callable[[], T]) -> T | None:
+    """Wait on every rank for its own rows; returns what ``wait`` does. A collective.
 
     Replicas that were restarted get the weights of a model that has moved, and are asked again.
 
@@ -44,9 +132,11 @@ def pool_result(asked: PendingNumbers | None, pool: FrozenModel, columns: int | 
         ModelPoolError: On all ranks, if those of one rank cannot be computed.
     """
     while True:
-        values, failure, behind = torch.zeros(0, 1), None, False
+        result: T | None = None
+        failure: Any = None
+        behind = False
         try:
-            values = values if asked is None else asked.result(columns)
+            result = wait()
         except WeightsMissingError:
             behind = True
         except ModelPoolError as error:  # the other ranks are told below, then it is raised here
@@ -55,5 +145,5 @@ def pool_result(asked: PendingNumbers | None, pool: FrozenModel, columns: int | 
         if raised is not None:
             raise raised
         if pool.version == 0 or true_on_all_ranks(not behind):
-            return values
+            return result
         pool.refresh()

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
@@ -18,18 +17,16 @@ from rlhfkit.losses import (
     stop_properly_penalty,
     token_rewards,
 )
-from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
 from rlhfkit.modules.arguments import options
-from rlhfkit.modules.base import PolicyModule, freeze
 from rlhfkit.modules.moving_reference import MovingReferenceModule
-from rlhfkit.modules.on_policy.preparation.iteration import IterationModule, two_tokens
 from rlhfkit.modules.on_policy.preparation.kl_control import KLControl
 from rlhfkit.modules.on_policy.preparation.local_rows import (
     local_rows,
     mean_of_all,
 )
-from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
+from rlhfkit.modules.on_policy.preparation.reward_models import ScoredModule
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
+from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_number
 
 
@@ -66,15 +63,11 @@ KLPlace = Literal["token", "sequence"]
 """Which reward a KL penalty is subtracted from."""
 
 
-class RewardedModule(IterationModule, MovingReferenceModule):
+class RewardedModule(ScoredModule, MovingReferenceModule):
     """A policy whose samples are rewarded, by a function of the callback, a reward model of the module, or both.
 
     Args:
         model: Folder or hub name of the policy.
-        reward_model: Folder or hub name of a reward model with the policy's tokens, whose normalized score is added to
-            the callback's reward, in validation too. It is a frozen child, sharded or offloaded like the reference;
-            every rank scores its share. :class:`~rlhfkit.rewards.ModelReward` does the same unsharded. A
-            :class:`~rlhfkit.roles.ModelPool`: on machines of its own.
         reference: Where the reference model of the KL penalty is: ``None``: a frozen child, or the policy without its
             adapters; a :class:`~rlhfkit.roles.ModelPool`: on machines of its own, where it works while the policy
             computes its old log-probs; a :class:`~rlhfkit.roles.ServedModel`: behind a running ``vllm serve``.
@@ -92,15 +85,13 @@ class RewardedModule(IterationModule, MovingReferenceModule):
             that compare samples). ``True``: ``token`` for PPO, ``sequence`` for GRPO. ``None``: ``token`` for PPO, in
             the loss for others.
         kl_control: A coefficient that follows a target, and early stopping, see :class:`KLControl`.
-        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.iteration.IterationModule`; a reference that moves:
-            :class:`~rlhfkit.modules.moving_reference.MovingReferenceModule`.
+        **kwargs: Reward models: see :class:`~rlhfkit.modules.on_policy.preparation.reward_models.ScoredModule`; a
+            reference that moves: :class:`~rlhfkit.modules.moving_reference.MovingReferenceModule`.
 
     Raises:
         ValueError: If an argument is out of range.
     """
 
-    reward_model: nn.Module
-    frozen_children = (*PolicyModule.frozen_children, "reward_model")
     batch_types = (Experience,)
     kl_in_reward_by_default: ClassVar[bool] = False
     """Whether the KL penalty is in the reward with ``kl_in_reward=None``."""
@@ -111,7 +102,6 @@ class RewardedModule(IterationModule, MovingReferenceModule):
         self,
         model: str,
         *,
-        reward_model: str | ModelPool | None = None,
         reference: ModelPool | ServedModel | None = None,
         reward_processing: RewardProcessing | None = None,
         mask_truncated: bool = False,
@@ -123,13 +113,6 @@ class RewardedModule(IterationModule, MovingReferenceModule):
     ) -> None:
         super().__init__(model, **kwargs)
         check_number("kl_coef", kl_coef, minimum=0, why="0 is no reference model")
-        self.reward_model_name: str | None
-        if isinstance(reward_model, str):
-            self.reward_model_name, self.reward_pool = reward_model, None
-        else:
-            self.reward_pool = frozen_model(reward_model)
-            self.reward_model_name = None if self.reward_pool is None else self.reward_pool.model
-        """The replicas of the reward model; ``None``: it is a child, or there is none."""
         self.reference_pool = frozen_model(reference)
         self.reward_processing = options(RewardProcessing, reward_processing)
         self.mask_truncated = mask_truncated
@@ -142,12 +125,8 @@ class RewardedModule(IterationModule, MovingReferenceModule):
         """What the KL penalty is subtracted from; ``None``: it is in the loss, or there is none."""
         self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")
         self.kl_control = options(KLControl, kl_control)
-        self.pools: list[FrozenModel] = []
-        """All models of this module that are on machines of their own."""
-        for name, pool in {"reward_model": self.reward_pool, "reference": self.reference_pool}.items():
-            if pool is not None:
-                self.hparams.update({name: pool.plain()})
-                self.pools.append(pool)
+        if self.reference_pool is not None:
+            self.hparams.update(reference=self.reference_pool.plain())
         if self.reference_pool is not None and not self.kl_coef:
             raise ValueError(
                 f"reference={type(self.reference_pool).__name__}(...) is a model that nothing asks: give a kl_coef "
@@ -187,81 +166,17 @@ class RewardedModule(IterationModule, MovingReferenceModule):
             return None
         return self.default_kl_place if wanted is True else wanted
 
-    # ------------------------------------------------------------------ the reward model
-
-    @property
-    def needs_reward(self) -> bool:
-        """Whether ``RolloutCallback`` must have a reward."""
-        return self.reward_model_name is None
+    def placed_models(self) -> dict[str, tuple[FrozenModel, Role]]:
+        """The models on machines of their own, by the name of the role, and what they are asked for."""
+        placed: dict[str, tuple[FrozenModel, Role]] = {}
+        if self.reference_pool is not None:
+            placed["reference"] = self.reference_pool, "logprobs"
+        return placed | super().placed_models()
 
     def configure_model(self) -> None:
-        """Build the policy and the reward model."""
+        """Build the policy and its frozen models."""
         super().configure_model()
-        if self.reward_model_name is not None and self.reward_pool is None and not hasattr(self, "reward_model"):
-            self.reward_model = self.build_reward_model()
         self.check_reference_moves()
-
-    def build_reward_model(self) -> nn.Module:
-        """Load the reward model, frozen; raises ValueError if its tokens differ. Override to wrap or change it."""
-        assert self.reward_model_name is not None
-        self._check_tokens_of_reward_model()
-        model = load_scalar_model(
-            self.reward_model_name,
-            new_head=False,
-            dtype=self.model_dtype,
-            attention=self.attention,
-            trust_remote_code=self.trust_remote_code,
-        )
-        return freeze(model)
-
-    def _check_tokens_of_reward_model(self) -> None:
-        name = self.reward_model_name
-        assert name is not None
-        tokenizer = load_tokenizer(name, trust_remote_code=self.trust_remote_code)
-        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            raise ValueError(
-                f"the reward model {name} has another tokenizer than the policy {self.model_name}: give the "
-                "callback a ModelReward(..., text=lambda sample: ...) in place of reward_model"
-            )
-
-    @property
-    def scores_samples(self) -> bool:
-        """Whether there is a reward model, whose scores ``RolloutCallback`` adds to the rewards of samples."""
-        return self.reward_model_name is not None
-
-    def reward_model_scores(self, experience: Experience | None) -> Tensor:
-        """(B,) float32 normalized scores of this rank's rows on the CPU. A collective, for the main thread.
-
-        ``None``: this rank has no rows, and only takes part in the forward passes of the others; the result is (0,).
-        """
-        if self.reward_pool is not None:
-            return self._scores_of_pool(self.reward_pool, experience)
-
-        def scores(batch: Experience) -> Tensor:
-            return reward_output(self.reward_model, batch, normalized=True)[:, None]
-
-        if experience is None:
-            placeholder = two_tokens()
-            return self.distributed_forward(self.reward_model, scores, placeholder, torch.tensor([False]))[:0, 0]
-        return self.distributed_forward(self.reward_model, scores, experience)[:, 0]
-
-    def _scores_of_pool(self, pool: FrozenModel, experience: Experience | None) -> Tensor:
-        if not pool.started:
-            self._check_tokens_of_reward_model()
-        return pool_result(ask(pool, "reward", self, experience), pool, columns=1)[:, 0]
-
-    def add_reward_model_scores(self, experience: Experience) -> Experience:
-        """Add the reward model's scores to the rewards and, as ``model``, to their parts, if missing. A collective."""
-        summary = experience.iteration  # the same on every rank, which the parts of own rows need not be
-        known = experience.reward_parts if summary is None else summary.reward_parts
-        if not self.scores_samples or "model" in known:
-            return experience
-        score = self.reward_model_scores(experience)
-        rewards, parts = experience.rewards + score, {**experience.reward_parts, "model": score}
-        if summary is not None:
-            everyone = {**summary.reward_parts, "model": self.gather_rows(experience, score)}
-            summary = dataclasses.replace(summary, rewards=self.gather_rows(experience, rewards), reward_parts=everyone)
-        return dataclasses.replace(experience, rewards=rewards, reward_parts=parts, iteration=summary)
 
     # ------------------------------------------------------------------ penalties and scale
 
@@ -341,12 +256,6 @@ class RewardedModule(IterationModule, MovingReferenceModule):
             kl = mean_of_all(experience, self.reference_kl(experience), self.device)
             samples = len(experience if experience.iteration is None else experience.iteration)
             self.kl_coef = self.kl_control.adapted(self.kl_coef, kl, samples)
-
-    def teardown(self, stage: str) -> None:
-        """End the replicas of models on machines of their own."""
-        super().teardown(stage)
-        for pool in self.pools:
-            pool.close()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -1,4 +1,7 @@
-"""A reward model as a child of the module, and the processing of rewards before advantages."""
+"""Reward models as children of the module, and the processing of rewards before advantages.
+
+Covers reward_models.py.
+"""
 
 import dataclasses
 import math
@@ -55,6 +58,34 @@ def test_a_reward_model_among_the_children_teaches_what_one_in_the_callback_does
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     state = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
     assert {name.split(".")[0] for name in state} == {"policy", "critic"}  # loaded by name, not from checkpoints
+
+
+def test_several_reward_models_are_weighted_and_logged_apart(tmp_path: Path) -> None:
+    first, second = reward_model(tmp_path / "first"), reward_model(tmp_path / "second")
+    models = {"first": first, "second": second}
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": models, "reward_weights": {"second": -0.5}},
+        rollouts=RolloutCallback(sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+        max_epochs=1,
+    )
+    trainer.fit(module, data)
+    scores = {name: Tensor(ModelReward(folder)(rollouts.samples)) for name, folder in models.items()}
+    assert rollouts.experience is not None
+    torch.testing.assert_close(rollouts.experience.rewards, scores["first"] - 0.5 * scores["second"], rtol=0, atol=1e-5)
+    for name, values in scores.items():
+        found = float(trainer.callback_metrics[f"rollout/reward_model/{name}"])
+        assert found == pytest.approx(float(values.mean()), abs=1e-5)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    state = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
+    assert {name.split(".")[0] for name in state} == {"policy"}
+    for given, message in [
+        ({"reward_model": {"a b": first}}, "takes names of letters"),
+        ({"reward_model": models, "reward_weights": {"third": 1.0}}, "reward_weights are those of"),
+        ({"reward_model": first, "reward_weights": {"": 1.0}}, "reward_weights are those of"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            GRPOModule("nobody", **given)
 
 
 def test_a_reward_model_is_reward_enough(tmp_path: Path) -> None:
