@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.roles.early_rows import EarlyRows, PendingNumbers
 from rlhfkit.roles.model_pool import ModelPool
 from rlhfkit.roles.replica import Role
+from rlhfkit.roles.replicas.early_rows import EarlyRows, PendingNumbers
 from rlhfkit.roles.served_model import ServedModel
 
 

@@ -17,11 +17,11 @@ from rlhfkit.distributed import get_rank, run_on_all_ranks
 from rlhfkit.models import load_causal_lm
 from rlhfkit.ray_resources import ReservedResources, actor_options
 from rlhfkit.ray_session import JoinedRay, cluster_address, join_or_start_ray, this_cluster
-from rlhfkit.roles.early_rows import EarlyRows
 from rlhfkit.roles.pending_rows import ModelPoolError, PendingRows, Replica, cause_of, no_replica_left
-from rlhfkit.roles.reading import READS
 from rlhfkit.roles.replica import ModelReplica, ReplicaOptions, Role
-from rlhfkit.roles.replica_weights import send_weights
+from rlhfkit.roles.replicas.early_rows import EarlyRows
+from rlhfkit.roles.replicas.reading import READS
+from rlhfkit.roles.replicas.weights import send_weights
 from rlhfkit.rollout.engine import WeightSource
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.weight_sync.source import ModuleWeights

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.roles.reading import TextReading
-from rlhfkit.roles.replica_weights import received
+from rlhfkit.roles.replicas.reading import TextReading
+from rlhfkit.roles.replicas.weights import received
 from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
 
 Role = Literal["logprobs", "reward"]
@@ -37,7 +37,7 @@ class ReplicaOptions:
     attention: str | None
     trust_remote_code: bool
     reads: str = "tokens"
-    """What a reward model reads, see :mod:`rlhfkit.roles.reading`."""
+    """What a reward model reads, see :mod:`rlhfkit.roles.replicas.reading`."""
     policy: str = ""
     """Folder or hub name of the policy, whose tokenizer writes the text."""
 

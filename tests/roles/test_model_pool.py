@@ -1,6 +1,6 @@
 """Models in Ray actors against the same models in this process.
 
-Covers early_rows.py, reading.py, replica.py, pending_rows.py, replica_weights.py and
+Covers replica.py, pending_rows.py, replicas/early_rows.py, replicas/reading.py, replicas/weights.py and
 modules/on_policy/preparation/placed_models.py.
 One Ray session serves all tests.
 """
