@@ -303,10 +303,7 @@ class OnPolicyDistillationModule(GRPOModule):
         experience = super().add_logprobs(experience)
         if self.divergence is not None:
             return experience
-        if pool is None or asked is None:
-            found = self.teacher_logprobs(experience)
-        else:
-            found = pool_result(asked, pool)
+        found = self.teacher_logprobs(experience) if pool is None or asked is None else pool_result(asked, pool)
         return dataclasses.replace(experience, teacher_logprobs=found)
 
     def teacher_logprobs(self, experience: Experience) -> Tensor:
