@@ -231,7 +231,7 @@ def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed
         pool = ModelPool(model, max_restarts=0, request_timeout=20.0)
 
         def score(samples: Any) -> list[float]:
-            if rollouts.iteration == 1 and not fit:
+            if rollouts.iteration == 1 and not fit:  # what they have answered by then is used
                 kill(pool)
             return digits(samples)
 
@@ -243,6 +243,7 @@ def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed
             rollouts=rollouts,
             callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)],
             enable_checkpointing=True,
+            max_epochs=3,
         )
         trainer.fit(module, datamodule=data, **fit)
         return module
@@ -252,7 +253,9 @@ def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed
         run()
     assert time.monotonic() - started < 60
     resumed = run(ckpt_path=str(tmp_path / "epoch=0.ckpt"))
-    trainer, straight, data, _ = setup_run(tmp_path, module=PlainGRPO, module_arguments={"lr": 0.05, "kl_coef": 0.1})
+    trainer, straight, data, _ = setup_run(
+        tmp_path, module=PlainGRPO, module_arguments={"lr": 0.05, "kl_coef": 0.1}, max_epochs=3
+    )
     trainer.fit(straight, datamodule=data)
     for name, tensor in weights(straight).items():
         torch.testing.assert_close(weights(resumed)[name], tensor, rtol=0, atol=1e-6)
