@@ -9,6 +9,7 @@ from typing_extensions import get_protocol_members
 
 from rlhfkit import (
     GRPOModule,
+    OnlineDPOModule,
     PPOModule,
     PromptDataModule,
     RLHFDeepSpeedStrategy,
@@ -37,6 +38,10 @@ CASES = [
     (protocols.RLHFStrategy, RLHFDeepSpeedStrategy),
     (protocols.StartsRanksOnRay, RLHFDeepSpeedStrategy),
     (protocols.KeepsFolder, PPOModule),
+    (protocols.AsksWhileSampling, GRPOModule),
+    (protocols.UsesGreedyRewards, GRPOModule),
+    (protocols.ComparesGroups, OnlineDPOModule),
+    (protocols.HasPromptColumns, PromptDataModule),
 ]
 
 
