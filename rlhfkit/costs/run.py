@@ -165,7 +165,7 @@ class Run:
     teacher: ModelShape | None = None
     placed: tuple[PlacedModel, ...] = ()
     """Models that the training ranks do not hold; of each role, either here or above."""
-    asked_by_group: bool = False
+    asked_by_group: bool = True
     """Whether placed frozen models are asked as soon as a group is finished, and not when all groups are."""
     engine: EngineShape | None = None
     offload_training: bool = False

@@ -15,8 +15,8 @@ HEADS = (
     *("gradient_scope", "logits_logprobs"),
 )
 """Functions with checks of their own, in ``heads.py``."""
-COMPOSED = ("policy_loss_output", "policy_tokens", "sum_losses", "sums_metric", "weighted_metric")
-"""Parts of other functions, which take no plain tensors."""
+COMPOSED = ("policy_loss_output", "policy_tokens", "sum_losses", "sums_metric", "turn_advantages", "weighted_metric")
+"""Parts of other functions, and functions of an experience, which take no plain tensors."""
 LEAVES = ("logprobs", "chosen", "student", "logits", "values", "entropy", "token_loss")
 """Arguments with a gradient: the first of these that a function has."""
 BOUND = 1e-4
@@ -46,9 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Arguments that are no tensors, where a function needs some or its defaults leave a branch out."""
 OF_SEQUENCES = {
-    "alphapo_loss", "bradley_terry_loss", "clip_rewards", "cpo_loss", "dpo_loss", "kto_kl_estimate", "kto_kl_sums",
-    "kto_loss", "kto_paired_loss", "missing_eos_penalty", "normalize_rewards", "orpo_loss", "pairwise_accuracy",
-    "simpo_loss", "slic_loss", "stop_properly_penalty", "token_rewards", "divergence_score",
+    "alphapo_loss", "bco_loss", "bradley_terry_loss", "clip_rewards", "cpo_loss", "dpo_loss", "kto_kl_estimate",
+    "kto_kl_sums", "kto_loss", "kto_paired_loss", "missing_eos_penalty", "normalize_rewards", "orpo_loss",
+    "pairwise_accuracy", "rejected_values", "simpo_loss", "slic_loss", "stop_properly_penalty", "token_rewards", "divergence_score",
 }  # fmt: skip
 """Functions of one value per sequence, (B,)."""
 
@@ -114,6 +114,14 @@ class Values:
             per_token = function in ("gae", "discounted_returns", "reinforce_advantages")
             several = (self.rows, 3) if function == "gdpo_advantages" else rows
             return self.normal(*((self.rows, self.tokens) if per_token else several))
+        if name == "greedy_rewards":
+            return self.normal(*rows)
+        if name == "embeddings":
+            return self.normal(self.rows, 4)
+        if name == "signs":
+            return torch.where(torch.arange(self.rows) % 2 == 0, 1.0, -1.0).double()
+        if name == "partners":
+            return torch.eye(self.rows).roll(1, -1).bool()
         if name in ("student", "teacher"):
             return self.normal(self.rows, self.tokens, 32)
         if name == "logits":
