@@ -66,8 +66,8 @@ def test_all_divisions_are_looked_at_and_refused_ones_left_out() -> None:
     few = run_70b(policy=dataclasses.replace(run_70b().policy, layer=layer))
     kinds = {row.sequence: row.sequence_parallel for row in longest_rows(few) if row.tensor == 1}
     assert (kinds[4], kinds[8]) == ("ulysses", "hybrid")  # 8 does not divide 28 heads
-    adapters = run_70b(policy=dataclasses.replace(run_70b().policy, adapters=10**8))
-    assert {row.tensor for row in longest_rows(adapters)} == {1}
+    mixture = run_70b(policy=dataclasses.replace(run_70b().policy, experts=8))
+    assert {row.tensor for row in longest_rows(mixture)} == {1}
 
 
 def test_without_deepspeed_only_tokens_are_divided() -> None:

@@ -70,6 +70,10 @@ def examples() -> dict[str, Any]:
             "coefficients": normal(B * T),
             "logits": normal(B, T),
             "value": torch.tensor(1.5),
+            "greedy_rewards": normal(B),
+            "embeddings": normal(B, 3),
+            "signs": torch.tensor([1.0, -1.0, 1.0, -1.0]),
+            "partners": torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]).bool(),
         }
     )
 
@@ -85,6 +89,8 @@ def other_shapes() -> dict[str, dict[str, Any]]:
     head = {"weight": normal(V, H)}
     return {
         "kto_loss": sequences,
+        "bco_loss": sequences,
+        "rejected_values": {"values": normal(B)},
         "kto_kl_sums": {"mask": None},
         "linear_logprobs": head | {"entropy": True},
         "linear_cross_entropy": head | {"mask": torch.arange(B * T) % 3 > 0},

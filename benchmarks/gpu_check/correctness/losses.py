@@ -48,7 +48,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OF_SEQUENCES = {
     "alphapo_loss", "bco_loss", "bradley_terry_loss", "clip_rewards", "cpo_loss", "dpo_loss", "kto_kl_estimate",
     "kto_kl_sums", "kto_loss", "kto_paired_loss", "missing_eos_penalty", "normalize_rewards", "orpo_loss",
-    "pairwise_accuracy", "rejected_values", "simpo_loss", "slic_loss", "stop_properly_penalty", "token_rewards", "divergence_score",
+    "pairwise_accuracy", "rejected_values", "simpo_loss", "slic_loss", "stop_properly_penalty", "token_rewards",
+    "divergence_score",
 }  # fmt: skip
 """Functions of one value per sequence, (B,)."""
 

@@ -129,6 +129,7 @@ def play(
         global_rank=0,
         max_epochs=iterations,
         current_epoch=0,
+        global_step=0,
         datamodule=data,
         lightning_module=SimpleNamespace(tokenizer=tokenizer, scores_samples=False),
     )
