@@ -105,10 +105,6 @@ def described_run(
         run = Run(**fields, **_offline(policy, data, lengths, sharding, accumulate_grad_batches, assumptions, problems))
     if sharding.tensor > 1 and sharding.stage == 0 and fields["precision"].compute < 4:
         problems.append("tensor_parallel_size > 1 at stage 0 is not supported in 16 bits: use stage 1, 2 or 3")
-    if sharding.group > 1 and policy.router_aux_loss_coef and run.policy.experts:
-        problems.append(
-            "router_aux_loss_coef > 0 is not supported where several ranks compute a forward pass together: use 0"
-        )
     if sharding.group > 1 and fields["attention"] != "packed":
         problems.append(
             f"attention={policy.attention!r} is not supported where several ranks compute a forward pass together: "

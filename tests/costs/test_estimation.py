@@ -236,8 +236,7 @@ def test_what_several_ranks_cannot_compute_together_is_a_problem(folder: str, tm
     )
     CONFIGS["mixtral"].save_pretrained(tmp_path)
     mixture = SFTModule(str(tmp_path), router_aux_loss_coef=0.01)
-    assert "router_aux_loss_coef > 0" in str(estimate(mixture, strategy=strategy, devices=2).first_problem)
-    assert estimate(SFTModule(str(tmp_path)), strategy=strategy, devices=2).problems == []
+    assert estimate(mixture, strategy=strategy, devices=2).problems == []
 
 
 def test_plain_values_do_as_well() -> None:
