@@ -32,6 +32,8 @@ NAMESPACE = "rlhfkit-critics"
 """Ray's namespace of all desks."""
 _POLL_SECONDS = 1.0
 _STOP_SECONDS = 60.0
+_REPORT_SECONDS = 15.0
+"""Time for the error of ranks that could not be placed to arrive, on a busy machine."""
 
 
 class CriticPoolError(RuntimeError):
@@ -167,7 +169,9 @@ class CriticPool:
         run_on_all_ranks(join, **_ERRORS)
         ready = self.ask("ready", None, what="the start")
         try:
-            self.processes = run_on_all_ranks(lambda: ready.result(within=self.start_timeout), **_ERRORS)[0]
+            # Longer than the ranks themselves wait for room in the cluster: their error says what is missing.
+            limit = self.start_timeout + _REPORT_SECONDS
+            self.processes = run_on_all_ranks(lambda: ready.result(within=limit), **_ERRORS)[0]
         except CriticPoolError:
             self.close()
             raise
