@@ -2,6 +2,7 @@
 
 import asyncio
 import email.utils
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import httpx
+
+    from rlhfkit.serving.access import AccessToken
 
 RETRYABLE_STATUSES = frozenset({408, 429})
 """HTTP statuses below 500 after which a request is retried."""
@@ -45,6 +48,35 @@ class InvalidResponse(Exception):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+def make_client(
+    owner: str, *, token: "AccessToken | None", ssl_ca_certs: str | None, timeout: float, concurrency: int
+) -> "httpx.AsyncClient":
+    """Make the HTTP client of one of our classes, named ``owner``; ImportError that names it if httpx is missing.
+
+    Args:
+        owner: Name of the class, for the error.
+        token: Sent with every request; ``None``: none.
+        ssl_ca_certs: File of certificates to trust; ``None``: the system's.
+        timeout: Seconds of a request; waiting for one of the ``concurrency`` connections does not count.
+        concurrency: Connections at most.
+    """
+    try:
+        import httpx
+    except ImportError as error:
+        raise ImportError(f"{owner} needs httpx and tenacity: pip install 'rlhfkit[server]'") from error
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if token is not None:
+        headers |= token.header()
+    return httpx.AsyncClient(
+        headers=headers,
+        # Not the environment's proxies and .netrc, which would receive or replace the token.
+        verify=ssl.create_default_context(cafile=ssl_ca_certs),
+        trust_env=False,
+        timeout=httpx.Timeout(timeout, pool=None),
+        limits=httpx.Limits(max_connections=concurrency),
+    )
 
 
 @dataclass(eq=False)

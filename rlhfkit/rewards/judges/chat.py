@@ -4,14 +4,13 @@ import asyncio
 import json
 import logging
 import re
-import ssl
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.rewards.base import RewardError
 from rlhfkit.rewards.judges.pairwise import Pair
 from rlhfkit.serving.access import AccessToken
-from rlhfkit.serving.endpoints import InvalidResponse, ServerUnavailable, post
+from rlhfkit.serving.endpoints import InvalidResponse, ServerUnavailable, make_client, post
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
@@ -184,19 +183,12 @@ class ChatJudge:
         return f"no verdict in the reply {reply[-200:]!r}" if known is None else known
 
     def _client(self) -> "httpx.AsyncClient":
-        try:
-            import httpx
-        except ImportError as error:
-            raise ImportError("ChatJudge needs httpx and tenacity: pip install 'rlhfkit[server]'") from error
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self.token is not None:
-            headers |= self.token.header()
-        return httpx.AsyncClient(
-            headers=headers,
-            verify=ssl.create_default_context(cafile=self.ssl_ca_certs),
-            trust_env=False,  # the environment's proxies and .netrc would receive or replace the token
-            timeout=httpx.Timeout(self.timeout, pool=None),
-            limits=httpx.Limits(max_connections=self.concurrency),
+        return make_client(
+            "ChatJudge",
+            token=self.token,
+            ssl_ca_certs=self.ssl_ca_certs,
+            timeout=self.timeout,
+            concurrency=self.concurrency,
         )
 
 

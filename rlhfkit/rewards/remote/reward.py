@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 import random
-import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +14,7 @@ from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import OnFailure, check_on_failure, reward_after_failure
 from rlhfkit.rewards.remote.wire import SampleFormat, WireFormat, decode_rewards, encode_request
 from rlhfkit.serving.access import AccessToken, is_loopback
-from rlhfkit.serving.endpoints import Endpoint, InvalidResponse, ServerUnavailable, least_outstanding, post
+from rlhfkit.serving.endpoints import Endpoint, InvalidResponse, ServerUnavailable, least_outstanding, make_client, post
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
@@ -159,20 +158,12 @@ class RemoteReward:
         }
 
     def _client(self) -> "httpx.AsyncClient":
-        try:
-            import httpx
-        except ImportError as error:
-            raise ImportError("RemoteReward needs httpx and tenacity: pip install 'rlhfkit[server]'") from error
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self.token is not None:
-            headers |= self.token.header()
-        return httpx.AsyncClient(
-            headers=headers,
-            # Not the environment's proxies and .netrc, which would receive or replace the token.
-            verify=ssl.create_default_context(cafile=self.ssl_ca_certs),
-            trust_env=False,
-            timeout=httpx.Timeout(self.timeout, pool=None),
-            limits=httpx.Limits(max_connections=self.concurrency),
+        return make_client(
+            "RemoteReward",
+            token=self.token,
+            ssl_ca_certs=self.ssl_ca_certs,
+            timeout=self.timeout,
+            concurrency=self.concurrency,
         )
 
 

@@ -17,7 +17,7 @@ from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.server.connection import ServerConnections, ServerRefusal
 from rlhfkit.rollout.weight_sync.sender import WeightSender
-from rlhfkit.rollout.weight_sync.transfers import make_sender, resolve_transfer
+from rlhfkit.rollout.weight_sync.transfers import Transfer, make_sender, resolve_transfer
 from rlhfkit.serving.access import is_loopback
 from rlhfkit.serving.endpoints import Endpoint
 
@@ -70,7 +70,7 @@ def served_versions(connections: ServerConnections) -> list[str]:
 
 
 def choose_sender(
-    infos: Sequence[ServerInfo], transfer: str, *, trainer_has_gpu: bool, timeout: float, bucket_bytes: int
+    infos: Sequence[ServerInfo], transfer: Transfer, *, trainer_has_gpu: bool, timeout: float, bucket_bytes: int
 ) -> WeightSender:
     """Return the sender for what all servers have; EngineError if they differ or have none that is known."""
     kinds = {(info.backend, info.device) for info in infos}
@@ -85,7 +85,7 @@ def choose_sender(
         resolved = resolve_transfer("native", device=device, colocate=False)
     else:
         both = "cuda" if device == "cuda" and trainer_has_gpu else "cpu"
-        resolved = resolve_transfer("auto" if transfer == "auto" else transfer, device=both, colocate=False)  # type: ignore[arg-type]
+        resolved = resolve_transfer(transfer, device=both, colocate=False)
     return make_sender(resolved, timeout=timeout, bucket_bytes=bucket_bytes)
 
 
