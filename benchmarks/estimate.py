@@ -44,9 +44,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rlhfkit.models.forward
 from rlhfkit import Experience, GRPOModule, PPOModule, RLHFDeepSpeedStrategy, SFTModule
 from rlhfkit.costs import GPU, Precision, Run, Sharding, model_shape
-from rlhfkit.costs.memory import TRAINING, memory_parts
+from rlhfkit.costs.memory.parts import TRAINING
+from rlhfkit.costs.memory.whole_run import memory_parts
 from rlhfkit.costs.seconds import forward_flops, train_flops
 from rlhfkit.data.batch import TokenBatch
+from rlhfkit.modules import optimizers
+from rlhfkit.modules.optimizers.factories import state_bytes
 from rlhfkit.strategies.deepspeed import rendezvous
 
 MODULES: dict[str, type[L.LightningModule]] = {"sft": SFTModule, "grpo": GRPOModule, "ppo": PPOModule}
@@ -69,6 +72,7 @@ class Case:
     tiled_mlp: bool | int = False
     fused_head: bool = True
     precision: str = "32-true"
+    optimizer: str = "adamw"
     hidden: int = 384
     layers: int = 6
     vocabulary: int = 4096
@@ -99,6 +103,7 @@ class Case:
         parts += ["tiled MLP"] if self.tiled_mlp else []
         parts += [] if self.fused_head else ["dense head"]
         parts += [] if self.precision == "32-true" else [self.precision]
+        parts += [] if self.optimizer == "adamw" else [self.optimizer]
         return " ".join(parts)
 
 
@@ -109,6 +114,7 @@ CASES = [
     Case(gradient_checkpointing=True, tiled_mlp=128),
     Case(fused_head=False),
     Case(precision="bf16-true"),
+    *(Case(optimizer=name) for name in ("sgd", "muon", "adafactor")),
     Case(stage=0),
     Case(stage=2),
     Case(stage=2, precision="bf16-true"),
@@ -135,6 +141,7 @@ CASES = [
 def estimated(case: Case) -> dict[str, float]:
     """The same parts by :mod:`rlhfkit.costs`."""
     shape = dataclasses.replace(model_shape(case.config), fused_head=case.fused_head)
+    precision = Precision.of(case.precision, deepspeed=case.stage is not None)
     run = Run(
         policy=shape,
         critic=shape if case.module == "ppo" else None,
@@ -148,7 +155,8 @@ def estimated(case: Case) -> dict[str, float]:
             bucket=BUCKET,
             live_parameters=BUCKET,
         ),
-        precision=Precision.of(case.precision, deepspeed=case.stage is not None),
+        precision=precision,
+        optimizer_state=state_bytes(getattr(optimizers, case.optimizer), {}, itemsize=precision.main_weights),
         gradient_checkpointing=case.gradient_checkpointing,
         tiled_mlp=case.tiled_mlp,
         entropy=case.module != "sft",
@@ -304,7 +312,10 @@ def measured(case: Case, folder: Path) -> dict[str, float]:
     torch.manual_seed(0)
     LlamaForCausalLM(case.config).save_pretrained(folder)
     module: Any = MODULES[case.module](
-        str(folder), gradient_checkpointing=case.gradient_checkpointing, tiled_mlp=case.tiled_mlp
+        str(folder),
+        gradient_checkpointing=case.gradient_checkpointing,
+        tiled_mlp=case.tiled_mlp,
+        optimizer=case.optimizer,
     )
     module.row_problems = lambda batch: []  # a forward pass of its own, which the peak is not about
     measure = Measure()

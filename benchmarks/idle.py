@@ -4,7 +4,8 @@ Real ``AsyncRollouts`` and ``GroupCollector`` drive an engine whose slots sleep 
 the 99th percentile ten times the median, cut at 25 times the median. Training sleeps for a fifth of the time that the
 slots need for an iteration. Compared in one run: taking turns; sampling ahead one iteration after another; sampling
 ahead with the requests of both iterations out (``continuous_batching``); the last also where dynamic sampling rejects
-every third group and samples another in its place. Prints one JSON line.
+every third group and samples another in its place, and with ``oversampling`` of a quarter, which throws away what it
+drops or continues it (``partial_rollouts``; what is computed again to continue is not counted). Prints one JSON line.
 
     python benchmarks/idle.py
 """
@@ -31,6 +32,7 @@ SLOTS, GROUP = 16, 8
 MEDIAN_SECONDS = 0.012
 SIGMA = math.log(10) / 2.3263  # of the lognormal whose 99th percentile is ten times its median
 LONGEST = 25.0  # times the median
+TOKEN_SECONDS = 1e-4
 
 
 def seconds_of(iteration: int, prompt: int, place: int) -> float:
@@ -49,6 +51,8 @@ class SleepingEngine:
 
     def __init__(self, continuous_batching: bool) -> None:
         self.continuous_batching = continuous_batching
+        self.begun: dict[tuple[int, int], float] = {}  # seconds of answers that were cut and are continued
+        self.thrown_away = 0.0  # seconds
         self.requests: queue.PriorityQueue[Any] = queue.PriorityQueue()
         self.numbers = itertools.count()
         self.busy: list[tuple[float, float]] = []
@@ -57,11 +61,21 @@ class SleepingEngine:
 
     def _slot(self) -> None:
         while (request := self.requests.get()[-1]) is not None:
-            stream, iteration, prompt, place = request
+            stream, iteration, prompt, place, before = request
+            whole = self.begun.get((prompt.index, place)) if before else None
+            whole = seconds_of(iteration, prompt.index, place) if whole is None else whole
             start = time.perf_counter()
-            time.sleep(seconds_of(iteration, prompt.index, place))
-            self.busy.append((start, time.perf_counter()))
-            stream.finish(prompt, Sample(prompt, place, [5], [0.0], [self.version], "stop"))
+            was_cut = stream.ended.wait(max(whole - before * TOKEN_SECONDS, 0.0))
+            end = time.perf_counter()
+            self.busy.append((start, end))
+            if was_cut:
+                self.begun[prompt.index, place] = whole
+            count = before + max(1, round((end - start) / TOKEN_SECONDS))
+            ids, logprobs, versions = [5] * count, [0.0] * count, [self.version] * count
+            stream.finish(prompt, Sample(prompt, place, ids, logprobs, versions, "abort" if was_cut else "stop"))
+
+    def resume_problem(self, sampling: SamplingSpec) -> None:
+        """Answers can be continued."""
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "SleepingStream":
         return SleepingStream(self, iteration)
@@ -83,17 +97,44 @@ class SleepingStream:
     def __init__(self, engine: SleepingEngine, iteration: int) -> None:
         self.engine, self.iteration = engine, iteration
         self.groups: dict[int, list[Sample]] = {}
+        self.left: set[int] = set()  # prompts of groups that were not collected
+        self.waiting = 0  # requests without an answer
+        self.ended = threading.Event()
         self.finished: queue.SimpleQueue[list[Sample]] = queue.SimpleQueue()
         self.lock = threading.Lock()
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         for prompt in prompts:
-            for place in range(GROUP):
-                request = self, self.iteration, prompt, place
-                self.engine.requests.put((self.iteration, next(self.engine.numbers), request))
+            self.start(prompt, dict.fromkeys(range(GROUP), 0))
+
+    def start(self, prompt: Prompt, places: dict[int, int]) -> None:
+        """Ask for answers, of which so many tokens are there."""
+        with self.lock:
+            self.left.add(prompt.index)
+            self.waiting += len(places)
+        for place, before in places.items():
+            request = self, self.iteration, prompt, place, before
+            self.engine.requests.put((self.iteration, next(self.engine.numbers), request))
+
+    def resume(self, groups: Sequence[list[Sample]], *, iteration: int | None = None) -> None:
+        for group in groups:
+            whole = [sample for sample in group if sample.finish_reason == "stop"]
+            begun = {sample.sample_index: sample.num_tokens for sample in group if sample.finish_reason == "abort"}
+            missing = {*range(GROUP)} - {sample.sample_index for sample in whole}
+            self.groups[group[0].prompt.index] = whole
+            self.start(group[0].prompt, {place: begun.get(place, 0) for place in missing})
+            if len(whole) == GROUP:
+                self.finished.put(whole)
+
+    def cut(self) -> list[list[Sample]]:
+        self.ended.set()
+        while self.waiting:
+            time.sleep(0.0005)
+        return [self.groups[index] for index in self.left]
 
     def finish(self, prompt: Prompt, sample: Sample) -> None:
         with self.lock:
+            self.waiting -= 1
             group = self.groups.setdefault(prompt.index, [])
             group.append(sample)
             if len(group) == GROUP:
@@ -101,12 +142,17 @@ class SleepingStream:
 
     def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         try:
-            return [self.finished.get(timeout=wait)]
+            group = self.finished.get(timeout=wait)
         except queue.Empty:
             return []
+        self.left.discard(group[0].prompt.index)
+        return [group]
 
     def close(self) -> None:
-        """Nothing is dropped."""
+        if not self.ended.is_set():
+            dropped = self.cut()
+            tokens = sum(sample.num_tokens for group in dropped for sample in group)
+            self.engine.thrown_away += tokens * TOKEN_SECONDS
 
 
 class Data:
@@ -131,25 +177,43 @@ def reward(samples: Sequence[Sample]) -> list[float]:
 
 
 def measure(
-    wanted: int, staleness: int, continuous_batching: bool, *, select: bool = False, iterations: int = 10
+    wanted: int,
+    staleness: int,
+    continuous_batching: bool,
+    *,
+    select: bool = False,
+    oversampling: float = 0.0,
+    partial: bool = False,
+    iterations: int = 10,
 ) -> dict[str, float]:
-    """Idle share and iterations per second, without the first two iterations; ``select``: replace rejected groups."""
+    """Idle share and iterations per second, without the first two iterations.
+
+    ``select``: replace rejected groups. ``partial``: continue what ``oversampling`` drops.
+    """
     engine, data = SleepingEngine(continuous_batching), Data()
     module = SimpleNamespace(
         tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids)), scores_samples=False
     )
     trainer: Any = SimpleNamespace(
-        world_size=1, global_rank=0, max_epochs=-1, current_epoch=0, datamodule=data, lightning_module=module
+        world_size=1,
+        global_rank=0,
+        max_epochs=-1,
+        current_epoch=0,
+        global_step=0,
+        datamodule=data,
+        lightning_module=module,
     )
     selection = DynamicSampling() if select else None
-    collector = GroupCollector(engine, reward, Timing(), selection)  # type: ignore[arg-type]
+    collector = GroupCollector(engine, reward, Timing(), selection, oversampling)  # type: ignore[arg-type]
     ahead = AsyncRollouts(collector, staleness, 600.0, in_flight=True) if staleness else None
-    spec = SamplingSpec(group_size=GROUP, max_new_tokens=8)
+    spec = SamplingSpec(group_size=GROUP, max_new_tokens=100_000)
+    if partial:
+        collector.continue_dropped(spec)
     training = 0.2 * wanted * GROUP * MEDIAN_SECONDS * math.exp(SIGMA**2 / 2) / SLOTS
     start = 0.0
     for iteration in range(iterations):
         if iteration == 2:
-            start = time.perf_counter()
+            start, engine.thrown_away = time.perf_counter(), 0.0
         collected = (ahead or collector).collect(trainer, wanted, spec, iteration)
         time.sleep(training)
         data.set_cursor(collected.after)
@@ -159,7 +223,10 @@ def measure(
         ahead.close()
     for _ in range(SLOTS):
         engine.requests.put((math.inf, next(engine.numbers), None))
-    return {"idle_share": round(share, 4), "iterations_per_second": round((iterations - 2) / (end - start), 3)}
+    numbers = {"idle_share": round(share, 4), "iterations_per_second": round((iterations - 2) / (end - start), 3)}
+    if oversampling:
+        numbers["thrown_away_share"] = round(engine.thrown_away / (SLOTS * (end - start)), 4)
+    return numbers
 
 
 def main() -> None:
@@ -172,6 +239,14 @@ def main() -> None:
             "ahead by 1, one after another": measure(wanted, 1, False),
             "ahead by 1, requests of both out": measure(wanted, 1, True),
             "ahead by 3, requests of all out": measure(wanted, 3, True),
+        }
+    for per_slot in (4, 16):
+        wanted = per_slot * SLOTS // GROUP
+        report[f"{per_slot} answers a slot, oversampling a quarter"] = {
+            "in turns": measure(wanted, 0, True, oversampling=0.25),
+            "in turns, continued": measure(wanted, 0, True, oversampling=0.25, partial=True),
+            "ahead by 1": measure(wanted, 1, True, oversampling=0.25),
+            "ahead by 1, continued": measure(wanted, 1, True, oversampling=0.25, partial=True),
         }
     report["16 answers a slot, dynamic sampling rejects a third"] = {
         "in turns": measure(32, 0, True, select=True),

@@ -32,8 +32,15 @@ ORDER += (
     "advantages.rewards",
     "advantages.turns",
 )
-ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free")
-ORDER += ("preference.variants", "preference.kto", "preference.bco", "preference.pairs", "preference.reward_model")
+ORDER += ("supervised", "distillation", "hybrid_distillation", "preference.dpo", "preference.reference_free")
+ORDER += (
+    "preference.variants",
+    "preference.kto",
+    "preference.bco",
+    "preference.pairs",
+    "preference.self_play",
+    "preference.reward_model",
+)
 ORDER += ("fused_head.logprobs", "fused_head.single_pass", "policy.base", "aggregation", "metrics")
 OMITTED_ARGUMENTS = {"denominator", "mask", "max_length"}
 

@@ -20,7 +20,7 @@ from rlhfkit.costs import (
     model_shape,
 )
 from rlhfkit.costs.hardware import GIB
-from rlhfkit.costs.memory import TRAINING
+from rlhfkit.costs.memory.parts import TRAINING
 
 PAGE = Path(__file__).with_name("placement.md")
 BEGIN, END = "<!-- estimates: written by docs/generate_placement.py -->", "<!-- end of estimates -->"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rlhfkit.data.batch import PaddedBatch, TokenBatch
     from rlhfkit.data.types import Experience, Prompt
+    from rlhfkit.flat_parameters import FlatLayout
 
 
 # ---------------------------------------------------------------------- what a RolloutCallback asks of a module
@@ -111,11 +112,11 @@ class AsksWhileSampling(Protocol):
 
 
 @runtime_checkable
-class CorrectsQuantization(Protocol):
+class CorrectsOffPolicy(Protocol):
     """A module that can weight samples by how likely the policy is to have made them."""
 
-    def correct_quantization(self) -> bool:
-        """Use a correction for samples of a quantized engine, unless one was chosen; returns whether it was set."""
+    def correct_off_policy(self) -> bool:
+        """Use a correction for samples of another policy, unless one was chosen; returns whether it was set."""
         ...
 
 
@@ -126,6 +127,15 @@ class UsesGreedyRewards(Protocol):
     @property
     def needs_greedy_rewards(self) -> bool:
         """Whether samples need the reward of that answer among their ``reward_parts``, as ``GREEDY_REWARD``."""
+        ...
+
+
+@runtime_checkable
+class ChecksEngine(Protocol):
+    """A module that learns from the samples of certain engines only."""
+
+    def check_engine(self, engine: Any) -> None:
+        """Raise ValueError if a :class:`~rlhfkit.rollout.RolloutEngine` does not give the samples it learns from."""
         ...
 
 
@@ -334,6 +344,10 @@ class RLHFStrategy(Protocol):
     skipped_updates: int
     """Updates that were skipped because a gradient was not finite."""
 
+    def config_of(self, child: str, *, trainable: bool) -> dict[str, Any]:
+        """Return the DeepSpeed configuration of a child, complete; ``trainable``: if it has an optimizer."""
+        ...
+
     def skip_update(self, child: str) -> None:
         """Leave weights and optimizer state of a child of the module unchanged in the coming update."""
         ...
@@ -354,6 +368,15 @@ class RLHFStrategy(Protocol):
 
 
 @runtime_checkable
+class TakesFlatLayouts(Protocol):
+    """An optimizer of whole parameters that can find them in the flat tensors that a strategy makes of them."""
+
+    def set_flat_layouts(self, layouts: Mapping[Tensor, FlatLayout]) -> None:
+        """Take the layout of each flat tensor among its parameters."""
+        ...
+
+
+@runtime_checkable
 class KeepsFolder(Protocol):
     """A module with state that is in no child, such as a model on machines of its own."""
 
@@ -363,6 +386,15 @@ class KeepsFolder(Protocol):
 
     def load_folder(self, folder: Path) -> None:
         """Continue with it when training starts; the folder is missing if nothing was written. On all ranks."""
+        ...
+
+
+@runtime_checkable
+class RecordsWork(Protocol):
+    """A module with ranks of its own elsewhere that note when they work."""
+
+    def work_elsewhere(self) -> list[tuple[str, str, float, float]]:
+        """When these have worked lately: role, phase, start and end in seconds of :func:`time.time`."""
         ...
 
 

@@ -14,6 +14,7 @@ from typing import Any
 # models this small. OpenMP reads it when torch is imported, so it comes first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 from shared_pool import SharedPool
@@ -23,6 +24,10 @@ from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.supervision.health import HealthPolicy
 
 ROOT = Path(__file__).parent.parent
+
+# How long an example takes says nothing on a machine with other work.
+hypothesis.settings.register_profile("rlhfkit", deadline=None)
+hypothesis.settings.load_profile("rlhfkit")
 
 
 @cache

@@ -32,6 +32,8 @@ CAP = 12
 """Tokens that each of two sequence ranks may compute: fewer than the longest rows have."""
 TEXTS = [{"text": "ab" * (1 + number % 9) + str(number)} for number in range(22)]
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=12, min_new_tokens=1)
+MOVING: dict[str, Any] = {"kl_coef": 0.01, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
+"""A reference that follows the policy, sharded and divided like it."""
 
 
 class PlainPPO(PlainSGD, PPOModule):
@@ -85,7 +87,7 @@ class Keep(L.Callback):
         group = forward_group_of(unwrap(pl_module.policy))
         self.together = 1 if group is None else group.mesh.forward_group_size
         averages = [one for one in trainer.callbacks if isinstance(one, EMA)]
-        for name in ("policy", "critic"):
+        for name in ("policy", "critic", "reference"):
             if hasattr(pl_module, name):
                 self._keep(name, getattr(pl_module, name))
         for ema in averages:
@@ -108,11 +110,11 @@ def sft(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap
 
 def grpo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap: int) -> Any:
     """Two updates of an iteration, in as many micro-batches as the answers need; rows above a rank's share."""
-    size: dict[str, Any] = {"micro_batch_size": 4}
+    size: dict[str, Any] = {"micro_batch_size": 2}
     if groups:
         size = {"max_tokens_per_micro_batch": cap, "updates_per_iteration": 2}
-    data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=8, **size)
-    module = PlainGRPO(model, lr=0.05, kl_coef=0.01, max_tokens_per_forward=CAP)
+    data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=4, **size)
+    module = PlainGRPO(model, lr=0.05, max_tokens_per_forward=CAP, **MOVING)
     rollouts = RolloutCallback(digits, engine=engine, sampling=SAMPLING)
     return module, data, [rollouts, Invariants()], {"accumulate_grad_batches": 1 if groups else 4}
 
@@ -123,8 +125,8 @@ def ppo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap
         prompts_file(folder), answer="answer", rollout_batch_size=2, micro_batch_size=8 // max(1, groups)
     )
     module = PlainPPO(
-        model, lr=0.05, critic_lr=0.05, kl_coef=0.01, max_tokens_per_forward=40,
-        reward_processing=RewardProcessing(normalize=True),
+        model, lr=0.05, critic_lr=0.05, max_tokens_per_forward=40, reward_processing=RewardProcessing(normalize=True),
+        **MOVING,
     )  # fmt: skip
     return module, data, [RolloutCallback(digits, engine=engine, sampling=SAMPLING)], {}
 
@@ -183,7 +185,7 @@ MESHES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ppo, tensor": ("ppo", 2, {"tensor_parallel_size": 2}),
 }
 """The run, the ZeRO stage and the sizes of each mesh of four ranks; the hybrid has two rings of two Ulysses ranks."""
-SAVED_AFTER = {"sft": 13, "grpo": 35}
+SAVED_AFTER = {"sft": 13, "grpo": 17, "grpo, tensor": 17}
 """Micro-batches of a rank: inside an accumulation window, in the last epoch."""
 
 

@@ -11,7 +11,15 @@ import torch
 from plain_sgd import PlainSGD
 from tiny_models import tiny_model
 
-from rlhfkit import GRPOModule, LocalEngine, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import (
+    GRPOModule,
+    LocalEngine,
+    PromptDataModule,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    StreamingPromptDataModule,
+)
 from rlhfkit.distributed import gather_objects
 
 
@@ -55,6 +63,7 @@ def setup_run(
     module: Callable[..., GRPOModule] = GRPOModule,
     module_arguments: dict[str, Any] | None = None,
     data_arguments: dict[str, Any] | None = None,
+    datamodule: Callable[..., PromptDataModule] = PromptDataModule,
     rollouts: RolloutCallback | None = None,
     callbacks: Sequence[L.Callback] = (),
     **trainer_arguments: Any,
@@ -65,7 +74,7 @@ def setup_run(
     if not model.exists():
         tiny_model(model)
     made = module(str(model), **({"lr": 1e-3} | (module_arguments or {})))
-    data = PromptDataModule(
+    data = datamodule(
         prompts_file(folder),
         answer="answer",
         **({"rollout_batch_size": 8, "micro_batch_size": 8} | (data_arguments or {})),
@@ -109,17 +118,23 @@ def samples_of_all_ranks(rollouts: RolloutCallback) -> list[Sample]:
 
 
 def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str, Any]:
-    """Entry point of a rank: the same run under each strategy (``"ddp shared"``: with one engine for all ranks)."""
+    """Entry point of a rank: the same run under each strategy.
+
+    ``"ddp shared"``: with one engine for all ranks; ``"ddp stream"``: with a stream of prompts, after the first
+    iteration of the run of one rank, which is saved beside the folder.
+    """
     results: dict[str, Any] = {}
     for name in strategies:
-        strategy, *shared = name.split()
-        engine = SharedEngine() if shared else None
+        strategy, *option = name.split()
+        engine = SharedEngine() if option == ["shared"] else None
+        saved = folder.parent / "stream.ckpt" if option == ["stream"] else None
         sampling = SamplingSpec(group_size=4, max_new_tokens=8)
         trainer, module, data, rollouts = setup_run(
             folder / f"rank{os.environ['LOCAL_RANK']}",  # ranks must not write the same model
             module=PlainGRPO,
             module_arguments={"lr": 0.05, "kl_coef": 0.01},
-            data_arguments={"micro_batch_size": 8 // world},
+            data_arguments={"micro_batch_size": 8 // world, **({"shuffle_block": 16} if saved else {})},
+            datamodule=StreamingPromptDataModule if saved else PromptDataModule,
             rollouts=RolloutCallback(digits, engine=engine, sampling=sampling),
             strategy=strategy,
             devices=world,
@@ -129,6 +144,10 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
         tokens: list[list[int]] = []
 
         class Keep(L.Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                if saved and world == 1 and trainer.is_last_batch and not trainer.current_epoch:  # noqa: B023
+                    trainer.save_checkpoint(saved)  # noqa: B023
+
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
                 tokens.extend(sample.token_ids for sample in samples_of_all_ranks(rollouts))  # noqa: B023
 
@@ -138,7 +157,7 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
                 total.extend(float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(pl_module.policy))  # noqa: B023
 
         trainer.callbacks.append(Keep())
-        trainer.fit(module, data)
+        trainer.fit(module, data, ckpt_path=saved if world > 1 else None)
         results[name] = {
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "tokens": tokens,

@@ -11,17 +11,24 @@ import torch
 from arguments import learning
 
 from rlhfkit import (
+    BCOModule,
     CPOModule,
     DFTModule,
     DistillationModule,
     DPOModule,
     GRPOModule,
     KTOModule,
+    LocalEngine,
+    NashMDModule,
+    OnlineDPOModule,
     ORPOModule,
+    PairedKTOModule,
     PPOModule,
     PreferenceDataModule,
     ProcessRewardModule,
     PromptDataModule,
+    ReferenceMixture,
+    ReferenceSamples,
     RewardModule,
     RolloutCallback,
     SamplingSpec,
@@ -30,6 +37,7 @@ from rlhfkit import (
     SimPOModule,
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
+    XPOModule,
 )
 from rlhfkit.mesh import SequenceParallel, forward_group_of
 from rlhfkit.models import unwrap
@@ -40,7 +48,11 @@ STEP, STEPS = 8, 2
 KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
     "sft": (SFTModule, "texts", [{}, {"tiled_mlp": 3, "gradient_checkpointing": True}]),
     "dft": (DFTModule, "texts", [{}]),
-    "distillation": (DistillationModule, "texts", [{"chunk_size": 3}, {"divergence": "jsd", "distillation_coef": 0.4}]),
+    "distillation": (
+        DistillationModule,
+        "texts",
+        [{"chunk_size": 3}, {"divergence": "jsd", "distillation_coef": 0.4, "teacher_reads": "text", "chunk_size": 5}],
+    ),
     "dpo": (
         DPOModule,
         "pairs",
@@ -63,8 +75,17 @@ KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
         ],
     ),
     "ppo": (PPOModule, "prompts", [{}, {"shared_backbone": True, "normalize_values": True}]),
+    "bco": (BCOModule, "unpaired", [{}, {"match_prompts": True}]),
+    "kto_paired": (PairedKTOModule, "pairs", [{"desirable_weight": 1.3}]),
+    "online_dpo": (OnlineDPOModule, "prompts", [{"beta": 0.3, "nll_coef": 0.2}]),
+    "xpo": (XPOModule, "prompts", [{"beta": 0.3, "alpha": 0.05}]),
+    "nash": (NashMDModule, "prompts", [{"beta": 0.3, "link": "bradley-terry"}]),
 }
 """Class, data and settings. Losses that sort their batch, and the router's, depend on micro-batches and say so."""
+WHOLE_STEPS = {"kto_paired"}
+"""Kinds whose reference points are those of a micro-batch of all ranks, so that a step has one."""
+PAIRS = {"online_dpo", "xpo"}
+"""Kinds that compare the samples of a prompt, so that a micro-batch has all of them."""
 
 
 class Steps(L.Callback):
@@ -150,11 +171,12 @@ def train(
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([{"params": group["params"]} for group in self.parameter_groups()], lr=0.1)
 
+    ranks = more.get("devices", 1) // sequence
+    size = STEP // ranks if kind in WHOLE_STEPS else max(size, 2) if kind in PAIRS else size
     arguments: dict[str, Any] = {"model": str(folder / "model"), "attention": attention, **settings[setting]}
     arguments |= {"teacher": str(folder / "other")} if kind == "distillation" else {}
     fixed = data == "prompts" or (kind == "kto" and setting == 0)
     rows, steps = rows_of(data, None if fixed else order), Steps()
-    ranks = more.get("devices", 1) // sequence
     if sequence > 1:
         stage, sizes = more.pop("strategy"), {"sequence_parallel_size": sequence, "sequence_parallel": sharing}
         more["strategy"] = (
@@ -163,7 +185,9 @@ def train(
     used: list[L.Callback] = [steps, *callbacks]
     if data == "prompts":
         sampling = SamplingSpec(group_size=2, max_new_tokens=4, stop_token_ids=tuple(range(64, 128)))
-        used.insert(0, RolloutCallback(learning.scored, sampling=sampling, probe_tolerance=1e-3))
+        engine: Any = LocalEngine()
+        engine = {"xpo": ReferenceSamples(engine, LocalEngine()), "nash": ReferenceMixture(engine)}.get(kind, engine)
+        used.insert(0, RolloutCallback(learning.scored, engine=engine, sampling=sampling, probe_tolerance=1e-3))
         source: Any = PromptDataModule(rows[:STEP], rollout_batch_size=STEP, micro_batch_size=size, shuffle=False)
     else:
         types = {

@@ -10,6 +10,7 @@ from strategies import ranks
 from tiny_models import tiny_model
 
 from rlhfkit.mesh import Mesh
+from rlhfkit.models import load_causal_lm
 
 
 def test_every_rank_is_in_one_group_of_each_kind_at_its_place() -> None:
@@ -67,6 +68,11 @@ def test_four_ranks_that_share_forward_passes_train_as_one(runs: dict[str, Any],
     assert weights.keys() == alone["weights"].keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, alone["weights"][name], rtol=1e-5, atol=1e-5, msg=name)
+    if run != "sft":  # the reference has moved, and is not the policy
+        head = "reference.model.embed_tokens.weight"
+        start = load_causal_lm(str(runs["folder"] / "model")).get_input_embeddings().weight
+        assert float((weights[head] - start).abs().max()) > 1e-4
+        assert float((weights[head] - weights[head.replace("reference", "policy")]).abs().max()) > 1e-4
 
 
 @pytest.mark.vllm

@@ -55,6 +55,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "CosineLength": {"correct": len, "max_length": 8},
     "ByColumn": {"name": "difficulty"},
     "RequestParser": {"max_samples": 4, "max_tokens": 4},
+    "ReferenceSamples": {"engine": ENGINE, "reference_engine": LocalEngine()},
     "EpisodeEngine": {"engine": ENGINE, "environment": lambda prompt: None},
     "ExperienceLoader": {"collect": list, "length": 1},
     "AccessControlMiddleware": {"app": None},
@@ -79,7 +80,11 @@ REQUIRED: dict[str, dict[str, Any]] = {
         "examples": [1, 2], "collate": list, "lengths": [1, 1], "targets": [1, 1], "micro_batch_size": 1,
     },
     "StreamLoader": {"open_stream": iter, "collate": list, "steps_per_epoch": 1, "micro_batch_size": 1},
+    "UnpairedStreamLoader": {"open_stream": iter, "collate": list, "steps_per_epoch": 1, "micro_batch_size": 1},
+    "StreamingPreferenceDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
     "StreamingSFTDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
+    "StreamingStepwiseDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
+    "StreamingUnpairedPreferenceDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
     "GymEnvironment": {"environment": SimpleNamespace(reset=print, step=print), "parse_action": str},
     "ToolEnvironment": {"tools": [print]},
     "MCPTools": {"server": "http://127.0.0.1:1/mcp"},
@@ -110,6 +115,7 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
         )
     },
     ("RolloutCallback", "success_threshold"): ((-1.0,), "rewards may be negative"),
+    ("ReplayBuffer", "min_reward"): ((-1.0,), "rewards may be negative"),
     ("GymEnvironment", "invalid_reward"): ((-1.0,), "rewards may be negative"),
     ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),
     (ANY, "entropy_coef"): ((-1.0,), "an entropy penalty"),
@@ -120,6 +126,7 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     ("SimPOModule", "alpha"): ((-1.0,), "AlphaPO's exponent has either sign"),
     ("DPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
     ("OnlineDPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
+    ("XPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
 }
 """(class, argument): values that are taken, and why."""
 

@@ -15,16 +15,18 @@ from rlhfkit import (
     RLHFDeepSpeedStrategy,
     RolloutCallback,
     SFTModule,
+    XPOModule,
     protocols,
 )
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
 from rlhfkit.datamodules.tokenization.mixture import MixedExamples
+from rlhfkit.modules.optimizers import Muon
 from rlhfkit.protocols import experience_source_of, learner_of, prompts_of
 
 CASES = [
     (protocols.GenerativeModule, SFTModule),
     (protocols.ExperienceLearner, GRPOModule),
-    (protocols.CorrectsQuantization, GRPOModule),
+    (protocols.CorrectsOffPolicy, GRPOModule),
     (protocols.HasTokenizer, SFTModule),
     (protocols.HasModelLimits, SFTModule),
     (protocols.SavesPretrained, SFTModule),
@@ -37,10 +39,13 @@ CASES = [
     (protocols.MixedDataset, MixedExamples),
     (protocols.RLHFStrategy, RLHFDeepSpeedStrategy),
     (protocols.StartsRanksOnRay, RLHFDeepSpeedStrategy),
+    (protocols.TakesFlatLayouts, Muon),
     (protocols.KeepsFolder, PPOModule),
+    (protocols.RecordsWork, PPOModule),
     (protocols.AsksWhileSampling, GRPOModule),
     (protocols.UsesGreedyRewards, GRPOModule),
     (protocols.ComparesGroups, OnlineDPOModule),
+    (protocols.ChecksEngine, XPOModule),
     (protocols.HasPromptColumns, PromptDataModule),
 ]
 

@@ -1,6 +1,7 @@
 """The recipe tutorials at reduced size, on one mediocre model: each ends well above it, or does what is asked for."""
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -66,6 +67,19 @@ def test_the_return_in_the_prompt_steers_the_model(
     assert before > 50
     assert none_wrong >= one_wrong + 10
     assert one_wrong >= two_wrong
+
+
+def test_online_dpo_improves_the_policy_and_draws_curves(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(world, tmp_path / "0")
+    importlib.import_module("online_dpo").main(["--folder", str(tmp_path), "--iterations", "10"])
+    [(before, after)] = re.findall(r"before: ([\d.]+)%, after: ([\d.]+)%", capsys.readouterr().out)
+    assert float(after) > float(before) + 3
+    sampled, heldout = json.loads((tmp_path / "0.json").read_text())
+    assert len(sampled) == 10
+    assert [iteration for iteration, _ in heldout] == [0, 10]
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", RECIPES)

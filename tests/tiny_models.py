@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 
@@ -64,3 +64,26 @@ def tiny_model(path: str | Path, *, tied: bool = True, seed: int = 0, context: i
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def tiny_mixture(path: str | Path) -> Path:
+    """Write a mixture of four experts, two of which each token goes to, with its tokenizer to a folder."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        sliding_window=None,
+        bos_token_id=None,
+        eos_token_id=1,
+        initializer_range=0.2,
+    )
+    MixtralForCausalLM(config).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return Path(path)

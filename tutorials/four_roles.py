@@ -1,6 +1,6 @@
-"""PPO with all roles apart: policy and critic learn here; an engine, the reference and the reward model are actors.
+"""PPO with all roles apart: the policy learns here; an engine, reference, reward model and critic are Ray actors.
 
-``python tutorials/four_roles.py`` takes less than two minutes on two cores. A small model learns additions, written
+``python tutorials/four_roles.py`` takes one to three minutes on two cores. A small model learns additions, written
 with or without the question (``42`` or ``17+25=42``); people prefer to see the question, a reward model learns that
 from comparisons, and PPO makes the policy follow. ``Placement`` says where each role is, and prints it; on a cluster
 with GPUs the same lines use its GPUs. ``RoleTimeline`` draws who worked when, to ``timeline.png``.
@@ -79,7 +79,7 @@ def preferred(folder: Path, model: Path) -> float:
 
 def train_with_ppo(folder: Path, start: Path, reward: Path, iterations: int, max_staleness: int) -> RoleTimeline:
     """PPO with every role where the placement says; returns the drawn timeline."""
-    placement = Placement(trainer=1, engines=1, reference=1, reward=1, critic="with trainer")
+    placement = Placement(trainer=1, engines=1, reference=1, reward=1, critic=1)
     module = PPOModule(
         str(start),
         reference=placement.reference(str(start)),
@@ -99,7 +99,7 @@ def train_with_ppo(folder: Path, start: Path, reward: Path, iterations: int, max
         str(folder / "train.jsonl"), prompt="question", answer="answer", rollout_batch_size=256, micro_batch_size=128
     )
     timeline = RoleTimeline(
-        str(folder / "timeline.png"), title="PPO with an engine, a reference and a reward model of their own"
+        str(folder / "timeline.png"), title="PPO with engine, reference, reward model and critic on actors of their own"
     )
     quiet_trainer(folder, max_epochs=iterations, callbacks=[rollouts, timeline]).fit(module, data)
     module.save_pretrained(folder / "ppo")
@@ -121,7 +121,7 @@ def main(words: list[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
 
-    torch.set_num_threads(1)  # four processes share the cores
+    torch.set_num_threads(1)  # five processes share the cores
     began = time.perf_counter()
     L.seed_everything(0, verbose=False)
     folder = arithmetic.make(arguments.folder)

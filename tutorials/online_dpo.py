@@ -54,7 +54,9 @@ def train(folder: Path, seed: int, iterations: int) -> Accuracy:
     """One run."""
     arithmetic.make(folder, seed)
     L.seed_everything(seed, verbose=False)
-    start = supervised_start(folder)
+    start = folder / "sft"
+    if not start.exists():
+        supervised_start(folder)
     module = OnlineDPOModule(str(start), lr=2e-4, beta=0.1, nll_coef=0.2, warmup_steps=10)
     data = PromptDataModule(
         str(folder / "train.jsonl"),

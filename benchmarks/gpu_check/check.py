@@ -14,6 +14,7 @@ MODULES = (
     "benchmarks.gpu_check.correctness.losses",
     "benchmarks.gpu_check.correctness.heads",
     "benchmarks.gpu_check.correctness.attention",
+    "benchmarks.gpu_check.correctness.liger",
     "benchmarks.gpu_check.correctness.training",
     "benchmarks.gpu_check.correctness.generation",
     "benchmarks.gpu_check.correctness.resume",

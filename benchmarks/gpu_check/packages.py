@@ -25,6 +25,7 @@ PACKAGES = {
     "trl": "trl",
     "accelerate": "accelerate",
     "bitsandbytes": "bitsandbytes",
+    "liger_kernel": "liger-kernel",
     "pytest": "pytest",
     "hypothesis": "hypothesis",
 }

@@ -13,7 +13,9 @@ from benchmarks.scale.simulator import Prediction, StoreUse, Workload, predict, 
 from rlhfkit.costs import GPUS, EngineShape, ModelShape, Run, model_shape
 from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.long_rows import smallest_division
-from rlhfkit.costs.memory import FRAGMENTATION, TRAINING, engine_memory, memory_parts, phase_bytes
+from rlhfkit.costs.memory.engines import engine_memory
+from rlhfkit.costs.memory.parts import FRAGMENTATION, TRAINING, phase_bytes
+from rlhfkit.costs.memory.whole_run import memory_parts
 from rlhfkit.costs.run import Sharding
 from rlhfkit.costs.seconds import checkpoint_seconds, phase_seconds
 

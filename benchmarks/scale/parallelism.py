@@ -7,7 +7,7 @@ from benchmarks.scale.cells import shape_of
 from rlhfkit.costs import GPUS, Run, Sharding, estimate_run
 from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.long_rows import longest_row, refused, smallest_division
-from rlhfkit.costs.memory import TRAINING
+from rlhfkit.costs.memory.parts import TRAINING
 from rlhfkit.costs.seconds import sequence_seconds, tensor_seconds, train_seconds
 from rlhfkit.mesh import SequenceParallel
 

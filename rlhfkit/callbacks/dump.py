@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
+from rlhfkit.data.types import Sample
 from rlhfkit.rollout.replay import samples_file, save_samples
 from rlhfkit.validation import check_integer
 
@@ -20,7 +21,8 @@ class RolloutDump(Callback):
     With several ranks each writes the samples that it generated, as ``iteration_000012.rank_0_of_4.jsonl`` and so on.
     They are written before the iteration is trained on. A run that resumes inside an iteration keeps that iteration's
     file; if a resumed run samples an iteration differently, the old file becomes ``iteration_000012.replaced-1.jsonl``.
-    :class:`~rlhfkit.rollout.ReplayEngine` replays the samples.
+    :class:`~rlhfkit.rollout.ReplayEngine` replays the samples. With a ``replay_buffer`` the file also has the
+    samples in whose place others were replayed.
 
     Args:
         folder: Created when missing.
@@ -53,7 +55,7 @@ class RolloutDump(Callback):
         if trainer.is_global_zero:
             self._put_aside_others(iteration, trainer.world_size)
         if not path.exists():
-            save_samples(path, rollouts.samples)
+            save_samples(path, _generated(rollouts))
         else:
             self._replace(path, rollouts)
         if self.keep is not None:
@@ -78,12 +80,17 @@ class RolloutDump(Callback):
     def _replace(path: Path, rollouts: RolloutCallback) -> None:
         """Write samples of an iteration that already has a file; a file with other content is renamed."""
         new = path.with_name(f"{path.stem}.new.jsonl")
-        save_samples(new, rollouts.samples)
+        save_samples(new, _generated(rollouts))
         if filecmp.cmp(path, new, shallow=False):
             new.unlink()
             return
         path.rename(_free_name(path))
         new.rename(path)
+
+
+def _generated(rollouts: RolloutCallback) -> list[Sample]:
+    """The samples that this rank trains on, and those in whose place others were replayed."""
+    return [*rollouts.samples, *([] if rollouts.replay is None else rollouts.replay.replaced)]
 
 
 _FILE = re.compile(r"iteration_(\d{6,})(\.rank_\d+_of_(\d+))?\.jsonl")

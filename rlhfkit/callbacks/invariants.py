@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
-from rlhfkit.data.types import Experience
+from rlhfkit.data.types import OTHER_MODEL, Experience
 from rlhfkit.distributed import gather_objects
 from rlhfkit.protocols import ChecksRows
 
@@ -26,7 +26,8 @@ class Invariants(Callback):
     - padding is not trained on;
     - no group has a sample twice, and no iteration a prompt twice;
     - groups whose rewards are all equal have advantage 0 (``compares_groups``);
-    - no token was sampled by a future policy, or by one older than ``max_staleness`` allows;
+    - no token was sampled by a future policy, or by one older than ``max_staleness`` allows (older ones may be replayed
+      samples, and what partial rollouts continue);
     - a random row of a random micro-batch has the same log-probs with and without the other rows (rlhfkit's modules
       always check this in the first batch of a fit).
 
@@ -58,7 +59,10 @@ class Invariants(Callback):
         if experience is None:  # resumed inside an iteration
             return
         self._versions = [*self._versions, trainer.global_step][-rollouts.max_staleness - 1 :]
-        own = [*self._of_tokens(experience), *self._of_groups(experience), *self._of_versions(experience)]
+        # With partial rollouts a token may be older by an iteration for each time that its sample was cut.
+        oldest = None if rollouts.collector.partials is not None else self._versions[0]
+        of_versions = self._of_versions(experience, oldest, trainer.global_step)
+        own = [*self._of_tokens(experience), *self._of_groups(experience), *of_versions]
         problems = list(dict.fromkeys(each for share in gather_objects(own) for each in share))
         if problems:
             raise InvariantError(f"iteration {rollouts.iteration}: {'; '.join(problems)}")
@@ -79,7 +83,7 @@ class Invariants(Callback):
             values = getattr(experience, name)
             if values is not None and not bool(values[mask].isfinite().all()):
                 problems.append(f"{name} are not all finite")
-        of_engine = experience.rollout_logprobs[mask]
+        of_engine = experience.rollout_logprobs[mask & (experience.versions != OTHER_MODEL)]
         # All NaN means that the engine returns no log-probs; some NaN is an error.
         if not bool(of_engine.isfinite().all() or of_engine.isnan().all()):
             problems.append("rollout_logprobs are not all finite")
@@ -103,15 +107,16 @@ class Invariants(Callback):
                 problems.append(f"the rewards of prompt {int(group)} are all equal, and its advantages are not 0")
         return problems
 
-    def _of_versions(self, experience: Experience) -> list[str]:
-        versions = experience.versions[experience.action_mask]
-        if not len(versions):
-            return []
+    def _of_versions(self, experience: Experience, oldest: int | None, newest: int) -> list[str]:
+        """Tokens of the policy that are not of a version from ``oldest`` (``None``: any) to ``newest``.
+
+        Replayed samples, which a :class:`~rlhfkit.ReplayBuffer` lets be older, only have to be of the past.
+        """
+        by_policy = experience.action_mask & (experience.versions != OTHER_MODEL)
+        fresh = by_policy if experience.replayed is None else by_policy & ~experience.replayed[:, None]
         problems = []
-        if int(versions.max()) > self._versions[-1]:
-            problems.append(f"tokens are from version {int(versions.max())}, and the policy is at {self._versions[-1]}")
-        if int(versions.min()) < self._versions[0]:
-            problems.append(
-                f"tokens are from version {int(versions.min())}, older than max_staleness allows ({self._versions[0]})"
-            )
+        if by_policy.any() and (found := int(experience.versions[by_policy].max())) > newest:
+            problems.append(f"tokens are from version {found}, and the policy is at {newest}")
+        if oldest is not None and fresh.any() and (found := int(experience.versions[fresh].min())) < oldest:
+            problems.append(f"tokens are from version {found}, older than max_staleness allows ({oldest})")
         return problems

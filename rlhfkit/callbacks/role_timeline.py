@@ -11,9 +11,10 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
+from rlhfkit.protocols import RecordsWork
 from rlhfkit.validation import check_integer
 
-LANES = {"engine": "engine", "logprobs": "reference", "reward": "reward model", "critic": "critic"}
+LANES = {"engine": "engine", "logprobs": "reference", "reward": "reward model", "values": "critic", "critic": "critic"}
 """Names of lanes by the beginnings of the names of Ray actors."""
 PHASES = {"generate": "sample", "compute": "compute", "update": "update"}
 """Names of phases by the methods of actors; other methods are short and left out, but those that get weights."""
@@ -45,8 +46,8 @@ class Interval(NamedTuple):
 class RoleTimeline(Callback):
     """Draw who worked when in the last iterations, as a PNG: rank 0, the engines, and placed models, a lane each.
 
-    What the trainer did is measured here; what Ray actors did Ray measures (``ray.timeline``), by the clocks of their
-    machines. A Ray that has no record of it leaves the trainer's lane alone.
+    What the trainer did is measured here; what Ray actors did Ray measures (``ray.timeline``), and ranks of a critic do
+    themselves, by the clocks of their machines. A Ray that has no record of it leaves the trainer's lane alone.
 
     Example::
 
@@ -97,7 +98,13 @@ class RoleTimeline(Callback):
         if not trainer.is_global_zero or not self._starts:
             return
         self._starts.append(time.time())
-        found = [*self._updates, *trainer_intervals(trainer), *actor_intervals()]
+        elsewhere = pl_module.work_elsewhere() if isinstance(pl_module, RecordsWork) else []
+        found = [
+            *self._updates,
+            *trainer_intervals(trainer),
+            *actor_intervals(),
+            *(Interval(*one) for one in elsewhere),
+        ]
         start, end = self._window()
         clipped = [one._replace(start=max(one.start, start), end=min(one.end, end)) for one in found]
         self.intervals = [one for one in clipped if one.end > one.start]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rlhfkit.cli.jsonl import JSONLWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Sample
+from rlhfkit.datamodules.prompts.columns import PromptColumns
 from rlhfkit.datamodules.prompts.rows import PromptRows
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter
 from rlhfkit.datamodules.tokenization.sources import Source, describe, read_rows
@@ -102,8 +103,7 @@ def generate(
     rows = PromptRows(
         read_rows(data, split=split, subset=subset),
         data,
-        formatter,
-        prompt=prompt,
+        PromptColumns(formatter, prompt),
         max_length=max_prompt_length,
         overlong=overlong_prompts,
     )

@@ -2,7 +2,7 @@
 
 Nothing is trained and no weights are loaded; models are described by their configuration and built without memory.
 
-May import: everything but ``cli/``; the formulas (``memory.py``, ``activations.py``, ``seconds.py``) only models.
+May import: everything but ``cli/``; the formulas (``memory/``, ``seconds.py``) only models.
 Start at :func:`rlhfkit.costs.estimation.estimate`.
 """
 

@@ -5,40 +5,35 @@ every such choice is noted, so that a report can state it.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 
 from rlhfkit.callbacks import RolloutCallback
+from rlhfkit.costs.described_roles import model_roles, sharding_of
 from rlhfkit.costs.hardware import GIB, GPU, Efficiency
-from rlhfkit.costs.model_shape import ModelShape, model_shape
-from rlhfkit.costs.run import EngineShape, PlacedModel, PlacedRole, Precision, Run, Sharding
+from rlhfkit.costs.model_shape import ModelShape
+from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
 from rlhfkit.data.packing import capped_iteration_shape, iteration_shape
 from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
-from rlhfkit.episodes.engine_wrapper import EngineWrapper
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.modules import (
-    DistillationModule,
-    OnPolicyDistillationModule,
     OnPolicyModule,
     PolicyModule,
-    PPOModule,
     ProcessRewardModule,
-    ReferenceModule,
     RewardModule,
     SFTModule,
 )
-from rlhfkit.roles import FrozenModel, ModelPool
+from rlhfkit.modules.optimizers.factories import state_bytes
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
-from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
+from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
+from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
 
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt where neither an argument nor the data's ``max_prompt_length`` says it."""
-_PLAIN = ("auto", "ddp", "single_device")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,11 +71,16 @@ def described_run(
     sharding = sharding_of(strategy, devices * num_nodes)
     assumptions: list[str] = []
     problems: list[str] = []
-    fields = _roles(policy)
+    used_precision = Precision.of(precision, deepspeed=sharding.stage is not None)
+    fields = model_roles(policy, used_precision)
+    state = state_bytes(policy.optimizer_function, policy.optimizer_arguments, itemsize=used_precision.main_weights)
+    if state is None:
+        assumptions.append(f"optimizer={policy.optimizer_name!r} keeps two moments per parameter, as AdamW does")
     fields |= {
         "gpu": gpu,
         "sharding": sharding,
-        "precision": Precision.of(precision, deepspeed=sharding.stage is not None),
+        "precision": used_precision,
+        "optimizer_state": state,
         "gradient_checkpointing": policy.gradient_checkpointing,
         "offload_activations": policy.offload_activations,
         "tiled_mlp": policy.tiled_mlp,
@@ -141,101 +141,6 @@ def made_module(module: PolicyModule | Mapping[str, Any] | str) -> PolicyModule:
     if not isinstance(module, PolicyModule):
         raise TypeError(f"module must be one of rlhfkit's modules or the name of a model, got {type(module).__name__}")
     return module
-
-
-def _roles(module: PolicyModule) -> dict[str, Any]:
-    """Shapes of all models that the module trains or holds."""
-
-    def shape(name: str, *, adapters: bool = False) -> ModelShape:
-        lora = module.lora if adapters else None
-        return model_shape(name, lora=lora, trust_remote_code=module.trust_remote_code)
-
-    policy = shape(module.model_name, adapters=True)
-    scalar = isinstance(module, RewardModule | ProcessRewardModule)
-    if scalar:  # a number per token in place of the output layer
-        policy = dataclasses.replace(policy, parameters=policy.backbone, head=0, vocabulary=1, tied=False)
-    roles: dict[str, Any] = {"policy": policy}
-    if isinstance(module, ReferenceModule) and module.uses_reference and module.ref_model_name is not None:
-        roles["reference"] = shape(module.ref_model_name)
-    elif module.needs_reference and module.lora is None:
-        roles["reference"] = shape(module.model_name)
-    if isinstance(module, PPOModule) and not module.shared_backbone:
-        roles["critic"] = shape(module.critic_name or module.model_name, adapters=True)
-    if isinstance(module, DistillationModule) and module.precompute_teacher:
-        return roles
-    elsewhere = isinstance(module, OnPolicyDistillationModule) and module.teacher_pool is not None
-    elsewhere |= isinstance(module, DistillationModule) and module.served_teacher is not None
-    if isinstance(module, DistillationModule | OnPolicyDistillationModule) and not elsewhere:
-        roles["teacher"] = shape(module.teacher_name)
-    if isinstance(module, OnPolicyModule):
-        roles["entropy"] = module.needs_entropy
-        roles["old_logprobs"] = module.needs_old_logprobs
-        roles["prepare_tokens"] = module.max_tokens_per_forward
-        if module.reward_model_name is not None and module.reward_pool is None:
-            roles["reward_model"] = shape(module.reward_model_name)
-    roles["placed"] = _placed(module, shape)
-    return roles
-
-
-def _placed(module: PolicyModule, shape: Callable[[str], ModelShape]) -> tuple[PlacedModel, ...]:
-    """Models in pools of their own; a replica without GPUs among its resources is described as having one."""
-    pools: dict[PlacedRole, FrozenModel | None] = {}
-    if isinstance(module, OnPolicyModule):
-        pools |= {"reference": module.reference_pool, "reward model": module.reward_pool}
-    if isinstance(module, OnPolicyDistillationModule):
-        pools["teacher"] = module.teacher_pool
-    return tuple(
-        PlacedModel(
-            role=role,
-            shape=shape(pool.model),
-            replicas=pool.num_replicas,
-            gpus=max(1, math.ceil((pool.resources or {}).get("GPU", 1))),
-        )
-        for role, pool in pools.items()
-        if isinstance(pool, ModelPool)  # what is served runs already, whatever trains
-    )
-
-
-# ------------------------------------------------------------------------------------------------ the strategy
-
-
-def sharding_of(strategy: str | Strategy, ranks: int) -> Sharding:
-    """The sharding of a strategy or of its name.
-
-    Raises:
-        ValueError: If it is neither ours nor one of Lightning's that replicate everything, or if its forward groups do
-            not divide the ranks.
-    """
-    if isinstance(strategy, str) and strategy.startswith("rlhf_"):
-        register()
-        if strategy in StrategyRegistry.available_strategies():
-            strategy = StrategyRegistry.get(strategy)
-    if isinstance(strategy, RLHFDeepSpeedStrategy):
-        config: dict[str, Any] = strategy.config if isinstance(strategy.config, dict) else {}
-        zero = config.get("zero_optimization") or {}
-        live = zero.get("stage3_max_live_parameters", 1e9) + zero.get("stage3_prefetch_bucket_size", 5e7)
-        return Sharding(
-            ranks=ranks,
-            stage=int(zero.get("stage", 0)),
-            offload_optimizer=bool(zero.get("offload_optimizer")),
-            offload_parameters=bool(zero.get("offload_param")),
-            bucket=int(zero.get("reduce_bucket_size", 5e8)),
-            overlap=bool(zero.get("overlap_comm", True)),
-            live_parameters=int(live),
-            sequence=strategy.sequence_parallel_size,
-            tensor=strategy.tensor_parallel_size,
-            sequence_parallel=strategy.sequence_parallel,
-        )
-    if isinstance(strategy, SequenceParallelDDPStrategy):
-        size, kind = strategy.sequence_parallel_size, strategy.sequence_parallel
-        return Sharding(ranks=ranks, sequence=size, sequence_parallel=kind)
-    name = strategy if isinstance(strategy, str) else type(strategy).__name__
-    if name not in _PLAIN and name not in ("DDPStrategy", "SingleDeviceStrategy"):
-        known = [one for one in StrategyRegistry.available_strategies() if one.startswith("rlhf_")]
-        raise ValueError(
-            f"strategy must be one of {', '.join([*_PLAIN, *known])}, or an RLHFDeepSpeedStrategy, got {name!r}"
-        )
-    return Sharding(ranks=ranks)
 
 
 # ------------------------------------------------------------------------------------------------ data and engines
@@ -355,6 +260,8 @@ def engine_shape(
 ) -> EngineShape | None:
     """Describe an engine; ``None`` for those that need no GPU (a replay)."""
     while isinstance(engine, EngineWrapper):
+        if isinstance(engine, OtherSamples):
+            assumptions.append(f"the reference's own copy in {type(engine).__name__} is not counted")
         engine = engine.engine
     if isinstance(engine, LocalEngine):
         return EngineShape(count=ranks, itemsize=precision.weights, local=True, max_sequences=engine.max_sequences)

@@ -13,19 +13,10 @@ from rlhfkit.callbacks import RolloutCallback
 from rlhfkit.costs.description import Lengths, described_run
 from rlhfkit.costs.hardware import GIB, GPU, Efficiency, find_gpu
 from rlhfkit.costs.long_rows import LongestRow, longest_cached, longest_row, longest_rows, suggestion
-from rlhfkit.costs.memory import (
-    ENGINE,
-    FRAGMENTATION,
-    HOST,
-    PHASES,
-    TRAINING,
-    MemoryPart,
-    engine_memory,
-    memory_parts,
-    memory_problems,
-    phase_bytes,
-)
-from rlhfkit.costs.placed import placed_parts, placed_problems, places
+from rlhfkit.costs.memory.engines import engine_memory
+from rlhfkit.costs.memory.parts import ENGINE, FRAGMENTATION, HOST, PHASES, TRAINING, MemoryPart, phase_bytes
+from rlhfkit.costs.memory.placed import placed_parts, placed_problems, places
+from rlhfkit.costs.memory.whole_run import memory_parts, memory_problems
 from rlhfkit.costs.run import Run
 from rlhfkit.costs.seconds import (
     checkpoint_seconds,
@@ -165,10 +156,10 @@ class Estimate:
         if self.cached_sequences is not None:
             notes.append(f"Sequences of mean length in an engine's key-value cache: {self.cached_sequences:,.0f}.")
         for model in self.run.placed:
-            seconds = placed_seconds(self.run)[model.role]
+            seconds = placed_seconds(self.run)[model.label]
             notes.append(
-                f"The {model.role} has {model.total_gpus} GPU(s) and computes {seconds:,.2f} s, "
-                f"{self.hidden[model.role]:.0%} of which other work hides."
+                f"The {model.label} has {model.total_gpus} GPU(s) and computes {seconds:,.2f} s, "
+                f"{self.hidden[model.label]:.0%} of which other work hides."
             )
         notes += self._notes_of_rows()
         notes += [f"Does not fit: {problem}" for problem in self.problems] or [

@@ -10,16 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlhfkit.costs.hardware import GIB
-from rlhfkit.costs.memory import (
-    FRAGMENTATION,
-    TRAINING,
-    cache_sequence_bytes,
-    engine_memory,
-    frozen_models,
-    memory_parts,
-    phase_bytes,
-    trained_models,
-)
+from rlhfkit.costs.memory.engines import cache_sequence_bytes, engine_memory
+from rlhfkit.costs.memory.parts import FRAGMENTATION, TRAINING, phase_bytes
+from rlhfkit.costs.memory.states import frozen_models, trained_models
+from rlhfkit.costs.memory.whole_run import memory_parts
 from rlhfkit.costs.parallelism import refusals
 from rlhfkit.costs.run import Run, Sharding
 from rlhfkit.mesh import SequenceParallel

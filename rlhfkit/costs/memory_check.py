@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rlhfkit.callbacks import RolloutCallback
 from rlhfkit.costs.estimation import estimate
 from rlhfkit.costs.hardware import GPU
-from rlhfkit.costs.memory import TRAINING, phase_bytes
+from rlhfkit.costs.memory.parts import TRAINING, phase_bytes
 from rlhfkit.gpu_checks import memory_is_tight
 from rlhfkit.modules import PolicyModule
 from rlhfkit.protocols import callbacks_of, datamodule_of

@@ -11,6 +11,7 @@ from rlhfkit.costs.hardware import GPU, Efficiency
 from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.mesh import Mesh, SequenceParallel
 from rlhfkit.models.load import precision_dtype
+from rlhfkit.modules.optimizers.factories import StateBytes
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -123,7 +124,8 @@ class EngineShape:
         check_number("EngineShape.cache_bytes", self.cache_bytes, above=0, optional=True)
 
 
-PlacedRole = Literal["reference", "reward model", "teacher", "critic"]
+PlacedRole = Literal["reference", "reward model", "teacher", "critic", "frozen critic"]
+"""What a model on GPUs of its own is for; a ``critic`` is trained there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,15 @@ class PlacedModel:
     replicas: int = 1
     """Of the whole model, which share the requests; of a critic 1."""
     gpus: int = 1
-    """Of a replica, over which its weights are sharded; of a critic its ranks, with ZeRO 3 where there are several."""
+    """Of a replica, over which its weights are sharded; of a critic its ranks."""
+    name: str = ""
+    """Of one of several models with the same role."""
+    sharding: Sharding | None = None
+    """Of a critic; ``None``: ZeRO 3 where it has several ranks, else 2."""
+    precision: Precision | None = None
+    """Of a critic; ``None``: that of the policy."""
+    optimizer_state: StateBytes | None = None
+    """Of a critic with an optimizer of its own; ``None``: that of the policy."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -143,6 +153,11 @@ class PlacedModel:
             raise ValueError(f"PlacedModel.role must be one of {', '.join(get_args(PlacedRole))}, got {self.role!r}")
         check_integer("PlacedModel.replicas", self.replicas, minimum=1, maximum=1 if self.role == "critic" else None)
         check_integer("PlacedModel.gpus", self.gpus, minimum=1)
+
+    @property
+    def label(self) -> str:
+        """The role, and which of several models it is."""
+        return f"{self.role} {self.name}" if self.name else self.role
 
     @property
     def total_gpus(self) -> int:
@@ -162,12 +177,16 @@ class Run:
     reference: ModelShape | None = None
     """A frozen copy; ``None``: there is none, or the policy without its adapters is the reference."""
     reward_model: ModelShape | None = None
+    more_reward_models: tuple[ModelShape, ...] = ()
+    """Beside ``reward_model``, where the reward is the sum of several."""
     teacher: ModelShape | None = None
     placed: tuple[PlacedModel, ...] = ()
     """Models that the training ranks do not hold; of each role, either here or above."""
     asked_by_group: bool = True
     """Whether placed frozen models are asked as soon as a group is finished, and not when all groups are."""
     engine: EngineShape | None = None
+    optimizer_state: StateBytes | None = None
+    """Bytes of the optimizer's state per parameter; ``None``: two moments like the main weights."""
     offload_training: bool = False
     """Training states go to the host's memory while colocated engines generate."""
     gradient_checkpointing: bool = False
@@ -223,7 +242,11 @@ class Run:
         check_integer("Run.sequences_together", self.sequences_together, minimum=1)
         check_integer("Run.max_staleness", self.max_staleness, minimum=0)
         held = {"critic": self.critic, "reference": self.reference, "teacher": self.teacher}
-        for role in (model.role for model in self.placed):
+        labels = [model.label for model in self.placed]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"Run.placed has several models of one role and name: {', '.join(labels)}")
+        held |= {"frozen critic": self.critic}
+        for role in (model.role for model in self.placed if not model.name):
             if (held | {"reward model": self.reward_model}).get(role) is not None:
                 raise ValueError(f"Run.placed has the {role}, and the training ranks have one: leave one of them out")
         for name in ("prompt_tokens", "micro_batch_tokens"):
@@ -278,3 +301,13 @@ class Run:
     def trained_part_tokens(self) -> float:
         """Most tokens that go through the output layer of a rank: answers after a long prompt all lie in its end."""
         return min(self.micro_batch_tokens * self.trained_share, self.part_tokens)
+
+    def state_bytes(self, shape: ModelShape) -> float | None:
+        """Mean bytes of the optimizer's state per trained parameter of a model."""
+        if self.optimizer_state is None:
+            return None
+        matrices, others = self.optimizer_state
+        if shape.adapters:
+            return matrices
+        part = (shape.embedding + shape.head + shape.experts) / shape.parameters  # norms and biases are few
+        return part * others + (1 - part) * matrices

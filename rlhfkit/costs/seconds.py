@@ -7,14 +7,10 @@ share of the vendor's peak in :class:`~rlhfkit.costs.hardware.Efficiency`.
 import math
 from statistics import NormalDist
 
-from rlhfkit.costs.memory import (
-    cache_token_bytes,
-    engine_memory,
-    memory_parts,
-    moved_bytes,
-    offloaded_activations,
-    trained_models,
-)
+from rlhfkit.costs.memory.engines import cache_token_bytes, engine_memory
+from rlhfkit.costs.memory.passes import offloaded_activations
+from rlhfkit.costs.memory.states import moved_bytes, trained_models
+from rlhfkit.costs.memory.whole_run import memory_parts
 from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.parallelism import dealt_ranks, on_rank, ring_bytes, tensor_bytes, ulysses_bytes
 from rlhfkit.costs.run import PlacedModel, Run
@@ -155,9 +151,9 @@ def placed_seconds(run: Run) -> dict[str, float]:
         rate = model.total_gpus * run.gpu.flops
         passes = 1.0 if run.engine is not None else float(run.passes)
         operations = passes * forward_flops(model.shape, run.tokens, run.sequence_tokens)
-        found[model.role] = operations / (rate * run.efficiency.forward_flops)
+        found[model.label] = operations / (rate * run.efficiency.forward_flops)
         if model.role == "critic":
-            found[model.role] += critic_seconds(run, model)
+            found[model.label] += critic_seconds(run, model)
     return found
 
 
@@ -181,16 +177,16 @@ def exposed_seconds(run: Run) -> dict[str, float]:
     exposed: dict[str, float] = {}
     own = prepare_seconds(run)
     for model in run.placed:
-        seconds = placed_seconds(run)[model.role]
+        seconds = placed_seconds(run)[model.label]
         if model.role == "critic":
             updates = critic_seconds(run, model)
-            exposed[model.role] = max(0.0, seconds - updates - own) + max(0.0, updates - train_seconds(run))
+            exposed[model.label] = max(0.0, seconds - updates - own) + max(0.0, updates - train_seconds(run))
             continue
         left = seconds
         if run.asked_by_group:
             last = seconds * min(1.0, run.prepare_tokens * model.replicas / run.tokens)
             left = max(last, seconds - generation_seconds(run))
-        exposed[model.role] = left if model.role == "reward model" else max(0.0, left - own)
+        exposed[model.label] = left if model.role == "reward model" else max(0.0, left - own)
     return exposed
 
 
@@ -200,7 +196,7 @@ def _forward_passes(run: Run) -> list[tuple[ModelShape, float]]:
         return [(shape, 1.0) for shape in (run.reference, run.teacher) if shape]
     one_update = run.updates == run.passes  # per pass: the first one gives the old log-probs of the others
     later = 1.0 if run.old_logprobs or (run.passes > 1 and not one_update) else 1.0 - run.passes / run.updates
-    others = (run.critic, run.reference, run.reward_model, run.teacher)
+    others = (run.critic, run.reference, run.reward_model, *run.more_reward_models, run.teacher)
     return [(run.policy, later), *((shape, 1.0) for shape in others if shape)]
 
 
@@ -373,7 +369,7 @@ def phase_seconds(run: Run) -> dict[str, float]:
         return training
     moving = {"offload": offload_seconds(run)} if run.offload_training else {}
     exposed = exposed_seconds(run)
-    scored = exposed.pop("reward model", 0.0)
+    scored = sum(exposed.pop(model.label) for model in run.placed if model.role == "reward model")
     return moving | {
         "generate": generation_seconds(run),
         "score": run.score_seconds + scored,

@@ -1,7 +1,7 @@
 """Records and batching: prompts, samples, experience, micro-batches and loaders; loads torch and nothing else.
 
 May import: torch, ``validation.py``.
-Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing.py`` and ``loaders/``.
+Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing/`` and ``loaders/``.
 """
 
 from rlhfkit.data.batch import PaddedBatch, StepTotals, TokenBatch, TokenExample, collate_tokens
@@ -13,6 +13,7 @@ from rlhfkit.data.formats.unpaired import (
     UnpairedExample,
     UnpairedExamples,
     UnpairedLoader,
+    UnpairedStreamLoader,
     collate_unpaired,
 )
 from rlhfkit.data.loaders.experience import ExperienceLoader
@@ -49,6 +50,7 @@ __all__ = [
     "UnpairedExample",
     "UnpairedExamples",
     "UnpairedLoader",
+    "UnpairedStreamLoader",
     "balanced_partition",
     "collate_distilled",
     "collate_preferences",

@@ -217,6 +217,11 @@ class TokenExample:
             )
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.input_ids)
+
+    @property
     def targets(self) -> int:
         """Number of trained tokens."""
         return sum(self.loss_mask[1:])

@@ -75,18 +75,21 @@ def exchange_rows(
     places = torch.searchsorted(rows, arriving).tolist()  # rows arrive by the rank that sent them
 
     def moved(values: Tensor, *, axis: int, fill: int = 0, sent_as: torch.dtype | None = None) -> Tensor:
-        """(B, T) or (B, T-1) values of the rows that arrive, from those of the rows that this rank had."""
+        """Values of the rows that arrive, from those of the rows that this rank had: (B, T), (B, T-1) or with a third
+        axis of several numbers for each token.
+        """
         sizes = [[int((summary.lengths[each] - axis).sum()) for each in side] for side in (leaving, coming)]
-        sent = torch.empty(0, dtype=sent_as or values.dtype)
+        numbers = values.shape[2:]
+        sent = torch.empty(0, *numbers, dtype=sent_as or values.dtype)
         if len(order):  # row by row: an index would copy the padding too
             ends = (experience.lengths[order] - axis).tolist()
             pieces = [values[row, :end].to(sent.dtype) for row, end in zip(order.tolist(), ends, strict=True)]
             sent = torch.cat(pieces)
             del pieces
-        received = torch.empty(sum(sizes[1]), dtype=sent.dtype)
+        received = torch.empty(sum(sizes[1]), *numbers, dtype=sent.dtype)
         dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=group)
         del sent
-        table = torch.full((len(rows), attention.shape[1] - axis), fill, dtype=values.dtype)
+        table = torch.full((len(rows), attention.shape[1] - axis, *numbers), fill, dtype=values.dtype)
         ends = (summary.lengths[arriving] - axis).tolist()
         for place, piece in zip(places, torch.split(received, ends), strict=True):
             table[place, : len(piece)] = piece
@@ -98,11 +101,12 @@ def exchange_rows(
     for entry in dataclasses.fields(experience):
         values, axis = getattr(experience, entry.name), entry.metadata.get("axis")
         if axis in ("token", "step") and values is not None and entry.name not in columns:
-            sent_as = torch.int32 if axis == "token" else None  # token ids
+            # Token ids fit; and gloo sends no int16.
+            sent_as = torch.int32 if axis == "token" or values.dtype == torch.int16 else None
             columns[entry.name] = moved(
                 values, axis=int(axis == "step"), fill=entry.metadata.get("fill", 0), sent_as=sent_as
             )
-    for name in ("rewards", "group", "sample_index", "truncated", "update", "reward_parts"):
+    for name in ("rewards", "group", "sample_index", "truncated", "update", "replayed", "reward_parts"):
         columns[name] = getattr(chosen, name)
     return dataclasses.replace(experience, **columns, rows=rows, iteration=summary)
 

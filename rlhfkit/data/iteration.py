@@ -36,6 +36,8 @@ class IterationSummary:
     """(N,) int64, largest policy version of a trained token; -1 where there is none."""
     update: Tensor
     """(N,) int64, the optimizer update of this iteration that trains on the row."""
+    replayed: Tensor
+    """(N,) bool, true where the sample was made for an earlier iteration."""
     reward_parts: dict[str, Tensor] = field(default_factory=dict)
     """(N,) float32 each."""
 

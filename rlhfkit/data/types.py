@@ -43,6 +43,10 @@ GREEDY_REWARD = "greedy"
 """Name among the ``reward_parts`` of a sample of the reward of the greedy answer to its prompt (ReMax)."""
 
 
+OTHER_MODEL = -1
+"""Version of tokens that another model than the policy sampled (:class:`~rlhfkit.rollout.ReferenceSamples`)."""
+
+
 @dataclass(slots=True)
 class Prompt:
     """A tokenised prompt.
@@ -95,7 +99,7 @@ class Sample:
     where the engine gives none.
     """
     versions: list[int]
-    """Policy version (optimizer updates so far) that sampled each token."""
+    """Policy version (optimizer updates so far) that sampled each token; :data:`OTHER_MODEL`: another model did."""
     finish_reason: FinishReason
     action_mask: list[bool] | None = None
     """True where the policy chose the token, false where an environment wrote it; ``None``: the policy chose all."""
@@ -111,6 +115,8 @@ class Sample:
     """
     info: dict[str, Any] = field(default_factory=dict)
     """Further facts about the sample (turns of an episode, why it ended); numbers are logged as means."""
+    replayed: bool = False
+    """Whether it was sampled for an earlier iteration, see :class:`~rlhfkit.ReplayBuffer`."""
 
     def __post_init__(self) -> None:
         """Check that the per-token fields have one length."""
@@ -214,7 +220,8 @@ class Experience(PaddedBatch):
     rollout_logprobs: Tensor = step_field()
     """(B, T-1) float32, the engine's before truncation, NaN where it gives none; 0 outside the action mask."""
     versions: Tensor = step_field(fill=-1)
-    """(B, T-1) int64, policy version per token; -1 outside the action mask."""
+    """(B, T-1) int64, policy version per token; -1 (:data:`OTHER_MODEL`) outside the action mask, and where another
+    model sampled it."""
     rewards: Tensor = row_field()
     """(B,) float32; NaN where the sample could not be scored (its action mask is all false)."""
     group: Tensor = row_field()
@@ -236,8 +243,20 @@ class Experience(PaddedBatch):
     """(B, T-1) float32, under the reference policy."""
     teacher_logprobs: Tensor | None = step_field(None)
     """(B, T-1) float32, under the teacher of a distillation."""
+    teacher_top_logprobs: Tensor | None = step_field(None)
+    """(B, T-1, K) float32, of the teacher's K likeliest tokens, at the temperature of sampling."""
+    teacher_top_ids: Tensor | None = step_field(None)
+    """(B, T-1, K) int32, these tokens."""
+    teacher_spans: Tensor | None = step_field(None, fill=-1)
+    """(B, T-1) int32, where the teacher has other tokens: the span of text that each token is in, -1: none. Then
+    ``teacher_logprobs`` are those of spans, at the last token of each."""
     routing: Tensor | None = step_field(None)
     """(B, T-1, C) int16, the experts that routers shall choose, see :func:`~rlhfkit.models.policy_output`."""
+    high_entropy: Tensor | None = step_field(None)
+    """(B, T-1) bool, true where the policy before the iteration has one of its highest entropies over all trained
+    tokens of the iteration; ``None``: not asked for."""
+    sum_squares: Tensor | None = step_field(None)
+    """(B, T-1) float32, ``Σ_v π(v)²`` of the policy before the iteration, for advantages that ask for it."""
     values: Tensor | None = step_field(None)
     """(B, T-1) float32, values of the critic before the iteration."""
     advantages: Tensor | None = step_field(None)
@@ -247,6 +266,8 @@ class Experience(PaddedBatch):
 
     reward_parts: dict[str, Tensor] = rows_field()
     """(B,) float32 each."""
+    replayed: Tensor | None = row_field(None)
+    """(B,) bool, true where the sample was made for an earlier iteration; ``None``: nowhere."""
     rows: Tensor | None = row_field(None)
     """(B,) int64, which row of the iteration each one is; ``None``: the rows are the iteration, in order."""
     iteration: IterationSummary | None = None
@@ -258,6 +279,11 @@ class Experience(PaddedBatch):
     def prompt_lengths(self) -> Tensor:
         """(B,) int64, tokens before the first that is trained on; 0 in a row without any."""
         return torch.where(self.action_mask.any(-1), self.action_mask.long().argmax(-1) + 1, 0)
+
+    @property
+    def by_policy(self) -> Tensor:
+        """(B,) bool, true where the policy sampled a token that is trained on, and not another model."""
+        return (self.action_mask & (self.versions != OTHER_MODEL)).any(-1)
 
     @property
     def summary(self) -> IterationSummary:
@@ -279,6 +305,7 @@ class Experience(PaddedBatch):
             oldest_version=torch.where(self.action_mask.any(-1), oldest, -1),
             newest_version=newest,
             update=self.update,
+            replayed=torch.zeros_like(self.truncated) if self.replayed is None else self.replayed,
             reward_parts=dict(self.reward_parts),
         )
 
@@ -327,6 +354,7 @@ class Experience(PaddedBatch):
             sample_index=torch.tensor([sample.sample_index for sample in samples]),
             truncated=torch.tensor([sample.finish_reason == "length" for sample in samples]),
             update=torch.zeros(batch, dtype=torch.int64),
+            replayed=torch.tensor([sample.replayed for sample in samples]),
             reward_parts={name: torch.tensor(column, dtype=torch.float32) for name, column in parts.items()},
             token_rewards=None if token_rewards is None else _placed(token_rewards, steps),
             temperature=temperature,

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from rlhfkit.datamodules.prompts.datamodule import PromptDataModule, final_answer
     from rlhfkit.datamodules.sft import SFTDataModule
     from rlhfkit.datamodules.stepwise import StepwiseDataModule
-    from rlhfkit.datamodules.streaming import StreamingSFTDataModule
+    from rlhfkit.datamodules.streams.examples import (
+        StreamingPreferenceDataModule,
+        StreamingSFTDataModule,
+        StreamingStepwiseDataModule,
+        StreamingUnpairedPreferenceDataModule,
+    )
+    from rlhfkit.datamodules.streams.prompts import StreamingPromptDataModule
     from rlhfkit.datamodules.tokenization.mixture import Mixture
     from rlhfkit.datamodules.unpaired import UnpairedPreferenceDataModule
 
@@ -21,7 +27,11 @@ __all__ = [
     "PromptDataModule",
     "SFTDataModule",
     "StepwiseDataModule",
+    "StreamingPreferenceDataModule",
+    "StreamingPromptDataModule",
     "StreamingSFTDataModule",
+    "StreamingStepwiseDataModule",
+    "StreamingUnpairedPreferenceDataModule",
     "UnpairedPreferenceDataModule",
     "final_answer",
 ]
@@ -32,7 +42,11 @@ _HOMES = {
     "PromptDataModule": "rlhfkit.datamodules.prompts.datamodule",
     "SFTDataModule": "rlhfkit.datamodules.sft",
     "StepwiseDataModule": "rlhfkit.datamodules.stepwise",
-    "StreamingSFTDataModule": "rlhfkit.datamodules.streaming",
+    "StreamingPreferenceDataModule": "rlhfkit.datamodules.streams.examples",
+    "StreamingPromptDataModule": "rlhfkit.datamodules.streams.prompts",
+    "StreamingSFTDataModule": "rlhfkit.datamodules.streams.examples",
+    "StreamingStepwiseDataModule": "rlhfkit.datamodules.streams.examples",
+    "StreamingUnpairedPreferenceDataModule": "rlhfkit.datamodules.streams.examples",
     "UnpairedPreferenceDataModule": "rlhfkit.datamodules.unpaired",
     "final_answer": "rlhfkit.datamodules.prompts.datamodule",
 }

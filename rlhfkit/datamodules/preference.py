@@ -6,12 +6,13 @@ equal answers are dropped.
 
 import copy
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats.preferences import PreferenceExamples, collate_preferences
+from rlhfkit.data.formats.preferences import PreferenceExample, PreferenceExamples, collate_preferences
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
@@ -19,7 +20,7 @@ from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages, 
 from rlhfkit.datamodules.tokenization.columns import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe
 from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, read_rows
+from rlhfkit.datamodules.tokenization.sources import FirstRow, Source, check_columns, describe, read_rows
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 
 if TYPE_CHECKING:
@@ -91,17 +92,23 @@ class PreferenceDataModule(SFTDataModule):
 
     def _build(self, source: Source, split: str, tokenizer: Any) -> PreferenceExamples:
         rows = read_rows(source, split=split, subset=self.subset)
+        columns = self._pair_columns(rows, source)
+        builder = self._builder(PreferenceBuilder, source, tokenizer)
+        pairs = builder.build_pairs(rows, columns)
+        prompt, margin = columns["prompt"], columns["margin"]
+        where = "their common beginning" if prompt is None else f"column {prompt!r}"
+        log.info("%s: %d pairs, prompts from %s, margins %s", describe(source), len(pairs), where, margin or "none")
+        return pairs
+
+    def _pair_columns(self, rows: "Dataset | FirstRow", source: Source) -> dict[str, str | None]:
+        """Return the columns ``chosen``, ``rejected``, ``prompt`` and ``margin``; ``None`` where there is none."""
         margin = self.margin or ("margin" if "margin" in rows.column_names else None)
         check_columns(rows, source, margin=margin)
         named = {"prompt": self.prompt_column, "chosen": self.chosen, "rejected": self.rejected}
         prompt = find_columns(rows, source, (PREFERENCE, IMPLICIT_PREFERENCE), named).get("prompt")
         if prompt is None:
             self._check_implicit(source, isinstance(rows[0][self.chosen], str))
-        builder = self._builder(PreferenceBuilder, source, tokenizer)
-        pairs = builder.build_pairs(rows, chosen=self.chosen, rejected=self.rejected, prompt=prompt, margin=margin)
-        where = "their common beginning" if prompt is None else f"column {prompt!r}"
-        log.info("%s: %d pairs, prompts from %s, margins %s", describe(source), len(pairs), where, margin or "none")
-        return pairs
+        return {"chosen": self.chosen, "rejected": self.rejected, "prompt": prompt, "margin": margin}
 
     def _check_implicit(self, source: Source, text: bool) -> None:
         if text and self.apply_chat_template:
@@ -117,24 +124,43 @@ class PreferenceDataModule(SFTDataModule):
 class PreferenceBuilder(ExampleBuilder):
     """Tokenises rows as preference pairs."""
 
-    def build_pairs(
-        self, rows: "Dataset", *, chosen: str, rejected: str, prompt: str | None, margin: str | None
-    ) -> PreferenceExamples:
-        """Tokenise rows; log how many were truncated or dropped.
+    def build_pairs(self, rows: "Dataset", columns: Mapping[str, str | None]) -> PreferenceExamples:
+        """Tokenise the columns ``chosen``, ``rejected``, ``prompt`` and ``margin``, of which the last two may be none.
+
+        Logs how many pairs were truncated or dropped.
 
         Raises ValueError if a value has the wrong type, a pair is too long under ``overlong="error"`` or for the
         model's context, or no pair is left.
         """
-        columns = {"chosen": chosen, "rejected": rejected, "prompt": prompt}
-        answers = self.cached_examples(rows, columns, lambda: self._make_pairs(rows, columns))
-        for what, count in sorted(answers.counts.items()):
-            if count:
-                text = _LEFT_OUT[what].format(limit=self.max_length)
-                log.warning("%s: %d of %d pairs %s", self.source, count, len(rows), text)
+        margin = columns["margin"]
+        texts = {name: column for name, column in columns.items() if name != "margin"}
+        answers = self.cached_examples(rows, texts, lambda: self._make_pairs(rows, texts))
+        self._log_pairs(len(rows), answers.counts)
         if margin is None:
             return PreferenceExamples(answers)
-        margins = [self._number(value, margin, row) for row, value in enumerate(rows[margin])]
+        margins = [self._number(value, margin, f"{self.source}, row {row},") for row, value in enumerate(rows[margin])]
         return PreferenceExamples(answers, margins=[margins[row] for row in answers.rows[::2]])
+
+    def pairs_of_rows(
+        self, rows: Sequence[tuple[str, Mapping[str, Any]]], columns: Mapping[str, str | None]
+    ) -> Iterator[list[PreferenceExample]]:
+        """Yield the pair of each of some (place, row) pairs of a stream, or none; as :meth:`build_pairs` makes them."""
+        counts: Counter[str] = Counter()
+        answers = self.tokenize_rows(rows, lambda builder, row, where: builder._pair(row, where, columns))
+        margin = columns["margin"]
+        for (where, row), (chosen, rejected) in zip(rows, zip(answers, answers, strict=True), strict=True):
+            pair = self._limit_pair(chosen, rejected, where, counts)
+            for answer in pair:
+                self.check_context(len(answer.input_ids), where)
+            value = None if margin is None else self._number(row[margin], margin, where)
+            yield [PreferenceExample(pair[0], pair[1], value)] if pair else []
+        self._log_pairs(len(rows), counts)
+
+    def _log_pairs(self, rows: int, counts: Mapping[str, int]) -> None:
+        for what, count in sorted(counts.items()):
+            if count:
+                text = _LEFT_OUT[what].format(limit=self.max_length)
+                log.warning("%s: %d of %d pairs %s", self.source, count, rows, text)
 
     def _make_pairs(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
         counts: Counter[str] = Counter()
@@ -149,9 +175,10 @@ class PreferenceBuilder(ExampleBuilder):
             )
         return answers
 
-    def _number(self, value: Any, column: str, row: int) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"column {column!r} of {self.source}, row {row}, must hold a number, it holds {value!r}")
+    @staticmethod
+    def _number(value: Any, column: str, where: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"column {column!r} of {where} must hold a number, it holds {value!r}")
         return float(value)
 
     def _pair(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> list[Recipe]:
@@ -197,26 +224,34 @@ class PreferenceBuilder(ExampleBuilder):
         """Yield both answers of each pair that can be learned from, cut to ``max_length``."""
         stream = iter(answers)
         for row, (chosen, rejected) in enumerate(zip(stream, stream, strict=True)):
-            pair = _same_prompt(chosen, rejected)
-            longest = max(len(answer.input_ids) for answer in pair)
-            if longest > self.max_length:
-                if self.overlong == "error":
-                    raise ValueError(
-                        f"{self.source}, row {row}, has {longest} tokens, more than max_length {self.max_length}: "
-                        "raise it, or let overlong='truncate' or 'drop' deal with such rows"
-                    )
-                if self.overlong == "drop":
-                    counts["dropped"] += 1
-                    continue
-                pair = [TokenExample(a.input_ids[: self.max_length], a.loss_mask[: self.max_length]) for a in pair]
-            if not all(answer.targets for answer in pair):
-                counts["no_answer"] += 1
-            elif pair[0].input_ids == pair[1].input_ids:
-                counts["same"] += 1
-            else:
-                counts["truncated"] += longest > self.max_length
-                made_from += [row, row]
-                yield from pair
+            pair = self._limit_pair(chosen, rejected, f"{self.source}, row {row},", counts)
+            made_from += [row] * len(pair)
+            yield from pair
+
+    def _limit_pair(
+        self, chosen: TokenExample, rejected: TokenExample, where: str, counts: Counter[str]
+    ) -> list[TokenExample]:
+        """Both answers cut to ``max_length``; none if the pair is dropped or cannot be learned from."""
+        pair = _same_prompt(chosen, rejected)
+        longest = max(len(answer.input_ids) for answer in pair)
+        if longest > self.max_length:
+            if self.overlong == "error":
+                raise ValueError(
+                    f"{where} has {longest} tokens, more than max_length {self.max_length}: raise it, or let "
+                    "overlong='truncate' or 'drop' deal with such rows"
+                )
+            if self.overlong == "drop":
+                counts["dropped"] += 1
+                return []
+            pair = [TokenExample(a.input_ids[: self.max_length], a.loss_mask[: self.max_length]) for a in pair]
+        if not all(answer.targets for answer in pair):
+            counts["no_answer"] += 1
+            return []
+        if pair[0].input_ids == pair[1].input_ids:
+            counts["same"] += 1
+            return []
+        counts["truncated"] += longest > self.max_length
+        return pair
 
 
 def _without_prompt(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any]]:

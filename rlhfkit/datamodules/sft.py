@@ -274,6 +274,7 @@ class SFTDataModule(L.LightningDataModule):
             shuffle=self.shuffle,
             epoch=lambda: trainer.current_epoch,
             drop_last=self.drop_last,
+            limit_batches=trainer.limit_train_batches,
         )
 
     def val_dataloader(self) -> Any:

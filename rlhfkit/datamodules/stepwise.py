@@ -2,18 +2,18 @@
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats.stepwise import StepwiseExamples, collate_stepwise
+from rlhfkit.data.formats.stepwise import StepwiseExample, StepwiseExamples, collate_stepwise
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.columns import STEPWISE, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, log_counts
 from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.sources import Source, check_columns, read_rows
+from rlhfkit.datamodules.tokenization.sources import FirstRow, Source, check_columns, read_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -89,15 +89,22 @@ class StepwiseDataModule(SFTDataModule):
 
     def _build(self, source: Source, split: str, tokenizer: Any) -> StepwiseExamples:
         rows = read_rows(source, split=split, subset=self.subset)
+        columns = self._step_columns(rows, source)
+        return self._builder(StepwiseBuilder, source, tokenizer).build_steps(rows, columns, self._step_ends)
+
+    def _step_columns(self, rows: "Dataset | FirstRow", source: Source) -> dict[str, str]:
+        """Return the columns by argument: labels, and text or prompt and completions."""
         if self.text is None:
             named = {"prompt": self.prompt, "completions": self.completions, "labels": self.labels}
-            columns = find_columns(rows, source, (STEPWISE,), named)
-        else:
-            columns = {"text": self.text, "labels": self.labels or "labels"}
-            check_columns(rows, source, **columns)
-        builder = self._builder(StepwiseBuilder, source, tokenizer)
-        ends = self.separator if self.step_token is None else self.step_token
-        return builder.build_steps(rows, columns, ends)
+            return find_columns(rows, source, (STEPWISE,), named)
+        columns = {"text": self.text, "labels": self.labels or "labels"}
+        check_columns(rows, source, **columns)
+        return columns
+
+    @property
+    def _step_ends(self) -> str:
+        """What ends a step."""
+        return self.separator if self.step_token is None else self.step_token
 
     def _step_loader(self, examples: Any, **arguments: Any) -> StepLoader[Any]:
         return StepLoader(examples, collate_stepwise, **arguments)
@@ -112,10 +119,10 @@ class StepwiseBuilder(ExampleBuilder):
         Raises ValueError if a value has the wrong type, steps and labels differ in number, ``ends`` is not one token of
         a text, an answer is longer than the model's context, or no answer is left.
         """
-        self.columns, self.ends = columns, ends
-        self.step_token_id = self._step_token_id(ends) if "text" in columns else None
-        self.texts = rows[columns["text"]] if "text" in columns else []
-        labels = [self._labels(values, row) for row, values in enumerate(rows[columns["labels"]])]
+        self.set_columns(columns, ends)
+        read = [column for argument, column in columns.items() if argument in ("text", "labels")]
+        labelled = rows.select_columns(read)
+        labels = [self._labels(row, f"{self.source}, row {index},") for index, row in enumerate(labelled)]
         answers = self.cached_examples(rows, {**columns, "ends": ends}, lambda: self._make_examples(rows, columns))
         log_counts(self.source, len(rows), answers.counts, self.max_length)
         # Cutting a sequence cuts its last steps, so the labels that are left are the first ones.
@@ -127,6 +134,17 @@ class StepwiseBuilder(ExampleBuilder):
                 "%s: %d of %d steps lie behind max_length %d", self.source, given - used, given, self.max_length
             )
         return StepwiseExamples(answers, kept)
+
+    def set_columns(self, columns: Mapping[str, str], ends: str) -> None:
+        """Set the columns by argument, and what ends a step; ValueError if that is not one token of a text."""
+        self.columns, self.ends = columns, ends
+        self.step_token_id = self._step_token_id(ends) if "text" in columns else None
+
+    def answers_of_rows(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[list[StepwiseExample]]:
+        """Yield the answer of each of some (place, row) pairs of a stream, or none, as :meth:`build_steps` does."""
+        for (where, row), answers in zip(rows, self.examples_of_rows(rows, self.columns), strict=True):
+            labels = self._labels(row, where)
+            yield [StepwiseExample(answer, labels[: answer.targets]) for answer in answers]
 
     def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
         """Return the recipe of one answer, which must have as many steps as labels."""
@@ -177,11 +195,11 @@ class StepwiseBuilder(ExampleBuilder):
         token_id: int = found[0]
         return token_id
 
-    def _labels(self, values: Any, row: int) -> list[float]:
+    def _labels(self, row: Mapping[str, Any], where: str) -> list[float]:
         """Return the labels of a row as probabilities that the steps are correct."""
-        where = f"column {self.columns['labels']!r} of {self.source}, row {row},"
+        values, where = row[self.columns["labels"]], f"column {self.columns['labels']!r} of {where}"
         if isinstance(values, str) and "text" in self.columns:
-            values = _labels_in_text(self.texts[row], values, self.ends, where)
+            values = _labels_in_text(row[self.columns["text"]], values, self.ends, where)
         if not isinstance(values, list):
             raise ValueError(f"{where} must hold a list of labels, it holds {values!r}")
         return [self._label(value, where) for value in values]

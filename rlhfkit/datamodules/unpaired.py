@@ -1,15 +1,20 @@
 """``UnpairedPreferenceDataModule``: answers labelled desirable or undesirable, for KTO; a pair becomes two of them."""
 
 import logging
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rlhfkit.data.formats.unpaired import UnpairedExamples, UnpairedLoader, collate_unpaired
+from rlhfkit.data.formats.unpaired import UnpairedExample, UnpairedExamples, UnpairedLoader, collate_unpaired
 from rlhfkit.data.loaders.steps import TokenizedDataset
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.columns import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, log_counts
 from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.sources import Source, describe, no_loader, read_rows
+from rlhfkit.datamodules.tokenization.sources import FirstRow, Source, describe, no_loader, read_rows
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +75,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
 
     def _build(self, source: Source, split: str, tokenizer: Any) -> UnpairedExamples:
         rows = read_rows(source, split=split, subset=self.subset)
-        named = {name: getattr(self, name) for name in ("prompt", "completion", "label", "chosen", "rejected")}
-        columns = find_columns(rows, source, (UNPAIRED_PREFERENCE, PREFERENCE), named)
+        columns = self._answer_columns(rows, source)
         prompt = columns["prompt"]
         if "label" in columns:
             labels = [
@@ -85,9 +89,17 @@ class UnpairedPreferenceDataModule(SFTDataModule):
             worse = self._tokenize(rows, source, tokenizer, prompt=prompt, completion=columns["rejected"])
             answers, desirable = _interleave(better, worse)
         log.info("%s: %d desirable answers of %d", describe(source), sum(desirable), len(desirable))
-        # A mismatched pair, the prompt of one row with the completion of another, may be longer than any row.
-        limit = min(self.max_length, self._context_length() or self.max_length)
-        return UnpairedExamples(answers, desirable, seed=self.seed, max_length=limit)
+        return UnpairedExamples(answers, desirable, seed=self.seed, max_length=self._longest_mismatched)
+
+    def _answer_columns(self, rows: "Dataset | FirstRow", source: Source) -> dict[str, str]:
+        """Return the columns by argument: prompt, and completion and label or chosen and rejected."""
+        named = {name: getattr(self, name) for name in ("prompt", "completion", "label", "chosen", "rejected")}
+        return find_columns(rows, source, (UNPAIRED_PREFERENCE, PREFERENCE), named)
+
+    @property
+    def _longest_mismatched(self) -> int:
+        """Tokens of a mismatched pair: the prompt of one row with the completion of another may be longer than both."""
+        return min(self.max_length, self._context_length() or self.max_length)
 
     def val_dataloader(self) -> Any:
         """All validation micro-batches as one step, so that one KL estimate covers all of them."""
@@ -98,6 +110,34 @@ class UnpairedPreferenceDataModule(SFTDataModule):
 
     def _step_loader(self, examples: TokenizedDataset, **arguments: Any) -> UnpairedLoader:
         return UnpairedLoader(examples, collate_unpaired, **arguments)
+
+
+class UnpairedBuilder(ExampleBuilder):
+    """Tokenises rows of a stream as labelled answers."""
+
+    def answers_of_rows(
+        self, rows: Sequence[tuple[str, Mapping[str, Any]]], columns: Mapping[str, str]
+    ) -> Iterator[list[UnpairedExample]]:
+        """Yield the answers of each of some (place, row) pairs: one with a label, or two of a pair; log counts.
+
+        Raises ValueError if a value has the wrong type, or an answer is too long under ``overlong="error"`` or for the
+        model's context.
+        """
+        label, counts = columns.get("label"), {"truncated": 0, "dropped": 0, "empty": 0}
+        completions = [columns[name] for name in ("completion", "chosen", "rejected") if name in columns]
+        texts = [{"prompt": columns["prompt"], "completion": completion} for completion in completions]
+        answers = self.tokenize_rows(
+            rows, lambda builder, row, where: [builder.recipe(row, where, each) for each in texts]
+        )
+        for where, row in rows:
+            wanted = [True, False] if label is None else [_is_desirable(row[label], f"column {label!r} of {where}")]
+            made = []
+            for desirable in wanted:
+                for answer in self.limit_lengths(next(answers), where, counts):
+                    self.check_context(answer.num_tokens, where)
+                    made.append(UnpairedExample(answer, desirable))
+            yield made
+        log_counts(self.source, len(rows), counts, self.max_length)
 
 
 def _is_desirable(value: Any, where: str) -> bool:

@@ -9,10 +9,10 @@ from typing import Literal, Protocol
 import torch
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.episodes.engine_wrapper import EngineWrapper
 from rlhfkit.episodes.event_loop import EventLoopThread
 from rlhfkit.episodes.sampler import EngineFailedError
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, check_context
+from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)

@@ -51,6 +51,7 @@ from rlhfkit.losses.distillation import (
     distillation_loss,
     on_policy_distillation_advantages,
     on_policy_distillation_loss,
+    span_distillation_advantages,
 )
 from rlhfkit.losses.fused_head.logprobs import LogprobsOutput, linear_logprobs, logits_logprobs
 from rlhfkit.losses.fused_head.single_pass import (
@@ -61,6 +62,7 @@ from rlhfkit.losses.fused_head.single_pass import (
     linear_single_pass,
 )
 from rlhfkit.losses.gradient_scope import GradientScope, gradient_scope
+from rlhfkit.losses.hybrid_distillation import hybrid_distillation_loss, universal_logit_distance
 from rlhfkit.losses.importance_sampling import (
     CORRECTION_PRESETS,
     CorrectionLevel,
@@ -108,6 +110,7 @@ from rlhfkit.losses.preference.kto import kto_kl_estimate, kto_kl_sums, kto_loss
 from rlhfkit.losses.preference.pairs import best_and_worst, pair_partners, rejected_values
 from rlhfkit.losses.preference.reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
 from rlhfkit.losses.preference.reward_model import bradley_terry_loss, pairwise_accuracy, process_reward_loss
+from rlhfkit.losses.preference.self_play import exploration_loss, nash_md_loss, preference_advantages
 from rlhfkit.losses.preference.variants import (
     PAIR_LOSSES,
     PreferencePairs,
@@ -162,6 +165,7 @@ __all__ = [
     "dr_grpo_loss",
     "entropy_bonus",
     "exp_mean_metric",
+    "exploration_loss",
     "gae",
     "gdpo_advantages",
     "gmpo_loss",
@@ -172,6 +176,7 @@ __all__ = [
     "grpo_loss",
     "gspo_loss",
     "gspo_token_loss",
+    "hybrid_distillation_loss",
     "importance_weights",
     "ipo_policy_loss",
     "kl_cov_loss",
@@ -199,6 +204,7 @@ __all__ = [
     "min_metric",
     "mismatch_metrics",
     "missing_eos_penalty",
+    "nash_md_loss",
     "normalize_advantages",
     "normalize_rewards",
     "off_policy_sequence_mask",
@@ -214,6 +220,7 @@ __all__ = [
     "policy_loss_output",
     "policy_tokens",
     "ppo_loss",
+    "preference_advantages",
     "process_reward_loss",
     "reinforce_advantages",
     "reinforce_baseline_advantages",
@@ -228,6 +235,7 @@ __all__ = [
     "sequence_logprobs",
     "simpo_loss",
     "slic_loss",
+    "span_distillation_advantages",
     "stop_properly_penalty",
     "sum_losses",
     "sum_metric",
@@ -236,6 +244,7 @@ __all__ = [
     "top_entropy_mask",
     "turn_advantages",
     "turn_ends",
+    "universal_logit_distance",
     "value_loss",
     "vespo_loss",
     "weighted_metric",

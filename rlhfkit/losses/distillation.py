@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlhfkit.losses.advantages.gae import discounted_returns
 from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,
@@ -30,7 +31,8 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 Remainder = Literal["bucket", "renormalize"]
 """How the probability outside the top K is treated."""
 
-_LOG_ZERO = -1e4  # stands for log 0: its exponential is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf is nan
+LOG_ZERO = -1e4
+"""Stands for log 0: its exponential is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf is NaN."""
 
 
 @share_arguments(AGGREGATION_ARGUMENTS)
@@ -108,8 +110,8 @@ def token_divergence(
     chunk_size: int | None = None,
 ) -> Tensor:
     """The ``ℓ_t`` of :func:`distillation_loss`, which has the arguments and errors: (B, T) nats, 0 where masked."""
-    _check(student, teacher, mask, divergence, temperature, teacher_weight, top_k, teacher_ids, remainder, chunk_size)
-    compare = divergence if callable(divergence) else _DIVERGENCES[divergence](teacher_weight)
+    _check(student, teacher, mask, temperature, top_k, teacher_ids, remainder, chunk_size)
+    compare = divergence_function(divergence, teacher_weight)
     vocabulary = student.shape[-1]
     student_rows, teacher_rows = student.reshape(-1, vocabulary), teacher.detach().reshape(-1, teacher.shape[-1])
     keep = mask.bool().reshape(-1)
@@ -121,7 +123,7 @@ def token_divergence(
         if ids is not None:
             ids = select(ids, keep.unsqueeze(-1))
         student, teacher = _on_common_support(student, teacher, ids, top_k, remainder)
-        return select(compare(student.clamp(min=_LOG_ZERO), teacher.clamp(min=_LOG_ZERO)), keep)
+        return select(compare(student.clamp(min=LOG_ZERO), teacher.clamp(min=LOG_ZERO)), keep)
 
     if chunk_size is None:
         return compare_rows(student_rows, teacher_rows, keep, ids).reshape(mask.shape)
@@ -154,6 +156,47 @@ def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor
     check_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     student, teacher = full_precision(logprobs.detach()), full_precision(teacher_logprobs.detach())
     return select(teacher, mask) - select(student, mask)
+
+
+def span_distillation_advantages(
+    logprobs: Tensor, teacher_logprobs: Tensor, spans: Tensor, mask: Tensor, *, gamma: float = 0.0
+) -> Tensor:
+    """:func:`on_policy_distillation_advantages` of a teacher with other tokens, by spans of the same text.
+
+    ``A_t = Σ_{s' ≥ s} γ^{s'-s} (log q(s') - log p(s'))`` for each token t of span s, with ``log p(s) = Σ_{u in s} log
+    p(y_u)`` by the chain rule and likewise ``log q(s)``, detached: minus the one-sample reverse KL of the text of the
+    span. A span is one action, whose log-prob is the sum of those of its tokens, so that each has its whole advantage.
+
+    Aligned spans and their chain rule: GOLD (General Online Logit Distillation, Patiño et al., Hugging Face, 2025).
+
+    Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the student.
+        teacher_logprobs: (B, T), of which those of a span sum to the teacher's log-prob of its text.
+        spans: (B, T) integers that grow along each sequence, the span of each token; -1: it is in none.
+        mask: (B, T), true at sampled tokens. Masked entries may hold anything.
+        gamma: Discount γ of later spans in [0, 1]; 0: only its own.
+
+    Returns:
+        (B, T) detached, in at least float32; 0 where masked and outside of spans.
+
+    Raises:
+        ValueError: If the shapes differ or ``gamma`` is out of range.
+    """
+    check_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, spans=spans, mask=mask)
+    inside = mask.bool() & (spans >= 0)
+    gaps = on_policy_distillation_advantages(logprobs, teacher_logprobs, inside)
+    slots = (spans.long() + 1).where(inside, 0)  # 0: in none; spans are fewer than tokens
+    sums = torch.zeros(len(gaps), gaps.shape[1] + 1, dtype=gaps.dtype, device=gaps.device).scatter_add(1, slots, gaps)
+    last = last_of_span(spans.where(inside, -1))
+    later = discounted_returns(sums.gather(1, slots), last, gamma=gamma)
+    returns = torch.zeros_like(sums).scatter_add(1, slots, later)
+    return select(returns.gather(1, slots), inside)
+
+
+def last_of_span(spans: Tensor) -> Tensor:
+    """(B, T) bool, true at the last token of each span of (B, T); -1 is no span."""
+    following = torch.nn.functional.pad(spans[:, 1:], (0, 1), value=-1)
+    return (spans >= 0) & (spans != following)
 
 
 @share_arguments(AGGREGATION_ARGUMENTS)
@@ -222,6 +265,23 @@ _DIVERGENCES: Mapping[str, Callable[[float], Callable[[Tensor, Tensor], Tensor]]
 )
 
 
+def divergence_function(
+    divergence: Divergence | Callable[[Tensor, Tensor], Tensor], teacher_weight: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of the log-probs of student and teacher, (..., V) each, to (...) that an argument names.
+
+    Raises:
+        ValueError: If there is none, or ``teacher_weight`` is out of range.
+    """
+    if not 0.0 < teacher_weight < 1.0:
+        raise ValueError(f"teacher_weight must lie in (0, 1), got {teacher_weight}")
+    if callable(divergence):
+        return divergence
+    if divergence not in _DIVERGENCES:
+        raise ValueError(f"divergence must be a function or one of {', '.join(_DIVERGENCES)}, got {divergence!r}")
+    return _DIVERGENCES[divergence](teacher_weight)
+
+
 def _on_common_support(
     student: Tensor, teacher: Tensor, ids: Tensor | None, top_k: int | None, remainder: Remainder
 ) -> tuple[Tensor, Tensor]:
@@ -251,16 +311,12 @@ def _check(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor,
-    divergence: Divergence | Callable[[Tensor, Tensor], Tensor],
     temperature: float,
-    teacher_weight: float,
     top_k: int | None,
     teacher_ids: Tensor | None,
     remainder: Remainder,
     chunk_size: int | None,
 ) -> None:
-    if not callable(divergence) and divergence not in _DIVERGENCES:
-        raise ValueError(f"divergence must be a function or one of {', '.join(_DIVERGENCES)}, got {divergence!r}")
     if student.shape[:-1] != mask.shape or teacher.shape[:-1] != mask.shape:
         raise ValueError(
             "student and teacher must be (B, T, V) and mask (B, T), got "
@@ -274,8 +330,6 @@ def _check(
     check_same_shape(teacher=teacher, teacher_ids=teacher_ids if teacher_ids is not None else teacher)
     if not temperature > 0.0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    if not 0.0 < teacher_weight < 1.0:
-        raise ValueError(f"teacher_weight must lie in (0, 1), got {teacher_weight}")
     if top_k is not None and not 1 <= top_k <= teacher.shape[-1]:
         raise ValueError(f"top_k must lie in [1, {teacher.shape[-1]}], got {top_k}")
     if remainder not in ("bucket", "renormalize"):

@@ -4,7 +4,7 @@ Only hidden states are kept for all tokens; the output layers run chunk by chunk
 Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,10 +24,13 @@ from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow
 from rlhfkit.models.router_loss import router_loss
 
-TeacherRows = Callable[[slice], tuple[Tensor, Tensor | None]]
-"""The teacher at a slice of the M selected tokens: logits (m, V) and None, or log-probs and ids, (m, K). Where a
-forward group computes the teacher, the tokens are those that this rank computes, of it and of the student."""
-Compare = Callable[[Tensor, tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+TeacherRows = Callable[[slice], Any]
+"""The teacher at a slice of the M selected tokens, for a :data:`Compare`: logits (m, V) and None, log-probs and ids
+(m, K), or what else it compares. Where a forward group computes the teacher, the tokens are those that this rank
+computes, of it and of the student."""
+LogitRows = Callable[[slice | Tensor], tuple[Tensor, None]]
+"""Logits (m, V) of a slice of the M selected tokens, or of those at an index (m,) int64."""
+Compare = Callable[[Tensor, Any, Tensor, float], Tensor]
 """Compares logits (m, V), the teacher at these tokens, and the tokens (m,); the number is the denominator."""
 
 
@@ -44,8 +47,8 @@ class Comparison(NamedTuple):
 
 
 @torch.no_grad()
-def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, packed: bool | None = None) -> TeacherRows:
-    """Run a frozen model; the returned function gives the logits of a slice of the M tokens of ``mask`` (B, T-1)."""
+def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, packed: bool | None = None) -> LogitRows:
+    """Run a frozen model; the returned function gives the logits of some of the M tokens of ``mask`` (B, T-1)."""
     bare = unwrap(model)
     inputs, positions, *_ = next_token_inputs(bare, batch, mask, packed)
     known = output_logits(bare)
@@ -70,6 +73,25 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, pac
     return lambda part: (known.apply(linear(rows[part], kept["weight"], kept["bias"])), None)
 
 
+@torch.no_grad()
+def likeliest_tokens(
+    model: nn.Module, batch: TokenizedBatch, mask: Tensor, top: int, temperature: float, *, chunk_size: int = 1024
+) -> Tensor:
+    """(B, T-1, 2 K) float32: log-probs of the K = ``top`` likeliest tokens at ``mask`` (B, T-1), and their ids.
+
+    ``temperature`` divides the logits. ``chunk_size`` is the number of tokens whose logits exist at a time.
+    """
+    rows, count = teacher_logits(model, batch, mask), int(mask.sum())
+    found = torch.zeros(*mask.shape, 2 * top, device=mask.device)
+    parts = []
+    for start in range(0, count, chunk_size):
+        logits = rows(slice(start, min(start + chunk_size, count)))[0].float() / temperature
+        best = logits.log_softmax(-1).topk(top, -1)
+        parts.append(torch.cat([best.values, best.indices.float()], -1))
+    found[mask] = torch.cat(parts) if parts else found.new_zeros(0, 2 * top)
+    return found
+
+
 def compare_logits(
     model: nn.Module,
     batch: TokenizedBatch,
@@ -80,6 +102,7 @@ def compare_logits(
     chunk_size: int,
     denominator: float = 1.0,
     by_token: bool = False,
+    parts: Sequence[slice] | None = None,
     router_aux_loss: bool = False,
     packed: bool | None = None,
 ) -> Comparison:
@@ -92,15 +115,18 @@ def compare_logits(
         chunk_size: Tokens whose logits exist at a time.
         denominator: What ``compare`` is given with this batch's tokens.
         by_token: ``compare`` returns (m, ...), which are concatenated; else a tensor, which is summed over the chunks.
+        parts: The chunks, at least one, instead of ones of ``chunk_size``; not where a forward group computes them.
 
     Raises:
-        ValueError: If ``router_aux_loss`` is asked of a model without a router.
+        ValueError: If ``router_aux_loss`` is asked of a model without a router, or ``parts`` of a forward group.
     """
     bare = unwrap(model)
     known = output_logits(bare)
     inputs, positions, targets, _, joined = next_token_inputs(bare, batch, mask, packed)
     denominators = [denominator] if joined is None else joined.group.gather(denominator)
     rows_of = _rows_of(teacher, joined)
+    if parts is not None and joined is not None:
+        raise ValueError("parts are of this rank's own tokens, and a forward group computes those of all its members")
 
     def over(rows: Tensor, head: Callable[[Tensor], Tensor], among: slice, denominator: float) -> Tensor:
         def one(rows: Tensor, part: slice) -> Tensor:
@@ -108,8 +134,8 @@ def compare_logits(
 
         # At least one chunk, so that an empty sum has a gradient.
         starts = range(among.start, max(among.stop, among.start + 1), chunk_size)
-        parts = [slice(start, min(start + chunk_size, among.stop)) for start in starts]
-        values = [checkpoint(one, rows[part], part, use_reentrant=False) for part in parts]
+        chunks = parts or [slice(start, min(start + chunk_size, among.stop)) for start in starts]
+        values = [checkpoint(one, rows[part], part, use_reentrant=False) for part in chunks]
         return torch.cat(values) if by_token else torch.stack(values).sum(0)
 
     def compared(rows: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:

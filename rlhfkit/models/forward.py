@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlhfkit.data.host_copies import host_copy, on_both
-from rlhfkit.losses.fused_head.logprobs import linear_logprobs, logits_logprobs
+from rlhfkit.losses.fused_head.logprobs import (
+    linear_logprobs,
+    linear_statistics,
+    logits_logprobs,
+    logits_sum_squares,
+)
 from rlhfkit.losses.fused_head.single_pass import TokenGradients, fits_one_block, linear_single_pass
 from rlhfkit.losses.fused_head.tiles import matmul_dtype
 from rlhfkit.losses.gradient_scope import GradientScope
@@ -21,7 +26,7 @@ from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_togeth
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, without_masks
 from rlhfkit.models.output_logits import most_probable, output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
-from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
+from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs, vocabulary_parallel_statistics
 from rlhfkit.models.router_loss import router_loss
 from rlhfkit.models.routing import batch_routing, tell_routers
 
@@ -47,6 +52,8 @@ class PolicyOutput(NamedTuple):
             ``None`` where the loss's own backward pass goes through the output layer, as without a ``head_loss``.
         routing: (B, T-1, C) int16, the experts that each token's routers chose; ``None`` unless asked for.
         rerouted: Scalar, share of the choices of experts that were replayed and would be others now; ``None`` without.
+        sum_squares: (B, T-1) float32, ``Σ_v p_v²`` of the distribution of each token, without gradient; ``None`` unless
+            asked for.
     """
 
     logprobs: Tensor
@@ -57,6 +64,7 @@ class PolicyOutput(NamedTuple):
     correct: Tensor | None = None
     routing: Tensor | None = None
     rerouted: Tensor | None = None
+    sum_squares: Tensor | None = None
 
 
 class HeadLoss(NamedTuple):
@@ -259,6 +267,7 @@ def policy_output(
     packed: bool | None = None,
     head_loss: HeadLoss | None = None,
     routing: Tensor | bool | None = None,
+    sum_squares: bool = False,
 ) -> PolicyOutput:
     """Log-probs of the selected tokens of a batch.
 
@@ -282,13 +291,17 @@ def policy_output(
         routing: (B, T-1, C) int16, the experts that routers shall choose, as ``output.routing`` of another forward pass
             of the same tokens; 0 where they choose themselves. ``True``: return what they chose. The model needs
             :func:`~rlhfkit.models.routing.attach_routing`.
+        sum_squares: Also return the sum of the squared probabilities at each selected position, in the same matrix
+            product; only where gradients are off.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss or its choices of one
-            without.
+            without, or ``sum_squares`` with gradients.
     """
+    if sum_squares and torch.is_grad_enabled():
+        raise ValueError("sum_squares=True is for forward passes without gradient: call it under torch.no_grad()")
     bare = unwrap(model)
-    request = (temperature, entropy, router_aux_loss, values, correct, torch.is_grad_enabled())
+    request = (temperature, entropy, router_aux_loss, values, correct, sum_squares, torch.is_grad_enabled())
     inputs, positions, targets, places, joined = next_token_inputs(bare, batch, mask, packed, request)
     if joined is not None:
         head_loss = None  # it knows this rank's own tokens, not those that it computes
@@ -297,7 +310,18 @@ def policy_output(
         inputs["output_router_logits"] = True
     gradients = None if head_loss is None else _token_gradients(head_loss, mask, places)
     chosen, carrier, output = _chosen(
-        model, bare, inputs, positions, targets, temperature, entropy, values, correct, head_loss, gradients
+        model,
+        bare,
+        inputs,
+        positions,
+        targets,
+        temperature,
+        entropy,
+        values,
+        correct,
+        head_loss,
+        gradients,
+        sum_squares=sum_squares,
     )
     chosen = own_results(chosen, joined)
     balance = router_loss(bare, output, joined) if router_aux_loss else None
@@ -309,11 +333,12 @@ def policy_output(
         columns[0],
         columns[1] if entropy else None,
         balance,
-        columns[1 + entropy] if values else None,
+        columns[1 + entropy + sum_squares] if values else None,
         carrier,
         columns[-1].detach() if correct else None,
         None if told is None or routing is not True else batch_routing(told, inputs["packed_layout"].places),
         None if told is None else told.rerouted(),
+        columns[1 + entropy] if sum_squares else None,
     )
 
 
@@ -361,10 +386,14 @@ def _chosen(
     correct: bool,
     head_loss: HeadLoss | None,
     gradients: TokenGradients | None,
+    *,
+    sum_squares: bool,
 ) -> tuple[Tensor, Tensor | None, Any]:
-    """(M, 1 to 4) log-probs, then entropy, values and whether they are correct if asked for, of the selected tokens.
+    """(M, 1 to 5) numbers of the selected tokens, and what carries the gradients of their loss.
 
-    Also the scalar 0 that carries the gradients of a ``head_loss``, if they were computed, and the model's output.
+    The numbers are log-probs, then, if asked for, entropy, sums of squared probabilities, values, and whether the token
+    is the most probable. What carries the gradients is a scalar 0, ``None`` unless a ``head_loss`` has computed them;
+    also returns the model's output.
     """
     known = output_logits(bare)
     if known is None:
@@ -374,8 +403,12 @@ def _chosen(
         check_packing(model, inputs)
         logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
-        first = [(logits.detach().argmax(-1) == targets).to(dense[0].dtype)] if correct else []
-        chosen = torch.stack([*(column for column in dense if column is not None), *first], -1)
+        columns = [column for column in dense if column is not None]
+        if sum_squares:
+            columns.append(logits_sum_squares(logits, temperature=temperature).to(dense[0].dtype))
+        if correct:
+            columns.append((logits.detach().argmax(-1) == targets).to(dense[0].dtype))
+        chosen = torch.stack(columns, -1)
         return chosen, None, output
     layer = cast(Any, bare).get_output_embeddings()
     dtype, single_pass = torch.float32, False
@@ -396,10 +429,11 @@ def _chosen(
         if head_loss is not None and gradients is not None and _in_single_pass(head_loss, selected, layer.weight):
             carrier, *out = linear_single_pass(selected, layer.weight, targets, gradients, **arguments)
         elif tensor_group is not None:
-            found = vocabulary_parallel_logprobs(selected, layer.weight, targets, group=tensor_group, **arguments)
-            out = list(found)
+            joined_head = vocabulary_parallel_statistics if sum_squares else vocabulary_parallel_logprobs
+            out = list(joined_head(selected, layer.weight, targets, group=tensor_group, **arguments))
         else:
-            out = list(linear_logprobs(selected, layer.weight, targets, **arguments))
+            head = linear_statistics if sum_squares else linear_logprobs
+            out = list(head(selected, layer.weight, targets, **arguments))
         columns = [column for column in out if column is not None]
         if values:  # both heads in one forward pass; the value head's own hooks gather a ZeRO-3 shard
             columns.append(getattr(bare, VALUE_HEAD)(selected)[:, 0])

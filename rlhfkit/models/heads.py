@@ -26,6 +26,7 @@ from rlhfkit.models.forward import (
     own_results,
     unwrap,
 )
+from rlhfkit.models.liger import require_liger_kernels, use_liger_kernels
 from rlhfkit.models.load import (
     Quantization,
     choose_attention,
@@ -37,7 +38,7 @@ from rlhfkit.models.load import (
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora
 from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow
-from rlhfkit.models.router_loss import backbone_router_loss
+from rlhfkit.models.router_loss import backbone_router_loss, has_router
 from rlhfkit.models.weights.files import save_weights
 
 
@@ -172,6 +173,7 @@ def load_scalar_model(
     gradient_checkpointing: bool = False,
     offload_activations: bool = False,
     tiled_mlp: bool | int = False,
+    liger_kernels: bool = False,
     lora: LoRA | None = None,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
@@ -191,6 +193,8 @@ def load_scalar_model(
         gradient_checkpointing: Recompute activations in the backward pass.
         offload_activations: Keep the checkpointed inputs of layers in CPU memory.
         tiled_mlp: Compute MLPs in tiles of this many tokens; ``True``: of the hidden size.
+        liger_kernels: Compute norms, rotary embeddings and MLPs with Liger's kernels; needs a GPU and the extra
+            ``liger``.
         lora: Train the head and new adapters, and freeze everything else.
         quantization: Hold the frozen weights in 4 bits; needs ``lora``.
         trust_remote_code: Run Python code that comes with the model.
@@ -201,7 +205,8 @@ def load_scalar_model(
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
         ValueError: If ``head_std`` is negative, the model is a classifier of another kind, or none although
-            ``new_head`` is false, or ``quantization`` is given without ``lora``.
+            ``new_head`` is false, or ``quantization`` is given without ``lora``; if Liger has no kernels for the model.
+        ImportError: If a package that was asked for, or a GPU for Liger's kernels, is missing.
     """
     if head_std is not None and head_std < 0:
         raise ValueError(f"head_std must not be negative, got {head_std}")
@@ -212,11 +217,15 @@ def load_scalar_model(
         raise ValueError(f"{name} holds an adapter; merge it into its model first (rlhfkit merge-adapter, or peft)")
     arguments = pretrained_arguments(name, dtype, attention, quantization, trust_remote_code)
     config = arguments["config"]
+    if liger_kernels:
+        require_liger_kernels(config.model_type)
     is_new = _needs_head(config, name, stepwise, new_head)
     config.num_labels = 2 if stepwise else 1
     loaded: Any = classifier_class(config, stepwise=stepwise).from_pretrained(name, **arguments)
     choose_attention(loaded, attention)
     keep_4bit_layout(loaded)
+    if liger_kernels:
+        use_liger_kernels(loaded)
     model = ScalarModel(loaded)
     if is_new:
         _initialize(cast(nn.Linear, loaded.score), head_std)
@@ -333,3 +342,24 @@ def reward_output(
     """
     rewards = scalar_output(model, batch, last_tokens(batch), packed=packed).sum(-1)
     return cast(ScalarModel, unwrap(model)).normalize(rewards) if normalized else rewards
+
+
+def critic_values(
+    critic: nn.Module, batch: TokenizedBatch, chosen: Tensor, *, router_aux_loss: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(B, T-1) float32 values of the states in which tokens were chosen, 0 elsewhere; and the router's loss.
+
+    Values of a critic that starts as a calibrated reward model are shifted and scaled by the mean and deviation in its
+    configuration.
+
+    Args:
+        critic: A :class:`ScalarModel`, bare or wrapped, or another model that :func:`scalar_forward` can run.
+        batch: B sequences of T tokens.
+        chosen: (B, T-1) bool, the action mask.
+        router_aux_loss: Compute the load-balancing loss, if the critic is a mixture of experts.
+    """
+    chosen_next = on_both(lambda mask: nn.functional.pad(mask, (0, 1)), chosen)
+    out = scalar_forward(critic, batch, chosen_next, router_aux_loss=router_aux_loss and has_router(critic))
+    values, bare = out.values[:, :-1], unwrap(critic)
+    values = bare.normalize(values).where(chosen, 0.0) if isinstance(bare, ScalarModel) else values
+    return values, out.router_aux_loss

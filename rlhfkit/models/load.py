@@ -14,6 +14,7 @@ from rlhfkit.models.activation_memory import save_activation_memory
 from rlhfkit.models.attention.families import use_packed_attention
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.attention.varlen import FLASH_PACKAGES
+from rlhfkit.models.liger import require_liger_kernels, use_liger_kernels
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora, load_adapter
 
 Quantization = Literal["nf4"]
@@ -209,6 +210,7 @@ def load_causal_lm(
     gradient_checkpointing: bool = False,
     offload_activations: bool = False,
     tiled_mlp: bool | int = False,
+    liger_kernels: bool = False,
     lora: LoRA | None = None,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
@@ -226,6 +228,8 @@ def load_causal_lm(
         gradient_checkpointing: Recompute activations in the backward pass.
         offload_activations: Keep the checkpointed inputs of layers in CPU memory.
         tiled_mlp: Compute MLPs in tiles of this many tokens; ``True``: of the hidden size.
+        liger_kernels: Compute norms, rotary embeddings and MLPs with Liger's kernels; needs a GPU and the extra
+            ``liger``.
         lora: Freeze the weights and train new adapters.
         quantization: Hold the frozen weights in 4 bits (``nf4``: QLoRA, Dettmers et al., 2023, arXiv:2305.14314). Needs
             bitsandbytes, and adapters to train.
@@ -237,8 +241,8 @@ def load_causal_lm(
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
         ValueError: If ``lora`` is given for a folder that holds an adapter, or ``quantization`` without adapters; if
-            ``attention`` is unknown, or cannot be used.
-        ImportError: If flash attention or bitsandbytes is asked for and not installed.
+            ``attention`` is unknown, or cannot be used; if Liger has no kernels for the model.
+        ImportError: If flash attention, Liger or bitsandbytes is asked for and not installed, or a GPU is missing.
     """
     from transformers import AutoModelForCausalLM
 
@@ -248,11 +252,14 @@ def load_causal_lm(
         raise ValueError(f"{name} holds an adapter already, which is trained on; leave lora out, or merge it first")
     if quantization is not None and lora is None and base == name:
         raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
-    model = AutoModelForCausalLM.from_pretrained(
-        base, **pretrained_arguments(base, dtype, attention, quantization, trust_remote_code)
-    )
+    arguments = pretrained_arguments(base, dtype, attention, quantization, trust_remote_code)
+    if liger_kernels:
+        require_liger_kernels(arguments["config"].model_type)
+    model = AutoModelForCausalLM.from_pretrained(base, **arguments)
     choose_attention(model, attention)
     keep_4bit_layout(model)
+    if liger_kernels:
+        use_liger_kernels(model)
     if base != name:
         load_adapter(model, name)
     elif lora is not None:

@@ -9,7 +9,9 @@ from rlhfkit.modules.on_policy import presets
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.distillation import OnPolicyDistillationModule
 from rlhfkit.modules.on_policy.grpo import GRPOModule
-from rlhfkit.modules.on_policy.online_dpo import OnlineDPOModule
+from rlhfkit.modules.on_policy.online_preference.nash_md import NashMDModule
+from rlhfkit.modules.on_policy.online_preference.online_dpo import OnlineDPOModule
+from rlhfkit.modules.on_policy.online_preference.xpo import XPOModule
 from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.preparation.kl_control import KLControl
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
@@ -39,6 +41,7 @@ __all__ = [
     "GRPOModule",
     "KLControl",
     "KTOModule",
+    "NashMDModule",
     "ORPOModule",
     "OnPolicyDistillationModule",
     "OnPolicyModule",
@@ -55,6 +58,7 @@ __all__ = [
     "ScalarModule",
     "SimPOModule",
     "TokenFilter",
+    "XPOModule",
     "local_rows",
     "presets",
 ]

@@ -2,10 +2,13 @@
 
 import difflib
 import functools
+import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import fields
 from typing import Any, TypeVar, cast
+
+import lightning as L
 
 Options = TypeVar("Options")
 
@@ -63,6 +66,42 @@ def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> O
     if unknown:
         raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
     return kind(**value)
+
+
+def take_out(names: Iterable[str], given: MutableMapping[str, Any], kind: type) -> list[str]:
+    """Take arguments that a class does not have out of those given to it; return those that would change something.
+
+    They are arguments of a base class, ``kind``. A configuration file gives all of these, with the defaults of ``kind``
+    and functions by their names, which is not what a user has chosen.
+
+    Returns:
+        ``name=value`` of each that is not the default.
+    """
+    defaults: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if "__init__" in vars(base):
+            defaults |= {one.name: one.default for one in inspect.signature(base.__init__).parameters.values()}  # type: ignore[misc]
+    changed = []
+    for name in sorted({*names} & {*given}):
+        value, default = given.pop(name), defaults[name]
+        by_name = isinstance(value, str) and callable(default)
+        if (resolve_function(value, name, home="rlhfkit.losses") if by_name else value) != default:
+            changed.append(f"{name}={value!r}")
+    return changed
+
+
+def drop_hyperparameters(names: Iterable[str], module: L.LightningModule, kind: type) -> None:
+    """Drop hyperparameters that a module does not take, unless it has arguments of its own by these names.
+
+    ``load_from_checkpoint`` hands all that are left to a class with ``**kwargs``. ``kind`` is the base class whose
+    arguments they are.
+    """
+    own: set[str] = set()
+    for below in type(module).__mro__[: type(module).__mro__.index(kind)]:
+        if "__init__" in vars(below):
+            own |= inspect.signature(below.__init__).parameters.keys()  # type: ignore[misc]
+    for name in {*names} - own:
+        module.hparams.pop(name, None)
 
 
 def refuse_without_effect(given: Mapping[str, bool], beside: str) -> None:

@@ -60,8 +60,9 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         warmup_ratio: Warm-up as a part of the run's optimizer steps, instead of ``warmup_steps``.
         lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
             constant, then decay in the last part; ``inverse_sqrt``.
-        min_lr_ratio: The rate at the end, as a part of the peak.
-        decay_ratio: The part of the run in which ``wsd`` decays (0.2: Hägele et al., 2024, arXiv:2405.18392).
+        min_lr_ratio: The rate at the end, as a part of the peak; not with ``constant``.
+        decay_ratio: The part of the run in which ``wsd`` decays, only with it (0.2: Hägele et al., 2024,
+            arXiv:2405.18392).
         attention: Packed with the kernel of this name (``auto``, ``varlen``, ``flash_attention_2``,
             ``flash_attention_3``, ``buckets``), or Transformers' ``attn_implementation``, padded. ``None`` is ``auto``:
             the first kernel that can run, where the model can be packed.
@@ -70,6 +71,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             rows on GPUs (ALST: Bekman et al., 2025, arXiv:2506.13996).
         tiled_mlp: Compute dense MLPs in tiles of this many tokens, which the backward pass recomputes: their inner
             activations exist for one tile only. ``True``: tiles of the hidden size (ALST's).
+        liger_kernels: Compute norms, rotary embeddings and MLPs of policy and critic with Liger's Triton kernels (Hsu
+            et al., 2024, arXiv:2410.10989); needs a GPU and the extra ``liger``.
         lora: Train adapters and freeze the policy's own weights; checkpoints hold the adapters only.
         quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA); needs ``lora``.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, policy or critic, logged as
@@ -109,6 +112,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         gradient_checkpointing: bool = False,
         offload_activations: bool = False,
         tiled_mlp: bool | int = False,
+        liger_kernels: bool = False,
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
         router_aux_loss_coef: float = 0.0,
@@ -121,6 +125,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             raise ValueError("offload_activations keeps what gradient_checkpointing saves: set both, or neither")
         if not isinstance(tiled_mlp, bool):
             check_integer("tiled_mlp", tiled_mlp, minimum=1, why="it is the number of tokens in a tile")
+        if not isinstance(liger_kernels, bool):
+            raise TypeError(f"liger_kernels must be True or False, got {liger_kernels!r}")
         self.save_hyperparameters()
         self.set_optimization(
             lr=lr,
@@ -140,6 +146,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         self.gradient_checkpointing = gradient_checkpointing
         self.offload_activations = offload_activations
         self.tiled_mlp = tiled_mlp
+        self.liger_kernels = liger_kernels
         self.lora = LoRA.of(lora)
         self.hparams.update(lora=None if self.lora is None else self.lora.plain())  # safe to load, unlike an object
         self.quantization = quantization
@@ -191,6 +198,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             gradient_checkpointing=self.gradient_checkpointing,
             offload_activations=self.offload_activations,
             tiled_mlp=self.tiled_mlp,
+            liger_kernels=self.liger_kernels,
             lora=self.lora,
             quantization=self.quantization,
             trust_remote_code=self.trust_remote_code,

@@ -5,28 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, value_loss, weighted_metric
-from rlhfkit.models import ScalarModel, unwrap
-from rlhfkit.models.heads import load_scalar_model, scalar_forward
-from rlhfkit.models.router_loss import has_router
+from rlhfkit.models.heads import critic_values, load_scalar_model
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.metrics import StepMetrics, as_metrics
-
-
-def critic_values(critic: nn.Module, batch: Experience, *, router_aux_loss: bool) -> tuple[Tensor, Tensor | None]:
-    """(B, T-1) float32 values of the states in which tokens were chosen, 0 outside the mask; and the router's loss.
-
-    Values of a critic that starts as a calibrated reward model are shifted and scaled by the mean and deviation in its
-    configuration. ``router_aux_loss``: compute the load-balancing loss, if the critic is a mixture of experts.
-    """
-    chosen_next = on_both(lambda mask: nn.functional.pad(mask, (0, 1)), batch.action_mask)
-    out = scalar_forward(critic, batch, chosen_next, router_aux_loss=router_aux_loss and has_router(critic))
-    values, bare = out.values[:, :-1], unwrap(critic)
-    values = bare.normalize(values).where(batch.action_mask, 0.0) if isinstance(bare, ScalarModel) else values
-    return values, out.router_aux_loss
 
 
 class CriticModule(PolicyModule):
@@ -83,6 +67,7 @@ class CriticModule(PolicyModule):
             gradient_checkpointing=self.gradient_checkpointing,
             offload_activations=self.offload_activations,
             tiled_mlp=self.tiled_mlp,
+            liger_kernels=self.liger_kernels,
             lora=self.lora,
             quantization=self.quantization,
             trust_remote_code=self.trust_remote_code,
@@ -93,12 +78,12 @@ class CriticModule(PolicyModule):
 
     def value_output(self, batch: Experience) -> Tensor:
         """(B, T-1) float32 values of the states in which tokens were chosen; 0 outside the mask."""
-        return critic_values(self.critic, batch, router_aux_loss=False)[0]
+        return critic_values(self.critic, batch, batch.action_mask)[0]
 
     def training_step(self, batch: tuple[Experience, float], batch_idx: int) -> Tensor:
         """Compute the value loss of one micro-batch."""
         rows, scale = batch
-        values, router_loss = critic_values(self.critic, rows, router_aux_loss=self.balances_routers)
+        values, router_loss = critic_values(self.critic, rows, rows.action_mask, router_aux_loss=self.balances_routers)
         found = self.value_loss(rows, values)
         metrics = {**found.metrics, "value/loss": weighted_metric(found.loss * scale, 1.0)}
         result = LossOutput(self.value_coef * found.loss, metrics)

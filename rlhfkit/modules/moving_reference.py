@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rlhfkit.distributed import full_parameters, get_world_size, is_sharded
 from rlhfkit.models import has_adapter, unwrap
 from rlhfkit.models.load import precision_dtype
+from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -41,6 +42,9 @@ class MovingReferenceModule(PolicyModule):
         super().__init__(model, **kwargs)
         check_integer("ref_model_sync_steps", ref_model_sync_steps, minimum=1, optional=True)
         check_number("ref_model_mixup_alpha", ref_model_mixup_alpha, minimum=0, maximum=1)
+        if ref_model_sync_steps is None:
+            given = {"ref_model_mixup_alpha": ref_model_mixup_alpha != 0.6}
+            refuse_without_effect(given, "ref_model_sync_steps=None, a reference that does not move")
         self.ref_model_sync_steps = ref_model_sync_steps
         self.ref_model_mixup_alpha = ref_model_mixup_alpha
         self.reference_pool: FrozenModel | None = None

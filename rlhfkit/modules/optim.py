@@ -1,5 +1,6 @@
 """``OptimizationMixin``: the optimizer of a module, its learning-rate schedule, and clipping."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,12 +11,14 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from rlhfkit.mesh import mesh_of
-from rlhfkit.modules.arguments import function_name, resolve_function
+from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.optimizers import muon
 from rlhfkit.modules.optimizers.factories import (
+    FLAT_PARAMETERS,
     WHOLE_PARAMETERS,
     OptimizerFactory,
     check_optimizer_arguments,
@@ -23,7 +26,11 @@ from rlhfkit.modules.optimizers.factories import (
 )
 from rlhfkit.modules.optimizers.groups import check_parameter_options, divide_groups
 from rlhfkit.modules.optimizers.schedules import ENDLESS, SCHEDULES, Schedule, learning_rate_factor
+from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.validation import check_integer, check_number
+
+DEFAULT_BETAS = (0.9, 0.95)
+"""Averaging factors of AdamW if none are given."""
 
 
 class OptimizationMixin(L.LightningModule):
@@ -65,10 +72,15 @@ class OptimizationMixin(L.LightningModule):
             raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
         check_number("min_lr_ratio", min_lr_ratio, minimum=0, maximum=1, why="it is a part of lr")
         check_number("decay_ratio", decay_ratio, above=0, maximum=1, why="it is a part of the run")
+        unused = {"min_lr_ratio": min_lr_ratio != 0.0 and lr_schedule == "constant"}
+        unused |= {"decay_ratio": decay_ratio != 0.2 and lr_schedule != "wsd"}
+        refuse_without_effect(unused, f"lr_schedule={lr_schedule!r}")
         self.optimizer_function = resolve_function(optimizer, "optimizer", home="rlhfkit.modules.optimizers")
         self.optimizer_name = optimizer if isinstance(optimizer, str) else function_name(optimizer)
         self.optimizer_arguments = dict(optimizer_arguments or {})
         check_optimizer_arguments(self.optimizer_function, self.optimizer_name, self.optimizer_arguments)
+        if tuple(betas) != DEFAULT_BETAS and "betas" not in inspect.signature(self.optimizer_function).parameters:
+            rank_zero_warn(f"betas={tuple(betas)} is not used: optimizer={self.optimizer_name!r} takes no betas")
         self.parameter_options = check_parameter_options(parameter_options)
         self.hparams.update(
             optimizer=self.optimizer_name,
@@ -157,25 +169,30 @@ class OptimizationMixin(L.LightningModule):
             where = f"{type(strategy).__name__} divides them"
         elif mesh_of(self.trainer).tensor > 1:
             where = "tensor_parallel_size divides them"
+        elif isinstance(strategy, RLHFStrategy):
+            where = self._divided_by_engines(strategy)
         elif isinstance(strategy, DeepSpeedStrategy):
-            config: Any = strategy.config or {}
-            stages = {"all": config.get("zero_optimization", {}).get("stage", 0)}
-            if hasattr(strategy, "config_of"):
-                names = [
-                    name for name, child in self.named_children() if any(p.requires_grad for p in child.parameters())
-                ]
-                configs = {name: strategy.config_of(name, trainable=True) for name in names}
-                stages = {name: one["zero_optimization"].get("stage", 0) for name, one in configs.items()}
-            if any(stages.values()):
-                where = "ZeRO flattens and divides them from stage 1 on"
-            elif self.trainer.precision_plugin.precision not in ("32-true", "32", 32):
-                where = "DeepSpeed's main weights of 16-bit training are flat"
+            where = f"{type(strategy).__name__} does not say how DeepSpeed divides them"
         if where is not None:
             raise ValueError(
                 f"optimizer={self.optimizer_name!r} computes with whole parameters, and {where}: it would learn "
-                "something else. Train with Trainer(strategy='ddp') or RLHFDeepSpeedStrategy(stage=0) in float32, or "
-                "take optimizer='adamw', 'adamw_8bit' or 'sgd'"
+                "something else. Train with RLHFDeepSpeedStrategy, or Trainer(strategy='ddp'), or take "
+                "optimizer='adamw', 'adamw_8bit' or 'sgd'"
             )
+
+    def _divided_by_engines(self, strategy: RLHFStrategy) -> str | None:
+        """Why the optimizer cannot compute under ``RLHFDeepSpeedStrategy``; ``None``: it can."""
+        for name, child in self.named_children():
+            if not any(parameter.requires_grad for parameter in child.parameters()):
+                continue
+            zero = strategy.config_of(name, trainable=True)["zero_optimization"]
+            if not zero.get("stage", 0):
+                continue
+            if self.optimizer_function not in FLAT_PARAMETERS:
+                return "ZeRO flattens and divides them from stage 1 on, of which optimizer='muon' and 'adafactor' know"
+            if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+                return "DeepSpeed's NVMe offload leaves only parts of its states in memory"
+        return None
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -17,10 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from statistics import fmean
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -29,6 +29,8 @@ from rlhfkit.data.types import Sample
 from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 TIMEOUT = 600.0
 """Default time limit of an async reward for one batch of samples, in seconds."""
@@ -49,7 +51,7 @@ class Reward(Protocol):
     """A callable that scores samples.
 
     A class may also implement :class:`NamedReward`, :class:`RewardWithMetrics`, :class:`RewardWithProgress`,
-    :class:`CompositeReward` or :class:`TimeBoundedReward`.
+    :class:`RewardWithAnswers`, :class:`CompositeReward` or :class:`TimeBoundedReward`.
 
     Example::
 
@@ -105,6 +107,32 @@ class RewardWithProgress(Protocol):
             step: Optimizer steps so far (``trainer.global_step``).
             epoch: Iterations so far (``trainer.current_epoch``).
         """
+        ...
+
+
+AnswerReader = Callable[[Sample], str | None]
+"""From a sample to its answer in the form in which answers are counted; ``None``: it has none."""
+
+
+@runtime_checkable
+class RewardWithAnswers(Protocol):
+    """A reward that can say which answer it reads in a sample, for majority votes (``val/maj@k``).
+
+    Example::
+
+        class FirstWord:
+            def __call__(self, samples):
+                return [float(self.read(sample) == sample.prompt.answer) for sample in samples]
+
+            def read(self, sample):
+                return next(iter(sample.text.split()), None)
+
+            def answer_reader(self):
+                return self.read
+    """
+
+    def answer_reader(self) -> AnswerReader | None:
+        """Return the function that reads the answer of a sample; ``None``: there is none."""
         ...
 
 
@@ -169,6 +197,23 @@ def tell_progress(reward: Any, *, step: int, epoch: int) -> None:
     """Tell a reward that is a :class:`RewardWithProgress` how far training is."""
     if isinstance(reward, RewardWithProgress):
         reward.set_progress(step=step, epoch=epoch)
+
+
+def answer_reader(reward: Any) -> AnswerReader | None:
+    """Return the function that reads the answer of a sample as a reward does; ``None``: the reward has none."""
+    if isinstance(reward, functools.partial):
+        return answer_reader(reward.func)
+    return reward.answer_reader() if isinstance(reward, RewardWithAnswers) else None
+
+
+def reads_answers(read: AnswerReader) -> Callable[[F], F]:
+    """Make a function a :class:`RewardWithAnswers`: ``@reads_answers(lambda sample: sample.text.strip())``."""
+
+    def mark(function: F) -> F:
+        function.answer_reader = lambda: read  # type: ignore[attr-defined]  # functions take attributes
+        return function
+
+    return mark
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

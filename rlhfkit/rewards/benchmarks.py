@@ -64,18 +64,23 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     return math.fsum(r * math.comb(i, k - 1) for i, r in enumerate(ordered)) / math.comb(len(ordered), k)
 
 
-def majority_at_k(votes: Sequence[str | None], rewards: Sequence[float], k: int) -> float:
+def sizes_of_subsets(n: int) -> list[int]:
+    """The k of ``pass@k`` and the like for n samples: 1, 2, 4, ... up to n, and n."""
+    return sorted({2**power for power in range(n.bit_length()) if 2**power <= n} | {n})
+
+
+def majority_at_k(votes: Sequence[str | None], rewards: Sequence[float], k: int, *, draws: int = DRAWS) -> float:
     """Expected reward of the most frequent answer of k of these samples (self-consistency: arXiv:2203.11171).
 
-    Over all subsets of k samples, or :data:`DRAWS` random ones if there are more, the same in every call. Samples
-    without an answer do not vote; equally frequent answers count equally; without any vote it is 0.
+    Over all subsets of k samples, or ``draws`` random ones if there are more, the same in every call. Samples without
+    an answer do not vote; equally frequent answers count equally; without any vote it is 0.
     """
     n = len(votes)
-    if math.comb(n, k) <= DRAWS:
+    if math.comb(n, k) <= draws:
         subsets = _combinations(n, k)
     else:
         draw = random.Random(0)
-        subsets = [draw.sample(range(n), k) for _ in range(DRAWS)]
+        subsets = [draw.sample(range(n), k) for _ in range(draws)]
     return fmean(_majority([(votes[i], rewards[i]) for i in subset]) for subset in subsets)
 
 
@@ -120,7 +125,7 @@ def benchmark_metrics(samples: Sequence[GradedSample], *, success_threshold: flo
         f"avg@{size}": fmean(means),
         "stderr": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0,
     }
-    sizes = sorted({2**power for power in range(size.bit_length()) if 2**power <= size} | {size})
+    sizes = sizes_of_subsets(size)
     for k in sizes:
         metrics[f"pass@{k}"] = fmean(pass_at_k(group, k, success_threshold=success_threshold) for group in rewards)
     for k in sizes:

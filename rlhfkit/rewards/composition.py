@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_metrics, tell_progress
+from rlhfkit.rewards.base import (
+    TIMEOUT,
+    AnswerReader,
+    Reward,
+    answer_reader,
+    evaluate,
+    reward_metrics,
+    tell_progress,
+)
 from rlhfkit.validation import check_number
 
 Normalization = Callable[[Tensor, Tensor], Tensor]
@@ -93,6 +101,11 @@ class WeightedSum:
     def metrics(self) -> dict[str, float]:
         """Metrics of all parts, see :func:`~rlhfkit.rewards.base.reward_metrics`."""
         return {name: value for reward in self.rewards.values() for name, value in reward_metrics(reward).items()}
+
+    def answer_reader(self) -> AnswerReader | None:
+        """Return that of the first part that has one."""
+        readers = map(answer_reader, self.rewards.values())
+        return next((reader for reader in readers if reader is not None), None)
 
     def set_progress(self, *, step: int, epoch: int) -> None:
         """Tell all parts how far training is, see :class:`~rlhfkit.rewards.base.RewardWithProgress`."""

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name
+from rlhfkit.rewards.base import (
+    AnswerReader,
+    Reward,
+    answer_reader,
+    evaluate,
+    reward_metrics,
+    reward_name,
+    tell_progress,
+)
 
 
 class EpisodeReward:
@@ -82,6 +90,15 @@ class OnLastTurn:
     def metrics(self) -> dict[str, float]:
         """Metrics of the inner reward, see :func:`~rlhfkit.rewards.base.reward_metrics`."""
         return reward_metrics(self.reward)
+
+    def set_progress(self, *, step: int, epoch: int) -> None:
+        """Tell the inner reward, if it wants to know."""
+        tell_progress(self.reward, step=step, epoch=epoch)
+
+    def answer_reader(self) -> AnswerReader | None:
+        """Return that of the inner reward, which reads the last turn."""
+        read = answer_reader(self.reward)
+        return None if read is None else lambda sample: read(dataclasses.replace(sample, text=_last_text(sample)))
 
     def __call__(self, samples: Sequence[Sample]) -> list[Any]:
         """Return the inner reward's values, ``None`` for episodes that failed."""

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_metrics, reward_name, tell_progress
+from rlhfkit.rewards.base import (
+    TIMEOUT,
+    AnswerReader,
+    Reward,
+    answer_reader,
+    evaluate,
+    reward_metrics,
+    reward_name,
+    tell_progress,
+)
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -95,6 +104,10 @@ class CosineLength:
     def set_progress(self, *, step: int, epoch: int) -> None:
         """Tell ``correct``, if it wants to know."""
         tell_progress(self.correct, step=step, epoch=epoch)
+
+    def answer_reader(self) -> AnswerReader | None:
+        """Return that of ``correct``."""
+        return answer_reader(self.correct)
 
 
 class RepetitionPenalty:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from rlhfkit.data.types import Sample
+from rlhfkit.rewards.base import AnswerReader, reads_answers
+from rlhfkit.rewards.benchmarks import voted_answer
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.rules import required_answer
 from rlhfkit.rewards.sandbox import CallResult, SandboxPool, WorkerSpec
@@ -92,9 +94,17 @@ class MathMatch:
         """Metrics of the calls since this was last called, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""
         return self._metrics.take()
 
+    def answer_reader(self) -> AnswerReader:
+        r"""Return what finds the last ``\boxed`` answer, or number, as text: ``1/2`` and ``0.5`` are two answers."""
+        return _voted
+
     def close(self) -> None:
         """Stop the processes; the next call starts new ones."""
         self.sandbox.close()
+
+
+def _voted(sample: Sample) -> str | None:
+    return voted_answer(sample.text)
 
 
 @cache
@@ -102,6 +112,7 @@ def _shared() -> MathMatch:
     return MathMatch()
 
 
+@reads_answers(_voted)
 def math_match(samples: Sequence[Sample]) -> list[float | None]:
     """1 where the completion's final answer equals the reference answer mathematically, else 0.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhfkit.data.types import Sample
+from rlhfkit.rewards.base import AnswerReader, reads_answers
 from rlhfkit.validation import check_integer
 
 
@@ -56,13 +57,19 @@ class ExactMatch:
         """Score samples."""
         return [float(self._matches(sample)) for sample in samples]
 
+    def answer_reader(self) -> AnswerReader:
+        """Return what finds the text that is compared, normalised."""
+        return self._read
+
     def _matches(self, sample: Sample) -> bool:
-        answer = self._normal(str(required_answer(sample, "exact_match")))
+        return self._read(sample) == self._normal(str(required_answer(sample, "exact_match")))
+
+    def _read(self, sample: Sample) -> str | None:
         text: str | None = sample.text
         if self.pattern is not None:
             found = list(self.pattern.finditer(sample.text))
             text = found[-1].group(1 if self.pattern.groups else 0) if found else None
-        return text is not None and self._normal(text) == answer
+        return None if text is None else self._normal(text)
 
     def _normal(self, text: str) -> str:
         if self.ignore_case:
@@ -74,6 +81,7 @@ class ExactMatch:
         return text.strip()
 
 
+@reads_answers(lambda sample: sample.text.strip())
 def exact_match(samples: Sequence[Sample]) -> list[float]:
     """1 where the completion, without white space at its ends, is the reference answer, else 0.
 

@@ -28,9 +28,11 @@ from typing import Any, ClassVar
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import (
     TIMEOUT,
+    AnswerReader,
     CompositeReward,
     OnFailure,
     Reward,
+    answer_reader,
     check_on_failure,
     evaluate,
     mean_metrics,
@@ -38,6 +40,7 @@ from rlhfkit.rewards.base import (
     reward_after_failure,
     reward_metrics,
     reward_name,
+    tell_progress,
 )
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.sandbox import START_TIMEOUT, CallResult
@@ -113,9 +116,18 @@ class WorkerReward:
             self._idle.put(process)
         self._calls = CallMetrics(f"{self.name}/worker")
         self._metrics: list[dict[str, float]] = []
+        self._progress: dict[str, int] | None = None
         self._lock = threading.Lock()
         # Stop the processes when the reward is collected or Python exits; but not in a fork, which does not own them.
         weakref.finalize(self, _end_own, self._processes, os.getpid())
+
+    def answer_reader(self) -> AnswerReader | None:
+        """Return that of the reward; it reads in this process."""
+        return answer_reader(self.reward)
+
+    def set_progress(self, *, step: int, epoch: int) -> None:
+        """Tell the reward in the processes, if it wants to know, with the next samples."""
+        self._progress = {"step": step, "epoch": epoch}
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Score samples; a composite reward sets their ``reward_parts``.
@@ -140,7 +152,7 @@ class WorkerReward:
 
     def _score(self, samples: list[Sample]) -> list[float | None]:
         """Score samples in the next free process."""
-        request = pickle.dumps(samples)
+        request = pickle.dumps((samples, self._progress))
         process = self._idle.get()  # does not block forever, as each call has a time limit
         try:
             outcome = process.call(request)
@@ -203,7 +215,7 @@ class _Process:
         self._connection: Connection | None = None
 
     def call(self, request: bytes) -> CallResult:
-        """Send pickled samples and wait for their rewards; raises RuntimeError if no process can be started."""
+        """Send a pickled request and wait for the rewards; raises RuntimeError if no process can be started."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         return self._exchange(request, self._timeout)
@@ -349,9 +361,11 @@ def _load(setup: bytes) -> tuple[dict[str, Any], Any, float]:
 
 
 def _answer(reward: Any, request: bytes, timeout: float) -> dict[str, Any]:
-    """Score pickled samples; returns rewards, parts and metrics, or the error."""
+    """Score pickled samples, with how far training is; returns rewards, parts and metrics, or the error."""
     try:
-        samples = pickle.loads(request)
+        samples, progress = pickle.loads(request)
+        if progress is not None:
+            tell_progress(reward, **progress)
         name = reward_name(reward)
         for sample in samples:
             sample.reward_parts = {}

@@ -1,17 +1,36 @@
 """Roles of RLHF on machines of their own: frozen models in Ray actors or behind servers, and who is where.
 
+Each name is imported on first use: the process of a replica imports what it computes with, and no Lightning.
+
 May import: data, models, rollout, distributed, ray_session, ray_resources, and Ray when used.
 Start at :mod:`rlhfkit.roles.model_pool`; :mod:`rlhfkit.roles.placement` places all roles of a run.
 """
 
-from rlhfkit.ray_resources import PlacementError
-from rlhfkit.roles.critic_pool import CriticPool, CriticPoolError
-from rlhfkit.roles.frozen_model import FrozenModel, frozen_model
-from rlhfkit.roles.model_pool import ModelPool
-from rlhfkit.roles.pending_rows import ModelPoolError
-from rlhfkit.roles.placement import Placement
-from rlhfkit.roles.role_resources import RoleResources
-from rlhfkit.roles.served_model import ServedModel
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhfkit.ray_resources import PlacementError
+    from rlhfkit.roles.critic_pool import CriticPool, CriticPoolError
+    from rlhfkit.roles.frozen_models import FrozenModel, frozen_model
+    from rlhfkit.roles.model_pool import ModelPool
+    from rlhfkit.roles.pending_rows import ModelPoolError
+    from rlhfkit.roles.placement import Placement
+    from rlhfkit.roles.role_resources import RoleResources
+    from rlhfkit.roles.served_model import ServedModel
+
+_HOMES = {
+    "CriticPool": "roles.critic_pool",
+    "CriticPoolError": "roles.critic_pool",
+    "FrozenModel": "roles.frozen_models",
+    "ModelPool": "roles.model_pool",
+    "ModelPoolError": "roles.pending_rows",
+    "Placement": "roles.placement",
+    "PlacementError": "ray_resources",
+    "RoleResources": "roles.role_resources",
+    "ServedModel": "roles.served_model",
+    "frozen_model": "roles.frozen_models",
+}
 
 __all__ = [
     "CriticPool",
@@ -25,3 +44,12 @@ __all__ = [
     "ServedModel",
     "frozen_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rlhfkit.roles' has no attribute {name!r}")
+    value = getattr(import_module(f"rlhfkit.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -5,8 +5,12 @@ rlhfkit: only the standard library is imported here.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+MOST_WORK = 20_000
+"""How many times of work are remembered, for a drawing of the last iterations."""
 
 
 class Request(NamedTuple):
@@ -46,6 +50,7 @@ class CriticDesk:
         self._answers: dict[int, dict[int, Any]] = {}  # by number of the message, and critic rank
         self._taken: dict[int, int] = {}
         self._finished = 0
+        self._work: deque[tuple[int, str, float, float]] = deque(maxlen=MOST_WORK)
         self._failure: str | None = None
         self._changed = asyncio.Condition()
 
@@ -108,9 +113,14 @@ class CriticDesk:
         self._answers.setdefault(number, {})[receiver] = value
         await self._notify()
 
-    async def worked(self) -> None:
-        """A critic rank has finished a micro-batch."""
+    async def worked(self, receiver: int, phase: str, start: float, end: float) -> None:
+        """A critic rank has finished a micro-batch, or the values of an iteration, in these seconds of its clock."""
         self._finished += 1
+        self._work.append((receiver, phase, start, end))
+
+    async def work(self) -> list[tuple[int, str, float, float]]:
+        """What critic ranks have finished last: rank, phase, start and end."""
+        return list(self._work)
 
     async def answers(self, number: int) -> tuple[str, Any]:
         """The answers of all critic ranks, by rank, for a training rank; waits for them."""

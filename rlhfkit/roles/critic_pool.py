@@ -277,6 +277,14 @@ class CriticPool:
         """Have the critic saved to a folder that all its ranks can write."""
         return self.ask("save", str(folder), what=f"the critic's checkpoint {folder}")
 
+    def work(self) -> list[tuple[str, str, float, float]]:
+        """When the critic's ranks have worked lately, by their clocks: role, phase, start and end."""
+        import ray
+
+        found = [] if self._desk is None else ray.get(self._desk.work.remote(), timeout=self.request_timeout)
+        lanes = {rank: "critic" if self.num_ranks == 1 else f"critic {rank}" for rank in range(self.num_ranks)}
+        return [(lanes[rank], phase, start, end) for rank, phase, start, end in found]
+
     def report(self) -> "PendingAnswer":
         """Ask for the metrics of what was trained since the last report, when all of it is trained."""
         return self.ask("report", None, what="the critic's updates of an iteration")

@@ -7,6 +7,7 @@ each request may be a collective.
 
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ class CriticWork(L.Callback):
         self._next: Request | None = None  # the first micro-batch of the coming step
         self._trainer: L.Trainer | None = None
         self._learning_rate = 0.0
+        self._began = 0.0
         self.micro_batches = 1
         """Of the current optimizer step."""
         self.weights: Mapping[str, Tensor] | None = None
@@ -139,9 +141,13 @@ class CriticWork(L.Callback):
         """Remember the learning rate of the step."""
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Note when work on a micro-batch begins."""
+        self._began = time.time()
+
     def on_train_batch_end(self, *args: Any) -> None:
         """Tell the training ranks that there is progress."""
-        self._desk.worked.remote()
+        self._desk.worked.remote(self._rank, "update", self._began, time.time())
 
     def _wait_for_step(self, trainer: L.Trainer) -> None:
         request = self._read()
@@ -199,7 +205,9 @@ class CriticWork(L.Callback):
         value: Any = None
         first = request.parts[0]
         if request.kind == "values":
+            began = time.time()
             value = self._values(request.parts)
+            self._desk.worked.remote(self._rank, "compute", began, time.time())
         elif request.kind == "ready":
             value = (socket.gethostname(), os.getpid())
         elif request.kind == "report":

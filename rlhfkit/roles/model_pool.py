@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
@@ -21,6 +22,7 @@ from rlhfkit.roles.pending_rows import ModelPoolError, PendingRows, Replica, cau
 from rlhfkit.roles.replica import ModelReplica, ReplicaOptions, Role
 from rlhfkit.roles.replicas.early_rows import EarlyRows
 from rlhfkit.roles.replicas.reading import READS
+from rlhfkit.roles.replicas.sharded import ShardedReplica, Sharding
 from rlhfkit.roles.replicas.weights import send_weights
 from rlhfkit.rollout.engine import WeightSource
 from rlhfkit.rollout.errors import EngineError
@@ -31,12 +33,17 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "rlhfkit-models"
 """Ray's namespace of all replicas."""
+_ASKED = {"logprobs": "log-probs", "values": "values"}
+_STRATEGY = "rlhf_zero3"
+"""Divides the model of a replica with several ranks."""
+_CONCURRENCY = 100_000
+"""Requests that such a replica may have; it computes as many at a time as it has ranks."""
 _SENDING_ATTEMPTS = 4
 """Attempts at giving replicas the weights of a model that has moved. Replicas may die in all but the last."""
 
 
 class ModelPool:
-    """A frozen language model (``GRPOModule(reference=...)``) or reward model in Ray actors.
+    """A frozen language model (``GRPOModule(reference=...)``), reward model or critic in Ray actors.
 
     Replicas share the requests by tokens. One that dies is started again by Ray, and what it was asked is repeated; one
     that finishes nothing for ``request_timeout`` gets no more requests, and the others get its own. The numbers are
@@ -48,9 +55,10 @@ class ModelPool:
 
     Args:
         model: Folder or hub name, as the replicas' machines see it.
-        num_replicas: Ray actors with the whole model each.
-        resources: Ray resources of each: ``{"GPU": 1}``, ``{"CPU": 2}``, or your own; ``None``: the CPU of any machine,
-            which is not counted.
+        num_replicas: How many replicas there are, each with the whole model.
+        ranks_per_replica: Ray actors that a replica is divided over with ZeRO 3, on one machine; 1: one actor has it.
+        resources: Ray resources of each actor: ``{"GPU": 1}``, ``{"CPU": 2}``, or your own; ``None``: the CPU of any
+            machine, which is not counted.
         attention: See :class:`~rlhfkit.modules.PolicyModule`.
         trust_remote_code: Run Python code that comes with the model.
         reads: What a reward model reads. ``tokens``: the policy's, which must be its own. A model with another
@@ -60,7 +68,7 @@ class ModelPool:
         start_timeout: Seconds in which all replicas must be placed and have loaded the model.
         request_timeout: Seconds in which a replica with requests must finish one, of at most the module's
             ``max_tokens_per_forward`` tokens.
-        max_restarts: How often Ray starts each replica again.
+        max_restarts: How often each replica is started again.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -71,6 +79,7 @@ class ModelPool:
         model: str,
         *,
         num_replicas: int = 1,
+        ranks_per_replica: int = 1,
         resources: Mapping[str, float] | None = None,
         attention: str | None = None,
         trust_remote_code: bool = False,
@@ -80,6 +89,12 @@ class ModelPool:
         max_restarts: int = 3,
     ) -> None:
         check_integer("num_replicas", num_replicas, minimum=1)
+        check_integer("ranks_per_replica", ranks_per_replica, minimum=1)
+        if ranks_per_replica > 1 and isinstance(resources, ReservedResources):
+            raise ValueError(
+                f"ranks_per_replica={ranks_per_replica}: a Placement holds resources for replicas of one actor each; "
+                "give the resources of each actor, as in resources={'GPU': 1}"
+            )
         for name, amount in (resources or {}).items():
             check_number(f"resources[{name!r}]", amount, minimum=0)
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
@@ -90,6 +105,7 @@ class ModelPool:
         self.reads = reads
         self.model = model
         self.num_replicas = num_replicas
+        self.ranks_per_replica = ranks_per_replica
         # Resources that a Placement holds know where they are, which a copy would not.
         keeps = resources is None or isinstance(resources, ReservedResources)
         self.resources = resources if keeps else dict(resources or {})
@@ -101,6 +117,8 @@ class ModelPool:
         self._replicas: list[Replica] = []
         self._owned: list[Any] = []  # actors, on rank 0
         self._joined: JoinedRay | None = None
+        self.top = 0
+        """K: log-probs and ids of the K likeliest tokens are asked for; 0: log-probs of the sequences' own."""
         self.waited = 0.0
         """Seconds that this rank has waited for results: what the pool did not hide behind other work."""
         self.hidden = 0.0
@@ -121,7 +139,7 @@ class ModelPool:
 
     def plain(self) -> dict[str, Any]:
         """The arguments as plain values, for checkpoints and logs."""
-        names = ("num_replicas", "resources", "attention", "trust_remote_code", "reads")
+        names = ("num_replicas", "ranks_per_replica", "resources", "attention", "trust_remote_code", "reads")
         times = ("start_timeout", "request_timeout", "max_restarts")
         plain = {"model": self.model} | {name: getattr(self, name) for name in (*names, *times)}
         return plain | {"resources": None if self.resources is None else dict(self.resources)}
@@ -148,7 +166,7 @@ class ModelPool:
         if self.started:
             return
         if role != "reward" and self.reads != "tokens":
-            raise ValueError(f"reads={self.reads!r} is for reward models, and {self.model} is asked for log-probs")
+            raise ValueError(f"reads={self.reads!r} is for reward models, and {self.model} is asked for {_ASKED[role]}")
         options = ReplicaOptions(
             self.model, role, weights, compute, self.attention, self.trust_remote_code, self.reads, policy
         )
@@ -177,8 +195,13 @@ class ModelPool:
         kept = {"max_restarts": self.max_restarts, "max_task_retries": -1}  # nothing is kept between two requests
         names = [f"{prefix}-{number}" for number in range(self.num_replicas)]
         for number, name in enumerate(names):
-            placed = actor_options(self.resources, number) | {"name": name, "namespace": NAMESPACE}
-            self._owned.append(ray.remote(ModelReplica).options(**placed, **kept).remote(options))
+            named = {"name": name, "namespace": NAMESPACE} | kept
+            if self.ranks_per_replica > 1:
+                head = ray.remote(ShardedReplica).options(**named, num_cpus=0, max_concurrency=_CONCURRENCY)
+                self._owned.append(head.remote(options, self._sharding()))
+            else:
+                placed = actor_options(self.resources, number)
+                self._owned.append(ray.remote(ModelReplica).options(**placed, **named).remote(options))
         loading = [actor.load.remote() for actor in self._owned]
         ready, late = ray.wait(loading, num_returns=len(loading), timeout=self.start_timeout)
         try:
@@ -197,6 +220,20 @@ class ModelPool:
             raise
         log.info("%d replica(s) of %s are ready", self.num_replicas, self.model)
         return this_cluster(), names
+
+    def _sharding(self) -> Sharding:
+        """How a replica of several ranks is divided; ValueError without DeepSpeed's strategies."""
+        if _STRATEGY not in StrategyRegistry:
+            raise ValueError(f"ranks_per_replica needs the strategy {_STRATEGY}: pip install 'rlhfkit[deepspeed]'")
+        of_strategy = StrategyRegistry[_STRATEGY]
+        return Sharding(
+            self.ranks_per_replica,
+            dict(self.resources or {"CPU": 0.001}),
+            of_strategy["strategy"],
+            of_strategy["init_params"],
+            self.start_timeout,
+            self.max_restarts,
+        )
 
     def close(self) -> None:
         """End the replicas; :meth:`start` may be called again."""
@@ -263,7 +300,12 @@ class ModelPool:
                 break
             try:
                 send_weights(
-                    self._moved or {}, self.version, behind, address=cluster_address(), timeout=self.request_timeout
+                    self._moved or {},
+                    self.version,
+                    behind,
+                    address=cluster_address(),
+                    timeout=self.request_timeout,
+                    ranks=self.ranks_per_replica,
                 )
             except EngineError as error:
                 log.warning("weights of %s are sent again: %s", self.model, error)

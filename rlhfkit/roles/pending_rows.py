@@ -48,6 +48,7 @@ class Replicas(Protocol):
     model: str
     request_timeout: float
     version: int
+    top: int
     waited: float
     computed: dict[str, float]
     _replicas: list[Replica]
@@ -59,7 +60,7 @@ class PendingRows:
     def __init__(self, pool: Replicas, experience: Experience, batches: Sequence[Tensor]) -> None:
         self._pool = pool
         self._shape = experience.action_mask.shape
-        self._requests = {number: TokenRows.of(experience, rows) for number, rows in enumerate(batches)}
+        self._requests = {number: TokenRows.of(experience, rows, pool.top) for number, rows in enumerate(batches)}
         self._rows = list(batches)
         self._running: dict[Any, tuple[int, Replica]] = {}
         self._found: dict[int, Tensor] = {}
@@ -94,7 +95,8 @@ class PendingRows:
             columns: Numbers of each row; ``None``: T-1, log-probs.
 
         Returns:
-            (B, T-1) or (B, columns) float32 on the CPU; 0 in rows that were not asked for.
+            (B, T-1), (B, T-1, 2 K) of a pool with ``top``, or (B, columns) float32 on the CPU; 0 in rows that were not
+            asked for.
 
         Raises:
             ModelPoolError: If no replica is left, or the model cannot compute them.
@@ -112,7 +114,8 @@ class PendingRows:
         self._pool.waited += time.monotonic() - started
         if self._missing:
             raise WeightsMissingError(f"replicas of {self._pool.model} lack version {self._version} of its weights")
-        values = torch.zeros(self._shape[0], self._shape[1] if columns is None else columns)
+        last = () if columns is not None or not self._pool.top else (2 * self._pool.top,)
+        values = torch.zeros(self._shape[0], self._shape[1] if columns is None else columns, *last)
         for number, found in self._found.items():
             values[self._rows[number], : found.shape[1]] = found
         return values

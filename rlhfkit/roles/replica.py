@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
 from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output
+from rlhfkit.models.distillation import likeliest_tokens
+from rlhfkit.models.heads import critic_values
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.roles.replicas.reading import TextReading
 from rlhfkit.roles.replicas.weights import received
 from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
 
-Role = Literal["logprobs", "reward"]
-"""What a model is asked for: log-probs of tokens, by a language model, or scores, by a reward model."""
+Role = Literal["logprobs", "reward", "values"]
+"""What is asked for: a language model's log-probs of tokens, a reward model's scores, or a critic's values."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ class TokenRows:
     Attributes:
         input_ids: (B, T) int32.
         lengths: (B,) int32, tokens of each.
-        mask: (B, T-1) bool, the tokens whose log-probs are wanted; not used for scores.
+        mask: (B, T-1) bool, the tokens whose log-probs or values are wanted; not used for scores.
         temperature: Divides the logits.
         version: Version of the weights that compute them: 0, or how often the model has moved.
+        top: K: the likeliest tokens are wanted in place of log-probs of the sequence's own; 0: these.
     """
 
     input_ids: Tensor
@@ -59,12 +62,19 @@ class TokenRows:
     mask: Tensor
     temperature: float
     version: int = 0
+    top: int = 0
 
     @classmethod
-    def of(cls, experience: Experience, rows: Sequence[int] | Tensor) -> "TokenRows":
+    def of(cls, experience: Experience, rows: Sequence[int] | Tensor, top: int = 0) -> "TokenRows":
         """Some rows of an iteration."""
         batch = experience.select(rows)
-        return cls(batch.input_ids.int().cpu(), batch.lengths.int().cpu(), batch.action_mask.cpu(), batch.temperature)
+        ids, lengths, mask = batch.input_ids.int().cpu(), batch.lengths.int().cpu(), batch.action_mask.cpu()
+        return cls(ids, lengths, mask, batch.temperature, top=top)
+
+    def placeholder(self) -> "TokenRows":
+        """Two tokens, for a rank that only takes part in the forward pass of others."""
+        two = torch.tensor([2], dtype=torch.int32)
+        return replace(self, input_ids=self.input_ids[:1, :2], lengths=two, mask=torch.ones_like(self.mask[:1, :1]))
 
 
 class Answer(NamedTuple):
@@ -84,6 +94,51 @@ class _Sequences:
         self.attention_mask = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).to(device)
 
 
+def load_frozen(options: ReplicaOptions) -> nn.Module:
+    """Load a model that is not trained, on the CPU or where the strategy puts it."""
+    load: Any = load_causal_lm if options.role == "logprobs" else load_scalar_model
+    model: nn.Module = load(
+        options.model,
+        dtype=options.weights,
+        attention=options.attention,
+        trust_remote_code=options.trust_remote_code,
+        **({} if options.role == "logprobs" else {"new_head": False}),
+    )
+    disable_dropout(model)
+    return model.eval().requires_grad_(False)
+
+
+def text_reading(options: ReplicaOptions) -> TextReading | None:
+    """What writes the rows as text and reads them; ``None`` for a model that has the policy's tokens."""
+    if options.reads == "tokens":
+        return None
+    return TextReading(options.reads, options.policy, options.model, options.trust_remote_code)
+
+
+@torch.no_grad()
+def compute_rows(
+    model: nn.Module, rows: TokenRows, options: ReplicaOptions, reading: TextReading | None, device: torch.device
+) -> Tensor:
+    """What a model says of some rows, float32 on the CPU.
+
+    Returns:
+        (B, T-1) log-probs or values, 0 outside the mask; (B, T-1, 2 K) log-probs of the K likeliest tokens and their
+        ids, which float32 holds exactly; or (B, 1) normalized scores.
+    """
+    if reading is not None:
+        ids, lengths = reading.read(rows.input_ids, rows.lengths, rows.mask)
+        rows = replace(rows, input_ids=ids, lengths=lengths)
+    sequences = _Sequences(rows, device)
+    if options.role == "reward":
+        return reward_output(model, sequences, normalized=True)[:, None].float().cpu()
+    if options.role == "values":
+        return critic_values(model, sequences, rows.mask.to(device))[0].float().cpu()
+    mask = rows.mask.to(device)
+    if rows.top:
+        return likeliest_tokens(model, sequences, mask, rows.top, rows.temperature).cpu()
+    return policy_output(model, sequences, mask, temperature=rows.temperature).logprobs.float().cpu()
+
+
 class ModelReplica:
     """A frozen model; loaded by the first call, also after Ray has restarted the actor."""
 
@@ -96,20 +151,9 @@ class ModelReplica:
 
     def load(self) -> int:
         """Load the model if that has not happened yet; returns the number of its parameters."""
-        options = self.options
         if self._model is None:
-            load: Any = load_causal_lm if options.role == "logprobs" else load_scalar_model
-            model = load(
-                options.model,
-                dtype=options.weights,
-                attention=options.attention,
-                trust_remote_code=options.trust_remote_code,
-                **({} if options.role == "logprobs" else {"new_head": False}),
-            )
-            disable_dropout(model)
-            if options.reads != "tokens":
-                self._reading = TextReading(options.reads, options.policy, options.model, options.trust_remote_code)
-            self._model = model.eval().requires_grad_(False).to(self._device())
+            self._reading = text_reading(self.options)
+            self._model = load_frozen(self.options).to(self._device())
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     @staticmethod
@@ -151,22 +195,11 @@ class ModelReplica:
         if rows.version != self._version:
             return None
         started = time.monotonic()
-        return Answer(self._values(rows), time.monotonic() - started)
-
-    @torch.no_grad()
-    def _values(self, rows: TokenRows) -> Tensor:
-        """(B, T-1) float32 log-probs, 0 outside the mask, or (B, 1) normalized scores, on the CPU."""
         self.load()
         assert self._model is not None
         options, device = self.options, self._device()
         mixed = options.compute != options.weights
         context: Any = torch.autocast(device.type, dtype=options.compute) if mixed else nullcontext()
-        if self._reading is not None:
-            ids, lengths = self._reading.read(rows.input_ids, rows.lengths, rows.mask)
-            rows = replace(rows, input_ids=ids, lengths=lengths)
-        sequences = _Sequences(rows, device)
         with context:
-            if options.role == "reward":
-                return reward_output(self._model, sequences, normalized=True)[:, None].float().cpu()
-            out = policy_output(self._model, sequences, rows.mask.to(device), temperature=rows.temperature)
-            return out.logprobs.float().cpu()
+            values = compute_rows(self._model, rows, options, self._reading, device)
+        return Answer(values, time.monotonic() - started)

@@ -81,6 +81,8 @@ class ServedModel:
         self.served_model = served_model
         self.token_variable = token_variable
         self.start_timeout = start_timeout
+        self.top = 0
+        """K: log-probs and ids of the K likeliest tokens are asked for; 0: log-probs of the sequences' own."""
         self.waited = 0.0
         """Seconds that this rank has waited for results: what was not hidden behind other work."""
         self.hidden = 0.0
@@ -130,8 +132,8 @@ class ServedModel:
             return
         if role != "logprobs":
             raise ModelPoolError(
-                f"ServedModel({self.model!r}) is a language model and has no rewards: RemoteReward asks a server for "
-                "rewards, ModelPool runs a reward model"
+                f"ServedModel({self.model!r}) is a language model and has no rewards or values: RemoteReward asks a "
+                "server for rewards, ModelPool runs a reward model or a frozen critic"
             )
         run_on_all_ranks(self.connect, error_type=ModelPoolError)
 
@@ -189,7 +191,7 @@ class ServedModel:
         asked = {}
         for row in torch.cat([*batches, torch.zeros(0, dtype=torch.int64)]).tolist():
             token_ids = experience.input_ids[row, : int(experience.lengths[row])].tolist()
-            asked[int(row)] = (token_ids, self._ask(token_ids))
+            asked[int(row)] = (token_ids, self._ask(token_ids, self.top))
         return PendingScores(self, experience.action_mask.cpu(), asked)
 
     def top_tokens(self, sequences: Sequence[Sequence[int]], top: int) -> list[tuple[Tensor, Tensor]]:
@@ -247,16 +249,27 @@ class PendingScores:
         self._last_answer = time.monotonic()
 
     def result(self, columns: int | None = None) -> Tensor:
-        """Wait for all of them; (B, T-1) float32 on the CPU, 0 outside the mask and in rows that were not asked for.
+        """Wait for all of them; float32 on the CPU, 0 outside the mask and in rows that were not asked for.
+
+        Returns:
+            (B, T-1) log-probs, or (B, T-1, 2 K) those of the K likeliest tokens and their ids.
 
         Raises:
             ModelPoolError: If no server answers.
         """
         started = time.monotonic()
-        values = torch.zeros(self._mask.shape)
+        top = self._served.top
+        values = torch.zeros(*self._mask.shape, *((2 * top,) if top else ()))
         for row, (token_ids, future) in self._asked.items():
-            scores = torch.tensor(parse_scores(self._served._answer(future), token_ids))
+            answer = self._served._answer(future)
+            scores = torch.tensor(parse_scores(answer, token_ids)) if not top else _columns(answer, token_ids, top)
             values[row, : len(scores)] = scores
         self._served.waited += time.monotonic() - started
         self._served.hidden += max(0.0, min(started, self._last_answer) - self._asked_at)
-        return values.where(self._mask.bool(), 0.0)
+        return values.where(self._mask.bool()[..., None] if top else self._mask.bool(), 0.0)
+
+
+def _columns(answer: Any, token_ids: Sequence[int], top: int) -> Tensor:
+    """(T-1, 2 K) log-probs and ids of the likeliest tokens."""
+    values, ids = parse_top(answer, token_ids, top)
+    return torch.cat([torch.tensor(values), torch.tensor(ids).float()], -1)

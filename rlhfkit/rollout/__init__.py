@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource, sample_seed
+from rlhfkit.rollout.replay_buffer import ReplayBuffer
 from rlhfkit.rollout.supervision.health import HealthPolicy
 
 if TYPE_CHECKING:
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
     from rlhfkit.rollout.server.engine import VLLMServer as VLLMServer
     from rlhfkit.rollout.vllm.pool import VLLMPool as VLLMPool
     from rlhfkit.rollout.weight_sync.source import ModuleWeights as ModuleWeights
+    from rlhfkit.rollout.wrappers.mixture import ReferenceMixture as ReferenceMixture
+    from rlhfkit.rollout.wrappers.reference_samples import ReferenceSamples as ReferenceSamples
 
 _LAZY = {
     "LocalEngine": "rlhfkit.rollout.local.engine",
     "ModuleWeights": "rlhfkit.rollout.weight_sync.source",
+    "ReferenceMixture": "rlhfkit.rollout.wrappers.mixture",
+    "ReferenceSamples": "rlhfkit.rollout.wrappers.reference_samples",
     "ReplayEngine": "rlhfkit.rollout.replay",
     "VLLMPool": "rlhfkit.rollout.vllm.pool",
     "VLLMServer": "rlhfkit.rollout.server.engine",
@@ -30,6 +35,9 @@ __all__ = [
     "HealthPolicy",
     "LocalEngine",
     "ModuleWeights",
+    "ReferenceMixture",
+    "ReferenceSamples",
+    "ReplayBuffer",
     "ReplayEngine",
     "RolloutEngine",
     "SamplingSpec",

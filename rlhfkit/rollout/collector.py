@@ -1,20 +1,22 @@
 """Collect the groups of one iteration: draw prompts, generate, score, select, until enough groups are accepted.
 
 With dynamic sampling a rejected group is replaced by that of the next prompt. With oversampling more groups are in
-flight than are needed, the first to finish are taken, and the other prompts are requeued. Every rank draws all prompts,
-generates for its share of them and keeps these samples; what the ranks decide by is a log that all read in one order.
+flight than are needed, the first to finish are taken, and the other prompts are requeued; what was made of them may be
+kept (partial rollouts). Every rank draws all prompts, generates for its share of them and keeps these samples; what the
+ranks decide by is a log that all read in one order.
 """
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.partial_rollouts import IterationPartials, ResumableStream
 
 Group = list[Sample]
 """The samples of one prompt."""
@@ -107,6 +109,10 @@ class CollectedGroups:
     """Mean reward of all groups that were sampled, rejected ones included; NaN if none has one."""
     after: dict[str, Any]
     """Where the next iteration begins."""
+    continued: int = 0
+    """Groups that an earlier iteration had begun and this one has continued."""
+    drawn: Mapping[int, Prompt] = field(default_factory=dict)
+    """The prompts by index, as they were drawn; those of samples are as environments have changed them."""
 
 
 def collect_groups(
@@ -120,6 +126,7 @@ def collect_groups(
     most: int | None = None,
     spare: int = 0,
     rounds: bool = False,
+    partials: IterationPartials | None = None,
     log: RankLog | None = None,
     on_drawn: Callable[[], None] | None = None,
 ) -> CollectedGroups:
@@ -139,6 +146,8 @@ def collect_groups(
         spare: Groups in flight beyond those that are still missing.
         rounds: Score all groups of a rank at once, and draw prompts for rejected groups when all are decided; for
             engines that generate in batches.
+        partials: What earlier iterations have dropped, to be continued, and where to keep what this one drops; with a
+            ``stream`` that is a :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`. ``None``: it is lost.
         log: Of the ranks that collect together, inside its :meth:`~rlhfkit.rank_store.RankLog.run`; ``None``: this
             process alone.
         on_drawn: Called when the first prompts are submitted.
@@ -148,7 +157,7 @@ def collect_groups(
         RuntimeError: If the stream ends before all groups were returned.
     """
     log = log or LocalStore().log("groups")
-    selection = _Selection(wanted, queue, stream, log, most=most, spare=spare, rounds=rounds)
+    selection = _Selection(wanted, queue, stream, log, most=most, spare=spare, rounds=rounds, partials=partials)
     try:
         selection.begin()
         if on_drawn is not None:
@@ -162,6 +171,7 @@ def collect_groups(
                 score_together(flatten(groups))
             selection.report(groups, keep)
             selection.follow()
+        selection.keep_partials()
     finally:
         stream.close()
     return selection.result()
@@ -180,6 +190,7 @@ class _Selection:
         most: int | None,
         spare: int,
         rounds: bool,
+        partials: IterationPartials | None,
     ) -> None:
         self.wanted = wanted
         self.queue = queue
@@ -191,6 +202,9 @@ class _Selection:
         self.drawn: dict[int, Prompt] = {}  # by index, in the order of drawing
         self.outcomes: dict[int, GroupOutcome] = {}  # by index of the prompt, in the order of the log
         self.accepted = 0
+        self.continued = 0
+        self._partials = partials
+        self._ranks: dict[int, int] = {}  # who samples the group of each drawn prompt
         self._own: dict[int, Group] = {}
         self._submitted = 0  # this rank's groups that were not collected yet
         self._entries: deque[Any] = deque()  # read, not followed yet
@@ -213,11 +227,26 @@ class _Selection:
         count = min(self.wanted + self.spare + rejected - len(self.drawn), self.queue.remaining, room)
         if count < 1:
             return
-        prompts, rank, world_size = self.queue.take(count), self.log.store.rank, self.log.store.world_size
-        share = [one for place, one in enumerate(prompts, len(self.drawn)) if place % world_size == rank]
+        prompts = self.queue.take(count)
+        self._deal(prompts)
         self.drawn |= {prompt.index: prompt for prompt in prompts}
+        share = [prompt for prompt in prompts if self._ranks[prompt.index] == self.log.store.rank]
         self._submitted += len(share)
-        self.stream.submit(share)
+        begun = [] if self._partials is None else self._partials.begun(share)
+        if begun:
+            cast(ResumableStream, self.stream).resume(begun)
+        known = {group[0].prompt.index for group in begun}
+        self.stream.submit([prompt for prompt in share if prompt.index not in known])
+
+    def _deal(self, prompts: Sequence[Prompt]) -> None:
+        """Give prompts to the ranks in turn; one whose group was begun goes to the rank that has what was made."""
+        for prompt in prompts:
+            rank = None if self._partials is None else self._partials.rank_of(prompt)
+            if rank is None:
+                rank = (len(self._ranks) - self.continued) % self.log.store.world_size
+            else:
+                self.continued += 1
+            self._ranks[prompt.index] = rank
 
     @property
     def finished(self) -> bool:
@@ -300,6 +329,15 @@ class _Selection:
             if self.accepted < self.wanted and (not self.rounds or len(self.outcomes) == len(self.drawn)):
                 self._draw()
 
+    def keep_partials(self) -> None:
+        """Stop what is not finished, and keep what was made of it, with groups that were finished too late."""
+        if self._partials is None:
+            return
+        late = [group for index, group in self._own.items() if index not in self.outcomes]
+        made = cast(ResumableStream, self.stream).cut()
+        dropped = {index: rank for index, rank in self._ranks.items() if index not in self.outcomes}
+        self._partials.keep(dropped, [*late, *made])
+
     def result(self) -> CollectedGroups:
         """Return the selected groups, and requeue the prompts of groups that were not finished."""
         decided = [self.outcomes[index] for index in self.drawn if index in self.outcomes]
@@ -318,6 +356,8 @@ class _Selection:
             requeued=len(unfinished),
             reward=sum(rewards) / len(rewards) if rewards else math.nan,
             after=self.queue.after,
+            continued=self.continued,
+            drawn={index: self.drawn[index] for index in chosen},
         )
 
 
@@ -372,6 +412,7 @@ def sample_all(
                 check()
     finally:
         stream.close()
-    order = {id(prompt): place for place, prompt in enumerate(prompts)}
-    groups.sort(key=lambda group: order[id(group[0].prompt)])
+    # By index: the prompt of an episode is another object where its environment began the conversation.
+    order = {prompt.index: place for place, prompt in enumerate(prompts)}
+    groups.sort(key=lambda group: order[group[0].prompt.index])
     return flatten(groups)

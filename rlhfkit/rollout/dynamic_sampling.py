@@ -16,20 +16,29 @@ def has_signal(group: Sequence[Sample], by: Criterion = None) -> bool:
 
     Raises ValueError if no sample has a reward part named ``by``.
     """
+    return len(set(compared_values(group, by))) > 1
+
+
+def compared_values(group: Sequence[Sample], by: Criterion = None, *, owner: str = "DynamicSampling") -> list[float]:
+    """What is compared of the samples of a group that have a reward; missing and NaN values are left out.
+
+    Raises ValueError, about the argument ``by`` of ``owner``, if no sample has a reward part of that name.
+    """
     scored = [sample for sample in group if sample.reward is not None]
     if isinstance(by, str):
         if scored and not any(by in sample.reward_parts for sample in scored):
-            _check_part(by, {name for sample in scored for name in sample.reward_parts})
+            check_part(owner, by, {name for sample in scored for name in sample.reward_parts})
         values = [sample.reward_parts.get(by) for sample in scored]
     else:
         values = [sample.reward if by is None else by(sample) for sample in scored]
-    return len({value for value in values if value is not None and not math.isnan(value)}) > 1
+    return [value for value in values if value is not None and not math.isnan(value)]
 
 
-def _check_part(name: str, parts: Collection[str]) -> None:
+def check_part(owner: str, name: str, parts: Collection[str]) -> None:
+    """Raise ValueError, about the argument ``by`` of ``owner``, if no reward part has this name."""
     if name not in parts:
         raise ValueError(
-            f"DynamicSampling(by={name!r}): no reward part is called that; the parts are {', '.join(sorted(parts))}"
+            f"{owner}(by={name!r}): no reward part is called that; the parts are {', '.join(sorted(parts))}"
         )
 
 
@@ -74,4 +83,4 @@ class DynamicSampling:
     def check_parts(self, parts: Collection[str]) -> None:
         """Raise ValueError if ``by`` is not among the names of the reward parts."""
         if isinstance(self.by, str) and self.keep is None:
-            _check_part(self.by, parts)
+            check_part("DynamicSampling", self.by, parts)

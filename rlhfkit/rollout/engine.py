@@ -260,7 +260,7 @@ class RolloutEngine(Protocol):
     """Samples from the current policy. Derive from this class and override what differs.
 
     The properties declare what an engine can do besides sampling. A wrapper
-    (:class:`~rlhfkit.episodes.engine_wrapper.EngineWrapper`) passes them on.
+    (:class:`~rlhfkit.rollout.wrappers.engine_wrapper.EngineWrapper`) passes them on.
     """
 
     version: int | None = None
@@ -318,6 +318,15 @@ class RolloutEngine(Protocol):
     def max_model_len(self) -> int | None:
         """Maximum tokens of prompt and completion; ``None``: the model's context."""
         return None
+
+    def resume_problem(self, sampling: SamplingSpec) -> str | None:
+        """Why samples of this kind cannot be cut and continued later.
+
+        Returns:
+            The reason; ``None`` if ``stream`` returns a
+            :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`.
+        """
+        return f"{type(self).__name__} cannot continue what it has begun"
 
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
         """Prepare to report log-probs for samples of this kind; called on every rank before :meth:`start`.

@@ -113,7 +113,7 @@ class ReplayEngine(RolloutEngine):
         wanted = {prompt.index for prompt in prompts}
         for path in samples_files(self.folder, iteration):
             for sample in load_samples(path):
-                if sample.prompt.index in wanted:
+                if sample.prompt.index in wanted and not sample.replayed:
                     recorded.setdefault(sample.prompt.index, []).append(sample)
         found = []
         for prompt in prompts:

@@ -22,6 +22,7 @@ from rlhfkit.episodes.openai.agents import AgentConnection
 from rlhfkit.episodes.tool_calls.call import ToolCall
 from rlhfkit.rollout import ReplayEngine
 from rlhfkit.rollout.replay import samples_file, save_samples
+from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
 from rlhfkit.serving.access import AccessToken, ServerOptions
 
 SAMPLING = SamplingSpec(group_size=2, max_new_tokens=3)
@@ -233,5 +234,5 @@ def inside(engine: Any) -> dict[str, Any]:
     if isinstance(engine, AgentEngine):
         assert engine._endpoint is not None
         return {"calls": engine._endpoint._sampler.parallel_calls, "scheme": urlsplit(engine._endpoint.base_url())[0]}
-    assert isinstance(engine, ReplayEngine)
+    assert isinstance(engine, ReplayEngine | OtherSamples)
     return {}

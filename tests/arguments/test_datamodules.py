@@ -19,7 +19,10 @@ from rlhfkit import (
     PromptDataModule,
     SFTDataModule,
     StepwiseDataModule,
+    StreamingPreferenceDataModule,
     StreamingSFTDataModule,
+    StreamingStepwiseDataModule,
+    StreamingUnpairedPreferenceDataModule,
     UnpairedPreferenceDataModule,
 )
 
@@ -193,6 +196,19 @@ def with_least(rows: Rows, least: Mapping[str, Any], **changed: Change | Unseen)
     return made | changed
 
 
+STREAMED: Rows = {
+    "split": Change("train[:50%]", refused=True),
+    "steps_per_epoch": Change(2),
+    "shuffle_block": Change(1),
+    "passes": Change(1, given={"steps_per_epoch": 3}),
+    "max_tokens_per_micro_batch": Change(20, refused=True),
+    "drop_last": Change(True, refused=True),
+    "cache_dir": Change("@tokens", refused=True),
+    "num_proc": Change(2, refused=True),
+}
+"""Arguments of streams."""
+
+
 TABLE: dict[type, Rows] = {
     SFTDataModule: EXAMPLES,
     PreferenceDataModule: with_least(
@@ -237,23 +253,23 @@ TABLE: dict[type, Rows] = {
         input_ids=Change("i1", given=STEPS, refused=True),
         loss_mask=Change("w1", given=STEPS, refused=True),
     ),
-    StreamingSFTDataModule: {
-        **EXAMPLES,
-        "split": Change("train[:50%]", refused=True),
-        "steps_per_epoch": Change(2),
-        "shuffle_block": Change(1),
-        "max_tokens_per_micro_batch": Change(20, refused=True),
-        "drop_last": Change(True, refused=True),
-        "cache_dir": Change("@tokens", refused=True),
-        "num_proc": Change(2, refused=True),
-    },
     Mixture: {
         "weights": Change([("@wide.jsonl", 3.0), ("@other.jsonl", 1.0)]),
         "until": Change("first"),
     },
 }
+for streaming, loaded, least in (
+    (StreamingSFTDataModule, SFTDataModule, TEXT),
+    (StreamingPreferenceDataModule, PreferenceDataModule, PAIRS),
+    (StreamingStepwiseDataModule, StepwiseDataModule, STEPS),
+    (StreamingUnpairedPreferenceDataModule, UnpairedPreferenceDataModule, LABELLED),
+):
+    TABLE[streaming] = {**TABLE[loaded], **with_least(STREAMED, least)}
 LEAST_OF: dict[type, dict[str, Any]] = {
     StreamingSFTDataModule: TEXT | {"steps_per_epoch": 1},
+    StreamingPreferenceDataModule: TEXT | {"steps_per_epoch": 1},
+    StreamingStepwiseDataModule: TEXT | {"steps_per_epoch": 1},
+    StreamingUnpairedPreferenceDataModule: TEXT | {"steps_per_epoch": 1},
     Mixture: {"weights": [("@wide.jsonl", 1.0), ("@other.jsonl", 1.0)], "until": "all"},
 }
 

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit import EpisodeEngine, LocalEngine, VLLMPool, VLLMServer
+from rlhfkit import EpisodeEngine, LocalEngine, ReferenceMixture, ReferenceSamples, VLLMPool, VLLMServer
 from rlhfkit.episodes import AgentEngine
 from rlhfkit.rollout import HealthPolicy, ReplayEngine
 
 from . import episodes, supervision
 from .table import Change, Rows, Unseen, arguments_of, ignored
 
+TWO_MODELS = Unseen(
+    "needs a policy that is not its reference any more: tests/rollout/wrappers/test_reference_samples.py"
+)
 BESIDE: dict[str, Any] = {"colocate": True}
 TABLE: dict[type, Rows] = {
     VLLMPool: {
@@ -62,6 +65,18 @@ TABLE: dict[type, Rows] = {
         )
     },
     ReplayEngine: {"folder": Change("@other_dump")},
+    ReferenceSamples: {
+        "engine": Change(partial(episodes.Greedy)),
+        "reference_engine": Change(partial(episodes.Greedy)),
+        "reference_model": TWO_MODELS,
+        "count": Change(2, refused=True),  # none of two samples would be the policy's
+    },
+    ReferenceMixture: {
+        "engine": Change(partial(episodes.Greedy)),
+        "mixture_coef": TWO_MODELS,
+        "reference_model": TWO_MODELS,
+        "count": Change(2, refused=True),
+    },
     EpisodeEngine: {
         "engine": Change(partial(episodes.Greedy)),
         "environment": Change(episodes.Chatting),
@@ -104,6 +119,8 @@ LEAST: dict[type, dict[str, Any]] = {
     VLLMPool: {"num_engines": 1},
     HealthPolicy: {},
     ReplayEngine: {"folder": "@dump"},
+    ReferenceSamples: {"engine": partial(LocalEngine), "reference_engine": partial(LocalEngine)},
+    ReferenceMixture: {"engine": partial(LocalEngine)},
     EpisodeEngine: {"engine": partial(LocalEngine), "environment": episodes.Turns},
     AgentEngine: {"engine": partial(LocalEngine), "agent": episodes.asks},
 }
@@ -122,7 +139,7 @@ def test_every_argument_has_a_row(kind: type) -> None:
     assert set(TABLE[kind]) == set(arguments_of(kind))
 
 
-@pytest.mark.parametrize("kind", [ReplayEngine, EpisodeEngine, AgentEngine])
+@pytest.mark.parametrize("kind", [ReplayEngine, EpisodeEngine, AgentEngine, ReferenceSamples, ReferenceMixture])
 def test_no_argument_of_an_engine_that_plays_is_accepted_and_ignored(folder: Path, kind: type) -> None:
     seen_in_full(kind, partial(episodes.played, folder))
 

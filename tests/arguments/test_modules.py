@@ -5,6 +5,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from rlhfkit import (
     GRPOModule,
     KTOModule,
     LoRA,
+    NashMDModule,
     OnlineDPOModule,
     OnPolicyDistillationModule,
     ORPOModule,
@@ -29,8 +32,9 @@ from rlhfkit import (
     RewardProcessing,
     SFTModule,
     SimPOModule,
+    XPOModule,
 )
-from rlhfkit.modules.on_policy.online_dpo import OF_POLICY_LOSSES
+from rlhfkit.modules.on_policy.online_preference.base import OF_POLICY_LOSSES
 from rlhfkit.modules.preference.kto_paired import OF_DPO_LOSSES
 
 from . import learning
@@ -40,6 +44,7 @@ LEAST: dict[str, Any] = {"model": "@model", "lr": 0.03}
 ELSEWHERE = Unseen("the numbers are the same wherever the reference is; tests/roles/test_model_pool.py")
 WEIGHTS = Unseen("needs several models; tests/modules/on_policy/preparation/test_rewards.py")
 BITS = Unseen("needs the extra qlora; tests/modules/test_lora.py compares with full weights where it is installed")
+LIGER = Unseen("needs a GPU and the extra liger: tests/models/test_liger.py")
 
 
 def by_rewards(rewards: Tensor, group: Tensor) -> Tensor:
@@ -64,6 +69,7 @@ POLICY: dict[str, Change | Unseen] = {
     "gradient_checkpointing": Change(True, built=True),
     "offload_activations": Change(True, given={"gradient_checkpointing": True}, built=True),
     "tiled_mlp": Change(True, built=True),
+    "liger_kernels": LIGER,
     "lora": Change(LoRA(rank=2), built=True),
     "quantization": BITS,
     "router_aux_loss_coef": Change(0.5, given={"model": "@experts"}),
@@ -92,7 +98,7 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "max_length": Change(9, given=CONSTANT),
     "kl_coef": Change(0.3),
     "kl_estimator": Change("k2", given=KL),
-    "kl_control.target": Change(0.01, given=KL | {"kl_control.horizon": 10}),
+    "kl_control.target": Change(0.01, given=KL),
     "kl_control.horizon": Change(20, given=KL | TARGET, around={"epochs": 2}),
     "kl_control.early_stop": Change(1e-6),
     "kl_in_reward": Change("token", given=KL),
@@ -139,6 +145,11 @@ def rewarded(row: Change | Unseen) -> Change:
     return dataclasses.replace(row, given={**row.given, "reward_coef": 0.5})
 
 
+REFUSED: dict[str, Change | Unseen] = {
+    name: Change(row.value, refused=True)
+    for name, row in ON_POLICY.items()
+    if name.partition(".")[0] in OF_POLICY_LOSSES and isinstance(row, Change)
+}
 AS_KTO = Unseen("handed to the class that it is derived from, which does with it what it does there")
 AS_GRPO = Unseen("handed to OnPolicyModule, which does with it what it does for GRPOModule")
 JSD: dict[str, Any] = {"divergence": "jsd"}
@@ -163,7 +174,7 @@ PPO: dict[str, Change | Unseen] = {
     "kl_coef": Change(0.3, around={"epochs": 2}),  # in the first iteration the policy is the reference
     "kl_in_reward": Change(False),
     "kl_estimator": Change("k2"),
-    "kl_control.target": Change(0.01, given={"kl_control.horizon": 10}),
+    "kl_control.target": Change(0.01),
     "kl_control.horizon": Change(20, given=TARGET, around={"epochs": 2}),
 }
 SCALAR = POLICY | {"head_std": Change(0.5)}
@@ -235,6 +246,8 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "divergence": Change("reverse_kl"),
             "temperature": Change(3.0),
             "teacher_weight": Change(0.2, given=JSD),
+            "teacher_reads": Unseen("is the same with the same tokens; tests/modules/teachers/test_comparison.py"),
+            "unmatched_weight": Unseen("is for a teacher with other tokens; tests/modules/teachers/test_comparison.py"),
             "distillation_coef": Change(0.4),
             "top_k": Change(3),
             "remainder": Change("renormalize", given={"top_k": 3}),
@@ -251,12 +264,14 @@ TABLE: dict[type, tuple[str, Rows]] = {
         | ON_POLICY
         | {
             "teacher": Change("@model"),
+            "teacher_reads": Unseen("is the same with the same tokens; tests/modules/teachers/test_text.py"),
             "teacher_column": Unseen("chooses among several teachers; tests/modules/on_policy/test_distillation.py"),
             "divergence": Change("reverse_kl"),
             "distillation_coef": Change(0.3),
             "distillation_gamma": Change(0.5),
             "reward_coef": Change(0.5),
             "teacher_weight": Change(0.2, given=JSD),
+            "unmatched_weight": Unseen("is for a teacher with other tokens; tests/modules/teachers/test_text.py"),
             "top_k": Change(3, given=JSD),
             "remainder": Change("renormalize", given=JSD | {"top_k": 3}),
             "chunk_size": Change(1, given=JSD),
@@ -267,7 +282,7 @@ TABLE: dict[type, tuple[str, Rows]] = {
     OnlineDPOModule: (
         "prompts",
         dict.fromkeys(POLICY | ON_POLICY, AS_GRPO)
-        | {name: Change(ON_POLICY[name].value, refused=True) for name in OF_POLICY_LOSSES}
+        | REFUSED
         | PAIRS
         | {
             "lr": Change(0.01, built=True),
@@ -282,10 +297,36 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "discopop_temperature": Change(0.5, given={"loss_type": "discopop"}),
         },
     ),
+    NashMDModule: (
+        "prompts",
+        dict.fromkeys(POLICY | ON_POLICY, AS_GRPO)
+        | REFUSED
+        | {
+            "lr": Change(0.01, built=True),
+            "reward_model": Change("@scorer"),
+            "mask_truncated": Change(True),
+            "ref_model_sync_steps": Change(1, refused=True),
+            "ref_model_mixup_alpha": Unseen("of moves, which are refused"),
+            "kl_control.target": Change(0.01, refused=True),
+            "kl_control.horizon": Unseen("of the target, which is refused"),
+            "beta": Change(0.7),
+            "link": Change("win-rate", refused=True),  # the rewards are no win rates
+        },
+    ),
 }
+TABLE[XPOModule] = (
+    "prompts",
+    TABLE[OnlineDPOModule][1]
+    | {
+        "alpha": Change(0.5),
+        "ref_model_sync_steps": Change(1, refused=True),
+        "ref_model_mixup_alpha": Unseen("of moves, which are refused"),
+    },
+)
 LEAST_OF: dict[type, dict[str, Any]] = {
     DistillationModule: {"teacher": "@other"},
     OnPolicyDistillationModule: {"teacher": "@other"},
+    NashMDModule: {"link": "bradley-terry"},
 }
 ABSTRACT = {"PolicyModule", "PreferenceModule", "ReferenceModule", "ScalarModule", "OnPolicyModule", "RewardedModule"}
 
@@ -307,6 +348,35 @@ def test_every_module_is_in_the_table() -> None:
 @pytest.mark.parametrize("kind", TABLE)
 def test_every_argument_has_a_row(kind: type) -> None:
     assert set(TABLE[kind][1]) == set(arguments_of(kind))
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_a_module_can_be_made_again_from_its_hyperparameters(kind: type) -> None:
+    """As ``load_from_checkpoint`` does, which hands all of them to a class with ``**kwargs``."""
+    module = kind(**{"model": "anywhere"} | LEAST_OF.get(kind, {}))
+    assert kind(**module.hparams).hparams == module.hparams
+
+
+class CuriousDPO(OnlineDPOModule):
+    """Has an argument of its own by the name of one that its base class refuses."""
+
+    def __init__(self, *args: Any, entropy_coef: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+def test_hyperparameters_of_a_subclass_are_kept_whatever_their_names() -> None:
+    assert CuriousDPO("anywhere", entropy_coef=0.5).hparams["entropy_coef"] == 0.5
+    assert "kl_coef" not in CuriousDPO("anywhere").hparams
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_a_module_can_be_made_from_a_configuration(kind: type) -> None:
+    """A file names what a user chose; jsonargparse gives all other arguments too, those of base classes among them."""
+    parser = jsonargparse.ArgumentParser()
+    parser.add_subclass_arguments(L.LightningModule, "model")
+    given = {"model": "anywhere"} | LEAST_OF.get(kind, {})
+    chosen = parser.parse_object({"model": {"class_path": f"rlhfkit.{kind.__name__}", "init_args": given}})
+    assert type(parser.instantiate(chosen).model) is kind
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, rows) in TABLE.items() if "max_tokens_per_forward" not in rows])

@@ -24,13 +24,14 @@ from rlhfkit import (
     RolloutCallback,
     Sample,
     SamplingSpec,
+    StreamingPromptDataModule,
     callbacks,
     episodes,
     rollout,
 )
 from rlhfkit.callbacks import Invariants, RoleTimeline, RolloutDump, SampleTable, TrainingCurves
 from rlhfkit.datamodules.prompts.curriculum import ByColumn
-from rlhfkit.rollout import DynamicSampling
+from rlhfkit.rollout import DynamicSampling, ReplayBuffer
 
 from . import learning, test_engines
 from .table import Change, Rows, Unseen, arguments_of, ignored
@@ -49,6 +50,11 @@ def never(samples: Sequence[Sample]) -> bool:
 def turns(sample: Sample) -> float:
     """The same for all samples."""
     return 1.0
+
+
+def seldom(samples: Sequence[Sample]) -> list[float]:
+    """Differs in groups of odd prompts only."""
+    return [float(sample.sample_index * (sample.prompt.index % 2)) for sample in samples]
 
 
 class Cut(LocalEngine):
@@ -141,48 +147,60 @@ def put_together(folder: Path, kind: type, given: dict[str, Any], around: Mappin
     rollouts: dict[str, Any] = {"reward": learning.scored, "sampling": sampling, "engine": LocalEngine()}
     if kind is DynamicSampling:
         rollouts["dynamic_sampling"] = DynamicSampling(**given)
+    if kind is ReplayBuffer:
+        rollouts |= {"replay_buffer": ReplayBuffer(**given), "reward": seldom}
     callback = RolloutCallback(**(rollouts | given if kind is RolloutCallback else rollouts))
     extra = [kind(**given)] if issubclass(kind, L.Callback) and kind is not RolloutCallback else []
     made = Infinite if around.get("infinite") else GRPOModule
+    prompts = kind if issubclass(kind, PromptDataModule) else PromptDataModule
     lora = LoRA(rank=2) if around.get("lora") else None
     return {
         "module": made(str(folder / "model"), lr=0.03, lora=lora),
-        "data": PromptDataModule(**(data | given if kind is PromptDataModule else data)),
+        "data": prompts(**(data | given if issubclass(kind, PromptDataModule) else data)),
         "callbacks": [callback, *extra],
     }
 
 
 TEXT = Unseen("learned only with a ptx_coef: tests/arguments/test_modules.py")
 SAME_NUMBERS = "the same samples, "
+PROMPTS: Rows = {
+    "data": Change("@others.jsonl"),
+    "prompt": Change("question"),
+    "answer": Change("answer"),
+    "answer_extractor": Change(str, given={"answer": "answer"}),
+    "validation_data": Change("@prompts.jsonl"),
+    "pretraining_data": TEXT,
+    "split": Change("train[:5]"),
+    "validation_split": Change("train[:5]"),
+    "subset": Unseen("configurations are the hub's, which no test asks"),
+    "rollout_batch_size": Change(2),
+    "micro_batch_size": Change(2),
+    "max_tokens_per_micro_batch": Change(12, given={"micro_batch_size": None}),
+    "updates_per_iteration": Change(
+        2, given={"micro_batch_size": None, "max_tokens_per_micro_batch": 100, "updates_per_iteration": 1}
+    ),
+    "epochs_per_iteration": Change(2),
+    "validation_batch_size": Unseen(SAME_NUMBERS + "generated in other portions"),
+    "max_prompt_length": Change(3, refused=True),
+    "overlong_prompts": Change("drop", given={"max_prompt_length": 3, "rollout_batch_size": 2}, refused=True),
+    "shuffle": Change(False),
+    "seed": Change(1),
+    "curriculum": Change(ByColumn("level")),
+    "apply_chat_template": Change(True, refused=True),
+    "system": Change("Be brief.", refused=True),
+    "chat_template_kwargs": Unseen("a template's own: tests/datamodules/prompts/test_datamodule.py"),
+    "special_tokens_in_text": Change("escape", given={"prompt": "marked"}),
+    "tokenizer": Unseen("that of the module unless given: tests/datamodules/prompts/test_datamodule.py"),
+}
 TABLE: dict[type, Rows] = {
-    PromptDataModule: {
-        "data": Change("@others.jsonl"),
-        "prompt": Change("question"),
-        "answer": Change("answer"),
-        "answer_extractor": Change(str, given={"answer": "answer"}),
-        "validation_data": Change("@prompts.jsonl"),
-        "pretraining_data": TEXT,
-        "split": Change("train[:5]"),
-        "validation_split": Change("train[:5]"),
-        "subset": Unseen("configurations are the hub's, which no test asks"),
-        "rollout_batch_size": Change(2),
-        "micro_batch_size": Change(2),
-        "max_tokens_per_micro_batch": Change(12, given={"micro_batch_size": None}),
-        "updates_per_iteration": Change(
-            2, given={"micro_batch_size": None, "max_tokens_per_micro_batch": 100, "updates_per_iteration": 1}
-        ),
-        "epochs_per_iteration": Change(2),
-        "validation_batch_size": Unseen(SAME_NUMBERS + "generated in other portions"),
-        "max_prompt_length": Change(3, refused=True),
-        "overlong_prompts": Change("drop", given={"max_prompt_length": 3, "rollout_batch_size": 2}, refused=True),
-        "shuffle": Change(False),
-        "seed": Change(1),
-        "curriculum": Change(ByColumn("level")),
-        "apply_chat_template": Change(True, refused=True),
-        "system": Change("Be brief.", refused=True),
-        "chat_template_kwargs": Unseen("a template's own: tests/datamodules/prompts/test_datamodule.py"),
-        "special_tokens_in_text": Change("escape", given={"prompt": "marked"}),
-        "tokenizer": Unseen("that of the module unless given: tests/datamodules/prompts/test_datamodule.py"),
+    PromptDataModule: PROMPTS,
+    StreamingPromptDataModule: {
+        **dict.fromkeys(PROMPTS, Unseen("used by PromptDataModule, from which it derives")),
+        **{name: PROMPTS[name] for name in ("data", "answer", "max_prompt_length", "overlong_prompts", "seed")},
+        "split": Change("train[:5]", refused=True),
+        "curriculum": Change(ByColumn("level"), refused=True),
+        "shuffle_block": Change(2),
+        "passes": Change(1, around={"epochs": 3}),
     },
     SamplingSpec: {
         "group_size": Change(3),
@@ -206,6 +224,13 @@ TABLE: dict[type, Rows] = {
         "keep": Change(never, given={"max_rounds": 2}),
         "max_rounds": Change(2, given={"keep": never, "max_rounds": 1}),
     },
+    ReplayBuffer: {
+        "capacity": Change(1),
+        "fraction": Change(0.25),
+        "max_age": Change(1),
+        "min_reward": Change(2.0),
+        "by": Change(turns),
+    },
     RolloutCallback: {
         "reward": Change(longest),
         "engine": Change(Cut()),
@@ -215,7 +240,9 @@ TABLE: dict[type, Rows] = {
             0.1, given={"validation_sampling": SamplingSpec(**SAMPLING), "success_threshold": 1e9}
         ),
         "dynamic_sampling": Change(DynamicSampling(keep=never, max_rounds=2)),
+        "replay_buffer": Change(ReplayBuffer(), given={"reward": seldom}),
         "oversampling": Change(0.5),
+        "partial_rollouts": Change(True, given={"oversampling": 0.5}),
         "max_staleness": Change(1),
         "in_flight": Unseen("when weights change depends on time: tests/callbacks/rollout/test_async_rollouts.py"),
         "rollout_timeout": Unseen("seconds: tests/callbacks/rollout/test_async_rollouts.py"),
@@ -271,6 +298,7 @@ LEAST: dict[type, dict[str, Any]] = {
     RoleTimeline: {"path": "@here.png"},
     TrainingCurves: {"path": "@here.png"},
     DynamicSampling: {},
+    ReplayBuffer: {},
 }
 
 

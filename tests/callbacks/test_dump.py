@@ -15,7 +15,16 @@ import torch
 from rl_runs import digits, setup_run, weights
 from torch import Tensor
 
-from rlhfkit import GRPOModule, Invariants, ReplayEngine, RolloutCallback, RolloutDump, Sample, SamplingSpec
+from rlhfkit import (
+    GRPOModule,
+    Invariants,
+    ReplayBuffer,
+    ReplayEngine,
+    RolloutCallback,
+    RolloutDump,
+    Sample,
+    SamplingSpec,
+)
 from rlhfkit.callbacks import InvariantError
 from rlhfkit.data import Experience
 
@@ -97,13 +106,36 @@ def test_a_replay_of_something_else_is_refused(tmp_path: Path) -> None:
         ReplayEngine(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_what_must_hold_holds(tmp_path: Path, staleness: int) -> None:
+def only_odd(samples: Sequence[Sample]) -> list[float]:
+    """Groups of even prompts all get 0."""
+    return [sample.sample_index * (sample.prompt.index % 2) / 8 for sample in samples]
+
+
+STOPPING = SamplingSpec(group_size=4, max_new_tokens=24, stop_token_ids=tuple(range(60, 80)))  # at different times
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"max_staleness": 1},
+        {"reward": only_odd, "replay_buffer": ReplayBuffer()},
+        {"sampling": STOPPING, "oversampling": 0.5, "partial_rollouts": True},
+    ],
+    ids=["in turns", "ahead", "replayed", "continued"],
+)
+def test_what_must_hold_holds(tmp_path: Path, arguments: dict[str, Any]) -> None:
     watch = Invariants()
-    rollouts = RolloutCallback(digits, sampling=SAMPLING, max_staleness=staleness)
+    rollouts = RolloutCallback(**{"reward": digits, "sampling": SAMPLING} | arguments)
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[watch], max_epochs=3)
     trainer.fit(module, data)
     assert watch.checked == 3
+    metrics = trainer.callback_metrics
+    if "replay_buffer" in arguments:
+        assert metrics["rollout/replayed_fraction"] > 0
+    if "partial_rollouts" in arguments:
+        assert metrics["rollout/staleness"] > 0
+        assert metrics["rollout/mixed_fraction"] > 0
 
 
 class Tampered(GRPOModule):

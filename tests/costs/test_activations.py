@@ -1,4 +1,7 @@
-"""Bytes of activations, against what autograd saves of real models."""
+"""Bytes of activations, against what autograd saves of real models.
+
+Covers memory/activations.py.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +10,14 @@ import pytest
 import torch
 
 from rlhfkit.costs import ModelShape, model_shape
-from rlhfkit.costs.activations import backward_bytes, head_bytes, inference_bytes, layer_bytes, saved_bytes, tile_bytes
+from rlhfkit.costs.memory.activations import (
+    backward_bytes,
+    head_bytes,
+    inference_bytes,
+    layer_bytes,
+    saved_bytes,
+    tile_bytes,
+)
 from rlhfkit.losses.fused_head.tiles import tile_columns
 from rlhfkit.models.forward import policy_output
 from rlhfkit.models.load import choose_attention

@@ -33,7 +33,7 @@ from rlhfkit import (
 from rlhfkit.costs import GPU, estimate, estimate_run
 from rlhfkit.costs.description import sharding_of
 from rlhfkit.costs.hardware import GIB
-from rlhfkit.costs.memory import TRAINING
+from rlhfkit.costs.memory.parts import TRAINING
 from rlhfkit.costs.seconds import prepare_seconds, train_seconds
 from rlhfkit.strategies import SequenceParallelDDPStrategy
 

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from rlhfkit.costs import EngineShape, Run, Sharding, estimate_run, longest_row, longest_rows
 from rlhfkit.costs.long_rows import MOST_TOKENS, longest_cached, suggestion, with_row
-from rlhfkit.costs.memory import FRAGMENTATION, TRAINING, cache_sequence_bytes, engine_memory, memory_parts, phase_bytes
+from rlhfkit.costs.memory.engines import cache_sequence_bytes, engine_memory
+from rlhfkit.costs.memory.parts import FRAGMENTATION, TRAINING, phase_bytes
+from rlhfkit.costs.memory.whole_run import memory_parts
 
 from .shapes import grpo_70b
 

@@ -21,6 +21,9 @@ ALONE = {
     "supervised, checkpointing, tiled blocks": {"gradient_checkpointing": True, "tiled_mlp": 64},
     "supervised, dense head": {"fused_head": False, "vocabulary": 8192},
     "supervised, bfloat16": {"precision": "bf16-true"},
+    "supervised, SGD": {"optimizer": "sgd"},
+    "supervised, Muon": {"optimizer": "muon"},
+    "supervised, Adafactor": {"optimizer": "adafactor"},
     "own samples and critic": {"module": "ppo"},
 }
 TOGETHER = {
@@ -35,7 +38,7 @@ def test_one_process_needs_what_is_estimated(name: str, tmp_path: Path) -> None:
     case = script.Case(**(SMALL | ALONE[name]))
     found = script.measured(case, tmp_path)
     errors = script.errors(script.estimated(case), found)
-    assert errors.keys() >= {"weights", "optimizer", "peak"}
+    assert errors.keys() >= {"weights", "peak"} | ({"optimizer"} if case.optimizer in ("adamw", "muon") else set())
     assert max(map(abs, errors.values())) <= TOLERANCE, errors
 
 

@@ -1,4 +1,7 @@
-"""Bytes per GPU: the states of ZeRO's paper, engines, and what does not fit."""
+"""Bytes per GPU: the states of ZeRO's paper, engines, and what does not fit.
+
+Covers memory/engines.py, memory/parts.py, memory/passes.py, memory/states.py and memory/whole_run.py.
+"""
 
 import dataclasses
 
@@ -6,20 +9,12 @@ import pytest
 
 from rlhfkit.costs import EngineShape, Precision, Sharding, find_gpu, model_shape
 from rlhfkit.costs.hardware import GIB
-from rlhfkit.costs.memory import (
-    ENGINE,
-    HOST,
-    TRAINING,
-    bucket_bytes,
-    engine_memory,
-    gradient_bytes,
-    iteration_bytes,
-    memory_parts,
-    memory_problems,
-    optimizer_bytes,
-    phase_bytes,
-    weight_bytes,
-)
+from rlhfkit.costs.memory.engines import engine_memory, iteration_bytes
+from rlhfkit.costs.memory.parts import ENGINE, HOST, TRAINING, phase_bytes
+from rlhfkit.costs.memory.states import bucket_bytes, gradient_bytes, optimizer_bytes, weight_bytes
+from rlhfkit.costs.memory.whole_run import memory_parts, memory_problems
+from rlhfkit.modules.optimizers import factories
+from rlhfkit.modules.optimizers.factories import state_bytes
 
 from .shapes import CONFIGS, grpo_70b
 
@@ -43,6 +38,20 @@ def test_lightnings_own_strategies_have_no_main_weights() -> None:
 def test_deepspeed_copies_float32_weights_from_stage_1_on(stage: int, expected: int) -> None:
     full = Precision.of(32, deepspeed=True)
     assert optimizer_bytes(grpo_70b(sharding=Sharding(stage=stage), precision=full), 100) == expected
+
+
+def test_states_are_those_of_the_optimizer() -> None:
+    parts = {}
+    for name in ("adamw", "muon", "adafactor"):
+        state = state_bytes(getattr(factories, name), {})
+        found = memory_parts(grpo_70b(optimizer_state=state))
+        parts[name] = sum(part.bytes for part in found if part.part == "optimizer")
+    run = grpo_70b()
+    assert parts["adamw"] == sum(part.bytes for part in memory_parts(run) if part.part == "optimizer")
+    shape, ranks = run.policy, run.sharding.shards
+    matrices = shape.parameters - shape.embedding - shape.head
+    assert parts["adamw"] - parts["muon"] == pytest.approx(4 * matrices / ranks), "one moment in place of two"
+    assert parts["adamw"] - parts["adafactor"] == pytest.approx(8 * shape.parameters / ranks)
 
 
 def test_offloaded_states_are_in_the_hosts_memory() -> None:

@@ -18,7 +18,7 @@ from rlhfkit import (
     SFTModule,
 )
 from rlhfkit.costs import GPU, MemoryCheck, estimate
-from rlhfkit.costs.memory import TRAINING
+from rlhfkit.costs.memory.parts import TRAINING
 from rlhfkit.costs.memory_check import memory_warning
 
 

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from rlhfkit.costs import Efficiency, LayerShape, ModelShape, Run, Sharding, find_gpu, model_shape
-from rlhfkit.costs.activations import saved_bytes
-from rlhfkit.costs.memory import TRAINING, memory_parts, memory_problems, optimizer_bytes, phase_bytes, weight_bytes
+from rlhfkit.costs.memory.activations import saved_bytes
+from rlhfkit.costs.memory.parts import TRAINING, phase_bytes
+from rlhfkit.costs.memory.states import optimizer_bytes, weight_bytes
+from rlhfkit.costs.memory.whole_run import memory_parts, memory_problems
 from rlhfkit.costs.parallelism import (
     dealt_ranks,
     exchange_bytes,

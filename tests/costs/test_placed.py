@@ -1,13 +1,28 @@
-"""Models on GPUs of their own: their bytes, their seconds, and what of these other work hides."""
+"""Models on GPUs of their own: their bytes, their seconds, and what of these other work hides.
+
+Covers described_roles.py and memory/placed.py.
+"""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from rlhfkit import GRPOModule, ModelPool, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool, estimate
+from rlhfkit import (
+    CriticPool,
+    GRPOModule,
+    ModelPool,
+    PPOModule,
+    PromptDataModule,
+    RolloutCallback,
+    SamplingSpec,
+    VLLMPool,
+    estimate,
+)
 from rlhfkit.costs import PlacedModel, Run, Sharding, estimate_run
-from rlhfkit.costs.memory import TRAINING, memory_parts, phase_bytes
-from rlhfkit.costs.placed import critic_run, placed_parts, placed_problems, places
+from rlhfkit.costs.memory.parts import TRAINING, phase_bytes
+from rlhfkit.costs.memory.placed import critic_run, placed_parts, placed_problems, places
+from rlhfkit.costs.memory.whole_run import memory_parts
 from rlhfkit.costs.run import PlacedRole
 from rlhfkit.costs.seconds import (
     critic_seconds,
@@ -107,6 +122,57 @@ def test_pools_of_a_module_are_described(tmp_path_factory: pytest.TempPathFactor
     assert found.run.placed == (PlacedModel(role="reference", shape=found.run.policy, replicas=2, gpus=2),)
     assert found.to_dict()["gpus"] == 1 + 1 + 4
     assert "reference GPU" in found.peak
+    of_critic: dict[str, CriticPool | ModelPool] = {
+        "frozen critic": ModelPool(folder, ranks_per_replica=2, resources={"GPU": 1}),
+        "critic": CriticPool(num_ranks=2, strategy="rlhf_zero3"),
+    }
+    for role, critic in of_critic.items():
+        found = estimate(PPOModule(folder, kl_coef=0, critic=critic), data, rollouts)
+        assert found.run.critic is None
+        assert [(one.role, one.gpus) for one in found.run.placed] == [(role, 2)]
+        weights = [part.bytes for part in placed_parts(found.run) if part.part == "weights"]
+        assert weights == [pytest.approx(found.run.precision.weights * found.run.policy.backbone / 2, rel=0.01)]
+
+
+def test_a_critics_own_ranks_have_their_stage_types_and_optimizer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from tiny_models import tiny_model
+
+    folder = str(tiny_model(tmp_path_factory.mktemp("model")))
+    data = PromptDataModule("prompts.jsonl", rollout_batch_size=8, micro_batch_size=8)
+    rollouts = RolloutCallback(lambda _: [], engine=VLLMPool(), sampling=SamplingSpec(group_size=8))
+
+    def critic_bytes(**arguments: Any) -> dict[str, float]:
+        found = estimate(PPOModule(folder, kl_coef=0, critic=CriticPool(num_ranks=2, **arguments)), data, rollouts)
+        parts = [part for part in found.memory if part.place == "critic GPU"]
+        return {name: sum(part.bytes for part in parts if part.part == name) for name in ("weights", "optimizer")}
+
+    plain, sharded = critic_bytes(), critic_bytes(strategy="rlhf_zero3")
+    assert plain["weights"] == pytest.approx(2 * sharded["weights"])
+    assert plain["optimizer"] == sharded["optimizer"]
+    without_moments = critic_bytes(optimizer="sgd")
+    assert without_moments["optimizer"] == pytest.approx(plain["optimizer"] / 3)  # main weights alone are left
+    assert critic_bytes(precision="32-true")["weights"] == 2 * plain["weights"]
+
+
+def test_each_of_several_reward_models_is_counted_where_it_is(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from tiny_models import tiny_model
+
+    folder = str(tiny_model(tmp_path_factory.mktemp("model")))
+    data = PromptDataModule("prompts.jsonl", rollout_batch_size=8, micro_batch_size=8)
+    rollouts = RolloutCallback(engine=VLLMPool(), sampling=SamplingSpec(group_size=8))
+    rewards = {"a": folder, "b": ModelPool(folder), "c": folder, "d": ModelPool(folder, num_replicas=2)}
+    found = estimate(GRPOModule(folder, reward_model=rewards), data, rollouts)
+    held = {part.role: part.bytes for part in found.memory if part.place == TRAINING and part.part == "weights"}
+    assert held["reward model"] == held["reward model 2"] == pytest.approx(2 * found.run.policy.backbone)
+    assert places(found.memory) == ["reward model b GPU", "reward model d GPU"]
+    assert found.run.gpus == 1 + 1 + 1 + 2
+    one = estimate(GRPOModule(folder, reward_model=folder), data, rollouts)
+    assert found.seconds["prepare"] > one.seconds["prepare"]
+    exposed = exposed_seconds(found.run)
+    assert found.seconds["score"] == pytest.approx(exposed["reward model b"] + exposed["reward model d"])
+    twice = (placed("reward model"), placed("reward model"))
+    with pytest.raises(ValueError, match="several models of one role and name"):
+        grpo_70b(placed=twice)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from rlhfkit.callbacks.rollout.sharing import no_rows
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.data.exchange import exchange_rows, gather_columns
+from rlhfkit.datamodules.streams.reader import RowReader
+from rlhfkit.datamodules.streams.rows import SourceStream, fingerprint
 
 PARTS = ("format", "right")
 
@@ -76,6 +78,14 @@ def everything(**_: Any) -> dict[str, Any]:
         if seed % 2:  # as a module has prepared it
             whole.values = torch.where(whole.action_mask, torch.rand(whole.action_mask.shape, generator=generator), 0.0)
             experience.values = whole.values[rows, : experience.action_mask.shape[1]]
+        if seed % 4 == 1:  # several numbers of each token: experts, the teacher's likeliest tokens
+            steps = whole.action_mask[..., None]
+            choices = torch.randint(9, (*whole.action_mask.shape, 3), generator=generator)
+            whole.routing = torch.where(steps, choices, 0).to(torch.int16)
+            whole.teacher_top_logprobs = torch.where(steps, -choices / 7, 0.0)
+            whole.teacher_top_ids = torch.where(steps, choices, 0).int()
+            for name in ("routing", "teacher_top_logprobs", "teacher_top_ids"):
+                setattr(experience, name, getattr(whole, name)[rows, : experience.action_mask.shape[1]])
         columns = {"row": rows.double(), **({"first": rows.double()} if rank == 0 else {})}
         found = gather_columns(columns, rows, total, names=["first", "row"])
         first = torch.where(source == 0, torch.arange(total), torch.nan).double()
@@ -96,4 +106,18 @@ def everything(**_: Any) -> dict[str, Any]:
             wrong.append((seed, names))
         if own.iteration is not summary:
             wrong.append((seed, "summary"))
-    return {"wrong": wrong}
+    return {"wrong": wrong, "streams": streams(rank)}
+
+
+def streams(rank: int) -> list[str]:
+    """What ranks say of a stream that is the same on all, and of one that a rank has in another order."""
+
+    def said(last: str) -> str:
+        reader = RowReader(lambda: iter([{"text": "a", "note": rank}, {"text": last}]))
+        stream = SourceStream(reader, iter, columns=["text"], block=9, seed=0)
+        try:
+            return fingerprint([stream], [1.0])
+        except ValueError as error:
+            return str(error)
+
+    return [said("b"), said(f"{rank}")]

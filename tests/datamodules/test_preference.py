@@ -150,6 +150,8 @@ def test_margins_stay_with_their_pairs() -> None:
     words = [row | {"gap": word} for row, word in zip(ROWS, ["near", "far"], strict=False)]
     with pytest.raises(ValueError, match="row 0, must hold a number, it holds 'near'"):
         module(words, margin="gap")
+    with pytest.raises(ValueError, match="row 0, must hold a number, it holds nan"):
+        module([row | {"gap": float("nan")} for row in ROWS], margin="gap")
 
 
 @pytest.mark.parametrize(

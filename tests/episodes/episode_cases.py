@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.episodes.engine_wrapper import EngineWrapper
 from rlhfkit.episodes.environment import Action, Environment, Step
 from rlhfkit.rollout import LocalEngine, SamplingSpec
+from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'][0] + ']' + message['content'] + eos_token + '\n' }}"

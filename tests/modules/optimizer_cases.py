@@ -1,5 +1,6 @@
 """Short SFT runs with every optimizer, for this process and for ranks of their own."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -26,24 +27,39 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "warmup_ratio": 0.2,
         "min_lr_ratio": 0.1,
     },
-    "muon": {"optimizer": "muon", "lr": 3e-3, "weight_decay": 0.1},
+    "muon": {"optimizer": "muon", "lr": 3e-3, "weight_decay": 0.1, "lr_schedule": "cosine", "min_lr_ratio": 0.1},
+    "torch.optim.Adafactor": {"optimizer": "torch.optim.Adafactor", "lr": 3e-2},
     "adamw_8bit": {"optimizer": "adamw_8bit", "lr": 3e-3, "optimizer_arguments": {"min_8bit_size": 256}},
     "adafactor": {"optimizer": "adafactor", "lr": 3e-2},
 }
+
+TRAINERS: dict[str, dict[str, Any]] = {"muon": {"gradient_clip_val": 2.0}}
+"""Arguments of the Trainer."""
 
 
 class Keep(L.Callback):
     """Losses and learning rates of each step, and the weights in the end, while engines are there."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, Any] = {"losses": [], "rates": []}
+        self.seen: dict[str, Any] = {"losses": [], "rates": [], "norms": []}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
         self.seen["losses"].append(float(trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean")))
         self.seen["rates"].append([group["lr"] for group in trainer.optimizers[0].param_groups])
+        self.seen["norms"].append(float(trainer.callback_metrics.get("grad_norm/policy", 0.0)))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.seen["weights"] = full_weights(pl_module, trainer.strategy, ["policy"])
+        self.seen["put_together"] = put_together(trainer.strategy)
+
+
+def put_together(strategy: Any) -> list[torch.Tensor]:
+    """The weights that this rank owns, from the flat tensors of an optimizer that knows their layout."""
+    found: list[torch.Tensor] = []
+    for engine in getattr(strategy, "engines", {}).values():
+        for flat, layout in getattr(engine.basic_optimizer, "flat_layouts", {}).items():
+            layout.map_whole(lambda _, whole: found.append(whole.clone()) or whole, [flat.detach()])
+    return found
 
 
 def learn(
@@ -60,7 +76,7 @@ def learn(
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=2, enable_checkpointing=False,
         default_root_dir=str(folder), callbacks=[keep, *([StopAfter(folder / f"{name}.ckpt")] if epochs == 1 else [])],
-        use_distributed_sampler=False, **plain, **options,
+        use_distributed_sampler=False, **plain, **TRAINERS.get(name, {}), **options,
     )  # fmt: skip
     try:
         trainer.fit(module, SFTDataModule(ROWS, micro_batch_size=8 // ranks), ckpt_path=resume)
@@ -87,6 +103,16 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     return max((float((one[name].double() - other[name].double()).abs().max()) for name in one), default=0.0)
 
 
+def gathered(result: dict[str, Any]) -> int:
+    """How many weights of the model all ranks have put together; each is one of them."""
+    parts: list[Any] = [None] * WORLD
+    torch.distributed.all_gather_object(parts, result["put_together"])
+    if RANK > 0:
+        return 0
+    wholes = list(result["weights"].values())
+    return sum(any(torch.equal(part, whole) for whole in wholes) for each in parts for part in each)
+
+
 def on_ranks(folder: Path, model: str, cases: list[list[Any]], resumed: list[list[Any]]) -> dict[str, Any]:
     """Each case (name of the optimizer, strategy, arguments of the Trainer) beside one rank without DeepSpeed.
 
@@ -111,6 +137,10 @@ def on_ranks(folder: Path, model: str, cases: list[list[Any]], resumed: list[lis
             "rates": result["rates"] == alone["rates"],
             "weight": difference(result["weights"], alone["weights"]) if RANK == 0 else 0.0,
             "moved": alone["losses"][0] - alone["losses"][-1],
+            "put_together": gathered(result),
+            "clipped": sum(
+                norm > TRAINERS.get(name, {}).get("gradient_clip_val", math.inf) for norm in result["norms"]
+            ),
         }
     for name, strategy in resumed:
         straight = kept[f"{name}, {strategy}"]

@@ -1,6 +1,6 @@
 """Data, models and settings that would fail or spoil a run are refused when it starts.
 
-Covers ``modules/base.py`` and ``callbacks/rollout/prompt_check.py``.
+Covers ``modules/base.py`` and ``callbacks/rollout/checks.py``.
 """
 
 import json
@@ -14,7 +14,7 @@ from rl_runs import setup_run
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
-from rlhfkit.callbacks.rollout.prompt_check import check_prompts
+from rlhfkit.callbacks.rollout.checks import check_prompts
 from rlhfkit.datamodules import (
     PreferenceDataModule,
     StepwiseDataModule,

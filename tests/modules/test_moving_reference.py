@@ -67,6 +67,8 @@ def test_a_hard_update_makes_the_reference_the_policy() -> None:
 def test_a_reference_that_cannot_move_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="moves a reference that nothing asks"):
         GRPOModule("nobody", ref_model_sync_steps=5)
+    with pytest.raises(ValueError, match="ref_model_mixup_alpha would have no effect"):
+        GRPOModule("nobody", ref_model_mixup_alpha=1.0, kl_coef=0.1)
     with pytest.raises(ValueError, match="ref_model_sync_steps must be an integer of at least 1"):
         PPOModule("nobody", ref_model_sync_steps=0)
     trainer, module, data, _ = setup_run(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from plain_sgd import PlainSGD
 from rl_runs import digits, setup_run
-from tiny_models import tiny_tokenizer
-from transformers import MixtralConfig, MixtralForCausalLM
+from tiny_models import tiny_mixture, tiny_tokenizer
+from transformers import MixtralForCausalLM
 
 from modules import dpo_cases
 from rlhfkit import (
@@ -37,24 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("experts")
     dpo_cases.prepare(folder)
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        sliding_window=None,
-        bos_token_id=None,
-        eos_token_id=1,
-        initializer_range=0.2,
-    )
-    MixtralForCausalLM(config).save_pretrained(folder / "experts")
-    tiny_tokenizer().save_pretrained(folder / "experts")
+    tiny_mixture(folder / "experts")
     return folder
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.rewards import CosineLength, RepetitionPenalty, WeightedSum, exact_match
+from rlhfkit.rewards import CosineLength, OnLastTurn, RepetitionPenalty, WeightedSum, exact_match
 from rlhfkit.rewards.base import tell_progress
 
 
@@ -70,7 +70,7 @@ class Growing:
 
 def test_a_reward_inside_others_is_told_how_far_training_is() -> None:
     inner = Growing()
-    reward = WeightedSum(length=CosineLength(inner, 8, success_threshold=5.0), other=exact_match)
+    reward = WeightedSum(length=OnLastTurn(CosineLength(inner, 8, success_threshold=5.0)), other=exact_match)
     tell_progress(reward, step=20, epoch=3)
     assert (inner.step, inner.epoch) == (20, 3)
     assert CosineLength(inner, 8, success_threshold=5.0)([sample(tokens=())]) == [2.0]

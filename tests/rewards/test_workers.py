@@ -17,7 +17,7 @@ from rewards import worker_rewards
 from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample, decode_together
 from rlhfkit.rewards import WeightedSum, WorkerReward, reward_metrics, score_samples
-from rlhfkit.rewards.base import CompositeReward, RewardError, part_names
+from rlhfkit.rewards.base import CompositeReward, RewardError, part_names, tell_progress
 
 
 def samples(*texts: str, prompts: int = 100) -> list[Sample]:
@@ -41,6 +41,12 @@ def test_parts_totals_and_metrics_are_those_of_the_reward_itself() -> None:
     reward = WorkerReward(worker_rewards.several, workers=2)
     score_samples(reward, there)
     assert repr(there) == repr(here)  # a missing part is NaN
+    assert here[0].reward_parts["one"] == 1.0
+    for told, batch in ((worker_rewards.several, here), (reward, there)):
+        tell_progress(told, step=7, epoch=2)
+        score_samples(told, batch)
+    assert repr(there) == repr(here)
+    assert here[0].reward_parts["one"] == 208.0
     assert isinstance(reward, CompositeReward)
     assert part_names(reward) == ["length", "last", "one"]
     calls = {f"weighted_sum/worker/{name}" for name in ("timeout_fraction", "failed_fraction", "seconds_p50")}

@@ -10,11 +10,14 @@ from typing import Any
 import lightning as L
 import torch
 from rl_runs import setup_run
+from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from rlhfkit import PPOModule
 from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.strategies.checkpoint.directory import read_manifest
+
+from . import pool_ranks
 
 CRITIC: dict[str, Any] = {"optimizer": "sgd", "optimizer_arguments": {"momentum": 0.9}}
 """The optimizer of ``MomentumPPO``."""
@@ -67,10 +70,15 @@ class KillOf(L.Callback):
 
 
 def train(folder: Path) -> dict[str, Any]:
-    """Entry point of a training rank: differences between runs, and the error of one whose critic dies."""
+    """Entry point of a training rank: differences between runs, and the error of one whose critic dies.
+
+    Also what ``pool_ranks.py`` finds.
+    """
     os.environ.pop("RAY_ADDRESS", None)
     own = folder / f"rank{os.environ['LOCAL_RANK']}"  # ranks must not write the same model
-    report: dict[str, Any] = {}
+    for place in (own, folder / "reference" / own.name):  # before there is a process group, in which rank 0 alone saves
+        tiny_model(place / "model")
+    report: dict[str, Any] = {"reference": pool_ranks.train(folder / "reference")}
 
     def run(critic: CriticPool | None, strategy: str, callbacks: Any = (), **fit: Any) -> Any:
         trainer, module, data, _ = setup_run(

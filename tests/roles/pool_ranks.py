@@ -1,4 +1,4 @@
-"""A rank of a run whose reference is a child of the module, then in a pool."""
+"""A rank of a run whose reference, which moves, is a child of the module, then in a pool."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ def train(folder: Path) -> dict[str, Any]:
     trained, held = [], []
     own = folder / f"rank{os.environ['LOCAL_RANK']}"  # ranks must not write the same model
     for elsewhere in (False, True):
-        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1}
+        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "ref_model_sync_steps": 1}
         if elsewhere:  # replicas read rank 0's folder
             placement = Placement(trainer=2, reference=2)  # rank 0 plans
             arguments["reference"] = placement.reference(str(own / "model"), start_timeout=100.0)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from rl_runs import digits, setup_run
-from strategies import ranks
 from torch import Tensor
 
-from rlhfkit import PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import PPOModule, RoleTimeline, RolloutCallback, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.roles.critic_desk import CriticDesk, Request
@@ -50,12 +49,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> dict[
     folder = tmp_path_factory.mktemp("runs")
     trainer, module, data = run(folder, None)
     trainer.fit(module, data)
+    timeline = RoleTimeline(str(folder / "timeline.png"))
     save = SaveAt(folder / "saved.ckpt", batch=9)  # of 6 an iteration: the first micro-batch of a step of the second
     pool = CriticPool(num_ranks=2, strategy="rlhf_zero2")
-    placed_trainer, placed, data = run(folder, pool, callbacks=[save])
+    placed_trainer, placed, data = run(folder, pool, callbacks=[save, timeline])
     placed_trainer.fit(placed, data)
     return {
-        "folder": folder, "saved": save.path, "exported": save.exported, "pool": pool,
+        "folder": folder, "saved": save.path, "exported": save.exported, "pool": pool, "timeline": timeline,
         "in module": (trainer, module), "placed": (placed_trainer, placed),
     }  # fmt: skip
 
@@ -73,6 +73,15 @@ def test_weights_and_metrics_are_those_of_a_critic_in_the_module(shared: dict[st
         expected = trainer.callback_metrics[name]
         torch.testing.assert_close(placed_trainer.callback_metrics[name], expected, rtol=1e-4, atol=1e-5)
     assert placed_trainer.callback_metrics["value/updates"] == 6
+
+
+def test_the_critics_ranks_note_when_they_work(shared: dict[str, Any]) -> None:
+    timeline = shared["timeline"]
+    critics = [one for one in timeline.intervals if one.lane.startswith("critic")]
+    for lane in ("critic 0", "critic 1"):
+        assert sum((one.lane, one.phase) == (lane, "update") for one in critics) == 6  # two iterations of three steps
+        assert sum((one.lane, one.phase) == (lane, "compute") for one in critics) == 2
+        assert 0 < timeline.busy_shares()[lane] <= 1
 
 
 def test_a_run_that_is_resumed_inside_a_step_is_bitwise_the_straight_one(shared: dict[str, Any]) -> None:
@@ -112,8 +121,10 @@ def test_a_stuck_rank_is_an_error_within_the_limit_that_says_what_was_waited_for
 
 
 @pytest.mark.distributed
-def test_two_training_ranks_have_the_same_critic_lose_it_with_an_error_and_resume(tmp_path: Path) -> None:
-    for report in ranks.run("roles.critic_ranks:train", 2, tmp_path):
+def test_two_training_ranks_have_the_same_critic_lose_it_with_an_error_and_resume(
+    on_two_ranks: list[dict[str, Any]],
+) -> None:
+    for report in on_two_ranks:
         assert report["ddp"] < 1e-6
         assert report["deepspeed"] < 1e-6
         assert {"module/critic/manifest.json", "module/critic/rank_00000.pt"} < set(report["files"])  # verified
@@ -152,7 +163,7 @@ def test_a_module_that_changes_the_critic_or_shares_its_backbone_is_refused() ->
         def value_loss(self, batch: Any, values: Tensor) -> Any:
             return super().value_loss(batch, values)
 
-    with pytest.raises(ValueError, match="Other overrides value_loss, and the ranks of a CriticPool do not call it"):
+    with pytest.raises(ValueError, match="Other overrides value_loss, and a critic elsewhere does not call it"):
         Other("anywhere", critic=CriticPool())
     with pytest.raises(ValueError, match="leave critic and critic_warmup_steps out"):
         PPOModule("anywhere", critic=CriticPool(), shared_backbone=True)

@@ -1,7 +1,7 @@
 """Models in Ray actors against the same models in this process.
 
-Covers replica.py, pending_rows.py, replicas/early_rows.py, replicas/reading.py, replicas/weights.py and
-modules/on_policy/preparation/placed_models.py.
+Covers replica.py, pending_rows.py, replicas/early_rows.py, replicas/reading.py, replicas/weights.py,
+modules/on_policy/preparation/placed_models.py and modules/on_policy/preparation/frozen_critic.py.
 One Ray session serves all tests.
 """
 
@@ -16,11 +16,21 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from models.test_forward import experience
+from modules.on_policy.ppo_cases import PlainPPO
 from rl_runs import PlainGRPO, digits, setup_run, weights
-from strategies import ranks
 from tiny_models import tiny_model
 
-from rlhfkit import Experience, GRPOModule, OnPolicyDistillationModule, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import (
+    Experience,
+    GRPOModule,
+    OnPolicyDistillationModule,
+    PPOModule,
+    Prompt,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+)
+from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.modules.on_policy.preparation.placed_models import wait_for
 from rlhfkit.rewards import ModelReward
@@ -169,7 +179,7 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
         arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "ref_model_sync_steps": 1}
         arguments["reward_model"] = ModelPool(reward) if elsewhere else reward
         if elsewhere:
-            arguments["reference"] = ModelPool(str(tmp_path / "model"), num_replicas=2)
+            arguments["reference"] = ModelPool(str(tmp_path / "model"))
 
         def score(samples: Any) -> list[float]:
             if isinstance(arguments["reward_model"], ModelPool) and not asked:  # noqa: B023
@@ -261,12 +271,15 @@ def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed
         torch.testing.assert_close(weights(resumed)[name], tensor, rtol=0, atol=1e-6)
 
 
-def test_a_student_learns_the_same_from_a_teacher_elsewhere(tmp_path: Path, ray_session: None) -> None:
+@pytest.mark.parametrize("knobs", [{}, {"divergence": "reverse_kl", "top_k": 16}], ids=["sampled token", "likeliest"])
+def test_a_student_learns_the_same_from_a_teacher_elsewhere(
+    tmp_path: Path, ray_session: None, knobs: dict[str, Any]
+) -> None:
     trained = []
     tiny_model(tmp_path / "model")
     for elsewhere in (False, True):
         teacher: Any = str(tiny_model(tmp_path / "teacher", seed=1))
-        arguments = {"teacher": ModelPool(teacher) if elsewhere else teacher}
+        arguments = {"teacher": ModelPool(teacher) if elsewhere else teacher} | knobs
         trainer, module, data, _ = setup_run(
             tmp_path, module=OnPolicyDistillationModule, module_arguments=arguments, max_epochs=1
         )
@@ -275,13 +288,70 @@ def test_a_student_learns_the_same_from_a_teacher_elsewhere(tmp_path: Path, ray_
         trained.append(weights(module))
     for name, tensor in trained[0].items():
         torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="a divergence compares the teacher's probabilities of all tokens"):
-        OnPolicyDistillationModule(str(tmp_path / "model"), ModelPool("teacher"), divergence="jsd")
+
+
+def test_a_teacher_elsewhere_gives_its_likeliest_tokens_and_no_reference(tmp_path: Path) -> None:
+    model, pool = str(tiny_model(tmp_path / "model")), ModelPool("teacher")
+    with pytest.raises(ValueError, match="give top_k, as in top_k=20"):
+        OnPolicyDistillationModule(model, pool, divergence="jsd")
+    with pytest.raises(ValueError, match="a ModelPool or ServedModel of its own"):
+        OnPolicyDistillationModule(model, pool, divergence="jsd", top_k=4, kl_coef=0.1, reference=pool)
+
+
+class FrozenCriticPPO(PlainPPO):
+    """PPO whose critic, a child, gets no gradient."""
+
+    def value_loss(self, batch: Experience, values: torch.Tensor) -> LossOutput:
+        return LossOutput(0 * values.sum(), super().value_loss(batch, values).metrics)
+
+
+def test_a_frozen_critic_in_a_pool_gives_the_run_of_a_child_that_does_not_learn(
+    tmp_path: Path, ray_session: None
+) -> None:
+    trained, metrics, asked = [], [], []
+    tiny_model(tmp_path / "model")
+    load_scalar_model(str(tmp_path / "model"), head_std=0.1).save_pretrained(tmp_path / "critic")
+    critic: Any = str(tmp_path / "critic")
+    for elsewhere in (False, True):
+        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.05, "bootstrap_truncated": True}
+        arguments["critic"] = pool = ModelPool(critic, num_replicas=2) if elsewhere else critic
+
+        def score(samples: Any) -> list[float]:
+            asked.append(len(pool.early.keys()) if isinstance(pool, ModelPool) else 0)  # noqa: B023
+            return digits(samples)
+
+        rollouts = RolloutCallback(score, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+        kind: Any = PlainPPO if elsewhere else FrozenCriticPPO
+        trainer, module, data, _ = setup_run(tmp_path, module=kind, module_arguments=arguments, rollouts=rollouts)
+        trainer.fit(module, datamodule=data)
+        assert rollouts.experience is not None
+        assert bool(rollouts.experience.truncated.any())  # so that values of final states were asked for
+        assert hasattr(module, "critic") != elsewhere
+        trained.append(weights(module))
+        metrics.append({name: float(value) for name, value in trainer.callback_metrics.items() if "value/" in name})
+    assert asked[-1] == 32  # before the first reward
+    for name, tensor in trained[0].items():
+        torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=1e-6)
+    assert set(metrics[1]) == {"value/mean", "value/error", "value/explained_variance"}
+    for name, value in metrics[1].items():
+        assert value == pytest.approx(metrics[0][name], abs=1e-4), name
+    assert module.frozen_critic is not None
+    assert PPOModule(**dict(module.hparams)).frozen_critic.pool.plain() == module.frozen_critic.pool.plain()
+    with pytest.raises(ValueError, match="the critic is frozen: it is still that of"):
+        module.save_pretrained(tmp_path / "saved", child="critic")
+
+
+def test_what_says_how_a_critic_is_trained_is_refused_with_a_frozen_one(folder: Path) -> None:
+    for given in ({"critic_lr": 1e-3}, {"value_clip": None}, {"normalize_values": True}, {"critic_lam": 1.0}):
+        with pytest.raises(ValueError, match=rf"is not trained, so {next(iter(given))} would have no effect"):
+            PPOModule(str(folder), critic=ModelPool(str(folder)), **given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="overrides value_loss"):
+        FrozenCriticPPO(str(folder), critic=ModelPool(str(folder)))
 
 
 @pytest.mark.distributed
-def test_two_ranks_ask_the_replicas_that_rank_0_has_started(tmp_path: Path) -> None:
-    for report in ranks.run("roles.pool_ranks:train", 2, tmp_path):
+def test_two_ranks_ask_the_replicas_that_rank_0_has_started(on_two_ranks: list[dict[str, Any]]) -> None:
+    for report in (each["reference"] for each in on_two_ranks):
         assert report["held"] == [True, False]
         assert report["finite"]
         assert report["difference"] < 1e-6

@@ -1,6 +1,6 @@
 """Models behind a real ``vllm serve`` against the same models in this process.
 
-Covers ``frozen_model.py`` and ``rollout/server/model.py`` too.
+Covers ``frozen_models.py`` and ``rollout/server/model.py`` too.
 """
 
 from collections.abc import Iterator
@@ -79,13 +79,14 @@ def test_a_run_with_a_served_reference_is_the_run_with_a_child(
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("knobs", [{}, {"divergence": "jsd", "top_k": 7}], ids=["sampled token", "likeliest"])
 def test_a_student_learns_the_same_from_a_served_teacher_on_its_own_samples(
-    tmp_path: Path, folder: Path, served: ServedModel
+    tmp_path: Path, folder: Path, served: ServedModel, knobs: dict[str, Any]
 ) -> None:
     trained = []
     for teacher in (str(folder), ServedModel(**served.plain())):
         trainer, module, data, _ = setup_run(
-            tmp_path, module=OnPolicyDistillationModule, module_arguments={"teacher": teacher}, max_epochs=1
+            tmp_path, module=OnPolicyDistillationModule, module_arguments={"teacher": teacher} | knobs, max_epochs=1
         )
         trainer.fit(module, datamodule=data)
         trained.append(weights(module))
@@ -113,7 +114,7 @@ def test_likeliest_tokens_of_a_server_teach_what_those_of_a_loaded_teacher_do(
 
 
 def test_a_server_has_no_rewards_and_a_loaded_teacher_needs_no_server(tmp_path: Path) -> None:
-    with pytest.raises(ModelPoolError, match="has no rewards: RemoteReward"):
+    with pytest.raises(ModelPoolError, match="has no rewards or values: RemoteReward"):
         ServedModel("model", ADDRESS).start("reward", **FLOAT32)
     with pytest.raises(ValueError, match=r"precompute_teacher=True with top_k, which vLLM limits to 20"):
         DistillationModule("model", ServedModel("teacher", ADDRESS), top_k=5)

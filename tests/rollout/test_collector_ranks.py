@@ -1,6 +1,6 @@
 """Ranks that collect together: no prompt lost or sampled twice, and all decide the same, whatever finishes first.
 
-Ranks are threads here, which share a store in memory; covers ``collector.py``.
+Ranks are threads here, which share a store in memory; covers ``collector.py``, and ``partial_rollouts.py`` on ranks.
 """
 
 import random
@@ -17,6 +17,7 @@ from rlhfkit.data import Prompt, Sample
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.collector import CollectedGroups, collect_groups
+from rlhfkit.rollout.partial_rollouts import PartialRollouts
 
 TOTAL = 14
 
@@ -48,6 +49,7 @@ class AnyOrder:
         self.chance = random.Random(seed)
         self.streams = streams
         self.submitted: list[int] = []
+        self.resumed: dict[int, list[Sample]] = {}
         self.open: list[Prompt] = []
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
@@ -59,7 +61,21 @@ class AnyOrder:
         count = self.chance.randint(1, 3) if self.streams else len(self.open)
         ended = self.chance.sample(self.open, min(count, len(self.open)))
         self.open = [prompt for prompt in self.open if prompt not in ended]
-        return [[Sample(prompt, place, [5], [0.0], [0], "stop", reward=1.0) for place in (0, 1)] for prompt in ended]
+        return [[self.sample(prompt, place, "stop") for place in (0, 1)] for prompt in ended]
+
+    def sample(self, prompt: Prompt, place: int, ending: Any) -> Sample:
+        """One more token than what it continues."""
+        begun = {sample.sample_index: sample for sample in self.resumed.get(prompt.index, ())}
+        count = 1 + (begun[place].num_tokens if place in begun else 0)
+        return Sample(prompt, place, [5] * count, [0.0] * count, [0] * count, ending, reward=1.0)
+
+    def resume(self, groups: Sequence[list[Sample]], *, iteration: int | None = None) -> None:
+        self.resumed |= {group[0].prompt.index: group for group in groups}
+        self.submit([group[0].prompt for group in groups])
+
+    def cut(self) -> list[list[Sample]]:
+        """Of some groups one sample was begun, of others none."""
+        return [[self.sample(prompt, 1, "abort")] for prompt in self.open if prompt.index % 3]
 
     def close(self) -> None:
         """Nothing runs."""
@@ -117,27 +133,48 @@ START = {"pass": 0, "offset": 0, "postponed": []}
     spare=st.integers(0, 3),
     teaches=st.sets(st.integers(0, TOTAL - 1), min_size=2),
     rounds=st.booleans(),
+    partial=st.booleans(),
 )
 def test_nothing_is_lost_or_doubled_on_any_number_of_ranks(
-    iterations: list[tuple[int, int]], world_size: int, spare: int, teaches: set[int], rounds: bool
+    iterations: list[tuple[int, int]], world_size: int, spare: int, teaches: set[int], rounds: bool, partial: bool
 ) -> None:
+    dropped = [PartialRollouts() for _ in range(world_size)]
+    tokens: dict[int, int] = {}  # what a group that was begun has, by its prompt
     after: dict[str, Any] = START
     expected: dict[str, Any] = START
     spare = 0 if rounds else spare
-    for seed, wanted in iterations:
+    for number, (seed, wanted) in enumerate(iterations):
         options = {"wanted": wanted, "teaches": teaches, "spare": spare, "rounds": rounds, "streams": not rounds}
-        results = on_ranks(world_size, lambda log: collect(after, seed, log, **options))  # noqa: B023
+
+        def step(log: RankLog) -> tuple[CollectedGroups, AnyOrder]:
+            partials = dropped[log.store.rank].of(number, 0) if partial and spare else None  # noqa: B023
+            return collect(after, seed, log, partials=partials, **options)  # noqa: B023
+
+        results = on_ranks(world_size, step)
         assert not any(isinstance(result, Exception) for result in results), results
         found = [collected for collected, _ in results]
         first = found[0]
         for other in found[1:]:  # all ranks decide the same
             assert (other.prompts, other.after, other.accepted) == (first.prompts, first.after, first.accepted)
             assert (other.sampled, other.requeued, other.reward) == (first.sampled, first.requeued, first.reward)
+            assert other.continued == first.continued
         own = [[group[0].prompt.index for group in each.groups] for each in found]
         assert sorted(index for share in own for index in share) == sorted(first.prompts)
         assert len(first.prompts) == wanted == len(set(first.prompts))
         submitted = Counter(index for _, stream in results for index in stream.submitted)
         assert set(submitted.values()) == {1}  # no rank samples what another does
+        resumed = {index: group for _, stream in results for index, group in stream.resumed.items()}
+        assert {index: max(map(Sample.num_tokens.fget, group)) for index, group in resumed.items()} == tokens  # type: ignore[attr-defined]
+        assert len(tokens) <= first.continued
+        for group in (group for each in found for group in each.groups):  # each is longer by what was begun
+            begun_with = tokens.get(group[0].prompt.index, 0)
+            assert 1 <= max(sample.num_tokens for sample in group) <= 1 + begun_with
+            assert group[1].num_tokens == 1 + begun_with
+        tokens = {}
+        for rank, partials in enumerate(dropped):
+            for group in partials.of(number + 1, 0).begun(Prompt(row, [5]) for row in range(TOTAL)):
+                assert partials.of(number + 1, 0).rank_of(group[0].prompt) == rank
+                tokens[group[0].prompt.index] = max(sample.num_tokens for sample in group)
         again = IterationQueue(
             PromptOrder(TOTAL, seed=2), lambda row: Prompt(row, [5]), PromptCursor.from_state_dict(first.after)
         )

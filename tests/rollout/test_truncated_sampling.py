@@ -12,9 +12,9 @@ from rl_runs import digits, prompts_file, setup_run
 from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, Sample, SamplingSpec, VLLMPool
-from rlhfkit.episodes.engine_wrapper import EngineWrapper
 from rlhfkit.losses import CORRECTION_PRESETS, dppo_loss, importance_weights
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
+from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 
 NUCLEUS = SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400, top_p=0.9)
 

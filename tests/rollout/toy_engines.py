@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ class ToyEngine:
     def __init__(self) -> None:
         self.started = 0
         self.aborted: list[str] = []
+        self.cuts: list[str] = []
 
     async def start(self) -> dict[str, Any]:
         return {"max_model_len": 64, "vocabulary": 128, "pid": os.getpid()}
@@ -28,15 +30,20 @@ class ToyEngine:
 
     async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:
         self.started += len(requests)
-        return list(await asyncio.gather(*map(self._answer, requests)))
+        return list(await asyncio.gather(*(self._answer(key, request) for request in requests)))
 
-    async def _answer(self, request: Request) -> Completion:
+    async def _answer(self, key: str, request: Request) -> Completion:
         (first, *_), arguments = request
-        await asyncio.sleep(arguments["seconds"])
+        n, end, reason = arguments["tokens"], time.monotonic() + arguments["seconds"], "length"
+        while time.monotonic() < end and reason == "length":
+            await asyncio.sleep(min(0.05, max(end - time.monotonic(), 0.0)))
+            n, reason = (1, "abort") if key in self.cuts else (n, reason)
         if arguments.get("dies"):
             os._exit(1)
-        n = arguments["tokens"]
-        return Completion(np.full(n, first, np.int32), np.full(n, -0.5, np.float32), "length", [(3, n)])
+        return Completion(np.full(n, first, np.int32), np.full(n, -0.5, np.float32), reason, [(3, n)])
+
+    async def cut(self, keys: Sequence[str]) -> None:
+        self.cuts += keys
 
     async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         return [[-1.0] * (len(sequence) - 1) for sequence in sequences]

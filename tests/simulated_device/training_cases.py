@@ -30,7 +30,7 @@ class Warnings(logging.Handler):
 
 
 class SecondStep(L.Callback):
-    """The waits of the second optimizer step, of two micro-batches: what every further step costs."""
+    """The waits of the second of two optimizer steps: what every further step costs."""
 
     waits: HostWaits
 
@@ -42,7 +42,7 @@ class SecondStep(L.Callback):
 
     def found(self) -> dict[str, int]:
         """How often each line waited, without those of the tests themselves."""
-        step = HostWaits(self.waits[self.ends[1] : self.ends[3]])
+        step = HostWaits(self.waits[self.ends[len(self.ends) // 2 - 1] : self.ends[-1]])
         return {line: count for line, count in step.lines.items() if not line.startswith("step_cases")}
 
 

@@ -59,11 +59,11 @@ def bitwise(folder: Path, model: str, stage: int) -> dict[str, Any]:
     strategy, place = RLHFDeepSpeedStrategy(stage, async_save=True), folder / f"stage{stage}"
     with held() as gate:
         saver = SaveBothWays(place, gate)
-        straight, kept = run(strategy, model, 2, [saver])
+        straight, kept = run(strategy, model, 1, [saver])
     files = {name for name in os.listdir(place) if not name.endswith(".tmp")}
     manifests = [verification.verify(place / f"{name}.ckpt") for name in ("blocking", "background")]
     own = directory.files_of_rank(place / "background.ckpt", RANK)
-    resumed, spy = run(RLHFDeepSpeedStrategy(stage, async_save=True), model, 2, [], place / "background.ckpt")
+    resumed, spy = run(RLHFDeepSpeedStrategy(stage, async_save=True), model, 1, [], place / "background.ckpt")
     return {
         "existed early": saver.seen,
         "files": sorted(files),

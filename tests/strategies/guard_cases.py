@@ -98,12 +98,12 @@ def everything(folder: Path, model: str) -> dict[str, Any]:
     plain = guarded("auto", model, 0, 1, gradient_clip_val=None)
     report: dict[str, Any] = {"plain": plain["report"]}
     strategies = {f"stage {stage}": f"rlhf_zero{stage}" for stage in range(4)}
-    strategies |= {f"stage {stage}, offload": f"rlhf_zero{stage}_offload" for stage in (1, 2, 3)} | {"ddp": "ddp"}
+    strategies |= {f"stage {stage}, offload": f"rlhf_zero{stage}_offload" for stage in (2, 3)} | {"ddp": "ddp"}
     for case, strategy in strategies.items():
         result = guarded(strategy, model, gradient_clip_val=None)
         off = weight_difference(result["weights"], plain["weights"]) if RANK == 0 else 0.0
         report[case] = result["report"] | {"difference_to_plain": off}
-    for stage in range(4):
+    for stage in (0, 2, 3):
         report[f"stage {stage}, bf16"] = guarded(f"rlhf_zero{stage}", model, precision="bf16-true")["report"]
     report["stop"] = {name: stop(name, folder, model) for name in ("rlhf_zero2", "ddp")}
     # torch computes in fp16 on every CPU, slowly; DeepSpeed refuses CPUs without instructions for it.
@@ -139,13 +139,10 @@ def stop(strategy: str, folder: Path, model: str) -> dict[str, Any]:
 
 
 def half(stage: int, folder: Path, model: str) -> dict[str, Any]:
-    """fp16: a scale that starts too high, and gradients that no scale makes finite."""
+    """fp16: a scale that starts too high or right, and gradients that no scale makes finite."""
     report: dict[str, Any] = {}
-    for case, power, poison in (
-        ("search", 24, {}),
-        ("right at once", 8, {}),
-        ("hopeless", 2, dict.fromkeys(range(2, 12), "policy gradient")),
-    ):
+    first = ("right at once", 8, {}) if stage % 2 else ("search", 24, {})
+    for case, power, poison in (first, ("hopeless", 2, dict.fromkeys(range(2, 12), "policy gradient"))):
         strategy = RLHFDeepSpeedStrategy(stage=stage, initial_scale_power=power, min_loss_scale=1, hysteresis=1)
         module, guard = Poisoned(model), NonFiniteGuard(2, folder=folder / f"half-{stage}")
         module.poison = poison

@@ -14,6 +14,12 @@ from rlhfkit.checkpoints import CheckpointError
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, full_weights, weight_difference
 
+STAGES = {"sft": (0, 2), "dpo": (1, 3), "grpo": (1, 2), "ppo": (0, 3)}
+"""At which stages each kind is trained: each stage with two kinds, one of them with samples of its own.
+
+What engines save does not depend on the module (resume_cases.py), nor what loaders and iterations save on the stage.
+"""
+
 
 class Keep(L.Callback):
     """Saves after a number of batches; keeps all trained weights, and the losses from then on."""
@@ -72,8 +78,8 @@ def resume(folder: Path, place: str) -> dict[str, Any]:
     own.mkdir()
     write(own)
     report = {}
-    for kind in ("sft", "dpo", "grpo", "ppo"):
-        for stage in range(4):
+    for kind, stages in STAGES.items():
+        for stage in stages:
             path = Path(place) / f"{kind}-{stage}.ckpt"
             straight, rest = Keep(2, path), Keep(0, None)
             trainer, module, data = prepared(kind, own, f"rlhf_zero{stage}", straight, 2)

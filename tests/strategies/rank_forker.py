@@ -1,8 +1,9 @@
 """The parent of all ranks with one number: it has imported everything once, and forks a rank whenever it is asked to.
 
 Importing torch, Lightning, DeepSpeed and Transformers costs several seconds of processor time, a fork 30 milliseconds.
-Each rank number has a parent of its own, a plain single-threaded Python process: what differs between real ranks (the
-seed of string hashes, what Lightning read from ``LOCAL_RANK`` when it was imported) differs here too.
+Ranks 0 and 1 have parents of their own, plain single-threaded Python processes: what differs between real ranks (the
+seed of string hashes, what Lightning read from ``LOCAL_RANK`` when it was imported) differs here too. The parents of
+further ranks are forked from that of rank 1, which spares their imports.
 
 Reads requests from its standard input, one JSON line each, and answers with the process id of the rank and, when the
 rank has ended, its exit code. It ends with the process that has started it.
@@ -15,6 +16,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +68,40 @@ def become_rank(request: dict[str, Any]) -> None:
     (folder / f"result_{os.environ['LOCAL_RANK']}.json").write_text(json.dumps(value))
 
 
+def become_parent(rank: int, requests: str, answers: str) -> None:
+    """In the forked process: serve the ranks with another number, through named pipes."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    rank_zero_only.rank = rank  # read from the environment at import
+    numbers = os.open(answers, os.O_WRONLY)
+    with open(requests) as lines:
+        os.dup2(lines.fileno(), 0)  # of the process that this one was forked from
+        serve(lines, numbers)
+
+
 def main() -> None:
     """Serve until nobody asks any more."""
     answers = os.dup(1)
     os.dup2(2, 1)  # libraries print while they are imported
     preload()
-    for line in sys.stdin:
+    serve(sys.stdin, answers)
+
+
+def serve(lines: Iterable[str], answers: int) -> None:
+    """Fork a rank, or the parent of ranks with another number, for every request."""
+    for line in lines:
+        request = json.loads(line)
         pid = os.fork()
         if pid == 0:
             os.close(answers)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             code = 1
             try:
-                become_rank(json.loads(line))
+                if "parent" in request:
+                    become_parent(*request["parent"])
+                else:
+                    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                    become_rank(request)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -86,6 +109,8 @@ def main() -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
+        if "parent" in request:
+            continue
         os.write(answers, b"%d\n" % pid)
         os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 

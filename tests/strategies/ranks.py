@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 FOLDER = Path(__file__).parent
 
@@ -43,10 +43,33 @@ def rank_environment(rank: int, ranks: int, port: int, folder: Path) -> dict[str
 class RankForker:
     """The process that forks all ranks with one number (``rank_forker.py``)."""
 
+    log: IO[bytes]
+    requests: IO[bytes]
+    answers: IO[bytes]
+
     def __init__(self, rank: int) -> None:
+        if rank > 1:
+            self._fork(rank)
+        else:
+            self._start(rank)
+
+    def _fork(self, rank: int) -> None:
+        """From the parent of rank 1, which must not be waiting for a rank."""
+        first = forker_of(1)
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = [f"{folder}/requests", f"{folder}/answers"]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            first.ask({"parent": [rank, *pipes]})
+            # Each end waits for the other to be opened; they are open as long as this process.
+            self.log = first.log
+            self.answers = open(pipes[1], "rb", 0)  # noqa: SIM115
+            self.requests = open(pipes[0], "wb", 0)  # noqa: SIM115
+
+    def _start(self, rank: int) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
         environment = os.environ | {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-u", str(FOLDER / "rank_forker.py")],
             env=environment,
             stdin=subprocess.PIPE,
@@ -54,19 +77,20 @@ class RankForker:
             stderr=self.log,
             bufsize=0,
         )
-        atexit.register(self.process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.requests, self.answers = process.stdin, process.stdout
+        atexit.register(process.kill)
 
     def ask(self, request: dict[str, Any]) -> None:
         """For a rank."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.requests.write(json.dumps(request).encode() + b"\n")
 
     def answer(self, timeout: float) -> int | None:
         """The next number, or None if there is none within ``timeout`` seconds."""
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], timeout)[0]:
+        if not select.select([self.answers], [], [], timeout)[0]:
             return None
-        line = self.process.stdout.readline()
+        line = self.answers.readline()
         if not line:
             self.log.seek(0)
             raise AssertionError(f"the parent of the ranks died\n{self.log.read().decode()[-5000:]}")
@@ -111,11 +135,12 @@ def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Ran
     """Start ``"module:function"``, as imported from ``tests``, on all ranks; each writes a result and a log."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    for rank in range(ranks):
+    forkers = [forker_of(rank) for rank in range(ranks)]  # before the first, from which others are forked, has work
+    for rank, forker in enumerate(forkers):
         (folder / f"result_{rank}.json").unlink(missing_ok=True)
         log = folder / f"rank_{rank}.log"
         log.write_bytes(b"")
-        forker_of(rank).ask(
+        forker.ask(
             {
                 "function": function,
                 "arguments": arguments,
@@ -125,7 +150,7 @@ def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Ran
                 "place": os.getcwd(),
             }
         )
-    return [Rank(forker_of(rank)) for rank in range(ranks)]
+    return [Rank(forker) for forker in forkers]
 
 
 def stop(processes: list[Rank]) -> None:

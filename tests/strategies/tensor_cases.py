@@ -203,6 +203,8 @@ def resume(folder: Path, place: str) -> dict[str, Any]:
         straight = fit(f"straight {stage}", stage, Save(path))
         resumed = fit(f"resumed {stage}", stage, Offload(), ckpt_path=path)
         report[str(stage)] = {
+            "losses": straight.updates(),
+            "divided": straight.divided,
             "weight": weight_difference(straight.weights, resumed.weights) if RANK == 0 else 0.0,
             "norms": [straight.norms, resumed.norms],
         }
@@ -249,7 +251,8 @@ def chains(folder: Path, place: str) -> dict[str, Any]:
         for epoch, (stage, size) in enumerate(sizes):
             path = Path(place) / f"{name}, {epoch}.ckpt"
             more = {"ckpt_path": Path(place) / f"{name}, {epoch - 1}.ckpt"} if epoch else {}
-            spies.append(fit(epoch + 1, stage, size, SaveEpoch(path), **more))
+            saver = [SaveEpoch(path)] if epoch < len(sizes) - 1 else []
+            spies.append(fit(epoch + 1, stage, size, *saver, **more))
         report[name] = {
             "weight": weight_difference(straight.weights, spies[-1].weights) if RANK == 0 else 0.0,
             "norms": [norm for spy in spies for norm in spy.norms],

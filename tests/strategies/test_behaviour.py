@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from strategies import ranks
+from strategies.behaviour_cases import DISCARDED
 
 pytestmark = pytest.mark.distributed
 STAGES = [0, 1, 2, 3]
-KINDS = ["32-true", "bf16-true"]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,7 @@ def test_validation_before_between_and_after_fits_of_one_module(report: dict[str
     assert values["predictions"] == 3
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("stage", "kind"), DISCARDED)
 def test_zero_grad_drops_gradients_that_were_reduced_already(report: dict[str, Any], stage: int, kind: str) -> None:
     values = report["discard"][f"{stage}, {kind}"]
     assert values == {"loss": 0.0, "weight": 0.0}

@@ -27,7 +27,6 @@ def report(tmp_path_factory: Any, model_folder: str, tied_model_folder: str) -> 
         "policy 2, critic 3, reference 3",
         "reference offloaded",
         "partitions within nodes",
-        "rlhf_zero1_offload",
         "rlhf_zero2_offload",
         "rlhf_zero3_offload",
     ],
@@ -66,7 +65,6 @@ def test_lora_saves_adapters_only_and_resumes_bitwise(report: dict[str, Any], st
     assert (values["loss"], values["weight"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("kind", ["plain", "tied"])
+@pytest.mark.parametrize(("kind", "stage"), [*(("plain", stage) for stage in range(4)), ("tied", 1), ("tied", 3)])
 def test_exported_weights_load_in_transformers(report: dict[str, Any], kind: str, stage: int) -> None:
     assert report["export"][f"{kind}, stage {stage}"] <= 1e-6

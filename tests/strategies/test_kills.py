@@ -4,11 +4,13 @@ Two steps an epoch, two micro-batches a step. ``RLHFKIT_KILLS=20`` kills each ca
 cases three times.
 """
 
+import functools
 import json
 import os
 import random
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from strategies import ranks
 
 pytestmark = pytest.mark.distributed
 KILLS = int(os.environ.get("RLHFKIT_KILLS", 3))
-EPOCHS = 5 if KILLS <= 3 else 40
+EPOCHS = 4 if KILLS <= 3 else 40
 CASES = {
     "plain": ("rl", "auto", 1),
     "plain, 2 ranks": ("sft", "ddp", 2),  # a plain strategy saves rank 0 and cannot resume inside an iteration
@@ -65,12 +67,31 @@ def killed(function: str, count: int, folder: Path, delay: float, steps: int, **
         ranks.stop(processes)
 
 
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """Weights and folder of the run that nobody kills, which is the same whether or not it saves in the background."""
+
+    @functools.cache
+    def run(kind: str, strategy: str, count: int) -> tuple[Any, Path]:
+        place, saving = tmp_path_factory.mktemp("straight"), {"saved": None, "resume": None}
+        shared = {"kind": kind, "strategy": strategy, "place": str(place / "place"), "epochs": EPOCHS}
+        return ranks.run("strategies.kill_cases:run", count, place / "run", **saving, **shared), place / "run"
+
+    def of(case: str) -> tuple[Any, Path]:
+        kind, strategy, count = CASES[case]
+        return run(kind, strategy.removeprefix("background "), count)
+
+    return of
+
+
 @pytest.mark.parametrize("case", ["plain", "ZeRO 3, 2 ranks", "ZeRO 3, background, 2 ranks"] if KILLS <= 3 else CASES)
-def test_a_run_killed_at_random_is_the_straight_one(tmp_path: Path, case: str) -> None:
+def test_a_run_killed_at_random_is_the_straight_one(
+    straight_run: Callable[[str], tuple[Any, Path]], tmp_path: Path, case: str
+) -> None:
     kind, strategy, count = CASES[case]
     function, chance, saved = "strategies.kill_cases:run", random.Random(case), tmp_path / "saved"
     shared: dict[str, Any] = {"kind": kind, "strategy": strategy, "place": str(tmp_path / "place"), "epochs": EPOCHS}
-    straight = ranks.run(function, count, tmp_path / "straight", saved=None, resume=None, **shared)
+    straight, traced = straight_run(case)
     lives: list[Path] = []
     for life in range(KILLS):
         step, resume = newest(saved)
@@ -92,5 +113,5 @@ def test_a_run_killed_at_random_is_the_straight_one(tmp_path: Path, case: str) -
         for start, life in zip(begun, lives, strict=True):
             if start >= 0:  # a life that ended before it began to train has undone nothing
                 learned = [entry for entry in learned if entry[0] <= start] + trace(life, rank)[1]
-        assert learned == trace(tmp_path / "straight", rank)[1], f"micro-batches of rank {rank}, lives from {begun}"
+        assert learned == trace(traced, rank)[1], f"micro-batches of rank {rank}, lives from {begun}"
     assert not [path.name for path in saved.iterdir() if path.name.endswith((".tmp", ".deleted", ".old"))]

@@ -1,4 +1,4 @@
-"""Names in the registry, plain scripts, torchrun, ranks that do not join, locks of interrupted builds.
+"""Plain scripts, torchrun, ranks that do not join, locks of interrupted builds.
 
 Covers strategies/registry.py, deepspeed/rendezvous.py and deepspeed/process_group.py, with launch_cases.py.
 """
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,45 @@ from strategies import ranks
 SCRIPT = Path(__file__).with_name("launch_cases.py")
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("starter", ["python", "torchrun"])
-def test_two_ranks_from_a_script(starter: str, tmp_path: Path, model_folder: str) -> None:
-    port = str(ranks.free_port())
-    environment = ranks.rank_environment(0, 2, int(port), tmp_path)
-    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
-        environment.pop(name)
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(SCRIPT), model_folder]
-    if starter == "torchrun":
-        command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    process = subprocess.Popen(
-        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+STARTERS = ("python", "torchrun")
+
+
+@pytest.fixture(scope="module")
+def scripts(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: str
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Started at a time: each waits for its ranks to import everything."""
+    processes = {}
+    for starter in STARTERS:
+        folder, port = tmp_path_factory.mktemp(starter), str(ranks.free_port())
+        environment = ranks.rank_environment(0, 2, int(port), folder)
+        for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+            environment.pop(name)
+        environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, str(SCRIPT), model_folder]
+        if starter == "torchrun":
+            command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+        processes[starter] = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
-        output = process.communicate(timeout=120)[0].decode()
+        yield processes
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for process in processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("starter", STARTERS)
+def test_two_ranks_from_a_script(starter: str, scripts: dict[str, subprocess.Popen[bytes]]) -> None:
+    output = scripts[starter].communicate(timeout=120)[0].decode()
     (line,) = [line for line in output.splitlines() if line.startswith('{"losses"')] or [output[-3000:]]
     result = json.loads(line)
     assert result["world_size"] == 2
@@ -78,18 +98,6 @@ def test_an_old_build_lock_is_found_and_a_running_build_is_not(tmp_path: Path, m
         lock.touch()
         os.utime(lock, (time.time() - age,) * 2)
     assert rendezvous.extension_locks() == [tmp_path / "cpu_adam" / "lock"]
-
-
-def test_importing_the_strategies_registers_names_without_deepspeed() -> None:
-    code = (
-        "import sys, rlhfkit.strategies; from lightning.pytorch.strategies import StrategyRegistry as r;"
-        "print('deepspeed' in sys.modules, sorted(n for n in r if n.startswith('rlhf_')))"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
-    ).stdout
-    names = ["rlhf_zero0", "rlhf_zero1", "rlhf_zero1_offload", "rlhf_zero2", "rlhf_zero2_offload", "rlhf_zero3"]
-    assert output.strip() == f"False {[*names, 'rlhf_zero3_offload']}"
 
 
 @pytest.mark.parametrize(

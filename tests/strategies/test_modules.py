@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from strategies import ranks
+from strategies.module_cases import STAGES
 
 pytestmark = pytest.mark.distributed
 
@@ -21,12 +22,11 @@ def place(tmp_path_factory: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def reports(place: Path, tmp_path_factory: Any) -> list[dict[str, Any]]:
-    """All modules at all stages on two ranks."""
+    """All modules and all stages on two ranks."""
     return ranks.run("strategies.module_cases:resume", 2, tmp_path_factory.mktemp("runs"), place=str(place))
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo", "ppo"])
+@pytest.mark.parametrize(("kind", "stage"), [(kind, stage) for kind, stages in STAGES.items() for stage in stages])
 def test_resume_is_bitwise_the_straight_run(reports: list[dict[str, Any]], kind: str, stage: int) -> None:
     for report in reports:
         values = report[f"{kind}, stage {stage}"]

@@ -207,7 +207,8 @@ def test_a_placement_that_cannot_be_had_says_what_is_missing(ray_session: None) 
     launcher = ray_cases.launcher(RayLauncher, resources_per_rank={"CPU": 1, "moonstone": 2}, timeout=1.0)
     with pytest.raises(
         PlacementError,
-        match=r"2 rank\(s\) of 1 CPU \+ 2 moonstone \(STRICT_PACK\) within 1 s: 4 moon"
+        # Engines that other tests share hold CPUs meanwhile, which it says as well.
+        match=r"2 rank\(s\) of 1 CPU \+ 2 moonstone \(STRICT_PACK\) within 1 s: .*4 moon"
         r"stone are needed and the cluster has 0\.",
     ):
         launcher.launch(ray_cases.wait_for_ever, "")

@@ -38,7 +38,8 @@ TOLERANCE = 1e-6
 # Adam divides by the size of gradients, so that those of 1e-7 are rounded to other steps (of 1e-3).
 ADAM_TOLERANCE = 5e-6
 KINDS = ["sft", "dpo", "ppo", "lora"]
-TWO_RANKS = [f"{kind}, stage {stage}" for kind in KINDS[:3] for stage in range(4)] + ["lora, stage 1", "lora, stage 3"]
+TWO_RANKS = ["dpo, stage 0", "dpo, stage 2", "ppo, stage 1", "ppo, stage 3", "lora, stage 1", "lora, stage 3"]
+"""Each stage with another kind; SFT is trained at every stage by the runs that are resumed."""
 
 
 def trained(folder: Path, number: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -99,9 +100,12 @@ class TestTwoRanks:
         assert values["norms"][1] == values["norms"][0][1:]
 
     @pytest.mark.parametrize("stage", range(4))
-    def test_exported_folders_hold_whole_weights(
+    def test_losses_and_norms_equal_one_rank_and_exported_folders_hold_whole_weights(
         self, stage: int, folder: Path, one: dict[str, Any], resumed: dict[str, Any]
     ) -> None:
+        assert resumed[str(stage)]["divided"] > 0
+        assert resumed[str(stage)]["losses"] == pytest.approx(one["sft"]["losses"], abs=TOLERANCE)
+        assert resumed[str(stage)]["norms"][0] == pytest.approx(one["sft"]["norms"], abs=TOLERANCE)
         exported = load_file(folder / f"straight {stage}" / "model.safetensors")
         own = {name.removeprefix("policy."): weight for name, weight in one["sft"]["weights"].items()}
         assert exported.keys() <= own.keys()

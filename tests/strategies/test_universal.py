@@ -1,7 +1,7 @@
 """Training resumes with another number of ranks, or at another ZeRO stage, as with the same one.
 
-Covers strategies/checkpoint/universal.py, strategies/checkpoint/stages.py and strategies/checkpoint/slow_steps.py, with
-universal_cases.py.
+Covers strategies/checkpoint/universal.py, strategies/checkpoint/momentum.py, strategies/checkpoint/stages.py and
+strategies/checkpoint/slow_steps.py, with universal_cases.py.
 """
 
 from pathlib import Path
@@ -19,6 +19,9 @@ pytestmark = pytest.mark.distributed
 
 STAGE_CHANGES = {(2, 2): [(0, 3), (3, 0), (1, 2), (2, 3), (3, 1)], (1, 2): [(0, 2), (1, 0), (3, 2)], (2, 1): [(1, 3)]}
 """Ranks that saved and ranks that resume, to pairs of their ZeRO stages; each stage is left and entered."""
+
+MUON = 5e-5
+"""Losses and weights may differ by this: torch's Muon rounds its momentum to bfloat16. A lost momentum is 1e-2 off."""
 
 Reports = dict[tuple[int, int], dict[str, Any]]
 """(Ranks that saved, ranks that resumed) to what happened in each case."""
@@ -60,14 +63,15 @@ def weight_difference(root: Path, saved: int, name: str) -> float:
     return max((same[key].double() - other[key].double()).abs().max().item() for key in same)
 
 
-@pytest.mark.parametrize("saved", [1, 2])
 @pytest.mark.parametrize(
-    ("case", "name", "tolerance"),
+    ("saved", "case", "name", "tolerance"),
     [
-        *((f"stage {s}, middle", f"{s}-middle", 1e-6) for s in range(4)),
-        ("tied, stage 3, middle", "tied-3-middle", 1e-6),
+        *((saved, f"stage {s}, middle", f"{s}-middle", 1e-6) for s in range(4) for saved in (1, 2)),
+        (2, "tied, stage 3, middle", "tied-3-middle", 1e-6),
         # 16-bit weights of 0.1 are 5e-4 apart, and a sum in another order may end on the other side.
-        ("bf16, stage 3, middle", "bf16-3-middle", 5e-3),
+        (1, "bf16, stage 3, middle", "bf16-3-middle", 5e-3),
+        (1, "muon, stage 0, middle", "muon-0-middle", MUON),
+        (2, "muon, stage 2, middle", "muon-2-middle", MUON),
     ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same(
@@ -76,10 +80,10 @@ def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same(
     same, other = reports[saved, saved][case], reports[saved, 3 - saved][case]
     # Two engines, groups of different learning rate and weight decay, a schedule, Adam's moments and a buffer.
     assert other["losses"] == pytest.approx(same["losses"], abs=tolerance)
-    assert len(other["losses"]) == 8
+    assert len(other["losses"]) == 6
     assert other["rates"] == same["rates"]
-    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (6, 2)
-    assert other["seen"] == same["seen"] == 12, "a buffer that counts batches"
+    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (4, 2)
+    assert other["seen"] == same["seen"] == 8, "a buffer that counts batches"
     assert weight_difference(root, saved, name) <= tolerance
 
 
@@ -88,19 +92,20 @@ def test_a_run_goes_on_at_another_zero_stage_as_at_the_same(
     reports: Reports, root: Path, ranks_of: tuple[int, int]
 ) -> None:
     saved, count = ranks_of
-    for before, after in STAGE_CHANGES[ranks_of]:
-        same = reports[saved, saved][f"stage {before}, middle"]
-        other = reports[ranks_of][f"stage {before} to {after}, middle"]
+    changes = [("", before, after, 1e-6) for before, after in STAGE_CHANGES[ranks_of]]
+    changes += [("muon", before, after, MUON) for before, after in STAGE_CHANGES[ranks_of] if before in (0, 2)]
+    for optimizer, before, after, tolerance in changes:
+        prefix, folder = (f"{optimizer}, ", f"{optimizer}-") if optimizer else ("", "")
+        same = reports[saved, saved][f"{prefix}stage {before}, middle"]
+        other = reports[ranks_of][f"{prefix}stage {before} to {after}, middle"]
         assert other.get("error") is None
-        assert other["losses"] == pytest.approx(same["losses"], abs=1e-6), (before, after)
+        assert other["losses"] == pytest.approx(same["losses"], abs=tolerance), (optimizer, before, after)
         assert other["rates"] == same["rates"]
-        assert (other["steps"], other["epoch"], other["seen"]) == (6, 2, 12)
-        weights = [
-            torch.load(root / folder / f"{name}.pt")
-            for folder, name in ((f"{saved}-{saved}", f"{before}-middle"), (f"{saved}-{count}", f"{before}-to-{after}"))
-        ]
+        assert (other["steps"], other["epoch"], other["seen"]) == (4, 2, 8)
+        files = (f"{saved}-{saved}/{folder}{before}-middle.pt", f"{saved}-{count}/{folder}{before}-to-{after}.pt")
+        weights = [torch.load(root / file) for file in files]
         off = max((weights[0][key].double() - weights[1][key].double()).abs().max().item() for key in weights[0])
-        assert off <= 1e-6, (before, after)
+        assert off <= tolerance, (optimizer, before, after)
 
 
 @pytest.mark.parametrize("saved", [1, 2])
@@ -113,11 +118,10 @@ def test_the_original_is_only_read_and_no_copy_is_left(reports: Reports, saved: 
 @pytest.mark.parametrize("saved", [1, 2])
 def test_what_cannot_be_dealt_anew_is_one_clear_error(reports: Reports, saved: int) -> None:
     other = reports[saved, 3 - saved]
-    error = other["sgd, stage 2, middle"]["error"]
-    assert (
-        "keeps nothing. DeepSpeed changes the number of ranks or the stage only of optimizers that keep ['exp_avg'"
-        in error
-    )
+    if saved == 2:
+        error = other["sgd, stage 2, middle"]["error"]
+        assert "keeps nothing. The number of ranks or the stage changes only for optimizers that keep" in error
+        assert "['exp_avg'" in error
     error = other["fixed size, middle"]["error"]
     assert f"saved by {saved} rank(s) inside an epoch" in error
     assert "do not say where they stood" in error
@@ -126,9 +130,9 @@ def test_what_cannot_be_dealt_anew_is_one_clear_error(reports: Reports, saved: i
 @pytest.mark.parametrize("saved", [1, 2])
 def test_after_an_epoch_the_next_one_is_dealt_to_the_new_ranks(reports: Reports, saved: int) -> None:
     same, other = reports[saved, saved]["fixed size, end"], reports[saved, 3 - saved]["fixed size, end"]
-    # Twelve micro-batches of four rows an epoch: all for one rank, six for each of two.
-    assert (len(same["losses"]), len(other["losses"])) == ((6, 12) if saved == 2 else (12, 6))
-    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (6, 2)
+    # Eight micro-batches of four rows an epoch: all for one rank, four for each of two.
+    assert (len(same["losses"]), len(other["losses"])) == ((4, 8) if saved == 2 else (8, 4))
+    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (4, 2)
 
 
 def test_three_ranks_convert_as_one_process_does(reports: Reports, root: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.checkpoints import CheckpointError
+from rlhfkit.modules.optimizers import Muon
 from rlhfkit.strategies.checkpoint import universal
 from rlhfkit.strategies.checkpoint.directory import read_manifest
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
@@ -40,11 +41,12 @@ class TwoGroups(toys.Toy):
         if self.hparams.optimizer == "sgd":
             return torch.optim.SGD([{"params": self.policy.parameters()}, {"params": self.critic.parameters()}], lr=0.1)
         plan = super().configure_optimizers()
+        muon = self.hparams.optimizer == "muon"
         matrices = [p for p in self.policy.parameters() if getattr(p, "ds_shape", p.shape)[1:]]
         vectors = [p for p in self.policy.parameters() if not getattr(p, "ds_shape", p.shape)[1:]]
-        optimizer = torch.optim.AdamW(
+        optimizer = (Muon if muon else torch.optim.AdamW)(
             [
-                {"params": matrices, "weight_decay": 0.3, "lr": 3e-3},
+                {"params": matrices, "weight_decay": 0.3, "lr": 3e-3, **({"kind": "matrices"} if muon else {})},
                 {"params": vectors, "weight_decay": 0.0, "lr": 1e-3, "betas": (0.8, 0.95)},
                 {"params": self.critic.parameters(), "lr": 2e-3},
             ]
@@ -67,34 +69,36 @@ class FixedSize(toys.ShareLoader):
 
 
 def run(stage: int, model: str, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any) -> Any:
-    """Six global batches an epoch, accumulation 2."""
+    """Four global batches an epoch, accumulation 2."""
     data = options.pop("data", toys.ShareLoader)
     trainer_options = {"accumulate_grad_batches": 2} | options.pop("trainer", {})
     module, spy = TwoGroups(model, critic=True, **options), Spy()
     trainer = toys.trainer(
         f"rlhf_zero{stage}", RANKS, max_epochs=epochs, callbacks=[spy, *callbacks], **trainer_options
     )
-    trainer.fit(module, data(toys.global_batches(6), RANK, RANKS), ckpt_path=resume)
+    trainer.fit(module, data(toys.global_batches(4), RANK, RANKS), ckpt_path=resume)
     return module, spy, trainer
 
 
-def special_cases(tied: str) -> list[tuple[str, int, dict[str, Any]]]:
-    """Name, stage and options."""
-    half = {"precision": "bf16-true"}
+def special_cases(tied: str, saved_by: int) -> list[tuple[str, int, dict[str, Any]]]:
+    """Name, stage and options of what one of the two numbers of ranks saves; the usual case is saved by both."""
+    if saved_by == 1:
+        return [("bf16", 3, {"trainer": {"precision": "bf16-true"}}), ("muon", 0, {"optimizer": "muon"})]
     return [
-        ("bf16", 3, {"trainer": half}),
         ("tied", 3, {"model": tied}),
         ("sgd", 2, {"optimizer": "sgd"}),
+        ("muon", 0, {"optimizer": "muon"}),
+        ("muon", 2, {"optimizer": "muon"}),
     ]
 
 
 def save(folder: Path, model: str, place: str, tied: str) -> None:
     """Checkpoints in the middle of an epoch at every stage, and at the end of one."""
     for stage in STAGES:
-        run(stage, model, 1, [SaveAt(4, Path(place) / f"{RANKS}-{stage}" / "middle.ckpt")])
-    for name, stage, options in special_cases(tied):
+        run(stage, model, 1, [SaveAt(2, Path(place) / f"{RANKS}-{stage}" / "middle.ckpt")])
+    for name, stage, options in special_cases(tied, RANKS):
         where = Path(place) / f"{RANKS}-{name}-{stage}"
-        run(stage, options.pop("model", model), 1, [SaveAt(4, where / "middle.ckpt")], **options)
+        run(stage, options.pop("model", model), 1, [SaveAt(2, where / "middle.ckpt")], **options)
     where = Path(place) / f"{RANKS}-fixed"
     saver = ModelCheckpoint(dirpath=where, filename="end", save_on_train_epoch_end=True)
     options = {"data": FixedSize, "trainer": {"enable_checkpointing": True, "accumulate_grad_batches": 4 // RANKS}}
@@ -108,7 +112,9 @@ def resume(
     report: dict[str, Any] = {}
     cases: list[tuple[str, str, int, dict[str, Any]]] = []
     cases += [(f"stage {stage}", f"{stage}", stage, {}) for stage in STAGES]
-    cases += [(f"{name}, stage {stage}", f"{name}-{stage}", stage, more) for name, stage, more in special_cases(tied)]
+    for name, stage, more in special_cases(tied, saved_by):
+        if name != "sgd" or saved_by != RANKS:  # with the same number it resumes as any other
+            cases.append((f"{name}, stage {stage}", f"{name}-{stage}", stage, more))
     for case, name, stage, options in cases:
         where = Path(place) / f"{saved_by}-{name}"
         for path in sorted(where.iterdir()):
@@ -118,8 +124,18 @@ def resume(
     for before, after in stage_changes:
         path, kept = Path(place) / f"{saved_by}-{before}" / "middle.ckpt", folder / f"{before}-to-{after}.pt"
         report[f"stage {before} to {after}, middle"] = attempt(after, path, kept, model=model)
+        if before in (0, 2):
+            path, kept = (
+                Path(place) / f"{saved_by}-muon-{before}" / "middle.ckpt",
+                folder / f"muon-{before}-to-{after}.pt",
+            )
+            report[f"muon, stage {before} to {after}, middle"] = attempt(
+                after, path, kept, model=model, optimizer="muon"
+            )
     options = {"model": model, "data": FixedSize, "trainer": {"accumulate_grad_batches": 4 // RANKS}}
     for path in sorted((Path(place) / f"{saved_by}-fixed").iterdir()):
+        if path.stem == "middle" and saved_by == RANKS:
+            continue
         report[f"fixed size, {path.stem}"] = attempt(2, path, folder / f"fixed-{path.stem}.pt", **options)
     return report
 

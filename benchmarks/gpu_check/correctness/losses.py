@@ -1,6 +1,7 @@
 """Every public function of ``rlhfkit.losses`` in float32 on the device, compared with float64 on the CPU."""
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "off_policy_sequence_mask": {"threshold": 0.05},
     "overlong_penalty": {"max_length": 32, "buffer": 16},
     "pass_at_k_advantages": {"k": 2},
+    "preference_advantages": {"link": "bradley-terry"},
     "rejection_mask": {"level": "token", "high": 0.1},
     "reinforce_baseline_advantages": {"kl_coef": 0.1},
     "stop_properly_penalty": {"coef": 0.5},
@@ -49,7 +51,7 @@ OF_SEQUENCES = {
     "alphapo_loss", "bco_loss", "bradley_terry_loss", "clip_rewards", "cpo_loss", "dpo_loss", "kto_kl_estimate",
     "kto_kl_sums", "kto_loss", "kto_paired_loss", "missing_eos_penalty", "normalize_rewards", "orpo_loss",
     "pairwise_accuracy", "rejected_values", "simpo_loss", "slic_loss", "stop_properly_penalty", "token_rewards",
-    "divergence_score",
+    "divergence_score", "exploration_loss", "nash_md_loss",
 }  # fmt: skip
 """Functions of one value per sequence, (B,)."""
 
@@ -117,6 +119,8 @@ class Values:
             return self.normal(*((self.rows, self.tokens) if per_token else several))
         if name == "greedy_rewards":
             return self.normal(*rows)
+        if name == "spans":
+            return (torch.arange(self.tokens) // 2).expand(shape)
         if name == "embeddings":
             return self.normal(self.rows, 4)
         if name == "signs":
@@ -125,8 +129,16 @@ class Values:
             return torch.eye(self.rows).roll(1, -1).bool()
         if name in ("student", "teacher"):
             return self.normal(self.rows, self.tokens, 32)
+        if name == "common":
+            return torch.stack([torch.arange(20), torch.arange(20).roll(3)], -1)
+        if name in ("tokens", "teacher_tokens"):
+            return torch.randint(0, 32, shape, generator=self._generator)
+        if name in ("later", "teacher_later"):
+            return -self.uniform(*shape).where(self.uniform(*shape) < 0.5, 0.0)
         if name == "logits":
             return self.normal(self.rows, self.tokens, 2)
+        if name == "by_policy":
+            return torch.arange(self.rows) % 2 == 0
         if name == "labels":
             return self.uniform(self.rows, self.tokens)
         if name == "sums":
@@ -142,7 +154,8 @@ class Values:
         return None
 
     def of(self, name: str, function: Callable[..., Any]) -> dict[str, Any]:
-        """All tensor arguments and settings of a function."""
+        """All tensor arguments and settings of a function, the same whichever other functions there are."""
+        self._generator.manual_seed(zlib.crc32(name.encode()))
         found: dict[str, Any] = dict(SETTINGS.get(name, {}))
         for parameter in inspect.signature(function).parameters.values():
             value = None if parameter.name in found else self.argument(name, parameter.name)

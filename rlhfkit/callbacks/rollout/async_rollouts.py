@@ -80,8 +80,14 @@ class AsyncRollouts:
     def _draw_from_cursor(self, trainer: L.Trainer, iteration: int) -> OverlappingDraws:
         """Let iterations draw prompts from the DataModule's cursor on; several at a time if the engine can run them."""
         data, place = prompts_of(trainer), prompts_of(trainer).prompt_queue().after
-        ahead = self.max_staleness if self.collector.engine.continuous_batching else 0
-        return OverlappingDraws(lambda: data.prompt_queue(place), first=iteration, ahead=ahead, timeout=self.timeout)
+        return OverlappingDraws(
+            lambda: data.prompt_queue(place), first=iteration, ahead=self._ahead, timeout=self.timeout
+        )
+
+    @property
+    def _ahead(self) -> int:
+        """Later iterations that draw their first prompts before an iteration has ended."""
+        return self.max_staleness if self.collector.engine.continuous_batching else 0
 
     def _submit(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> None:
         # Opened here, as all ranks must open their logs in one order; jobs may overlap.
@@ -98,6 +104,7 @@ class AsyncRollouts:
                     iteration,
                     rank_log=rank_log,
                     queue=draws.queue(iteration),
+                    ahead=self._ahead,
                     on_drawn=let_next_start if self.collector.engine.continuous_batching else None,
                     failure=draws.failure,  # the prompts of this job would be those of the iteration that failed
                 )

@@ -13,31 +13,25 @@ from typing import Any, TypeVar
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
+from rlhfkit.callbacks.rollout.checks import check_learner, check_prompts, check_replay, check_whole_iterations
 from rlhfkit.callbacks.rollout.device_phases import DevicePhases
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
-from rlhfkit.callbacks.rollout.metrics import (
-    SampleNumbers,
-    iteration_metrics,
-    staleness_metrics,
-    validation_metrics,
-)
+from rlhfkit.callbacks.rollout.metrics import iteration_metrics, staleness_metrics
 from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches, check_whole_groups, shape_of
-from rlhfkit.callbacks.rollout.prompt_check import check_prompts
 from rlhfkit.callbacks.rollout.sharing import SharedIteration, share_copies, share_iteration
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
+from rlhfkit.callbacks.rollout.validation import ValidationRuns, log_validation
 from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
 from rlhfkit.data.exchange import gather_columns
 from rlhfkit.data.types import Experience, Sample
 from rlhfkit.distributed import cpu_group, gather_objects, run_on_all_ranks, true_on_all_ranks
 from rlhfkit.mesh import mesh_of
 from rlhfkit.protocols import (
-    CorrectsQuantization,
-    ExperienceLearner,
+    STATES_OF_RANKS,
     callbacks_of,
     compares_groups,
     learner_of,
@@ -45,11 +39,12 @@ from rlhfkit.protocols import (
     profiler_of,
     prompts_of,
 )
-from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
+from rlhfkit.rewards.base import Reward, answer_reader, mean_metrics, reward_metrics
 from rlhfkit.rollout.collector import CollectedGroups, flatten
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
+from rlhfkit.rollout.replay_buffer import GroupReplay, ReplayBuffer
 from rlhfkit.validation import check_integer, check_number
 
 T = TypeVar("T")
@@ -75,12 +70,18 @@ class RolloutCallback(Callback):
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
             A mapping gives several settings by name, with metrics ``val/<name>/reward`` and so on.
         success_threshold: A validation sample with at least this reward counts as correct in ``val/pass@k``, logged if
-            ``validation_sampling`` takes several samples per prompt.
+            ``validation_sampling`` takes several samples per prompt, beside ``val/avg@n``, ``val/best@k`` and, for
+            rewards that read answers (``math_match``, ``exact_match``), ``val/maj@k``.
         dynamic_sampling: Replace groups without a learning signal by those of further prompts (DAPO); ``None``: train
             on every group.
+        replay_buffer: Keep groups with a learning signal, and train on them again in place of later groups without one,
+            with importance weights; ``None``: none are kept.
         oversampling: Share of further groups in flight: with 0.25 and an iteration of 8 groups, 10 are started, the 8
             that finish first are trained on, and the prompts of the others come first in the next iteration. Saves the
             wait for the longest answers, but favours short ones.
+        partial_rollouts: With ``oversampling``: continue the groups that were not finished in the next iteration, from
+            what was sampled of them, instead of sampling them anew; each token records its version, the older ones are
+            corrected for as with ``max_staleness``.
         max_staleness: Iterations by which sampling may be ahead of learning. 0: they alternate. 1 or more: they overlap
             in a thread, and samples may be that many iterations old; give the module a ``correction`` for it.
         in_flight: With ``max_staleness``: sync weights while the engine generates; later tokens use the new ones, and
@@ -109,7 +110,9 @@ class RolloutCallback(Callback):
         validation_sampling: SamplingSpec | Mapping[str, SamplingSpec] | None = None,
         success_threshold: float = 1.0,
         dynamic_sampling: DynamicSampling | None = None,
+        replay_buffer: ReplayBuffer | None = None,
         oversampling: float = 0.0,
+        partial_rollouts: bool = False,
         max_staleness: int = 0,
         in_flight: bool = False,
         rollout_timeout: float = 7200.0,
@@ -130,10 +133,7 @@ class RolloutCallback(Callback):
         self.sampling = sampling or SamplingSpec()
         greedy = dataclasses.replace(self.sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self.validation_sampling = validation_sampling or greedy
-        ways = self.validation_sampling
-        self._validations = dict(ways) if isinstance(ways, Mapping) else {"": ways}
-        self.success_threshold = success_threshold
-        check_number("success_threshold", success_threshold)
+        self.validation = ValidationRuns(self.validation_sampling, success_threshold)
         check_integer("max_staleness", max_staleness, minimum=0, why="0 takes turns")
         check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
         check_number("rollout_timeout", rollout_timeout, above=0, why="it is in seconds")
@@ -150,6 +150,10 @@ class RolloutCallback(Callback):
         """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` writes a trace of it."""
         self.max_staleness = max_staleness
         self.collector = GroupCollector(engine, reward, self.timing, dynamic_sampling, oversampling, rollout_timeout)
+        if partial_rollouts:
+            self.collector.continue_dropped(self.sampling)
+        self.replay = None if replay_buffer is None else GroupReplay(replay_buffer)
+        """The groups that this rank keeps to train on them again."""
         self.async_rollouts: AsyncRollouts | None = None
         """Collects groups in a thread; ``None``: sampling and learning take turns."""
         if max_staleness:
@@ -162,18 +166,17 @@ class RolloutCallback(Callback):
         self.planner = IterationPlanner()
         self.iteration = 0
         self.samples: list[Sample] = []
-        """The samples of the current iteration that this rank generated, with their rewards."""
+        """The samples of the current iteration that this rank generated, now or for an earlier one, with rewards."""
         self.sample_rows: list[int] = []
         """Which row of the iteration each of :attr:`samples` is."""
         self.mean_advantages: Tensor | None = None
         """(N,) float64, mean advantage of each row of the current iteration, of all ranks; ``None``: there is none."""
-        self.validation_samples: list[Sample] = []
-        """The samples of the last validation that this rank generated."""
         self._trainer: L.Trainer | None = None
         self._micro_batches: MicroBatches | None = None
         self._inside_iteration = False  # an iteration was collected and training on it is not finished
         self._after: dict[str, Any] | None = None  # where the prompts of the next iteration begin
         self._metrics: dict[str, float] = {}
+        self._saved_states: list[Mapping[str, Any]] | None = None  # of other ranks, in a checkpoint of another number
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> "RolloutCallback":
@@ -223,6 +226,9 @@ class RolloutCallback(Callback):
             self.phases.learn(trainer, self.iteration)  # until the next sync
         if policy_of(trainer).scores_samples and not self.collector.scores_early(trainer):
             self.collector.add_model_scores(trainer, flatten(collected.groups), self.iteration)
+        if self.replay is not None:
+            place = {"iteration": self.iteration, "version": trainer.global_step, "seed": sampling.seed}
+            collected = self.replay.replay(collected, **place)
         return collected
 
     def share(self, collected: CollectedGroups) -> SharedIteration:
@@ -254,6 +260,8 @@ class RolloutCallback(Callback):
             prompts_of(trainer).set_cursor(self._after)
             self.iteration += 1
             self._inside_iteration = False
+            if self.collector.partials is not None:
+                self.collector.partials.forget(self.iteration)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the iteration and sync the new weights."""
@@ -282,6 +290,11 @@ class RolloutCallback(Callback):
     def inside_collected_iteration(self) -> bool:
         """Whether :attr:`samples` are those of the iteration that is trained on: false after a resume inside one."""
         return self._micro_batches is not None
+
+    @property
+    def validation_samples(self) -> list[Sample]:
+        """The samples of the last validation that this rank generated."""
+        return self.validation.samples
 
     @property
     def group_size(self) -> int:
@@ -328,9 +341,9 @@ class RolloutCallback(Callback):
         if reward is not None:
             metrics |= mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
         metrics |= self.collector.metrics(collected) | self.phases.metrics()
-        if self.async_rollouts is not None:
+        if self.async_rollouts is not None or self.collector.partials is not None:
             metrics |= staleness_metrics(shared.numbers, policy_version)
-        return metrics
+        return metrics if self.replay is None else metrics | self.replay.metrics
 
     def _share_advantages(self, experience: Experience, total: int) -> Tensor | None:
         """Set :attr:`mean_advantages`; returns (N,) whether all advantages of a row are 0. A collective."""
@@ -353,28 +366,25 @@ class RolloutCallback(Callback):
     ) -> None:
         """Generate and score the prompts of a validation batch with the current policy."""
         if batch_idx == 0 and dataloader_idx == 0:
-            self.validation_samples = []
+            self.validation.begin()
         self.sync_weights()
         prompts = [prompt for share in gather_objects(list(batch)) for prompt in share]
         with nullcontext() if self.async_rollouts is None else self.async_rollouts.paused(trainer):
             sampled = self._with_weights(
-                lambda: {
-                    name: self.collector.sample(trainer, prompts, sampling, iteration=-1)
-                    for name, sampling in self._validations.items()
-                }
+                lambda: self.validation.generate(
+                    lambda sampling: self.collector.sample(trainer, prompts, sampling, iteration=-1)
+                )
             )
         scores_samples = policy_of(trainer).scores_samples
-        for way, samples in sampled.items():
-            if scores_samples:
+        if scores_samples:
+            for samples in sampled.values():
                 self.collector.add_model_scores(trainer, samples, iteration=-1)
-            self.validation_samples += samples
-            prefix = f"val/{way}/" if way else "val/"
-            numbers = [each for share in gather_objects([*map(SampleNumbers.of, samples)]) for each in share]
-            metrics = validation_metrics(
-                numbers, success_threshold=self.success_threshold, rewarded=scores_samples or self.reward is not None
-            )
-            for name, (mean, count) in metrics.items():
-                pl_module.log(prefix + name, mean, prog_bar=name == "reward", batch_size=count, sync_dist=True)
+        rewarded = scores_samples or self.reward is not None
+        log_validation(pl_module, self.validation.metrics(sampled, rewarded=rewarded, read=answer_reader(self.reward)))
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the metrics of each source of prompts."""
+        log_validation(pl_module, self.validation.source_metrics())
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let engines on the ranks' GPUs make room for training."""
@@ -385,6 +395,10 @@ class RolloutCallback(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check that module, data and sampling fit together, before anything is loaded."""
+        if trainer is not self._trainer:  # versions of another run say nothing here, nor do its prompts' numbers
+            for earlier in (self.replay, self.collector.partials):
+                if earlier is not None:
+                    earlier.clear()
         self._trainer = trainer
         self.planner = IterationPlanner()
         if stage not in ("fit", "validate"):
@@ -392,7 +406,7 @@ class RolloutCallback(Callback):
         self._inside_iteration = False
         self.engine.version = None  # equal steps of two runs, or of two checkpoints, are not equal weights
         prompts_of(trainer)
-        for sampling in self._validations.values():
+        for sampling in self.validation.ways.values():
             check_prompts(trainer, policy_of(trainer), self.engine, sampling, validation=True)
         if stage == "fit":
             self._check_fit(trainer)
@@ -400,54 +414,19 @@ class RolloutCallback(Callback):
     def _check_fit(self, trainer: L.Trainer) -> None:
         check_prompts(trainer, policy_of(trainer), self.engine, self._training_sampling())
         module = learner_of(trainer)
-        if self.reward is None and module.needs_reward:
-            raise ValueError(
-                f"{type(module).__name__} learns from rewards: give RolloutCallback(reward=...) any function of samples"
-            )
-        module.check_group_size(self.sampling.group_size)
+        if self.replay is not None:
+            check_replay(module, self.replay.buffer, self.sampling, self.collector.reward_parts(trainer))
+        check_learner(module, self.engine, self.sampling, rewarded=self.reward is not None)
         if self.async_rollouts is not None and self.engine.colocate:
             raise ValueError(
                 "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
                 "max_staleness it would sample in that time: use one"
             )
-        self._check_logprobs(module)
         shape, mesh = shape_of(trainer, self.group_size), mesh_of(trainer)
         if compares_groups(module):
             check_whole_groups(shape, self.group_size, mesh.world_size, mesh.forward_group_size)
         self.collector.check(trainer, in_thread=self.async_rollouts is not None)
-        if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # as above
-            raise ValueError(
-                f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
-                "PromptDataModule(rollout_batch_size=...) instead"
-            )
-
-    def _check_logprobs(self, module: ExperienceLearner) -> None:
-        """Refuse to compare log-probs of a truncated distribution with the trainer's, which are of the whole one."""
-        comparable = self.engine.configure_logprobs(self.sampling)
-        if comparable and self.engine.quantized and isinstance(module, CorrectsQuantization):
-            self._correct_quantization(module)
-        if comparable or not module.uses_rollout_logprobs:
-            return
-        default, sampling = dataclasses.asdict(SamplingSpec()), dataclasses.asdict(self.sampling)
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        forms = ("regex", "json_schema")
-        fields = ("temperature", "top_p", "top_k", "min_p", "min_new_tokens", *penalties, *forms)
-        changed = [f"{name}={sampling[name]}" for name in fields if sampling[name] != default[name]]
-        raise ValueError(
-            f"{type(module).__name__} compares the engine's log-probs with its own (a correction, or a policy loss "
-            f"that asks for them), and with SamplingSpec({', '.join(changed)}) {type(self.engine).__name__} does not "
-            "know them as they were before truncation, so that every weight would be wrong: do not truncate (top_p=1, "
-            "top_k=0, min_p=0, min_new_tokens=0), or sample at temperature=1, where vLLM knows them too, or use "
-            "LocalEngine"
-        )
-
-    @staticmethod
-    def _correct_quantization(module: CorrectsQuantization) -> None:
-        if module.correct_quantization():
-            rank_zero_info(
-                "The engine is quantized, so the policy learns with truncated importance weights: correction='tis' of "
-                "the module ('none' leaves them out); rollout_corr/... logs how much it differs from the policy."
-            )
+        check_whole_iterations(trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends; ``trainer.validate`` leaves it running."""
@@ -471,7 +450,18 @@ class RolloutCallback(Callback):
         state = {"iteration": self.iteration, "metrics": self._metrics, "after": self._after}
         if self._inside_iteration and self._trainer is not None:
             state["inside"] = [self._trainer.global_rank, self._trainer.world_size]
+        if self.replay is not None:
+            state["replay"] = self.replay.state_dict()
+        if self.collector.partials is not None:
+            state["partials"] = self.collector.partials.state_dict(self.iteration + self._inside_iteration)
         return state
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Divide kept and dropped groups anew if another number of ranks has saved the checkpoint."""
+        states, self._saved_states = checkpoint.get(STATES_OF_RANKS), None
+        if states is not None and (self.replay is not None or self.collector.partials is not None):
+            ranks = range(trainer.global_rank, len(states), trainer.world_size)
+            self._saved_states = [states[rank]["callbacks"][self.state_key] for rank in ranks]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue counting; raises ValueError inside an iteration if its micro-batches belong to another rank."""
@@ -479,7 +469,16 @@ class RolloutCallback(Callback):
         self._metrics = dict(state_dict["metrics"])
         self.samples, self._micro_batches = [], None  # those of an earlier fit are not this iteration's
         self._after = state_dict["after"]
+        states = [state_dict] if self._saved_states is None else self._saved_states
+        if self.replay is not None:
+            kept = (one for each in states for one in each.get("replay", ()))
+            self.replay.load_state_dict(kept, group_size=self.group_size)
         trainer, inside = self._trainer, state_dict.get("inside")
+        if self.collector.partials is not None and trainer is not None:
+            # state_dict says who has what also to a rank that takes over no saved rank's groups.
+            begun = [one for each in [state_dict, *states] for one in each.get("partials", ())]
+            rank, world_size = trainer.global_rank, trainer.world_size
+            self.collector.partials.load_state_dict(begun, rank=rank, world_size=world_size)
         self._inside_iteration = inside is not None
         if trainer is None or inside is None or trainer.state.fn != TrainerFn.FITTING:
             return

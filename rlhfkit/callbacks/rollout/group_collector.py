@@ -32,6 +32,7 @@ from rlhfkit.rollout.collector import (
 )
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.partial_rollouts import PartialRollouts, ResumableStream
 from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,28 @@ class GroupCollector:
         self.dynamic_sampling = dynamic_sampling
         self.oversampling = oversampling
         self.timeout = timeout
+        self.partials: PartialRollouts | None = None
+        """What was made of dropped groups; ``None``: it is lost."""
         self._asks_early = False
+
+    def continue_dropped(self, sampling: SamplingSpec) -> None:
+        """Keep what oversampling drops, and continue it later, with samples of this kind.
+
+        Raises:
+            ValueError: If nothing is dropped, or the engine cannot continue what it has begun.
+        """
+        if not self.oversampling:
+            raise ValueError(
+                "partial_rollouts=True continues what oversampling drops, and with oversampling=0 nothing is dropped: "
+                "give RolloutCallback(oversampling=0.25), or partial_rollouts=False"
+            )
+        problem = self.engine.resume_problem(sampling)
+        if problem is not None:
+            raise ValueError(
+                f"partial_rollouts=True continues samples that were cut, which is not possible here: {problem}. Use "
+                "partial_rollouts=False, another engine (LocalEngine, VLLMPool) or other sampling"
+            )
+        self.partials = PartialRollouts()
 
     # ------------------------------------------------------------------ groups of an iteration, samples of validation
 
@@ -96,6 +118,7 @@ class GroupCollector:
         *,
         rank_log: RankLog | None = None,
         queue: DrawnPrompts | None = None,
+        ahead: int = 0,
         on_drawn: Callable[[], None] | None = None,
         failure: BaseException | None = None,
     ) -> CollectedGroups:
@@ -108,6 +131,7 @@ class GroupCollector:
             iteration: Number of the iteration.
             rank_log: From :meth:`open_log`; ``None``: opened here.
             queue: Its prompts; ``None``: from the DataModule's cursor on.
+            ahead: Later iterations that draw their first prompts before this one has ended.
             on_drawn: See :func:`~rlhfkit.rollout.collector.collect_groups`.
             failure: Raised in place of collecting, with other ranks.
         """
@@ -116,7 +140,7 @@ class GroupCollector:
         def step() -> CollectedGroups:
             if failure is not None:
                 raise failure
-            return self._collect(trainer, wanted, sampling, iteration, rank_log, queue, on_drawn)
+            return self._collect(trainer, wanted, sampling, iteration, rank_log, queue, ahead, on_drawn)
 
         collected = rank_log.run(
             step,
@@ -139,6 +163,7 @@ class GroupCollector:
         iteration: int,
         rank_log: RankLog,
         queue: DrawnPrompts | None,
+        ahead: int,
         on_drawn: Callable[[], None] | None,
     ) -> CollectedGroups:
         selection, early = self.dynamic_sampling, self.scores_early(trainer)
@@ -155,22 +180,25 @@ class GroupCollector:
             most=None if selection is None else selection.max_rounds * wanted + spare,
             spare=spare,
             rounds=rounds,
+            partials=None if self.partials is None else self.partials.of(iteration, ahead),
             log=rank_log,
             on_drawn=on_drawn,
         )
         if needs_greedy_rewards(trainer):
-            self._add_greedy_rewards(trainer, collected.groups, sampling, iteration, rank_log)
+            self._add_greedy_rewards(trainer, collected, sampling, iteration, rank_log)
         return collected
 
     def _add_greedy_rewards(
-        self, trainer: L.Trainer, groups: list[Group], sampling: SamplingSpec, iteration: int, rank_log: RankLog
+        self, trainer: L.Trainer, collected: CollectedGroups, sampling: SamplingSpec, iteration: int, rank_log: RankLog
     ) -> None:
         """Generate and score a greedy answer for each group of this rank; its reward is a part of each sample's."""
+        groups = collected.groups
         if not groups:
             return
+        prompts = [collected.drawn[group[0].prompt.index] for group in groups]  # an environment begins them anew
         greedy = dataclasses.replace(sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         with self.timing.record("generate", iteration):
-            answers = flatten(self._generate([group[0].prompt for group in groups], greedy, iteration, rank_log))
+            answers = flatten(self._generate(prompts, greedy, iteration, rank_log))
         self._score(trainer, answers, iteration, rank_log)
         for group, answer in zip(groups, answers, strict=True):
             for sample in group:
@@ -301,15 +329,20 @@ class GroupCollector:
 
     # ------------------------------------------------------------------ checks and metrics
 
+    def reward_parts(self, trainer: L.Trainer) -> list[str] | None:
+        """Names of the parts of samples' rewards; ``None``: not known before they are scored."""
+        parts = part_names(self.reward)
+        return None if parts is None else [*parts, *(["model"] if policy_of(trainer).scores_samples else [])]
+
     def check(self, trainer: L.Trainer, *, in_thread: bool = False) -> None:
         """Raise ValueError if the configuration cannot work.
 
         That is: dynamic sampling by an unknown reward part, greedy answers that cannot be made or scored, a module that
         would score in a thread beside training (``in_thread``), or oversampling where all ranks score together.
         """
-        parts = part_names(self.reward)
+        parts = self.reward_parts(trainer)
         if self.dynamic_sampling is not None and parts is not None:
-            self.dynamic_sampling.check_parts([*parts, *(["model"] if policy_of(trainer).scores_samples else [])])
+            self.dynamic_sampling.check_parts(parts)
         if needs_greedy_rewards(trainer):
             self._check_greedy(trainer, parts or ())
         if in_thread and self.scores_early(trainer):
@@ -349,18 +382,24 @@ class GroupCollector:
             )
 
     def metrics(self, collected: CollectedGroups) -> dict[str, float]:
-        """Fractions of groups that were accepted and dropped, if groups are selected."""
+        """Fractions of groups that were accepted, dropped and continued, if groups are selected."""
         metrics = {}
         if self.dynamic_sampling is not None:
             metrics["rollout/accepted_fraction"] = collected.accepted / max(collected.sampled, 1)
             metrics["rollout/reward_before_selection"] = collected.reward
         if self.oversampling:
-            metrics["rollout/dropped_fraction"] = collected.requeued / (collected.requeued + collected.sampled)
+            started = collected.requeued + collected.sampled
+            metrics["rollout/dropped_fraction"] = collected.requeued / started
+            if self.partials is not None:
+                metrics["rollout/continued_fraction"] = collected.continued / started
         return metrics
 
 
 class TimedStream:
-    """A stream that records how long callers wait for it, and calls ``on_finished`` with finished groups."""
+    """A stream that records how long callers wait for it, and calls ``on_finished`` with finished groups.
+
+    It can be resumed and cut if the stream can.
+    """
 
     def __init__(
         self,
@@ -383,3 +422,12 @@ class TimedStream:
         if groups and self._on_finished is not None:
             self._on_finished(groups)
         return groups
+
+    def resume(self, groups: Sequence[Group], *, iteration: int | None = None) -> None:
+        """Continue groups; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
+        cast(ResumableStream, self._stream).resume(groups, iteration=iteration)
+
+    def cut(self) -> list[Group]:
+        """Stop; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
+        with self._timing.record("generate", self._iteration):
+            return cast(ResumableStream, self._stream).cut()

@@ -127,6 +127,7 @@ def no_rows(temperature: float) -> Experience:
         sample_index=rows,
         truncated=rows.bool(),
         update=rows,
+        replayed=rows.bool(),
         temperature=temperature,
     )
     return one.select([])
@@ -168,6 +169,7 @@ def _summary(numbers: Mapping[str, Tensor]) -> IterationSummary:
         oldest_version=column("oldest_version"),
         newest_version=column("newest_version"),
         update=column("update"),
+        replayed=column("replayed", torch.bool),
         reward_parts={
             name.removeprefix(_PART): values.float() for name, values in numbers.items() if name.startswith(_PART)
         },

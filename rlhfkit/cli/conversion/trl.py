@@ -193,7 +193,7 @@ def convert_source(conversion: Conversion) -> None:
     data["seed"] = take("data_seed", take("seed", 42))
     conversion.refuse(
         {
-            "dataset_streaming": "StreamingSFTDataModule(steps_per_epoch=...) reads streams",
+            "dataset_streaming": "StreamingSFTDataModule and its like (docs/data.md) read streams",
             "datasets": "data: {file: weight} mixes several",
             "dataset_kwargs": "columns decide what kind of data it is",
         },

@@ -30,6 +30,16 @@ class PreferenceExample:
     ref_logprobs: tuple[float, float] | None = None
     """Summed log-probs of the chosen and of the rejected answer under the reference model, if computed already."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of both answers."""
+        return self.chosen.num_tokens + self.rejected.num_tokens
+
+    @property
+    def targets(self) -> int:
+        """Tokens of the chosen answer."""
+        return self.chosen.targets
+
     @classmethod
     def from_token_ids(
         cls, prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int], *, margin: float | None = None

@@ -36,6 +36,16 @@ class StepwiseExample:
         if wrong:
             raise ValueError(f"the label of a step must be in [0, 1], got {wrong[0]}")
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.answer.num_tokens
+
+    @property
+    def targets(self) -> int:
+        """Number of steps."""
+        return self.answer.targets
+
 
 class StepwiseExamples:
     """Judged answers of a data set."""

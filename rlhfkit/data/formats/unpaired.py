@@ -1,7 +1,8 @@
 """Answers labelled desirable or not, each with a mismatched pair: the same prompt with the answer to another one.
 
-KTO measures on *mismatched* pairs how far the policy is from its reference. They are drawn once over all data, so they
-do not depend on micro-batches or ranks; TRL and OpenRLHF rotate the answers within a micro-batch of more than one.
+KTO measures on *mismatched* pairs how far the policy is from its reference. They are drawn once over all data, in a
+stream over the answers of each optimizer step, so they do not depend on micro-batches or ranks; TRL and OpenRLHF rotate
+the answers within a micro-batch of more than one.
 Shapes: B sequences, T tokens (longest of the batch; the rest is padded on the right).
 """
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, row_field
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
+from rlhfkit.data.loaders.stream import StreamLoader
+from rlhfkit.validation import check_integer
 
 
 @dataclass(slots=True)
@@ -26,12 +29,22 @@ class UnpairedExample:
     """Prompt and completion; the tokens of the completion are trained."""
     desirable: bool
     """Whether the completion is wanted."""
-    mismatched: TokenExample | None
-    """The same prompt with the completion of another; ``None`` where the data has only one prompt."""
+    mismatched: TokenExample | None = None
+    """The same prompt with the completion of another; ``None``: there is no other, or none was drawn yet."""
     ref_logprobs: tuple[float, float] | None = None
     """Summed log-probs of both completions under the reference model, if computed already."""
     weight: float | None = None
     """Weight of the answer in the loss, if computed already."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and completion."""
+        return self.answer.num_tokens
+
+    @property
+    def targets(self) -> int:
+        """Trained tokens."""
+        return self.answer.targets
 
 
 class UnpairedExamples:
@@ -60,10 +73,7 @@ class UnpairedExamples:
         """Tokens of each answer with its prompt."""
         self.targets = answers.targets
         """Trained tokens of each answer."""
-        prompts = []
-        for index in range(len(desirable)):
-            example = answers[index]
-            prompts.append(tuple(example.input_ids[: _prompt_length(example)]))
+        prompts = [_prompt(answers[index]) for index in range(len(desirable))]
         self.ref_logprobs: Tensor | None = None
         """(N, 2) summed log-probs of each completion and of its mismatched one, once they are computed."""
         self.weights: Tensor | None = None
@@ -88,8 +98,11 @@ class UnpairedExamples:
 
     def prompt(self, index: int) -> list[int]:
         """Token ids of the prompt of one answer."""
-        answer: TokenExample = self.answers[index]
-        return answer.input_ids[: _prompt_length(answer)]
+        return list(_prompt(self.answers[index]))
+
+
+def _prompt(example: TokenExample) -> tuple[int, ...]:
+    return tuple(example.input_ids[: _prompt_length(example)])
 
 
 def _prompt_length(example: TokenExample) -> int:
@@ -195,3 +208,52 @@ class UnpairedLoader(StepLoader[UnpairedBatch]):
                 return ()
             batches.append(batch if rows else self._filler(batch))
         return tuple(batches)
+
+
+class UnpairedStreamLoader(StreamLoader[UnpairedBatch]):
+    """A :class:`StreamLoader` that draws the mismatched pairs of each step, and yields them with its first batch.
+
+    A completion is paired with the prompt of another answer of its step, on any rank. In a step whose answers all have
+    one prompt there are no pairs.
+    """
+
+    def __init__(self, *args: Any, seed: int = 0, max_length: int | None = None, **kwargs: Any) -> None:
+        """Plan the steps; nothing is read yet.
+
+        Args:
+            *args: Arguments of :class:`StreamLoader`, of which the stream yields :class:`UnpairedExample`.
+            seed: Of the draws.
+            max_length: Tokens to which a mismatched pair is cut.
+            **kwargs: Further arguments of :class:`StreamLoader`.
+
+        Raises:
+            ValueError: If a size is out of range, or the ranks do not divide.
+        """
+        super().__init__(*args, **kwargs)
+        check_integer("seed", seed)
+        check_integer("max_length", max_length, minimum=2, optional=True)
+        self.seed = seed
+        self.max_length = max_length
+
+    def make_batches(
+        self, shares: Sequence[Sequence[int]], examples: Sequence[Any], totals: StepTotals
+    ) -> list[UnpairedBatch]:
+        """This rank's micro-batches of a step, of which the first has the mismatched pairs of all."""
+        batches = super().make_batches(shares, examples, totals)
+        answers = [example.answer for example in examples]
+        partners = rows_of_other_prompts([_prompt(answer) for answer in answers], seed=self.seed)
+        if partners is None:
+            return batches
+        pairs = [
+            UnpairedExample(answer, True, _exchanged(answer, answers[partner], self.max_length))
+            for answer, partner in zip(answers, partners, strict=True)
+        ]
+        mismatched = tuple(self._mismatched(rows, pairs) for rows in shares)
+        return [dataclasses.replace(batches[0], mismatched=mismatched), *batches[1:]]
+
+    def _mismatched(self, rows: Sequence[int], pairs: Sequence[UnpairedExample]) -> ReferencedBatch:
+        """The mismatched pairs of a micro-batch; two tokens without targets for a rank that has no rows of it."""
+        chosen = [pairs[row] for row in rows] or [min(pairs, key=lambda pair: pair.num_tokens)]
+        batch = collate_mismatched(chosen)
+        assert batch is not None
+        return batch if rows else batch.without_targets().first_tokens(2)

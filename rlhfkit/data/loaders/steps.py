@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rlhfkit.data.batch import StepTotals
 from rlhfkit.data.packing import best_fit_decreasing, deal_to_members, permutation, split_by_tokens
-from rlhfkit.validation import check_integer
+from rlhfkit.validation import check_integer, check_number
 
 WITHOUT_MESH = {"ranks_per_forward": 1}
 """What the states of loaders had no entry for before there was a mesh."""
@@ -31,6 +31,11 @@ def check_ranks_per_forward(ranks_per_forward: int, world_size: int) -> None:
     check_integer("ranks_per_forward", ranks_per_forward, minimum=1)
     if world_size % ranks_per_forward:
         raise ValueError(f"ranks_per_forward must divide world_size {world_size}, got {ranks_per_forward}")
+
+
+def used_batches(length: int, limit: int | float) -> int:
+    """Micro-batches of an epoch of ``length`` that a ``Trainer(limit_train_batches=limit)`` uses, at least 1."""
+    return max(1, min(length, limit) if isinstance(limit, int) else int(length * limit))
 
 
 class StepBatch(Protocol):
@@ -92,6 +97,7 @@ class StepLoader(Generic[B]):
         epoch: Callable[[], int] | None = None,
         drop_last: bool = False,
         whole_epoch: bool = False,
+        limit_batches: int | float = 1.0,
     ) -> None:
         """Plan the steps; no example is read yet.
 
@@ -111,6 +117,7 @@ class StepLoader(Generic[B]):
             epoch: Returns the epoch, e.g. ``lambda: trainer.current_epoch``; ``None``: the one of :meth:`set_epoch`.
             drop_last: Skip a window that is not full.
             whole_epoch: Totals of the epoch instead of the step, so the plain mean over batches is exact (validation).
+            limit_batches: Micro-batches, or share of them, that an epoch has (``Trainer(limit_train_batches)``).
 
         Raises:
             ValueError: If sizes are out of range or do not divide, both or none of the two sizes of a micro-batch are
@@ -131,6 +138,7 @@ class StepLoader(Generic[B]):
         check_integer("rank", rank, minimum=0, maximum=world_size - 1)
         check_ranks_per_forward(ranks_per_forward, world_size)
         check_integer("seed", seed)
+        check_number("limit_batches", limit_batches, minimum=0)
         if len(lengths) != len(targets):
             raise ValueError(f"lengths and targets are per example, got {len(lengths)} and {len(targets)}")
         self.examples = examples
@@ -147,6 +155,7 @@ class StepLoader(Generic[B]):
         self.seed = seed
         self.drop_last = drop_last
         self.whole_epoch = whole_epoch
+        self.limit_batches = limit_batches
         self._epoch = epoch
         self._set_epoch = 0
         self._position = 0  # batches yielded in the current epoch
@@ -260,7 +269,7 @@ class StepLoader(Generic[B]):
     def state_dict_before(self, batches: int) -> dict[str, Any]:
         """The state ``batches`` batches ago, to repeat those that no optimizer step has used."""
         return {
-            "position": (self._position - batches) % len(self),
+            "position": (self._position - batches) % used_batches(len(self), self.limit_batches),
             "examples": len(self.lengths),
             "micro_batch_size": self.micro_batch_size,
             "max_tokens_per_micro_batch": self.max_tokens_per_micro_batch,

@@ -14,6 +14,7 @@ import lightning as L
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
+from rlhfkit.datamodules.prompts.columns import PromptColumns
 from rlhfkit.datamodules.prompts.curriculum import Curriculum, DeclaresHistoryUse
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 from rlhfkit.datamodules.prompts.iteration_length import IterationLength, check_trainer
@@ -92,7 +93,7 @@ class PromptDataModule(L.LightningDataModule):
             validation_data: The validation prompts, in the same columns; all are used, and metrics are logged per
                 source too.
             pretraining_data: Text for modules with a ``ptx_coef``: ``micro_batch_size`` of its examples beside each
-                micro-batch of samples.
+                micro-batch of samples. Not a stream.
             split: Split of ``data``, if it has several.
             validation_split: Split of ``validation_data``, if it has several.
             subset: Configuration of a hub data set.
@@ -151,6 +152,11 @@ class PromptDataModule(L.LightningDataModule):
         if overlong_prompts not in ("error", "drop"):
             raise ValueError(f"overlong_prompts must be 'error' or 'drop', got {overlong_prompts!r}")
         check_special_tokens_in_text(special_tokens_in_text)
+        if pretraining_data is not None and not pretraining_data.keeps_tokens:
+            raise ValueError(
+                f"pretraining_data is a {type(pretraining_data).__name__}, and text beside samples is drawn by its "
+                "number, which a stream does not know: use SFTDataModule"
+            )
         self.data = as_mixture(data)
         self.prompt = prompt
         self.answer = answer
@@ -176,6 +182,7 @@ class PromptDataModule(L.LightningDataModule):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
+        self._is_open = False
         self._rows: PromptRows | MixedPrompts | None = None
         self._validation_rows: PromptRows | MixedPrompts | None = None
         self._order: PromptOrder | None = None
@@ -188,13 +195,16 @@ class PromptDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Download and convert once per machine."""
-        for source in list_sources(self.data):
-            read_rows(source, split=self.split, subset=self.subset)
+        self._prepare_training_data()
         for source in [] if self.validation_data is None else list_sources(self.validation_data):
             read_rows(source, split=self.validation_split, subset=self.subset)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = self.trainer
             self.pretraining_data.prepare_data()
+
+    def _prepare_training_data(self) -> None:
+        for source in list_sources(self.data):
+            read_rows(source, split=self.split, subset=self.subset)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the data and check it; a second call does nothing.
@@ -206,16 +216,19 @@ class PromptDataModule(L.LightningDataModule):
         trainer = self.trainer
         if trainer is not None and self.max_tokens_per_micro_batch is not None and stage == "fit":
             check_trainer(trainer)
-        if self._rows is not None:
+        if self._is_open:
             return
         tokenizer = load_tokenizer(self.tokenizer, None if trainer is None else trainer.lightning_module)
-        rows = self._open(self.data, self.split, tokenizer)
+        self._open_training_data(tokenizer)
         if self.validation_data is not None:
             self._validation_rows = self._open(self.validation_data, self.validation_split, tokenizer)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = trainer
             self.pretraining_data.setup(stage)
-        self._rows = rows
+        self._is_open = True
+
+    def _open_training_data(self, tokenizer: Any) -> None:
+        self._rows = self._open(self.data, self.split, tokenizer)
         self._check_count()
         self._check_fingerprint()
 
@@ -224,6 +237,15 @@ class PromptDataModule(L.LightningDataModule):
         return MixedPrompts(data, parts) if isinstance(data, Mixture) else parts[0]
 
     def _open_source(self, source: Source, split: str, tokenizer: Any) -> PromptRows:
+        return PromptRows(
+            read_rows(source, split=split, subset=self.subset),
+            source,
+            self._prompt_columns(tokenizer),
+            max_length=self.max_prompt_length,
+            overlong=self.overlong_prompts,
+        )
+
+    def _prompt_columns(self, tokenizer: Any) -> PromptColumns:
         formatter = PromptFormatter(
             tokenizer,
             apply_chat_template=self.apply_chat_template,
@@ -231,16 +253,7 @@ class PromptDataModule(L.LightningDataModule):
             chat_template_kwargs=self.chat_template_kwargs,
             special_tokens_in_text=self.special_tokens_in_text,
         )
-        return PromptRows(
-            read_rows(source, split=split, subset=self.subset),
-            source,
-            formatter,
-            prompt=self.prompt,
-            answer=self.answer,
-            answer_extractor=self.answer_extractor,
-            max_length=self.max_prompt_length,
-            overlong=self.overlong_prompts,
-        )
+        return PromptColumns(formatter, self.prompt, self.answer, self.answer_extractor)
 
     @staticmethod
     def _opened(rows: PromptRows | MixedPrompts | None) -> PromptRows | MixedPrompts:
@@ -279,6 +292,7 @@ class PromptDataModule(L.LightningDataModule):
             part.check_vocabulary(vocabulary)
             part.limit_lengths(longest, reason)
         if not validation:
+            self._order = None  # some rows may be gone
             self._check_count()
 
     @property

@@ -18,7 +18,11 @@ class MixedPrompts:
         self.mixture = mixture
         self.parts = parts
         self.names = source_names(mixture.sources)
-        self.counts = mixture.counts([len(part) for part in parts])
+
+    @property
+    def counts(self) -> list[int]:
+        """Prompts of each source in a pass."""
+        return self.mixture.counts([len(part) for part in self.parts])
 
     def __len__(self) -> int:
         """Number of prompts of all sources."""

@@ -2,12 +2,12 @@
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlhfkit.data.types import Prompt
-from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError
+from rlhfkit.datamodules.prompts.columns import PromptColumns
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe
 
 if TYPE_CHECKING:
@@ -38,35 +38,26 @@ class PromptRows:
         self,
         rows: "Dataset",
         source: Source,
-        formatter: PromptFormatter,
+        columns: PromptColumns,
         *,
-        prompt: str,
-        answer: str | None = None,
-        answer_extractor: Callable[[Any], Any] = lambda answer: answer,
         max_length: int | None = None,
         overlong: Literal["error", "drop"] = "error",
     ) -> None:
         """Check the columns and every row.
 
-        ``answer_extractor`` is applied to each value of the column ``answer``. Prompts above ``max_length`` tokens
+        ``columns`` makes rows into prompts. Prompts above ``max_length`` tokens
         (``None``: no limit) are an error or dropped, as ``overlong`` says. ``source`` is for messages.
 
         Raises ValueError if a column is missing, or a prompt is empty, of the wrong type, or too long.
         """
-        check_columns(rows, source, prompt=prompt, answer=answer)
+        check_columns(rows, source, prompt=columns.prompt, answer=columns.answer)
         self.rows = rows
         self.source = source
-        self.formatter = formatter
-        self.prompt = prompt
-        self.answer = answer
-        self.answer_extractor = answer_extractor
+        self.columns = columns
         self.overlong = overlong
         self.kept: Sequence[int] = range(len(rows))
         """The rows that are used."""
         self._fingerprint = ""
-        first = rows[0][prompt]
-        formatter.check(first, f"column {prompt!r} of {describe(source)}, row 0,")
-        self._templated = formatter.templated(first)
         self.lengths = array("l")
         """Tokens of each row's prompt, dropped rows included."""
         self._largest_token = (0, 0)  # token id, and the row that has it
@@ -82,13 +73,9 @@ class PromptRows:
         """Return the prompt at a position among those in use; its ``index`` is the row in the file."""
         index = self.kept[position]
         row = self.rows[index]
-        formatter = self.formatter.for_row(row)
-        content = row.pop(self.prompt)
-        answer = None if self.answer is None else self.answer_extractor(row.pop(self.answer))
-        rendered = formatter.prompt(content)
-        text = content if isinstance(content, str) else rendered
-        token_ids = self.formatter.tokenize([rendered], templated=self._templated)[0]
-        return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=row)
+        rendered = self.columns.formatter.for_row(row).prompt(row[self.columns.prompt])
+        token_ids = self.columns.tokenize([row], [rendered])[0]
+        return self.columns.make(row, index, rendered, token_ids)
 
     def column_by_index(self, name: str) -> dict[int, Any]:
         """Return the values of a column by the ``index`` of the prompts in use; errors as in :meth:`column`."""
@@ -104,38 +91,18 @@ class PromptRows:
         """Tokenise every prompt once, to check it and to record its length."""
         name = describe(self.source)
         for start in range(0, len(self.rows), _CHUNK):
-            chunk = self.rows.select(range(start, min(start + _CHUNK, len(self.rows))))
-            texts = [
-                self._render(row, f"column {self.prompt!r} of {name}, row {start + i},") for i, row in enumerate(chunk)
-            ]
-            for row, token_ids in enumerate(self.formatter.tokenize(texts, templated=self._templated), start):
-                if not token_ids:
-                    raise ValueError(
-                        f"column {self.prompt!r} of {name}, row {row}, is a prompt without a token "
-                        f"({self.rows[row][self.prompt]!r}); a policy needs at least one to begin with: remove such "
-                        "rows"
-                    )
+            chunk = list(self.rows.select(range(start, min(start + _CHUNK, len(self.rows)))))
+            places = [f"{name}, row {row}," for row in range(start, start + len(chunk))]
+            texts = list(map(self.columns.text, chunk, places))
+            for row, token_ids in enumerate(self.columns.tokenize(chunk, texts), start):
+                self.columns.check_tokens(chunk[row - start], places[row - start], token_ids)
                 self.lengths.append(len(token_ids))
                 self._largest_token = max(self._largest_token, (max(token_ids), row))
-
-    def _render(self, row: dict[str, Any], where: str) -> str:
-        content = row[self.prompt]
-        self.formatter.check(content, where)
-        try:
-            return self.formatter.for_row(row).prompt(content)
-        except SpecialTokenError as error:
-            raise ValueError(f"{where} {error}") from None
 
     def check_vocabulary(self, vocabulary: int | None) -> None:
         """Raise ValueError if a prompt has a token that the model has no embedding of."""
         token, row = self._largest_token
-        if vocabulary is not None and token >= vocabulary:
-            text = self.formatter.tokenizer.convert_ids_to_tokens(token)
-            raise ValueError(
-                f"{describe(self.source)}, row {row}, has the token {token} ({text!r}), and the model knows the tokens "
-                f"0 to {vocabulary - 1}: use the model's own tokenizer, or resize its embeddings before training "
-                "(model.resize_token_embeddings(len(tokenizer)), save_pretrained)"
-            )
+        self.columns.check_token(token, vocabulary, f"{describe(self.source)}, row {row},")
 
     def limit_lengths(self, limit: int, reason: str) -> None:
         """Drop the prompts above ``limit`` tokens; ValueError if ``overlong`` is ``"error"`` or none is left."""
@@ -162,7 +129,7 @@ class PromptRows:
             stride = max(1, len(self) // 1000)
             for position in range(0, len(self), stride):
                 index = self.kept[position]
-                digest.update(f"{index}:{self.rows[index][self.prompt]!r}\n".encode())
+                digest.update(f"{index}:{self.rows[index][self.columns.prompt]!r}\n".encode())
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 

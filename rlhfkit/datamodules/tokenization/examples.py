@@ -7,7 +7,7 @@ so a token that spans both is learned.
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rlhfkit.data.batch import TokenExample
@@ -158,19 +158,19 @@ class ExampleBuilder:
         """
 
         def tokenize(chunk: list[dict[str, Any]], first: int) -> list[TokenExample]:
-            return list(self.tokenize_rows(enumerate(chunk, first), recipes))
+            places = ((f"{self.source}, row {index},", row) for index, row in enumerate(chunk, first))
+            return list(self.tokenize_rows(places, recipes))
 
         num_proc = 1 if self.cache is None else self.cache.num_proc
         return tokenize_in_chunks(rows, tokenize, num_proc=num_proc, title=f"Tokenising {self.source}")
 
     def tokenize_rows(
         self,
-        rows: Iterable[tuple[int, Mapping[str, Any]]],
+        rows: Iterable[tuple[str, Mapping[str, Any]]],
         recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]],
     ) -> Iterator[TokenExample]:
-        """Yield the examples of (index, row) pairs, before truncating or dropping; see :meth:`tokenize_dataset`."""
-        places = ((row, f"{self.source}, row {index},") for index, row in rows)
-        pending = (recipe for row, where in places for recipe in self._recipes_of(row, where, recipes))
+        """Yield the examples of (place, row) pairs, before truncating or dropping; see :meth:`tokenize_dataset`."""
+        pending = (recipe for where, row in rows for recipe in self._recipes_of(row, where, recipes))
         # A fast tokenizer uses all cores for many texts at once.
         while chunk := list(itertools.islice(pending, CHUNK)):
             tokenized: dict[bool, Iterator[list[int]]] = {}
@@ -191,6 +191,22 @@ class ExampleBuilder:
             yield from recipes(self.for_row(row), row, where)
         except SpecialTokenError as error:
             raise ValueError(f"{where} {error}") from None
+
+    def examples_of_rows(
+        self, rows: Sequence[tuple[str, Mapping[str, Any]]], columns: Mapping[str, str | None]
+    ) -> Iterator[list[TokenExample]]:
+        """Yield the examples of each of some (place, row) pairs of a stream, cut to ``max_length``; log counts.
+
+        Raises ValueError as :meth:`build` does.
+        """
+        counts = {"truncated": 0, "dropped": 0, "empty": 0}
+        tokenized = self.tokenize_rows(rows, lambda builder, row, where: [builder.recipe(row, where, columns)])
+        for (where, _), example in zip(rows, tokenized, strict=True):
+            fitting = self.limit_lengths(example, where, counts)
+            for each in fitting:
+                self.check_context(len(each.input_ids), where)
+            yield fitting
+        log_counts(self.source, len(rows), counts, self.max_length)
 
     def check_first(self, row: Mapping[str, Any], columns: Mapping[str, str | None]) -> None:
         """Warn if the template's generation marks leave out the end-of-turn token, so that it would not be learned."""

@@ -4,6 +4,7 @@ Errors name the file, the column and what to do. Every rank reads the same data 
 """
 
 import codecs
+import logging
 import os
 import re
 import warnings
@@ -17,6 +18,8 @@ from rlhfkit.protocols import HasModelLimits, HasTokenizer
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+log = logging.getLogger(__name__)
+
 Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 """A file (JSON lines, JSON, CSV, Parquet), a folder written by ``Dataset.save_to_disk``, a hub name, or rows."""
 
@@ -27,6 +30,30 @@ _COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
 
 UNSUPPORTED = ("images", "image", "videos", "video", "audios", "audio")
 """Columns of other kinds of training; they are refused, because without them the rows mean something else."""
+
+
+class NoRowsError(ValueError):
+    """A source without rows."""
+
+
+class FirstRow:
+    """A table of one row, whose values need no types that a column of a table could have."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.row = row
+
+    @property
+    def column_names(self) -> list[str]:
+        """The names of the columns."""
+        return list(self.row)
+
+    def __len__(self) -> int:
+        """One."""
+        return 1
+
+    def __getitem__(self, key: int | str) -> Any:
+        """The row (0), or the values of a column."""
+        return [self.row][key] if isinstance(key, int) else [self.row[key]]
 
 
 def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> "Dataset":
@@ -44,6 +71,8 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
 
     if isinstance(data, datasets.Dataset):
         rows, name = data, "the given Dataset"
+        if rows.format["type"] not in (None, "custom"):  # tensors and arrays are no values of rows
+            rows = rows.with_format(None)
     elif isinstance(data, str | os.PathLike):
         name = os.fspath(data)
         rows = _read_path(name, split, subset)
@@ -57,7 +86,7 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
             raise ValueError(f"{name} has no split {split!r}; it has {', '.join(sorted(rows))}")
         rows = rows[split]
     if len(rows) == 0:
-        raise ValueError(f"{name} has no rows; at least one is needed")
+        raise NoRowsError(f"{name} has no rows; at least one is needed")
     return rows
 
 
@@ -80,22 +109,28 @@ def stream_rows(data: Any, *, split: str = "train", subset: str | None = None) -
     return rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
 
 
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether a folder was written by ``save_to_disk``."""
+    return any((folder / marker).exists() for marker in ("state.json", "dataset_dict.json"))
+
+
 def _read_path(name: str, split: str, subset: str | None, **options: Any) -> Any:
     import datasets
 
     path = Path(name).expanduser()
     if path.is_dir():
-        if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
+        if is_saved_dataset(path):
             return datasets.load_from_disk(str(path))
-        return _load(name, str(path), name=subset, split=split, **options)
-    suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _COMPRESSIONS]
-    builder = FORMATS.get(suffixes[-1].lower()) if suffixes else None
+        rows = _load(name, str(path), name=subset, split=split, **options)
+        warn_of_files_left_out(path, rows.info.builder_name)
+        return rows
+    builder = format_of(path)
     if path.is_file():
         if builder is None:
             raise ValueError(f"cannot tell the format of {name} from its name: it must end in {', '.join(FORMATS)}")
         if path.stat().st_size == 0:
-            raise ValueError(f"{name} is empty; at least one row is needed")
-        if ".tsv" in suffixes:
+            raise NoRowsError(f"{name} is empty; at least one row is needed")
+        if ".tsv" in path.suffixes[-2:]:
             options["sep"] = "\t"
         if builder == "json" and not options.get("streaming") and path.suffix not in _COMPRESSIONS:
             _check_utf8(path)
@@ -104,6 +139,23 @@ def _read_path(name: str, split: str, subset: str | None, **options: Any) -> Any
     if builder is not None or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"no such file or folder: {name} (in {Path.cwd()})")
     return _load(name, name, name=subset, split=split, **options)
+
+
+def format_of(path: Path) -> str | None:
+    """Builder of ``datasets`` for a file, by its name; ``None``: unknown."""
+    suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _COMPRESSIONS]
+    return FORMATS.get(suffixes[-1].lower()) if suffixes else None
+
+
+def warn_of_files_left_out(folder: Path, builder: str | None) -> None:
+    """Warn if a folder has files of other formats than that of ``builder``: ``datasets`` reads those of one only."""
+    files = [path.relative_to(folder) for path in folder.rglob("*") if format_of(path) not in (None, builder)]
+    others = sorted(str(path) for path in files if not any(part.startswith((".", "_")) for part in path.parts))
+    if others:
+        log.warning(
+            "%s: %d files of other formats than %s are left out, such as %s: give each format as a source of its own",
+            *(folder, len(others), builder, others[0]),
+        )
 
 
 def _load(source: str, *args: Any, **kwargs: Any) -> Any:
@@ -122,8 +174,10 @@ def _load(source: str, *args: Any, **kwargs: Any) -> Any:
         if str(error).startswith(source):  # raised by this module
             raise
         if "corresponds to no data" in str(error):  # datasets 5.2 for a table with only a header
-            raise ValueError(f"{source} has no rows; at least one is needed") from error
+            raise NoRowsError(f"{source} has no rows; at least one is needed") from error
         raise ValueError(f"{source} could not be read: {error}") from error
+    except StopIteration as error:  # datasets 5.2 for an empty file that is compressed
+        raise NoRowsError(f"{source} has no rows; at least one is needed") from error
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, UnicodeDecodeError):
             raise ValueError(_undecodable(source, error.__cause__)) from error
@@ -184,33 +238,50 @@ def _table(rows: list[dict[str, Any]]) -> "Dataset":
                     f"{other[1].__name__} in row {other[0]} ({rows[other[0]][column]!r:.80}): a column has one type, "
                     "so write all its values as the same"
                 ) from error
-        raise ValueError(f"the given rows make no table: {error}") from error
+        try:  # values inside a column may differ, such as content of messages that is a text or a list of parts
+            return datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+        except (pyarrow.ArrowException, TypeError):  # TypeError: datasets before 4.7
+            raise ValueError(f"the given rows make no table: {error}") from error
 
 
-def check_columns(rows: "Dataset", source: Any, /, **columns: str | None) -> None:
+def check_columns(rows: "Dataset | FirstRow", source: Any, /, **columns: str | None) -> None:
     """Raise ValueError unless the named columns exist without missing values, and there are none of images.
 
     ``columns`` maps the argument in which a column was given to the column; ``None``: not used.
     """
     found = rows.column_names
     for kind in UNSUPPORTED:
-        if kind in found and kind not in columns.values() and rows.data.column(kind).null_count < len(rows):
-            raise ValueError(
-                f"{describe(source)} has a column {kind!r}, which cannot be trained on yet (text only). To train "
-                "without it, remove it from the data"
-            )
+        if kind in found and kind not in columns.values() and _missing_values(rows, kind) < len(rows):
+            raise ValueError(unsupported(describe(source), kind))
     for argument, column in columns.items():
         if column is None:
             continue
         if column not in found:
             raise ValueError(f"{argument}={column!r} is not a column of {describe(source)}; it has {', '.join(found)}")
-        values = rows.data.column(column)
-        if values.null_count:
+        missing = _missing_values(rows, column)
+        if missing:
             row = next(index for index, value in enumerate(rows[column]) if value is None)
             raise ValueError(
-                f"column {column!r} of {describe(source)} has {values.null_count} missing values, the first in row "
-                f"{row}"
+                f"column {column!r} of {describe(source)} has {missing} missing values, the first in row {row}"
             )
+
+
+def _missing_values(rows: "Dataset | FirstRow", column: str) -> int:
+    if isinstance(rows, FirstRow):
+        return int(rows.row[column] is None)
+    if rows._indices is None:
+        return int(rows.data.column(column).null_count)
+    # Rows were filtered, selected or shuffled, and the table behind them still has all.
+    tables = rows.select_columns([column]).with_format("arrow").iter(10_000)
+    return sum(table.column(column).null_count for table in tables)
+
+
+def unsupported(where: str, column: str) -> str:
+    """The error message for a column of images or the like; ``where``: a source, or a row of it."""
+    return (
+        f"{where} has a column {column!r}, which cannot be trained on yet (text only). To train without it, remove it "
+        "from the data"
+    )
 
 
 def describe(source: Any) -> str:

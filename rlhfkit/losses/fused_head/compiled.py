@@ -34,10 +34,9 @@ class CompiledTiles(Tiles):
     def accumulate(self, state: RunningSoftmax, raw: Tensor, targets: Tensor) -> None:
         """Update the running statistics by a tile."""
         constants = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
-        updated = run_compiled(
-            tile_statistics, raw, targets, state.peak, state.total, state.chosen, state.weighted, *constants
-        )
-        for old, new in zip((state.peak, state.total, state.chosen, state.weighted), updated, strict=True):
+        sums = (state.peak, state.total, state.chosen, state.weighted, state.squares)
+        updated = run_compiled(tile_statistics, raw, targets, *sums, *constants)
+        for old, new in zip(sums, updated, strict=True):
             if old is not None:
                 old.copy_(new)
 
@@ -100,11 +99,12 @@ def tile_statistics(
     total: Tensor,
     chosen: Tensor,
     weighted: Tensor | None,
+    squares: Tensor | None,
     logit_scale: float,
     softcap: float | None,
     temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The new peak, total, chosen and weighted (n,) after a tile: ``tiles.accumulate`` without side effects.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The new peak, total, chosen, weighted and squares (n,) after a tile: ``tiles.accumulate`` without side effects.
 
     ``raw`` are (n, W) raw logits, ``targets`` (n,) targets minus the tile's first vocabulary entry; the others are
     fields of ``RunningSoftmax`` and ``LogitTransform``.
@@ -122,7 +122,9 @@ def tile_statistics(
         weighted = (weighted - (new_peak - peak) * total) * decay + (exponential * shifted).sum(1)
     else:
         exponential = torch.exp(shifted)
-    return new_peak, total * decay + exponential.sum(1), chosen, weighted
+    if squares is not None:
+        squares = squares * decay * decay + (exponential * exponential).sum(1)
+    return new_peak, total * decay + exponential.sum(1), chosen, weighted, squares
 
 
 def tile_gradient(

@@ -5,6 +5,7 @@ a tile of logits ``z`` the functions here keep a running softmax (Milakov and Gi
 
     m' = max(m, max_v z_v),   S' = S exp(m - m') + sum_v exp(z_v - m'),   log Z = m + log S
     A' = (A - (m' - m) S) exp(m - m') + sum_v exp(z_v - m') (z_v - m'),   entropy = log S - A / S
+    Q' = Q exp(2 (m - m')) + sum_v exp(2 (z_v - m')),   sum_v p_v^2 = Q / S^2
 
 and, once ``log Z`` and the entropy ``E`` are known, turn a recomputed tile into the gradient with respect to it::
 
@@ -73,31 +74,38 @@ class RunningSoftmax:
         total: ``sum exp(z - peak)``.
         chosen: Logit of the target; NaN until its tile was seen, and so for a target outside the vocabulary.
         weighted: ``sum exp(z - peak) (z - peak)``; ``None`` when no entropy is wanted.
+        squares: ``sum exp(2 (z - peak))``; ``None`` when no sum of squared probabilities is wanted.
     """
 
     peak: Tensor
     total: Tensor
     chosen: Tensor
     weighted: Tensor | None
+    squares: Tensor | None = None
 
     @classmethod
-    def empty(cls, tokens: int, dtype: torch.dtype, device: torch.device, *, entropy: bool) -> "RunningSoftmax":
+    def empty(
+        cls, tokens: int, dtype: torch.dtype, device: torch.device, *, entropy: bool, squares: bool = False
+    ) -> "RunningSoftmax":
         """Statistics of no logits for ``tokens`` rows."""
         # The lowest finite number, not -inf: a tile whose logits are all -inf would give -inf - -inf = nan.
         peak = torch.full((tokens,), torch.finfo(dtype).min, dtype=dtype, device=device)
         zeros = torch.zeros_like(peak)
-        return cls(peak, zeros, torch.full_like(peak, float("nan")), torch.zeros_like(peak) if entropy else None)
+        more = [torch.zeros_like(peak) if wanted else None for wanted in (entropy, squares)]
+        return cls(peak, zeros, torch.full_like(peak, float("nan")), *more)
 
     def rows(self, rows: slice) -> "RunningSoftmax":
         """The statistics of a slice of the tokens (views)."""
-        weighted = None if self.weighted is None else self.weighted[rows]
-        return RunningSoftmax(self.peak[rows], self.total[rows], self.chosen[rows], weighted)
+        more = [None if one is None else one[rows] for one in (self.weighted, self.squares)]
+        return RunningSoftmax(self.peak[rows], self.total[rows], self.chosen[rows], *more)
 
     def move_peak(self, peak: Tensor) -> None:
         """Refer the sums to another ``peak`` (N,), which is at least the own one, in place."""
         decay = (self.peak - peak).exp_()
         if self.weighted is not None:
             self.weighted.sub_((peak - self.peak) * self.total).mul_(decay)
+        if self.squares is not None:
+            self.squares.mul_(decay.square())
         self.total.mul_(decay)
         self.peak.copy_(peak)
 
@@ -108,6 +116,10 @@ class RunningSoftmax:
     def entropy(self) -> Tensor | None:
         """Entropy in nats, shape (N,), if it was asked for."""
         return None if self.weighted is None else self.total.log() - self.weighted / self.total
+
+    def sum_squares(self) -> Tensor | None:
+        """Sum of the squared probabilities, shape (N,), if it was asked for."""
+        return None if self.squares is None else self.squares / self.total.square()
 
 
 def accumulate(
@@ -132,6 +144,8 @@ def accumulate(
         state.weighted.sub_((peak - state.peak) * state.total).mul_(decay)
         state.total.mul_(decay).add_(exponential.sum(1))
         state.weighted.add_(shifted.mul_(exponential).sum(1))
+    if state.squares is not None:  # last, as it overwrites the exponentials
+        state.squares.mul_(decay.square()).add_(exponential.square_().sum(1))
     state.peak.copy_(peak)
 
 

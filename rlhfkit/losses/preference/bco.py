@@ -90,10 +90,12 @@ def density_ratio_weights(
 
     ``w_i = p(desirable|x_i) / (1 - p(desirable|x_i))``, clamped, by the logistic regression
     ``p(desirable|x) = σ(a·x + b)`` on embeddings of the prompts, which minimises
-    ``Σ_i -log p(label_i|x_i) + (l2 / 2) |a|²``.
+    ``Σ_i -N / (2 N_label_i) log p(label_i|x_i) + (l2 / 2) |a|²``.
 
     Underlying distribution matching, Jung et al. (2024, arXiv:2404.04656); clamp and regression are TRL's
-    (``min_density_ratio``, ``max_density_ratio``, scikit-learn's defaults).
+    (``min_density_ratio``, ``max_density_ratio``, scikit-learn's ``LogisticRegression(class_weight="balanced")``). Both
+    classes count the same, whatever their sizes, so that w is the ratio of the densities of prompts: 1 where these
+    are equal.
 
     Args:
         embeddings: (N, E) of the prompts.
@@ -119,13 +121,15 @@ def density_ratio_weights(
     if bool(labels.all()) or not bool(labels.any()):
         raise ValueError("a density ratio needs desirable and undesirable answers, got one class only")
     inputs, targets = embeddings.detach().double(), labels.double()
+    wanted = targets.mean()
+    balance = 0.5 / torch.where(labels, wanted, 1.0 - wanted)
     slope = torch.zeros(inputs.shape[1], dtype=torch.float64, device=inputs.device, requires_grad=True)
     offset = torch.zeros((), dtype=torch.float64, device=inputs.device, requires_grad=True)
     optimizer = torch.optim.LBFGS([slope, offset], max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-9)
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        misfit = F.binary_cross_entropy_with_logits(inputs @ slope + offset, targets, reduction="sum")
+        misfit = F.binary_cross_entropy_with_logits(inputs @ slope + offset, targets, balance, reduction="sum")
         total: Tensor = misfit + 0.5 * l2 * slope.square().sum()
         torch.autograd.backward(total)
         return total

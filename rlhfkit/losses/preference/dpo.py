@@ -66,8 +66,8 @@ def dpo_loss(
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong; ``sigmoid`` with ε > 0 is conservative
             DPO. Needed by ``exo_pair`` (TRL: 1e-3).
         divergence: Regulariser of f-DPO, see :func:`divergence_score`; or a function of Δ.
-        divergence_alpha: α of ``divergence="alpha"`` (TRL's default).
-        discopop_temperature: τ of ``discopop``; 0.05 as in its paper.
+        divergence_alpha: α of ``divergence="alpha"`` (TRL's default), and only of it.
+        discopop_temperature: τ of ``discopop``, or of a function that reads it; 0.05 as in its paper.
         chosen_lengths: (B,) completion tokens of the chosen answers; needed by ``ipo``, ``sigmoid_norm``, ``sft`` and
             ``nll_coef``.
         rejected_lengths: (B,) the same for the rejected answers; needed by ``ipo`` and ``sigmoid_norm``.
@@ -93,6 +93,7 @@ def dpo_loss(
     _check_arguments(
         mixture, beta, label_smoothing, divergence, sorted_needs_all=weights is not None or mask is not None
     )
+    _check_belonging(mixture, divergence, divergence_alpha, discopop_temperature)
     keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
 
     def prepare(values: Tensor) -> Tensor:
@@ -203,3 +204,16 @@ def _check_arguments(
         raise ValueError(f"loss types {sorted(fixed)} are defined for divergence 'reverse_kl' only, got {divergence!r}")
     if sorted_needs_all and SORTS_THE_BATCH.intersection(names):
         raise ValueError("'aot' and 'aot_unpaired' sort the batch, so weights and mask have no meaning with them")
+
+
+def _check_belonging(
+    mixture: Mapping[str | PairLoss, float],
+    divergence: Divergence | Callable[[Tensor], Tensor],
+    alpha: float,
+    temperature: float,
+) -> None:
+    """Refuse a parameter of one divergence, or of one loss, beside another."""
+    if alpha != 0.5 and divergence != "alpha":
+        raise ValueError(f"divergence_alpha={alpha} belongs to divergence 'alpha', got divergence={divergence!r}")
+    if temperature != 0.05 and "discopop" not in mixture and all(isinstance(name, str) for name in mixture):
+        raise ValueError(f"discopop_temperature={temperature} belongs to 'discopop', got loss_type {list(mixture)}")

@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhfkit.losses.arguments import HEAD_ARGUMENTS, share_arguments
-from rlhfkit.losses.fused_head.logprobs import LogprobsOutput, head_gradients, head_statistics
+from rlhfkit.losses.fused_head.logprobs import (
+    HeadStatistics,
+    LogprobsOutput,
+    head_gradients,
+    head_statistics,
+    statistics_of,
+)
 from rlhfkit.losses.fused_head.tiles import (
     LogitTransform,
     OutputGradient,
@@ -98,15 +104,9 @@ class _VocabularyParallelLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
         group: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        state, shape = _joined_statistics(hidden, weight, bias, targets, transform, entropy, chunk, dtype, group)
         parts = vocabulary_parts(weight.shape[0], dist.get_world_size(group))
-        own = parts[dist.get_rank(group)]
-        here = targets - own.start
-        size = max(1, own.stop - own.start)  # a part may be empty
-        shape = tile_shape(hidden.shape[0], size, chunk, dtype, hidden.device.type)
-        own_bias = None if bias is None else bias[own]
-        state = head_statistics(hidden, weight[own], own_bias, here, transform, entropy, shape, dtype)
-        inside = (targets >= own.start) & (targets < own.stop)
-        _join(state, inside, (targets >= 0) & (targets < weight.shape[0]), group)
+        here = targets - parts[dist.get_rank(group)].start
         normalizer, entropies = state.log_normalizer(), state.entropy()
         ctx.save_for_backward(hidden, weight, bias, here, normalizer, entropies)
         ctx.settings = (transform, shape, dtype)
@@ -137,19 +137,78 @@ class _VocabularyParallelLogprobs(torch.autograd.Function):
         )
 
 
+@torch.no_grad()
+@share_arguments(HEAD_ARGUMENTS)
+def vocabulary_parallel_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    group: Any,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> HeadStatistics:
+    """:func:`~rlhfkit.losses.fused_head.logprobs.linear_statistics`, by all ranks of a group together. A collective.
+
+    Args:
+        group: Process group whose ranks divide the vocabulary.
+        entropy: Also compute the entropy.
+
+    Returns:
+        Log-probs, entropy and sums of the shape of ``targets``.
+
+    Raises:
+        ValueError: As ``linear_logprobs``.
+    """
+    transform = LogitTransform(temperature, logit_scale, logit_softcap)
+    check_head_arguments(hidden, weight, targets, bias)
+    flat, dtype = hidden.reshape(-1, hidden.shape[-1]), matmul_dtype(hidden, weight)
+    state, _ = _joined_statistics(
+        flat, weight, bias, targets.reshape(-1), transform, entropy, None, dtype, group, squares=True
+    )
+    return statistics_of(state, targets.shape)
+
+
+def _joined_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    entropy: bool,
+    chunk: int | None,
+    dtype: torch.dtype,
+    group: Any,
+    *,
+    squares: bool = False,
+) -> tuple[RunningSoftmax, tuple[int, int]]:
+    """Softmax statistics over the whole vocabulary, and the shape of the tiles of this rank's part. A collective."""
+    own = vocabulary_parts(weight.shape[0], dist.get_world_size(group))[dist.get_rank(group)]
+    size = max(1, own.stop - own.start)  # a part may be empty
+    shape = tile_shape(hidden.shape[0], size, chunk, dtype, hidden.device.type)
+    here, own_bias = targets - own.start, None if bias is None else bias[own]
+    state = head_statistics(hidden, weight[own], own_bias, here, transform, entropy, shape, dtype, squares=squares)
+    inside = (targets >= own.start) & (targets < own.stop)
+    _join(state, inside, (targets >= 0) & (targets < weight.shape[0]), group)
+    return state, shape
+
+
 def _join(state: RunningSoftmax, inside: Tensor, known: Tensor, group: Any) -> None:
     """Turn the statistics of each rank's part of the vocabulary into those of all of it, in place. A collective."""
     peak = state.peak.clone()
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     state.move_peak(peak)
     # A target is in one part; outside all of them its log-prob is NaN, as without a group.
-    rows = [state.total, torch.where(inside, state.chosen, 0.0)]
-    sums = torch.stack(rows if state.weighted is None else [*rows, state.weighted])
+    more = [one for one in (state.weighted, state.squares) if one is not None]
+    sums = torch.stack([state.total, torch.where(inside, state.chosen, 0.0), *more])
     dist.all_reduce(sums, group=group)
     state.total.copy_(sums[0])
     state.chosen.copy_(torch.where(known, sums[1], float("nan")))
-    if state.weighted is not None:
-        state.weighted.copy_(sums[2])
+    for one, total in zip(more, sums[2:], strict=True):
+        one.copy_(total)
 
 
 def _gathered(own: Tensor | None, like: Tensor | None, parts: list[slice], group: Any) -> Tensor | None:

@@ -23,8 +23,10 @@ class AdvantageModule(RewardedModule):
 
     Args:
         model: Folder or hub name of the policy.
-        advantages: Function used in place of :meth:`advantages`, or its name, see
-            :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`.
+        advantages: Function used in place of :meth:`advantages`, or its name (``"rloo_advantages"``,
+            ``"my_package.my_function"``): of the iteration's :class:`~rlhfkit.data.Experience`, or of rewards (N,) and
+            group ids (N,), see :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`. Its rewards are those
+            after ``reward_processing``, minus the KL penalty of the whole answer if that is in the reward.
         **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`.
 
     Raises:
@@ -36,6 +38,7 @@ class AdvantageModule(RewardedModule):
         super().__init__(model, **kwargs)
         self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
         """The function that was given as ``advantages``."""
+        self.hparams.update(advantages=None if self.advantage_function is None else self.advantage_function.name)
         self._warned_of_gathering: set[str] = set()
         function = self.advantage_function
         if function is not None and function.takes_greedy_rewards and self.reward_processing != RewardProcessing():
@@ -48,6 +51,11 @@ class AdvantageModule(RewardedModule):
     def needs_greedy_rewards(self) -> bool:
         """Whether samples are compared with the greedy answer to their prompt (ReMax), which is generated too."""
         return self.advantage_function is not None and self.advantage_function.takes_greedy_rewards
+
+    @property
+    def needs_sum_squares(self) -> bool:
+        """Whether the function of the experience reads ``experience.sum_squares``."""
+        return self.advantage_function is not None and self.advantage_function.needs_sum_squares
 
     def compute_advantages(self, experience: Experience) -> Experience:
         """Add advantages, from :meth:`advantages` or the function that was given in its place."""

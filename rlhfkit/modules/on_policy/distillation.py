@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
+from rlhfkit.distributed import exchange_errors
 from rlhfkit.losses import (
     LossOutput,
     aggregate,
@@ -16,40 +17,33 @@ from rlhfkit.losses import (
     logits_logprobs,
     mean_metric,
     on_policy_distillation_advantages,
+    span_distillation_advantages,
 )
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import HeadLoss, LoRA, PolicyOutput
-from rlhfkit.models.distillation import compare_logits, teacher_logits
+from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
 from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
+from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.modules.optimizers.schedules import Schedule
-from rlhfkit.modules.supervised.teacher import check_teacher_tokens, load_teacher
-from rlhfkit.protocols import HasPromptColumns, datamodule_of
+from rlhfkit.modules.teachers.compared_output import ComparedOutput
+from rlhfkit.modules.teachers.comparison import ComparedSpans, TextComparison
+from rlhfkit.modules.teachers.domains import MAX_TEACHERS, TeacherDomains
+from rlhfkit.modules.teachers.frozen import (
+    ask_for_likeliest,
+    check_comparison,
+    check_reads,
+    check_teacher_tokens,
+    load_teacher,
+    teacher_text,
+)
+from rlhfkit.modules.teachers.text import Rewritten, TeacherText
+from rlhfkit.protocols import datamodule_of
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
-from rlhfkit.validation import check_integer, check_number
-
-MAX_TEACHERS = 16
-"""Teachers of one student at most: each is a child of its own."""
-
-
-class ComparedOutput(PolicyOutput):
-    """The policy's output for a batch, with its divergence from a teacher's.
-
-    A named tuple takes no further fields, so the divergence is an attribute that ``_replace`` does not keep.
-    """
-
-    divergence: Tensor
-    """(B, T-1) float32 in nats, with gradient; 0 where the mask is false."""
-
-    @classmethod
-    def of(cls, logprobs: Tensor, entropy: Tensor | None, divergence: Tensor, router_aux_loss: Tensor | None) -> Self:
-        """Make an output of tensors (B, T-1) and the router's loss, a scalar."""
-        made = cls(logprobs, entropy, router_aux_loss)
-        made.divergence = divergence
-        return made
+from rlhfkit.validation import check_number
 
 
 class OnPolicyDistillationModule(GRPOModule):
@@ -59,8 +53,8 @@ class OnPolicyDistillationModule(GRPOModule):
     one-sample reverse KL, and the loss is the policy loss of :class:`GRPOModule` (Lu and Thinking Machines Lab,
     "On-Policy Distillation", 2025). With one, whole next-token distributions are compared at each sampled token (GKD,
     Agarwal et al., 2023, arXiv:2306.13649), with less noise and one more output layer to compute. Student and teacher
-    must have the same tokens; both are compared at the temperature of sampling. No reward is needed; one that is given
-    is logged, and with a ``reward_coef`` its advantage is added.
+    must have the same tokens, unless the teacher reads text (``teacher_reads``); both are compared at the temperature
+    of sampling. No reward is needed; one that is given is logged, and with a ``reward_coef`` its advantage is added.
 
     Example::
 
@@ -70,10 +64,16 @@ class OnPolicyDistillationModule(GRPOModule):
     Args:
         model: Folder or hub name of the student.
         teacher: Folder or hub name of the teacher, which is a frozen child. A :class:`~rlhfkit.roles.ModelPool`: on
-            machines of its own; a :class:`~rlhfkit.roles.ServedModel`: behind ``vllm serve``; both without a
-            ``divergence`` only. A mapping of domains to names: several teachers with the
-            student's tokens, each a frozen child, of which ``teacher_column`` chooses one for each prompt; without a
-            ``divergence`` only. Every teacher computes its own prompts' samples, so that they cost one pass in all.
+            machines of its own; a :class:`~rlhfkit.roles.ServedModel`: behind ``vllm serve``; both need ``top_k``
+            with a ``divergence``. A mapping of domains to names: several teachers with the student's tokens, each a
+            frozen child, of which ``teacher_column`` chooses one for each prompt; without a ``divergence`` only. Every
+            teacher computes its own prompts' samples, so that they cost one pass in all.
+        teacher_reads: ``tokens``: the student's, which must be the teacher's too. Else the teacher has a tokenizer of
+            its own and reads the samples as text: ``text``: the prompt as it is, ``chat``: its turns in its own chat
+            template, or the dotted name of a function from the prompt's text, control tokens included, to the
+            teacher's. With one teacher only; compared by spans of the same text, see
+            :func:`~rlhfkit.losses.span_distillation_advantages` and, with a ``divergence``, for which the teacher must
+            be a child, :func:`~rlhfkit.losses.hybrid_distillation_loss`.
         teacher_column: Column of the prompts that names the domain, with several teachers; a mixture of data has
             ``source``.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default for reinforcement learning).
@@ -85,6 +85,7 @@ class OnPolicyDistillationModule(GRPOModule):
             each token's own; 1: the gradient of the reverse KL of whole answers (MiniLLM, arXiv:2306.08543).
         reward_coef: Weight of the reward's advantage; 0: a reward is logged only.
         teacher_weight: w of ``jsd``; 0.5 as in GKD and TRL.
+        unmatched_weight: With a ``divergence`` from a teacher that reads text: weight of the tokens that only one has.
         top_k: Compare the teacher's K likeliest tokens only; ``None``: all. Only with a ``divergence``.
         remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
         chunk_size: Sampled tokens whose logits exist at a time, with a ``divergence``; changes memory and speed only.
@@ -115,6 +116,7 @@ class OnPolicyDistillationModule(GRPOModule):
         model: str,
         teacher: str | ModelPool | ServedModel | Mapping[str, str],
         *,
+        teacher_reads: str = "tokens",
         teacher_column: str = "source",
         lr: float = 1e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
@@ -122,6 +124,7 @@ class OnPolicyDistillationModule(GRPOModule):
         distillation_gamma: float = 0.0,
         reward_coef: float = 0.0,
         teacher_weight: float = 0.5,
+        unmatched_weight: float = 1.0,
         top_k: int | None = None,
         remainder: Remainder = "bucket",
         chunk_size: int = 1024,
@@ -139,6 +142,7 @@ class OnPolicyDistillationModule(GRPOModule):
         lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
+        self.divergence: Any = divergence  # before super(), which asks needs_old_logprobs
         super().__init__(
             model,
             lr=lr,
@@ -159,28 +163,34 @@ class OnPolicyDistillationModule(GRPOModule):
         check_number("distillation_coef", distillation_coef, above=0, why="GRPOModule has no teacher")
         check_number("reward_coef", reward_coef, minimum=0, why="0 logs the reward only")
         check_number("distillation_gamma", distillation_gamma, minimum=0, maximum=1)
-        check_number("teacher_weight", teacher_weight, minimum=0, maximum=1)
-        check_integer("top_k", top_k, minimum=1, optional=True)
-        check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
-        if divergence is None and top_k is not None:
-            raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
-        self.domains = self._several(teacher, divergence)
-        """Names of teachers by domain; empty: there is one teacher."""
+        check_comparison(
+            divergence,
+            teacher_reads=teacher_reads,
+            teacher_weight=teacher_weight,
+            unmatched_weight=unmatched_weight,
+            top_k=top_k,
+            remainder=remainder,
+            chunk_size=chunk_size,
+        )
+        self.domains = TeacherDomains(teacher, teacher_column)
+        """Several teachers; false if there is one."""
         if self.domains:
-            self.hparams.update(teacher=dict(self.domains))
-            teacher = next(iter(self.domains.values()))
-        self.teacher_column = teacher_column
-        self._domain_of: Mapping[int, str] = {}
+            if divergence is not None:
+                raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
+            self.hparams.update(teacher=dict(self.domains.names))
+            teacher = next(iter(self.domains.names.values()))
+        likeliest = divergence is not None and (top_k is not None or not isinstance(teacher, str))
+        self.teacher_reads = check_reads(teacher_reads, likeliest=likeliest, several=bool(self.domains))
+        self.unmatched_weight = unmatched_weight
+        self._comparison: TextComparison | None = None
+        self._teacher_text: TeacherText | None = None
         self.teacher_pool = None if isinstance(teacher, str) else frozen_model(cast(Any, teacher))
         """The replicas of the teacher; ``None``: it is a child."""
         self.teacher_name = str(teacher) if self.teacher_pool is None else self.teacher_pool.model
         if self.teacher_pool is not None:
             self.hparams.update(teacher=self.teacher_pool.plain())
             if divergence is not None:
-                raise ValueError(
-                    "a divergence compares the teacher's probabilities of all tokens, and a model elsewhere has those "
-                    "of the sampled ones: leave divergence out, or give the teacher's name, so that it is a child"
-                )
+                ask_for_likeliest(self.teacher_pool, top_k, reference=self.reference_pool)
         self.distillation_coef = distillation_coef
         self.distillation_gamma = distillation_gamma
         self.reward_coef = reward_coef
@@ -196,43 +206,22 @@ class OnPolicyDistillationModule(GRPOModule):
                 "clip_low": clip_low is not None,
                 "clip_high": clip_high is not None,
                 "correction": correction is not None,
+                "token_filter": self.token_filter.is_active,
+                "proximal": self.proximal != "recompute",
             }
             refuse_without_effect(of_policy_loss, f"divergence={divergence!r} without a reward_coef")
         named = divergence is None or (isinstance(divergence, str) and "." not in divergence)
-        self.divergence: Any = divergence if named else resolve_function(cast(Any, divergence), "divergence")
+        self.divergence = divergence if named else resolve_function(cast(Any, divergence), "divergence")
         self.hparams.update(divergence=function_name(divergence) if callable(divergence) else divergence)
         if divergence is not None:
             rows = torch.zeros(1, max(top_k or 0, 2))
             self.compare(rows, rows, 1.0)  # so that bad arguments raise before training
 
-    @staticmethod
-    def _several(teacher: object, divergence: object) -> dict[str, str]:
-        """Names of teachers by domain; empty if there is one."""
-        plain = isinstance(teacher, Mapping) and all(isinstance(name, str) for name in teacher.values())
-        if not isinstance(teacher, Mapping) or "model" in teacher or not plain:
-            return {}  # a name, or a ModelPool as an object or from YAML
-        if divergence is not None:
-            raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
-        if not 1 <= len(teacher) <= MAX_TEACHERS:
-            raise ValueError(f"teacher must name 1 to {MAX_TEACHERS} teachers by domain, got {len(teacher)}")
-        return {str(domain): str(name) for domain, name in teacher.items()}
-
     def setup(self, stage: str) -> None:
         """With several teachers read the domain of each prompt; ValueError if one has no teacher."""
         super().setup(stage)
-        if not self.domains or stage != "fit":
-            return
-        data = datamodule_of(self.trainer)
-        if not isinstance(data, HasPromptColumns):
-            raise TypeError("several teachers need a DataModule with prompt_column(), such as PromptDataModule")
-        found = {index: str(value) for index, value in data.prompt_column(self.teacher_column).items()}
-        missing = sorted(set(found.values()) - set(self.domains))
-        if missing:
-            raise ValueError(
-                f"column {self.teacher_column!r} of the prompts names {', '.join(missing)}, and there are teachers for "
-                f"{', '.join(self.domains)}: give teacher={{...}} a name for each"
-            )
-        self._domain_of = found
+        if self.domains and stage == "fit":
+            self.domains.read(datamodule_of(self.trainer))
 
     def _check_effects(self, divergence: object) -> None:
         """Refuse arguments that have no effect with a divergence, or without a reward."""
@@ -244,8 +233,9 @@ class OnPolicyDistillationModule(GRPOModule):
         if self.kl_in_reward is not None and not self.reward_coef:
             raise ValueError("kl_in_reward needs a reward_coef, or the penalty is lost: use kl_in_reward=False")
         if divergence is not None:
-            discount = {"distillation_gamma": self.distillation_gamma != 0.0}
-            refuse_without_effect(discount, f"divergence={divergence!r}, which makes no advantages of tokens")
+            unused = {"distillation_gamma": self.distillation_gamma != 0.0, "router_replay": self.router_replay}
+            reason = "which makes no advantages of tokens and replays no choice of experts"
+            refuse_without_effect(unused, f"divergence={divergence!r}, {reason}")
         if not self.reward_coef:
             of_rewards = {
                 "advantages": self.advantage_function is not None,
@@ -253,6 +243,7 @@ class OnPolicyDistillationModule(GRPOModule):
                 "gamma": self.gamma != 1.0,
                 "whiten_advantages": self.whiten_advantages,
                 "token_level_rewards": self.token_level_rewards,
+                "reward_processing": self.reward_processing != RewardProcessing(),
             }
             refuse_without_effect(of_rewards, "reward_coef=0, they belong to the reward's advantage")
 
@@ -261,23 +252,29 @@ class OnPolicyDistillationModule(GRPOModule):
         placed = super().placed_models()
         return placed if self.teacher_pool is None else placed | {"teacher": (self.teacher_pool, "logprobs")}
 
-    def correct_quantization(self) -> bool:
+    def correct_off_policy(self) -> bool:
         """Use truncated importance sampling where there is a policy loss; see :class:`OnPolicyModule`."""
-        return (self.divergence is None or bool(self.reward_coef)) and super().correct_quantization()
+        return (self.divergence is None or bool(self.reward_coef)) and super().correct_off_policy()
 
     def configure_model(self) -> None:
         """Build the student, reference and reward model if needed, and the teacher."""
         super().configure_model()
+        if self.teacher_reads != "tokens" and self._teacher_text is None:
+            compared = self.divergence is not None
+            self._teacher_text = teacher_text(self.teacher_reads, self.teacher_name, self, distributions=compared)
+            if self.divergence is not None:
+                self._comparison = TextComparison(self._teacher_text, self.divergence, self.teacher_weight)
         if self.teacher_pool is not None:
-            check_teacher_tokens(self.teacher_name, self)
+            if self._teacher_text is None:
+                check_teacher_tokens(self.teacher_name, self)
         elif not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
-            for number, name in enumerate(list(self.domains.values())[1:], 1):
+            for number, name in enumerate(list(self.domains.names.values())[1:], 1):
                 setattr(self, f"teacher_{number}", load_teacher(name, self))
 
     def build_teacher(self) -> nn.Module:
         """Load the teacher, frozen; raises ValueError if its tokens differ. Override to wrap or change it."""
-        return load_teacher(self.teacher_name, self)
+        return load_teacher(self.teacher_name, self, same_tokens=self.teacher_reads == "tokens")
 
     @property
     def needs_reward(self) -> bool:
@@ -297,23 +294,55 @@ class OnPolicyDistillationModule(GRPOModule):
     # ------------------------------------------------------------------ before the updates of an iteration
 
     def add_logprobs(self, experience: Experience) -> Experience:
-        """Add old and reference log-probs and, without a divergence, the teacher's."""
-        pool = self.teacher_pool
-        asked = None if pool is None else ask(pool, "logprobs", self, experience)  # while the student computes
+        """Add old and reference log-probs, and the teacher's unless a divergence runs it beside the student."""
+        pool, rewritten = self.teacher_pool, None
+        if self._teacher_text is not None and self.divergence is None:
+            rewritten = self._rewrite(self._teacher_text, experience)
+        read = experience if rewritten is None else rewritten.experience
+        asked = None if pool is None else ask(pool, "logprobs", self, read)  # while the student computes
         experience = super().add_logprobs(experience)
         if self.divergence is not None:
-            return experience
-        found = self.teacher_logprobs(experience) if pool is None or asked is None else pool_result(asked, pool)
-        return dataclasses.replace(experience, teacher_logprobs=found)
+            if pool is None or asked is None:
+                return experience
+            return self._with_likeliest_tokens(experience, pool_result(asked, pool), pool.top)
+        found = self.teacher_logprobs(read) if pool is None or asked is None else pool_result(asked, pool)
+        if rewritten is None:
+            return dataclasses.replace(experience, teacher_logprobs=found)
+        spans = rewritten.spans
+        return dataclasses.replace(experience, teacher_logprobs=rewritten.to_student(found), teacher_spans=spans)
+
+    @staticmethod
+    def _with_likeliest_tokens(experience: Experience, found: Tensor, top: int) -> Experience:
+        """Add the teacher's likeliest tokens from (B, T-1, 2 K) log-probs and ids; a rank may have no rows."""
+        found = found if len(experience) else torch.zeros(*experience.action_mask.shape, 2 * top)
+        logprobs, ids = found[..., :top].contiguous(), found[..., top:].int()
+        return dataclasses.replace(experience, teacher_top_logprobs=logprobs, teacher_top_ids=ids)
+
+    @staticmethod
+    def _rewrite(text: TeacherText, experience: Experience) -> Rewritten:
+        """Write this rank's samples in the teacher's tokens; errors are raised on all ranks. A collective."""
+        failure: ValueError | None = None
+        try:
+            rewritten = text.rewrite(experience)
+        except ValueError as error:
+            failure = error
+        raised = exchange_errors(failure, error_type=ValueError)
+        if raised is not None:
+            raise raised
+        return rewritten
+
+    def rows_for(self, pool: FrozenModel, experience: Experience) -> Experience:
+        """What a model elsewhere is asked about; a teacher with other tokens reads text."""
+        if pool is self.teacher_pool and self._teacher_text is not None:
+            return self._teacher_text.rewrite(experience).experience
+        return super().rows_for(pool, experience)
 
     def teacher_logprobs(self, experience: Experience) -> Tensor:
         """(B, T-1) log-probs of the teacher; of several, of that of each prompt's domain. A collective."""
         if not self.domains:
             return self.distributed_logprobs(self.teacher, experience)
-        domains = [self._domain_of[index] for index in experience.group.tolist()]
         total = torch.zeros(experience.action_mask.shape)
-        for number, domain in enumerate(self.domains):
-            rows = torch.tensor([each == domain for each in domains], dtype=torch.bool)
+        for number, rows in enumerate(self.domains.rows(experience)):
             model = getattr(self, f"teacher_{number}" if number else "teacher")
             total += self.distributed_logprobs(model, experience, rows)
         return total
@@ -335,8 +364,13 @@ class OnPolicyDistillationModule(GRPOModule):
         if self.divergence is None:
             assert experience.old_logprobs is not None
             assert experience.teacher_logprobs is not None
-            now = on_policy_distillation_advantages(experience.old_logprobs, experience.teacher_logprobs, mask)
-            later = discounted_returns(now, mask, gamma=self.distillation_gamma)
+            old, teacher = experience.old_logprobs, experience.teacher_logprobs
+            gamma, spans = self.distillation_gamma, experience.teacher_spans
+            if spans is None:
+                now = on_policy_distillation_advantages(old, teacher, mask)
+                later = discounted_returns(now, mask, gamma=gamma)
+            else:
+                later = span_distillation_advantages(old, teacher, spans, mask, gamma=gamma)
             total += self.distillation_coef * later
         return total
 
@@ -348,11 +382,17 @@ class OnPolicyDistillationModule(GRPOModule):
             return super().policy_output(batch, head_loss)
         mask, temperature = batch.action_mask, batch.temperature
         wanted = self.needs_entropy
-        teacher = teacher_logits(self.teacher, batch, mask)
+        teacher, spans = self._teacher_of(batch)
 
-        def compare(logits: Tensor, teacher: tuple[Tensor, Tensor | None], tokens: Tensor, _: float) -> Tensor:
+        def compare(logits: Tensor, teacher: Any, tokens: Tensor, _: float) -> Tensor:
             chosen = logits_logprobs(logits, tokens, temperature=temperature, entropy=wanted)
-            columns = [chosen.logprobs, self.compare(logits, teacher[0], temperature), chosen.entropy]
+            if self._comparison is not None:
+                divergence = self._comparison.by_token(logits, teacher, tokens, temperature, self.unmatched_weight)
+            elif teacher[1] is None:
+                divergence = self.compare(logits, teacher[0], temperature)
+            else:
+                divergence = self.compare_likeliest(logits, teacher[0], teacher[1], temperature)
+            columns = [chosen.logprobs, divergence, chosen.entropy]
             return torch.stack([column for column in columns if column is not None], -1)
 
         values, balance = compare_logits(
@@ -363,11 +403,26 @@ class OnPolicyDistillationModule(GRPOModule):
             teacher,
             chunk_size=self.chunk_size,
             by_token=True,
+            parts=None if spans is None else spans.parts,
             router_aux_loss=self.balances_routers,
         )
         empty = torch.zeros(mask.shape, dtype=values.dtype, device=mask.device)
         columns = [empty.masked_scatter(mask, column) for column in values.unbind(-1)]
-        return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1], balance)
+        aligned = None if spans is None else spans.aligned
+        return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1], balance, aligned)
+
+    def _teacher_of(self, batch: Experience) -> tuple[TeacherRows | tuple[Tensor, Tensor], ComparedSpans | None]:
+        """The teacher at the sampled tokens, for a divergence; and their spans if it reads text. A collective."""
+        mask = batch.action_mask
+        if self._comparison is not None:
+            temperature, size = batch.temperature, self.chunk_size
+            spans = self._comparison.spans(self.teacher, batch, mask, temperature=temperature, chunk_size=size)
+            return spans.rows, spans
+        if self.teacher_pool is None:
+            return teacher_logits(self.teacher, batch, mask), None
+        assert batch.teacher_top_logprobs is not None
+        assert batch.teacher_top_ids is not None
+        return (batch.teacher_top_logprobs[mask], batch.teacher_top_ids[mask].long()), None
 
     def compare(self, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """(m,) divergences in nats from logits (m, V) of student and teacher; override it for another objective.
@@ -386,6 +441,26 @@ class OnPolicyDistillationModule(GRPOModule):
             remainder=self.remainder,
         )[0]
 
+    def compare_likeliest(self, student: Tensor, teacher: Tensor, ids: Tensor, temperature: float) -> Tensor:
+        """(m,) divergences in nats from logits (m, V) of the student and K tokens of a teacher elsewhere.
+
+        Args:
+            student: (m, V) logits.
+            teacher: (m, K) log-probs, at the temperature of sampling.
+            ids: (m, K) int64, their tokens; those that the student's output layer does not have are left out.
+            temperature: That of sampling, which divides the student's logits.
+        """
+        known = ids < student.shape[-1]  # one family pads its vocabulary to different sizes
+        return token_divergence(
+            student[None] / temperature,
+            teacher.masked_fill(~known, -torch.inf)[None],
+            torch.ones(1, len(student), dtype=torch.bool, device=student.device),
+            divergence=self.divergence,
+            teacher_weight=self.teacher_weight,
+            teacher_ids=ids.where(known, 0)[None],
+            remainder=self.remainder,
+        )[0]
+
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Add the divergence, if there is one, to the policy loss."""
         mask = batch.action_mask
@@ -394,12 +469,18 @@ class OnPolicyDistillationModule(GRPOModule):
         base = super().loss(batch, out)
         if not isinstance(out, ComparedOutput):
             assert batch.teacher_logprobs is not None
-            gap = (self.old_logprobs(batch, out) - batch.teacher_logprobs).where(mask, 0.0)
-            return LossOutput(base.loss, {**base.metrics, "distillation/reverse_kl": mean_metric(gap, mask)})
+            metrics, spans = dict(base.metrics), batch.teacher_spans
+            compared = mask if spans is None else mask & (spans >= 0)
+            gap = (self.old_logprobs(batch, out) - batch.teacher_logprobs).where(compared, 0.0)
+            metrics["distillation/reverse_kl"] = mean_metric(gap, compared)
+            if spans is not None:
+                metrics["distillation/aligned_fraction"] = mean_metric(compared.float(), mask)
+            return LossOutput(base.loss, metrics)
         sizes = self.aggregation_arguments(batch)
         divergence = aggregate(
             out.divergence, mask, sizes["aggregation"], sizes["denominator"], max_length=sizes["max_length"]
         )
-        mean = mean_metric(out.divergence, mask)
-        loss = base.loss + self.distillation_coef * divergence
-        return LossOutput(loss, {**base.metrics, "distillation/divergence": mean})
+        metrics = {**base.metrics, "distillation/divergence": mean_metric(out.divergence, mask)}
+        if out.aligned is not None:
+            metrics["distillation/aligned_fraction"] = mean_metric(out.aligned.float(), mask)
+        return LossOutput(base.loss + self.distillation_coef * divergence, metrics)

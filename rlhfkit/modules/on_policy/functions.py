@@ -5,14 +5,31 @@ A function is called only with the arguments that its signature names.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from rlhfkit.losses import Aggregation, GradientScope, LossOutput
 from rlhfkit.losses.gradient_scope import gradient_scope_of
 from rlhfkit.modules.arguments import function_name, resolve_function
+from rlhfkit.modules.on_policy.preparation.local_rows import inner_function
 from rlhfkit.validation import check_integer, check_number
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def needs_sum_squares(function: F) -> F:
+    """Mark an ``advantages=`` function of the experience that reads ``experience.sum_squares`` and ``old_logprobs``.
+
+    Both are then computed for all samples, in one forward pass of the policy before the iteration.
+    """
+    function.needs_sum_squares = True  # type: ignore[attr-defined]  # functions take attributes
+    return function
+
+
+def marked_as_needing_sum_squares(function: Callable[..., Any]) -> bool:
+    """Whether a function, or the one inside a partial, is marked with :func:`needs_sum_squares`."""
+    return bool(getattr(inner_function(function), "needs_sum_squares", False))
 
 
 class AdvantageFunction:
@@ -57,6 +74,10 @@ class AdvantageFunction:
         """Whether it is given rewards and groups, not the whole experience."""
         self.takes_greedy_rewards = needed[1:] == ["greedy_rewards"]
         """Whether it compares samples with the greedy answer to their prompt, and not with one another."""
+        self.needs_sum_squares = marked_as_needing_sum_squares(self.function)
+        """Whether it reads the sums of squared probabilities of the experience."""
+        self.is_ours = getattr(inner_function(self.function), "__module__", "").startswith("rlhfkit.")
+        """Whether it is a function of rlhfkit, or a partial of one."""
         self._takes_lengths = len(needed) == 3
 
     def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:

@@ -161,12 +161,23 @@ class GRPOModule(OnPolicyModule):
         return self.advantage_function.estimate(rewards, group, lengths)
 
     def check_group_size(self, group_size: int) -> None:
-        """Raise ValueError if samples are compared and there is only one per prompt."""
-        if self.replaces_advantages or self.needs_greedy_rewards or group_size > 1:
+        """Raise ValueError if all advantages are 0 in groups of this size, however many of their answers are right."""
+        if self.replaces_advantages or self.needs_greedy_rewards:
             return  # a function of the whole experience may not compare samples at all
-        one = torch.ones(1, dtype=torch.int64)
-        if not bool(self._scores(one.float(), torch.zeros_like(one), one).any()):
+        function = self.advantage_function
+        if group_size > 1 and (function is None or not function.is_ours):
+            return  # a user's own may tell other rewards apart than 0 and 1
+        size = torch.arange(group_size)
+        right = (size <= size[:, None]).float()  # in a row each, groups with 1, 2 ... right answers
+        rows = size.repeat_interleave(group_size), torch.ones(group_size**2, dtype=torch.int64)
+        if bool(self._scores(right.flatten(), *rows).any()):
+            return
+        if group_size > 1 and function is not None:
             raise ValueError(
-                f"{type(self).__name__} compares the samples of a prompt, and with group_size={group_size} every "
-                "advantage is 0: use SamplingSpec(group_size=2) or more (8 is usual)"
+                f"advantages={function.name}: with group_size={group_size} every advantage is 0, however many answers "
+                "are right: raise SamplingSpec(group_size=...)"
             )
+        raise ValueError(
+            f"{type(self).__name__} compares the samples of a prompt, and with group_size={group_size} every "
+            "advantage is 0: use SamplingSpec(group_size=2) or more (8 is usual)"
+        )

@@ -21,17 +21,19 @@ from rlhfkit.losses import (
 )
 from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, policy_output, unwrap
 from rlhfkit.models.forward import VALUE_HEAD
-from rlhfkit.models.heads import add_value_head, load_scalar_model
+from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_model
 from rlhfkit.models.load import base_model_name
-from rlhfkit.modules.critic import critic_values
+from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.final_states import with_final_states
+from rlhfkit.modules.on_policy.preparation.frozen_critic import FrozenCritic, check_frozen_settings, value_metrics
 from rlhfkit.modules.on_policy.preparation.kl_control import skip_update
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.on_policy.remote_critic import RemoteCritic, check_overrides
 from rlhfkit.modules.optimizers.schedules import Schedule
-from rlhfkit.roles import CriticPool
+from rlhfkit.roles import CriticPool, FrozenModel, ModelPool
+from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -50,7 +52,8 @@ class PPOModule(OnPolicyModule):
         critic: Folder or hub name of the critic's initial model: a reward model, whose head and calibration (mean and
             deviation of its rewards) it keeps, or a causal language model, which gets a new head; ``None``: the policy.
             A :class:`~rlhfkit.roles.CriticPool`: it is trained by ranks of its own while the policy learns, with this
-            module's settings.
+            module's settings. A :class:`~rlhfkit.roles.ModelPool`: a frozen value model on machines of its own, as
+            in DVPO (Huang et al., 2025, arXiv:2502.16944); there is no value loss.
         critic_lr: Peak learning rate of the critic (9e-6: OpenRLHF's default), or of the value head alone.
         critic_warmup_steps: Optimizer steps in which only the critic learns; the policy and its optimizer state stay
             bitwise the same.
@@ -69,7 +72,8 @@ class PPOModule(OnPolicyModule):
         bootstrap_truncated: Where the length limit cut an answer off, count the critic's value of the state after its
             last token as the rewards that would have come (Pardo et al., 2018, arXiv:1712.00378), which takes a forward
             pass of the critic over these answers. Off in OpenRLHF and TRL: such answers end there.
-        whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1.
+        whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1; those of a
+            function given as ``advantages`` are used as they are.
         policy_loss: A function of :mod:`rlhfkit.losses`, its name (``"gspo_loss"``), or your own, see
             :class:`OnPolicyModule`.
         policy_loss_arguments: More keyword arguments of the policy loss.
@@ -102,7 +106,7 @@ class PPOModule(OnPolicyModule):
         model: str,
         *,
         lr: float = 1e-6,
-        critic: str | CriticPool | None = None,
+        critic: str | CriticPool | ModelPool | None = None,
         critic_lr: float = 9e-6,
         critic_warmup_steps: int = 0,
         shared_backbone: bool = False,
@@ -161,14 +165,31 @@ class PPOModule(OnPolicyModule):
                 "with shared_backbone the critic is a head of the policy: it starts from no model of its own and "
                 "cannot learn while the policy is not updated; leave critic and critic_warmup_steps out"
             )
-        pool = CriticPool.of(critic)
+        if isinstance(critic, Mapping) and "num_replicas" in critic:
+            critic = ModelPool.of(critic)
+        pool = None if isinstance(critic, ModelPool) else CriticPool.of(critic)
         self.remote_critic: RemoteCritic | None = None
-        """The critic if ranks of its own train it; ``None``: it is in the module."""
+        """The critic if ranks of its own train it; ``None``: it is in the module, or frozen."""
+        self.frozen_critic: FrozenCritic | None = None
+        """The critic if it is frozen, in a pool; ``None``: it is trained."""
         self.critic_name: str | None = critic if isinstance(critic, str) else None
         if pool is not None:
             check_overrides(type(self), PPOModule)
             self.remote_critic = RemoteCritic(pool, lr=critic_lr, value_clip=value_clip, value_coef=value_coef)
             self.hparams.update(critic=pool.plain())
+        if isinstance(critic, ModelPool):
+            check_overrides(type(self), PPOModule)
+            check_frozen_settings(
+                PPOModule,
+                critic_lr=critic_lr,
+                critic_warmup_steps=critic_warmup_steps,
+                value_coef=value_coef,
+                value_clip=value_clip,
+                critic_lam=critic_lam,
+                normalize_values=normalize_values,
+            )
+            self.frozen_critic = FrozenCritic(critic)
+            self.hparams.update(critic=critic.plain())
         self.critic_lr = critic_lr
         self.critic_warmup_steps = critic_warmup_steps
         self.shared_backbone = shared_backbone
@@ -185,6 +206,22 @@ class PPOModule(OnPolicyModule):
         self.return_moments = RewardMoments.zero()
         """Count, mean and squared deviations of the returns so far, with ``normalize_values``."""
         self._critic_router_loss: Tensor | None = None  # of the last forward pass
+        self._check_effects(other_lam=lam != 0.95 and critic_lam is not None)
+
+    def _check_effects(self, *, other_lam: bool) -> None:
+        """Refuse arguments without effect beside others; ``other_lam``: ``lam`` is for the policy's advantages only."""
+        adapts, function = self.length_adaptive_alpha is not None, self.advantage_function
+        if function is not None:
+            of_gae = {"length_adaptive_alpha": adapts, "lam": other_lam}
+            refuse_without_effect(of_gae, f"advantages={function.name}")
+        elif adapts:
+            refuse_without_effect({"lam": other_lam}, "length_adaptive_alpha and critic_lam, which take its place")
+        if self.mask_truncated:
+            bootstraps = {"bootstrap_truncated": self.bootstrap_truncated}
+            refuse_without_effect(bootstraps, "mask_truncated, which learns nothing from answers that were cut off")
+        if self.shared_backbone:
+            passes = {"proximal": self.proximal != "recompute", "router_replay": self.router_replay}
+            refuse_without_effect(passes, "shared_backbone, whose forward pass for values gives old log-probs too")
 
     # ------------------------------------------------------------------ building
 
@@ -194,8 +231,18 @@ class PPOModule(OnPolicyModule):
         if self.shared_backbone:
             if not hasattr(unwrap(self.policy), VALUE_HEAD):
                 add_value_head(self.policy)
-        elif self.remote_critic is None and not hasattr(self, "critic"):
+        elif self.critic_elsewhere is None and not hasattr(self, "critic"):
             self.critic = self.build_critic()
+
+    @property
+    def critic_elsewhere(self) -> RemoteCritic | FrozenCritic | None:
+        """The critic, if it is on machines of its own."""
+        return self.remote_critic or self.frozen_critic
+
+    def placed_models(self) -> dict[str, tuple[FrozenModel, Role]]:
+        """The models on machines of their own, by the name of the role, and what they are asked for."""
+        placed = super().placed_models()
+        return placed if self.frozen_critic is None else placed | {"critic": (self.frozen_critic.pool, "values")}
 
     def build_critic(self) -> nn.Module:
         """Load the critic; override to wrap or change it."""
@@ -206,6 +253,7 @@ class PPOModule(OnPolicyModule):
             gradient_checkpointing=self.gradient_checkpointing,
             offload_activations=self.offload_activations,
             tiled_mlp=self.tiled_mlp,
+            liger_kernels=self.liger_kernels,
             lora=self.lora,
             quantization=self.quantization,
             trust_remote_code=self.trust_remote_code,
@@ -227,10 +275,10 @@ class PPOModule(OnPolicyModule):
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs; with a shared backbone the same forward pass gives the values.
 
-        Ranks of a critic are asked for values meanwhile.
+        A critic elsewhere is asked for values meanwhile.
         """
-        if self.remote_critic is not None:
-            self.remote_critic.ask_values(self, experience)
+        if self.critic_elsewhere is not None:
+            self.critic_elsewhere.ask_values(self, experience)
         if self.shared_backbone:
             both = self.distributed_forward(self.policy, self._logprobs_and_values, experience, columns=2)
             old_logprobs, values = (column.contiguous() for column in both.unbind(-1))
@@ -246,8 +294,8 @@ class PPOModule(OnPolicyModule):
         """Add the critic's values, in its own units."""
         if self.shared_backbone:
             return experience
-        if self.remote_critic is not None:
-            return dataclasses.replace(experience, values=self.remote_critic.values(experience))
+        if self.critic_elsewhere is not None:
+            return dataclasses.replace(experience, values=self.critic_elsewhere.values(experience))
         values = self.distributed_forward(self.critic, self.value_output, experience)
         return dataclasses.replace(experience, values=values)
 
@@ -281,9 +329,9 @@ class PPOModule(OnPolicyModule):
         if self.shared_backbone:
             both = self.distributed_forward(self.policy, self._logprobs_and_values, longer, cut_off, columns=2)
             values = both[..., 1]
-        elif self.remote_critic is not None:
-            self.remote_critic.ask_values(self, longer, cut_off)
-            values = self.remote_critic.values(longer)
+        elif self.critic_elsewhere is not None:
+            self.critic_elsewhere.ask_values(self, longer, cut_off)
+            values = self.critic_elsewhere.values(longer)
         else:
             values = self.distributed_forward(self.critic, self.value_output, longer, cut_off)
         if self.normalize_values:
@@ -325,7 +373,9 @@ class PPOModule(OnPolicyModule):
         Values of a critic that starts as a calibrated reward model are shifted and scaled by the mean and deviation in
         its configuration.
         """
-        values, self._critic_router_loss = critic_values(self.critic, batch, router_aux_loss=self.balances_routers)
+        values, self._critic_router_loss = critic_values(
+            self.critic, batch, batch.action_mask, router_aux_loss=self.balances_routers
+        )
         return values
 
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
@@ -335,10 +385,11 @@ class PPOModule(OnPolicyModule):
         return super().training_step(batch, batch_idx)
 
     def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
-        """Add the critic's loss to the policy's, unless others compute it."""
+        """Add the critic's loss to the policy's, unless others compute it or the critic is frozen."""
         policy = super().total_loss(batch, out)
-        if self.remote_critic is not None:
-            return LossOutput(policy.loss, {**policy.metrics, "policy/loss": weighted_metric(policy.loss, 1.0)})
+        if self.critic_elsewhere is not None:
+            metrics = policy.metrics if self.frozen_critic is None else {**policy.metrics, **value_metrics(batch)}
+            return LossOutput(policy.loss, {**metrics, "policy/loss": weighted_metric(policy.loss, 1.0)})
         values = cast(Tensor, out.values) if self.shared_backbone else self.value_output(batch)
         value = self.value_loss(batch, values)
         # Shares of the step's means, so all micro-batches have the weight 1.
@@ -392,11 +443,21 @@ class PPOModule(OnPolicyModule):
     def save_pretrained(
         self, folder: str | Path, *, child: str = "policy", adapter: bool = False, dtype: torch.dtype | None = None
     ) -> Path:
-        """Save a child, see :class:`PolicyModule`; a critic with ranks of its own is written by these."""
+        """Save a child, see :class:`PolicyModule`; a critic with ranks of its own is written by these.
+
+        Raises:
+            ValueError: If a critic is asked for that is frozen.
+        """
+        if child == "critic" and self.frozen_critic is not None:
+            raise ValueError(f"the critic is frozen: it is still that of {self.frozen_critic.pool.model}")
         if child != "critic" or self.remote_critic is None:
             return super().save_pretrained(folder, child=child, adapter=adapter, dtype=dtype)
         self.remote_critic.export(self, Path(folder), adapter=adapter, dtype=dtype)
         return Path(folder)
+
+    def work_elsewhere(self) -> list[tuple[str, str, float, float]]:
+        """When a critic's own ranks have worked lately."""
+        return [] if self.remote_critic is None else self.remote_critic.pool.work()
 
     def save_folder(self, folder: Path) -> None:
         """Save the critic's ranks in the folder of a checkpoint, for strategies that write folders."""

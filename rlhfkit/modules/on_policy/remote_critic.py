@@ -30,7 +30,7 @@ _FILES = "critic_files"
 _FOLDER = "critic"
 """Folder of the critic's own checkpoint in a checkpoint that is a folder."""
 OVERRIDES = ("build_critic", "value_output", "value_loss")
-"""Methods of a ``PPOModule`` that the critic's ranks do not call."""
+"""Methods of a ``PPOModule`` that a critic elsewhere does not call."""
 
 
 class RemoteCritic:
@@ -118,6 +118,7 @@ class RemoteCritic:
             gradient_checkpointing=module.gradient_checkpointing,
             offload_activations=module.offload_activations,
             tiled_mlp=module.tiled_mlp,
+            liger_kernels=module.liger_kernels,
             lora=module.lora,
             quantization=module.quantization,
             router_aux_loss_coef=module.router_aux_loss_coef,
@@ -223,11 +224,11 @@ class RemoteCritic:
 
 
 def check_overrides(kind: type, base: type) -> None:
-    """Raise ValueError if a subclass changes the critic in the module, which its ranks would not see."""
+    """Raise ValueError if a subclass changes the critic in the module, which one elsewhere would not see."""
     changed = [name for name in OVERRIDES if getattr(kind, name) is not getattr(base, name)]
     if changed:
         raise ValueError(
-            f"{kind.__name__} overrides {', '.join(changed)}, and the ranks of a CriticPool do not call it: make the "
+            f"{kind.__name__} overrides {', '.join(changed)}, and a critic elsewhere does not call it: make the "
             "model with CriticPool(function), or leave the critic in the module"
         )
 

@@ -1,10 +1,11 @@
 """Optimizers by name, parameter groups with rates of their own, learning-rate schedules.
 
-May import: ``distributed.py``, ``validation.py``; bitsandbytes, when used.
+May import: ``distributed.py``, ``flat_parameters.py``, ``validation.py``; bitsandbytes, when used.
 Start at :mod:`rlhfkit.modules.optimizers.factories`.
 """
 
+from rlhfkit.modules.optimizers.adafactor_optimizer import Adafactor
 from rlhfkit.modules.optimizers.factories import adafactor, adamw, adamw_8bit, muon, sgd
 from rlhfkit.modules.optimizers.muon_adamw import Muon
 
-__all__ = ["Muon", "adafactor", "adamw", "adamw_8bit", "muon", "sgd"]
+__all__ = ["Adafactor", "Muon", "adafactor", "adamw", "adamw_8bit", "muon", "sgd"]

@@ -7,13 +7,14 @@ such arguments; torch's classes are such functions. :mod:`rlhfkit.modules.optim`
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
+from rlhfkit.modules.optimizers.adafactor_optimizer import Adafactor
 from rlhfkit.modules.optimizers.muon_adamw import Muon
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def adafactor(
     eps: tuple[float | None, float] = (None, 1e-3),
     d: float = 1.0,
 ) -> Optimizer:
-    """Make torch's Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235): second moments by row and column only.
+    """Make :class:`~rlhfkit.modules.optimizers.Adafactor`: torch's, with second moments by row and column only.
 
     ``lr`` bounds its relative step: a step is at most ``lr`` times the root mean square of the parameter.
 
@@ -194,13 +195,37 @@ def adafactor(
         eps: Added to squared gradients, and the least root mean square of a parameter.
         d: Updates are clipped to this root mean square.
     """
-    return torch.optim.Adafactor(
-        groups, lr=lr, weight_decay=weight_decay, beta2_decay=beta2_decay, eps=(eps[0], eps[1]), d=d
-    )
+    return Adafactor(groups, lr=lr, weight_decay=weight_decay, beta2_decay=beta2_decay, eps=(eps[0], eps[1]), d=d)
 
 
-WHOLE_PARAMETERS: tuple[OptimizerFactory, ...] = (muon, adafactor, Muon, torch.optim.Muon, torch.optim.Adafactor)
+FLAT_PARAMETERS: tuple[OptimizerFactory, ...] = (muon, adafactor, Muon, Adafactor)
+"""Functions whose optimizers compute with whole parameters, and find them in flat tensors if they know the layout."""
+WHOLE_PARAMETERS: tuple[OptimizerFactory, ...] = (*FLAT_PARAMETERS, torch.optim.Muon, torch.optim.Adafactor)
 """Functions whose optimizers compute with whole parameters, not number by number."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes of an optimizer's state per parameter."""
+
+    matrices: float
+    """Of :data:`~rlhfkit.modules.optimizers.groups.Kind` ``matrices``."""
+    others: float
+
+
+def state_bytes(function: OptimizerFactory, arguments: Mapping[str, Any], *, itemsize: int = 4) -> StateBytes | None:
+    """Bytes of state per parameter of ``itemsize`` bytes that an optimizer of ours keeps; ``None``: of no other known.
+
+    Left out is what does not grow with the number of parameters, and what Adafactor keeps of rows, columns and vectors.
+    """
+    if function is adamw:
+        return StateBytes(*[itemsize * (3.0 if arguments.get("amsgrad") else 2.0)] * 2)
+    if function is adamw_8bit:  # a float32 per block of 256 numbers beside them
+        return StateBytes(*[2 * (1 + 4 / 256)] * 2)
+    if function in (muon, Muon):
+        return StateBytes(itemsize, 2.0 * itemsize)
+    if function is sgd:
+        return StateBytes(*[float(itemsize) if arguments.get("momentum") else 0.0] * 2)
+    return StateBytes(0.0, 0.0) if function in (adafactor, Adafactor) else None
 
 
 def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: Mapping[str, Any]) -> None:

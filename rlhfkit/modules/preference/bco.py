@@ -9,6 +9,7 @@ from rlhfkit.data.formats.unpaired import UnpairedBatch, UnpairedExamples
 from rlhfkit.distributed import full_parameters
 from rlhfkit.losses import LossOutput, bco_loss, density_ratio_weights
 from rlhfkit.models import LoRA, unwrap
+from rlhfkit.modules.arguments import drop_hyperparameters
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.preference.kto import KTOModule
 from rlhfkit.modules.preference.reference import data_sets
@@ -91,6 +92,7 @@ class BCOModule(KTOModule):
             lora=lora,
             **kwargs,
         )
+        drop_hyperparameters(["loss_type"], self, KTOModule)
         self.shift_decay = shift_decay
         self.match_prompts = match_prompts
         self.prompt_weights: Tensor | None = None

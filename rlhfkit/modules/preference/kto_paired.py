@@ -8,6 +8,7 @@ from rlhfkit.data.formats.preferences import PreferenceBatch
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import GradientScope, LossOutput, gradient_scope, kto_kl_estimate, kto_kl_sums, kto_paired_loss
 from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.arguments import drop_hyperparameters, take_out
 from rlhfkit.modules.preference.dpo import DPOModule
 from rlhfkit.validation import check_number
 
@@ -38,7 +39,7 @@ class PairedKTOModule(DPOModule):
     def __init__(
         self, model: str, *, desirable_weight: float = 1.0, undesirable_weight: float = 1.0, **kwargs: Any
     ) -> None:
-        refused = [f"{name}={kwargs[name]!r}" for name in sorted(OF_DPO_LOSSES) if name in kwargs]
+        refused = take_out(OF_DPO_LOSSES, kwargs, DPOModule)
         if refused:
             raise TypeError(f"PairedKTOModule has one loss, which does not take {', '.join(refused)}: leave it out")
         check_number("desirable_weight", desirable_weight, minimum=0)
@@ -46,6 +47,7 @@ class PairedKTOModule(DPOModule):
         self.desirable_weight = desirable_weight  # before super(), which tries the loss
         self.undesirable_weight = undesirable_weight
         super().__init__(model, **kwargs)
+        drop_hyperparameters(OF_DPO_LOSSES, self, DPOModule)
 
     def loss_gradient_scope(self, batch: PreferenceBatch) -> GradientScope | None:
         """The whole batch, and not even that: reference points are a sum over ranks, which is made once."""

@@ -14,6 +14,7 @@ from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import Mesh, forward_group_of
 from rlhfkit.models import load_causal_lm, unwrap
 from rlhfkit.models.load import disable_dropout
+from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import freeze
 from rlhfkit.modules.moving_reference import MovingReferenceModule
 from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
@@ -51,8 +52,9 @@ class ReferenceModule(MovingReferenceModule):
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs of all data once, before training. Needs a
             DataModule of rlhfkit that holds the data in memory.
-        ref_cache: Folder for these log-probs; ``None``: ``reference_logprobs`` in the Trainer's ``default_root_dir``.
-        max_tokens_per_forward: Tokens per forward pass of ``precompute_ref_log_probs``.
+        ref_cache: Folder for these log-probs, only with them; ``None``: ``reference_logprobs`` in the Trainer's
+            ``default_root_dir``.
+        max_tokens_per_forward: Tokens per forward pass of ``precompute_ref_log_probs``; only with it.
         **kwargs: A reference that moves: see :class:`~rlhfkit.modules.moving_reference.MovingReferenceModule`;
             optimizer and loading of the model: see :class:`PolicyModule`.
 
@@ -72,6 +74,9 @@ class ReferenceModule(MovingReferenceModule):
     ) -> None:
         super().__init__(model, **kwargs)
         check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
+        if not precompute_ref_log_probs:
+            given = {"ref_cache": ref_cache is not None, "max_tokens_per_forward": max_tokens_per_forward != 16384}
+            refuse_without_effect(given, "precompute_ref_log_probs=False")
         self.ref_model_name = ref_model
         self.precompute_ref_log_probs = precompute_ref_log_probs
         self.ref_cache = ref_cache

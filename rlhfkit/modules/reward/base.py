@@ -49,6 +49,7 @@ class ScalarModule(PolicyModule):
             gradient_checkpointing=self.gradient_checkpointing,
             offload_activations=self.offload_activations,
             tiled_mlp=self.tiled_mlp,
+            liger_kernels=self.liger_kernels,
             lora=self.lora,
             quantization=self.quantization,
             trust_remote_code=self.trust_remote_code,

@@ -56,37 +56,42 @@ class _Call:
 
 
 class ReplicaReceivers:
-    """Replicas as :class:`~rlhfkit.rollout.weight_sync.sender.Receivers`; each is one process.
+    """Replicas as :class:`~rlhfkit.rollout.weight_sync.sender.Receivers`; each has one rank, or several.
 
-    ``address`` is this process's, as they reach it; ``version`` that of the weights; ``timeout`` in seconds.
+    ``address`` is this process's, as they reach it; ``version`` that of the weights; ``timeout`` in seconds; ``ranks``
+    those of each replica.
     """
 
-    def __init__(self, replicas: Sequence[WeightTaker], address: str, version: int, timeout: float) -> None:
+    def __init__(
+        self, replicas: Sequence[WeightTaker], address: str, version: int, timeout: float, ranks: int = 1
+    ) -> None:
         self._replicas = list(replicas)
+        self._ranks = ranks
         self._version = version
         self._timeout = timeout
         self.address = address
 
     @property
     def num_workers(self) -> int:
-        """Number of replicas."""
-        return len(self._replicas)
+        """Number of ranks of all replicas."""
+        return len(self._replicas) * self._ranks
 
     @property
     def worker_numbers(self) -> tuple[int, ...]:
-        """Numbers of the replicas, from 0."""
-        return tuple(range(len(self._replicas)))
+        """Numbers of the ranks, from 0."""
+        return tuple(range(self.num_workers))
 
     def worker(self, rank: int) -> str:
         """Name the replica of a rank from 1 on."""
-        return self._replicas[rank - 1].name
+        return self._replicas[(rank - 1) // self._ranks].name
 
     def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> _Call:
         """Have every replica join the group."""
+        firsts = range(1, 1 + self.num_workers, self._ranks)
         calls = {
             # A restarted replica must not join the group of the one that died.
-            one.actor.join.options(max_task_retries=0).remote(init_info | {"rank_offset": number + 1}): one
-            for number, one in enumerate(self._replicas)
+            one.actor.join.options(max_task_retries=0).remote(init_info | {"rank_offset": first}): one
+            for first, one in zip(firsts, self._replicas, strict=True)
         }
         return _Call(calls, "joining the group that sends weights", self._timeout)
 
@@ -100,15 +105,21 @@ class ReplicaReceivers:
 
 
 def send_weights(
-    weights: Mapping[str, Tensor], version: int, replicas: Sequence[WeightTaker], *, address: str, timeout: float
+    weights: Mapping[str, Tensor],
+    version: int,
+    replicas: Sequence[WeightTaker],
+    *,
+    address: str,
+    timeout: float,
+    ranks: int = 1,
 ) -> None:
-    """Send full weights, which are on the CPU, to replicas, bucket by bucket.
+    """Send full weights, which are on the CPU, to replicas of so many ranks each, bucket by bucket.
 
     Raises:
         EngineError: If a replica fails, or a step takes longer than ``timeout`` seconds.
     """
     infos = [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()]
-    receivers = ReplicaReceivers(replicas, address, version, timeout)
+    receivers = ReplicaReceivers(replicas, address, version, timeout, ranks)
     sender = ProcessGroupSender("gloo", timeout=timeout)
     try:
         sender.connect(receivers)

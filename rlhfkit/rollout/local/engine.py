@@ -8,9 +8,8 @@ thread generates: they are swapped in between two tokens.
 import logging
 import math
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +31,9 @@ from rlhfkit.rollout.engine import (
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.local.caching import cache_problem, takes_finished_masks
 from rlhfkit.rollout.local.generator import Decoding, FinishedRow
+from rlhfkit.rollout.local.lock import ReadWriteLock
 from rlhfkit.rollout.local.weights import EngineWeights, parameters_without_memory
+from rlhfkit.rollout.partial_rollouts import CUT, is_usable
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
@@ -240,12 +241,26 @@ class LocalEngine(RolloutEngine):
         _check_sampling(sampling)
         return True
 
-    def decode(self, rows: Sequence[tuple[Prompt, int]], sampling: SamplingSpec, iteration: int) -> Decoding:
-        """Prepare to generate a batch of rows, each given by its prompt and position in its group."""
+    def resume_problem(self, sampling: SamplingSpec) -> str | None:
+        """``None``: streams can be cut and continued; see :meth:`RolloutEngine.resume_problem`."""
+        return None
+
+    def decode(
+        self,
+        rows: Sequence[tuple[Prompt, int]],
+        sampling: SamplingSpec,
+        iteration: int,
+        begun: Sequence[Sample | None] = (),
+    ) -> Decoding:
+        """Prepare to generate a batch of rows, each given by its prompt and position in its group.
+
+        ``begun`` has the sample that each row continues, or ``None``.
+        """
         return Decoding(
             self._weights,
             rows,
             sampling,
+            begun=begun,
             iteration=iteration,
             stops=self._stops,
             tokenizer=self._tokenizer,
@@ -283,9 +298,11 @@ def _check_sampling(sampling: SamplingSpec) -> None:
 
 
 class LocalStream:
-    """Groups of a :class:`LocalEngine` as they are finished; a :class:`~rlhfkit.rollout.collector.GroupStream`.
+    """Groups of a :class:`LocalEngine` as they are finished.
 
-    Completions are generated in batches. Prompts that are submitted during a batch wait for the next one.
+    A :class:`~rlhfkit.rollout.collector.GroupStream` that is a
+    :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream` too. Completions are generated in batches. Prompts that
+    are submitted during a batch wait for the next one.
 
     Args:
         engine: What generates.
@@ -301,6 +318,8 @@ class LocalStream:
         self._iterations: list[int] = []  # by prompt
         self._pending: list[tuple[int, int]] = []  # prompt and position in its group
         self._batch: list[tuple[int, int]] = []
+        self._begun: dict[tuple[int, int], Sample] = {}  # what pending and running jobs continue
+        self._decoding: Decoding | None = None
         self._running: Iterator[list[FinishedRow]] = iter(())
         self._samples: dict[int, list[Sample]] = {}  # by prompt
         self._complete: list[int] = []
@@ -317,8 +336,42 @@ class LocalStream:
         self._prompts += prompts
         self._iterations += [self._iteration if iteration is None else iteration] * len(prompts)
         self._pending += [(place, index) for place in places for index in range(self._sampling.group_size)]
-        # Similar lengths in a batch need the least padding; groups stay together to share their prompt.
-        self._pending.sort(key=lambda job: (self._iterations[job[0]], -self._prompts[job[0]].num_tokens, job))
+        self._sort()
+
+    def _sort(self) -> None:
+        """Order jobs: similar lengths in a batch need the least padding; groups stay together to share their prompt."""
+
+        def tokens(job: tuple[int, int]) -> int:
+            return self._prompts[job[0]].num_tokens + (self._begun[job].num_tokens if job in self._begun else 0)
+
+        self._pending.sort(key=lambda job: (self._iterations[job[0]], -tokens(job), job))
+
+    def resume(self, groups: Sequence[list[Sample]], *, iteration: int | None = None) -> None:
+        """Continue these groups; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
+        first = len(self._prompts)
+        self.submit([group[0].prompt for group in groups], iteration=iteration)
+        for place, group in enumerate(groups, first):
+            for sample in group:
+                job = place, sample.sample_index
+                if not is_usable(sample, self._sampling):
+                    continue
+                if sample.finish_reason == CUT:
+                    self._begun[job] = sample
+                else:
+                    self._pending.remove(job)
+                    self._add(place, sample)
+        self._sort()
+
+    def cut(self) -> list[list[Sample]]:
+        """Stop; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
+        groups = {place: list(group) for place, group in self._samples.items()}
+        unfinished = [self._sample(row) for row in self._decoding.cut()] if self._decoding is not None else []
+        unfinished += [(job[0], self._begun[job]) for job in self._pending if job in self._begun]
+        for place, sample in unfinished:
+            if sample.num_tokens:
+                groups.setdefault(place, []).append(sample)
+        self.close()
+        return [group for _, group in sorted(groups.items())]
 
     def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         """Generate until a group is complete, or ``wait`` seconds have passed."""
@@ -333,7 +386,9 @@ class LocalStream:
                 self._batch = ready[: self._engine.max_sequences]
                 self._pending = self._pending[len(self._batch) :]  # sorted by iteration
                 rows = [(self._prompts[place], index) for place, index in self._batch]
-                self._running = self._engine.decode(rows, self._sampling, iteration).run()
+                begun = [self._begun.get(job) for job in self._batch]
+                self._decoding = self._engine.decode(rows, self._sampling, iteration, begun)
+                self._running = self._decoding.run()
             else:
                 return []
             if time.monotonic() >= deadline:
@@ -343,87 +398,29 @@ class LocalStream:
         return [self._samples.pop(place) for place in given]
 
     def _take(self, ended: list[FinishedRow]) -> None:
-        for row, tokens, logprobs, versions, finish in ended:
-            place, index = self._batch[row]
-            sample = Sample.from_arrays(
-                self._prompts[place],
-                index,
-                token_ids=tokens,
-                logprobs=logprobs,
-                versions=versions,
-                finish_reason=finish,
-            )
-            group = self._samples.setdefault(place, [])
-            group.append(sample)
-            if len(group) == self._sampling.group_size:
-                group.sort(key=lambda sample: sample.sample_index)
-                self._complete.append(place)
+        for row in ended:
+            self._add(*self._sample(row))
+
+    def _sample(self, made: FinishedRow) -> tuple[int, Sample]:
+        """The place of a row's prompt, and the sample."""
+        place, index = self._batch[made.row]
+        return place, Sample.from_arrays(
+            self._prompts[place],
+            index,
+            token_ids=made.token_ids,
+            logprobs=made.logprobs,
+            versions=made.versions,
+            finish_reason=made.finish_reason,
+        )
+
+    def _add(self, place: int, sample: Sample) -> None:
+        group = self._samples.setdefault(place, [])
+        group.append(sample)
+        if len(group) == self._sampling.group_size:
+            group.sort(key=lambda sample: sample.sample_index)
+            self._complete.append(place)
 
     def close(self) -> None:
         """Drop what was not collected; a second call does nothing."""
         self._pending, self._complete, self._samples, self._running = [], [], {}, iter(())
-
-
-class ReadWriteLock:
-    """Many readers or one writer of the weights; a waiting writer goes before new readers.
-
-    Decoding takes the read lock for one token at a time, so that new weights never wait for a whole completion, and no
-    token is computed from partly updated weights.
-
-    Args:
-        timeout: Seconds that one read or one write may take.
-    """
-
-    def __init__(self, timeout: float = 1800.0) -> None:
-        self.timeout = timeout
-        self._condition = threading.Condition()
-        self._readers = 0
-        self._waiting_writers = 0
-        self._writing = False
-
-    def __reduce__(self) -> Any:
-        """Pickle as an unlocked lock, for ranks on Ray."""
-        return type(self), (self.timeout,)
-
-    @contextmanager
-    def read(self) -> Iterator[None]:
-        """Hold the read lock.
-
-        Raises:
-            TimeoutError: If a write takes too long.
-        """
-        with self._condition:
-            self._wait(lambda: not (self._writing or self._waiting_writers), "new weights took", "to arrive")
-            self._readers += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._readers -= 1
-                self._condition.notify_all()
-
-    @contextmanager
-    def write(self) -> Iterator[None]:
-        """Hold the write lock.
-
-        Raises:
-            TimeoutError: If a read, or another write, takes too long.
-        """
-        with self._condition:
-            self._waiting_writers += 1
-            try:
-                self._wait(lambda: not (self._writing or self._readers), "one token took", "to compute")
-                self._writing = True
-            finally:
-                self._waiting_writers -= 1
-                self._condition.notify_all()
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._writing = False
-                self._condition.notify_all()
-
-    def _wait(self, free: Callable[[], bool], what: str, ending: str) -> None:
-        if not self._condition.wait_for(free, self.timeout):
-            raise TimeoutError(f"{what} longer than {self.timeout:g} s {ending}")
+        self._begun, self._decoding = {}, None

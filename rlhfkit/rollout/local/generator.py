@@ -2,7 +2,7 @@
 
 A prompt that several rows share is computed once and its cache copied; finished rows leave the batch. Sampling inverts
 the cumulative distribution at one uniform number per token, from the sample's own seed, so that a sample does not
-depend on the other rows of its batch.
+depend on the other rows of its batch. A row may continue a sample that was begun earlier.
 
 The host waits for the device once per token, for the tokens and their log-probs: which rows have ended, and all other
 bookkeeping, is in its own memory. Transformers waits once more to look for padding in an attention mask that it is
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhfkit.data.types import FinishReason, Prompt
+from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
 
 Weights = Callable[[], AbstractContextManager[tuple[nn.Module, int]]]
@@ -25,7 +25,7 @@ Weights = Callable[[], AbstractContextManager[tuple[nn.Module, int]]]
 
 
 class FinishedRow(NamedTuple):
-    """A finished completion of T tokens."""
+    """A finished completion of T tokens, or (``finish_reason`` ``"abort"``) what was made of one."""
 
     row: int
     token_ids: Tensor
@@ -46,6 +46,7 @@ class Decoding:
     Args:
         weights: The model; entered once per token.
         rows: Prompt and position in its group, of each row.
+        begun: The sample that each row continues, or ``None``; empty: none continues any.
         sampling: How to sample.
         iteration: Goes into each row's seed.
         stops: Tokens that end a completion, besides those of ``sampling``.
@@ -62,6 +63,7 @@ class Decoding:
         rows: Sequence[tuple[Prompt, int]],
         sampling: SamplingSpec,
         *,
+        begun: Sequence[Sample | None] = (),
         iteration: int,
         stops: Sequence[int],
         tokenizer: Any,
@@ -79,8 +81,17 @@ class Decoding:
         shape = len(rows), sampling.max_new_tokens
         self._stops = torch.tensor(sorted({*stops, *sampling.stop_token_ids}), dtype=torch.int64)
         self._forbidden = self._stops.to(device) if sampling.min_new_tokens else None
-        self._all_uniforms = _uniforms(rows, sampling, iteration).to(device)
+        # What rows continue: its tokens, log-probs and versions, and how many there are.
+        self._begun = {row: sample for row, sample in enumerate(begun) if sample is not None}
+        self._before = torch.tensor(
+            [self._begun[row].num_tokens if row in self._begun else 0 for row in range(shape[0])]
+        )
+        uniforms = _uniforms(rows, sampling, iteration)
+        for row, sample in self._begun.items():  # each token of a sample has its own
+            uniforms[row] = uniforms[row].roll(-sample.num_tokens)
+        self._all_uniforms = uniforms.to(device)
         # In the host's memory: what was made so far.
+        self._steps = 0
         self._tokens = torch.zeros(shape, dtype=torch.int64)
         self._logprobs = torch.zeros(shape)
         self._versions = torch.zeros(shape, dtype=torch.int64)
@@ -101,9 +112,14 @@ class Decoding:
         for step in range(self._sampling.max_new_tokens):
             logits, version = self._logits(step)
             ended = self._append(step, logits, version)
+            self._steps = step + 1
             yield ended
             if self._ended.all():
                 return
+
+    def cut(self) -> list[FinishedRow]:
+        """Return what was made so far of the rows that are not finished."""
+        return [self._finish(row, self._steps, "abort") for row in (~self._ended).nonzero()[:, 0].tolist()]
 
     def _logits(self, step: int) -> tuple[Tensor, int]:
         """(B, V) logits of the next token of every row in the batch, and the version of the weights."""
@@ -156,44 +172,71 @@ class Decoding:
         self._alive = (~self._ended).nonzero()[:, 0]
         self._uniforms = self._all_uniforms[self._alive.to(self._device)]
         rows = self._alive.tolist()
-        made = self._tokens[self._alive, :step].tolist()
+        made = self._completions(self._alive, step)
         texts = [(*self._prompts[row].token_ids, *tokens) for row, tokens in zip(rows, made, strict=True)]
         distinct = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         return list(distinct), torch.tensor([distinct[text] for text in texts])
 
+    def _completions(self, rows: Tensor, steps: int) -> list[list[int]]:
+        """Tokens of some rows' completions so far."""
+        made = self._tokens[rows, :steps].tolist()
+        begun = (self._begun.get(row) for row in rows.tolist())
+        return [new if old is None else old.token_ids + new for old, new in zip(begun, made, strict=True)]
+
+    def _penalized(self, logits: Tensor, short: Tensor) -> Tensor | None:
+        """(B, V) the logits to sample from, where they differ: by penalties, or by tokens that some rows must not have.
+
+        ``short``: (B,) bool, on the host, which rows may not end yet. Where it is the same in all, ``sample_tokens``
+        is told instead.
+        """
+        penalized = None
+        if self._sampling.penalizes:
+            if self._penalties is None:
+                self._penalties = Penalties(self._prompts, self._sampling, logits)
+                for row, sample in self._begun.items():
+                    self._penalties.count(row, sample.token_ids)
+            penalized = self._penalties.apply(logits, self._alive.to(self._device))
+        if self._forbidden is not None and bool(short.any()) and not bool(short.all()):
+            penalized = logits.float() if penalized is None else penalized
+            without_stops = penalized.index_fill(-1, self._forbidden, -torch.inf)
+            penalized = torch.where(short.to(self._device)[:, None], without_stops, penalized)
+        return penalized
+
     def _append(self, step: int, logits: Tensor, version: int) -> list[FinishedRow]:
         """Sample a token for every row in the batch; returns the rows that are finished with it."""
-        sampling, alive = self._sampling, self._alive
-        forbidden = self._forbidden if step < sampling.min_new_tokens else None
-        penalized, rows = None, None
-        if sampling.penalizes:
-            self._penalties = self._penalties or Penalties(self._prompts, sampling, logits)
-            rows = alive.to(self._device)
-            penalized = self._penalties.apply(logits, rows)
+        sampling, alive, before = self._sampling, self._alive, self._before[self._alive]
+        short = before + step < sampling.min_new_tokens
+        forbidden = self._forbidden if bool(short.all()) else None
+        penalized = self._penalized(logits, short)
         self._last, logprob = sample_tokens(logits, self._uniforms[:, step], sampling, forbidden, penalized)
-        if self._penalties is not None and rows is not None:
-            self._penalties.add(rows, self._last)
+        if self._penalties is not None:
+            self._penalties.add(alive.to(self._device), self._last)
         # Both in one copy, the only thing that the host waits for. Token ids are exact in float64.
         made = torch.stack([self._last.double(), logprob.double()]).cpu()
         token = made[0].long()
         self._tokens[alive, step], self._logprobs[alive, step] = token, made[1].float()
         self._versions[:, step] = version
         stopped = torch.isin(token, self._stops)
-        if sampling.stop and step + 1 >= sampling.min_new_tokens:
-            texts = self._tokenizer.batch_decode(self._tokens[alive, : step + 1], skip_special_tokens=True)
+        if sampling.stop:
+            texts = self._tokenizer.batch_decode(self._completions(alive, step + 1), skip_special_tokens=True)
             ends = [any(end in text for end in sampling.stop) for text in texts]
-            stopped |= torch.tensor(ends)
+            stopped |= torch.tensor(ends) & (before + step + 1 >= sampling.min_new_tokens)
         new = alive[stopped & ~self._ended[alive]]
         completed = [self._finish(row, step + 1, "stop") for row in new.tolist()]
         self._ended[new] = True
-        if step + 1 == sampling.max_new_tokens:
-            completed += [self._finish(row, step + 1, "length") for row in (~self._ended).nonzero()[:, 0].tolist()]
-            self._ended[:] = True
+        full = alive[(before + step + 1 == sampling.max_new_tokens) & ~self._ended[alive]]
+        completed += [self._finish(row, step + 1, "length") for row in full.tolist()]
+        self._ended[full] = True
         return completed
 
     def _finish(self, row: int, length: int, reason: FinishReason) -> FinishedRow:
         parts = (self._tokens, self._logprobs, self._versions)
         tokens, logprobs, versions = (part[row, :length].clone() for part in parts)
+        if row in self._begun:
+            sample = self._begun[row]
+            tokens = torch.cat([torch.tensor(sample.token_ids, dtype=torch.int64), tokens])
+            logprobs = torch.cat([torch.tensor(sample.logprobs), logprobs])
+            versions = torch.cat([torch.tensor(sample.versions, dtype=torch.int64), versions])
         return FinishedRow(row, tokens, logprobs, versions, reason)
 
 
@@ -282,6 +325,11 @@ class Penalties:
         repeated = torch.where(logits > 0, logits / spec.repetition_penalty, logits * spec.repetition_penalty)
         logits = torch.where(seen, repeated, logits)
         return logits - spec.frequency_penalty * counts - spec.presence_penalty * (counts > 0)
+
+    def count(self, row: int, tokens: Sequence[int]) -> None:
+        """Count the tokens with which a row begins."""
+        counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=self._counts.shape[-1])
+        self._counts[row] += counts.to(self._counts)
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
         """Count a token (B,) of each of some rows (B,)."""

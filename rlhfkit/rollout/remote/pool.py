@@ -25,17 +25,13 @@ from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, W
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.probe_bounds import ProbeBounds
 from rlhfkit.rollout.remote.agreement import same_scores
-from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
+from rlhfkit.rollout.remote.devices import EngineDevices
 from rlhfkit.rollout.remote.placement import (
     ActorPlacement,
-    DedicatedPlacement,
     RankLocation,
-    check_locations,
     colocated_placements,
     locate_rank,
     reserved_placements,
-    start_ray_for_engines,
-    why_ray_has_few_gpus,
 )
 from rlhfkit.rollout.remote.rank_memory import free_cached_memory, release_exported_buffers
 from rlhfkit.rollout.remote.stream import PoolStream
@@ -136,9 +132,7 @@ class RemoteEnginePool(RolloutEngine):
         self._loading = False
         self._asleep = False
         self._sync: WeightSyncCoordinator | None = None
-        self._dedicated: DedicatedPlacement | None = None
-        self._reservation: GPUReservation | None = None
-        self._gpu_note = ""  # for an error about too few GPUs
+        self.devices = EngineDevices(num_engines, processes_per_engine, cpus_per_engine, start_timeout)
         self._publisher: EnginePublisher | None = None  # on rank 0, if there are others
         self._joined: JoinedRay | None = None  # on other ranks
         self._store: RankStore | None = None
@@ -258,18 +252,7 @@ class RemoteEnginePool(RolloutEngine):
 
     def connect_to_ray(self, ranks: list[RankLocation]) -> str:
         """Join or start Ray, keep it from assigning the ranks' GPUs, and return the device, ``"cpu"`` or ``"cuda"``."""
-        import ray
-
-        check_locations(ranks)
-        self._release_devices()  # of engines that could not be started, before others are tried
-        processes = self.num_engines * self.processes_per_engine
-        started_here = start_ray_for_engines(num_cpus=processes * self.cpus_per_engine, ranks=ranks)
-        gpus = ray.cluster_resources().get("GPU", 0) or any(rank.gpu is not None for rank in ranks)
-        device = self.device or ("cuda" if gpus else "cpu")
-        if device == "cuda" and not started_here and self.reserved is None:
-            self._reservation = GPUReservation(ranks, self.start_timeout)
-        self._gpu_note = why_ray_has_few_gpus(ranks) if started_here and device == "cuda" else ""
-        return device
+        return self.devices.connect_to_ray(ranks, device=self.device, reserves=self.reserved is None)
 
     def resolve_transfer(self, device: str) -> Transfer:
         """Return the transfer for engines on ``"cpu"`` or ``"cuda"``; ValueError if it is not possible there."""
@@ -277,24 +260,11 @@ class RemoteEnginePool(RolloutEngine):
 
     def placements(self, device: str, ranks: list[RankLocation]) -> list[ActorPlacement]:
         """Return where each engine runs; EngineError if the devices have no room."""
-        processes = self.processes_per_engine
         if self.colocate:
-            return colocated_placements(ranks, self.num_engines, processes)
+            return colocated_placements(ranks, self.num_engines, self.processes_per_engine)
         if self.reserved is not None:
             return reserved_placements(self.reserved, self.num_engines, ranks)
-        cpus = self.cpus_per_engine * (processes if device == "cpu" else 1)
-        gpus = processes if device == "cuda" else 0
-        self._dedicated = DedicatedPlacement(
-            self.num_engines,
-            cpus,
-            gpus,
-            self.start_timeout,
-            ranks=ranks,
-            held=() if self._reservation is None else self._reservation.gpus,
-            processes=processes if self.spans_machines else 1,
-            note=self._gpu_note,
-        )
-        return self._dedicated.placements()
+        return self.devices.placements(device, ranks, spans_machines=self.spans_machines)
 
     def close(self) -> None:
         """Kill the engines; :meth:`start` may be called again. A Ray session started here lives on."""
@@ -302,16 +272,10 @@ class RemoteEnginePool(RolloutEngine):
         for part in parts:
             if part is not None:
                 part.close()
-        self._release_devices()
+        self.devices.close()
         self.manager, self.router, self.sender, self._sync = None, None, None, None
         self._publisher, self._joined = None, None
         self._store, self._started, self._asleep, self.version = None, False, False, None
-
-    def _release_devices(self) -> None:
-        for held in (self._dedicated, self._reservation):
-            if held is not None:
-                held.close()
-        self._dedicated, self._reservation = None, None
 
     # ---------------------------------------------------------------- sleep
 

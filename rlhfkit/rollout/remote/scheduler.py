@@ -149,6 +149,31 @@ class RequestScheduler:
         self._waiting = not results and bool(self._pending or self._in_flight)
         return results
 
+    def cut(self, timeout: float) -> dict[int, list[Completion]]:
+        """End the requests in flight and close; returns what was made of those that were not collected, by job.
+
+        Jobs of engines that fail or do not answer within ``timeout`` seconds are left out.
+        """
+        import ray
+
+        self._pending.clear()
+        for handle, keys in self._keys_in_flight().items():
+            handle.actor.cut.remote(keys)
+        deadline = time.monotonic() + timeout
+        while self._in_flight and time.monotonic() < deadline:
+            self._router.update()
+            lost = [ref for ref, (_, handle, _) in self._in_flight.items() if handle.state is State.DEAD]
+            ready, _ = ray.wait([*self._in_flight], num_returns=len(self._in_flight), timeout=0.05)
+            for ref in {*lost, *ready}:
+                job, handle, _ = self._in_flight.pop(ref)
+                self._router.release(handle, len(self._jobs[job]))
+                if ref in ready:
+                    with contextlib.suppress(EngineError):  # nothing of this job is needed
+                        self._results[job] = fetch(ref, handle, "ending what is sampled")
+        made, self._results = self._results, {}
+        self.close()
+        return made
+
     def close(self) -> None:
         """Cancel what is not finished; a second call does nothing."""
         self._pending.clear()
@@ -237,13 +262,18 @@ class RequestScheduler:
             self._attempts.pop(job, None)
             self.stall_detector.progress()
 
+    def _keys_in_flight(self) -> dict[RoutedEngine, list[str]]:
+        """Keys of the requests in flight, by engine."""
+        keys: dict[RoutedEngine, list[str]] = {}
+        for _, handle, key in self._in_flight.values():
+            keys.setdefault(handle, []).append(key)
+        return keys
+
     def _cancel(self) -> None:
         """Abort the requests in flight."""
-        in_flight, self._in_flight = list(self._in_flight.values()), {}
-        keys: dict[RoutedEngine, list[str]] = {}
-        for job, handle, key in in_flight:
+        keys, in_flight, self._in_flight = self._keys_in_flight(), list(self._in_flight.values()), {}
+        for job, handle, _ in in_flight:
             self._router.release(handle, len(self._jobs[job]))
-            keys.setdefault(handle, []).append(key)
         for handle, own in keys.items():
             with contextlib.suppress(Exception):
                 handle.actor.abort.remote(own)

@@ -68,6 +68,10 @@ class RemoteEngine(Protocol):
         """Drop the requests of :meth:`generate` calls; unknown keys are ignored."""
         ...
 
+    async def cut(self, keys: Sequence[str]) -> None:
+        """End :meth:`generate` calls, which return what was made so far, with ``"abort"`` as reason."""
+        ...
+
     async def pause(self) -> None:
         """Stop computing and keep the requests."""
         ...

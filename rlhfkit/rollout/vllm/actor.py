@@ -123,7 +123,7 @@ class VLLMActor(RemoteEngine):
         self._machines: WorkerMachines | None = None
         self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
         self._numbers = itertools.count()
-        self._tasks: dict[str, list[asyncio.Task[Any]]] = {}
+        self._running: dict[str, dict[str, asyncio.Task[Any]]] = {}  # by key, and by name of the request
         self._paused = False
         self._step = (-1, time.monotonic())  # the last step that was seen, and when
         # Steps of a transfer run one after another, in the order of the calls, also if several have arrived while the
@@ -238,7 +238,7 @@ class VLLMActor(RemoteEngine):
         """Return the health; RuntimeError if vLLM reports that it has failed."""
         self._check_machines()
         step, now = await self._backend.step_count(), time.monotonic()
-        if step != self._step[0] or self._paused or not self._tasks:
+        if step != self._step[0] or self._paused or not self._running:
             self._step = (step, now)
         return {"seconds_since_step": now - self._step[1], "paused": self._paused}
 
@@ -271,13 +271,14 @@ class VLLMActor(RemoteEngine):
             (list(token_ids), _sampling_params(arguments), arguments.get("priority", 0))
             for token_ids, arguments in requests
         ]
-        running = [self._backend.generate(f"request-{next(self._numbers)}", *request) for request in checked]
+        names = [f"request-{next(self._numbers)}" for _ in checked]
+        running = [self._backend.generate(name, *request) for name, request in zip(names, checked, strict=True)]
         tasks = [asyncio.ensure_future(one) for one in running]
-        self._tasks[key] = tasks
+        self._running[key] = dict(zip(names, tasks, strict=True))
         try:
             return await asyncio.gather(*tasks)
         finally:
-            del self._tasks[key]
+            del self._running[key]
             for task in tasks:  # if one has failed, the others are not needed
                 task.cancel()
 
@@ -285,8 +286,17 @@ class VLLMActor(RemoteEngine):
     async def abort(self, keys: Sequence[str]) -> None:
         """Drop the requests of :meth:`generate` calls; unknown keys have ended already."""
         for key in keys:
-            for task in self._tasks.get(key, ()):
+            for task in self._running.get(key, {}).values():
                 task.cancel()
+
+    @plain_errors
+    async def cut(self, keys: Sequence[str]) -> None:
+        """End :meth:`generate` calls, which return what was made so far; unknown keys have ended already."""
+        tasks = {name: task for key in keys for name, task in self._running.get(key, {}).items()}
+        while tasks := {name: task for name, task in tasks.items() if not task.done()}:
+            for name in tasks:
+                await self._backend.cut(name)
+            await asyncio.sleep(0.01)  # vLLM may not know a request yet that has just arrived
 
     @plain_errors
     async def connect(self, init_info: dict[str, Any]) -> None:

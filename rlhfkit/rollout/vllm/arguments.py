@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rlhfkit.data.types import Prompt
+from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
 from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.parallelism import Parallelism
@@ -97,13 +97,21 @@ def engine_environment(*, device: str, cpus_per_engine: int, in_process: bool, b
     return variables
 
 
-def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: int, stops: tuple[int, ...]) -> Request:
+def sample_request(
+    prompt: Prompt,
+    index: int,
+    spec: SamplingSpec,
+    iteration: int,
+    stops: tuple[int, ...],
+    begun: Sample | None = None,
+) -> Request:
     """Build the request for sample ``index`` of a group, leaving nothing that matters to vLLM's defaults.
 
-    ``stops`` are the model's end-of-sequence tokens.
+    ``stops`` are the model's end-of-sequence tokens; ``begun`` is what the sample continues.
     """
     form = {"regex": spec.regex} if spec.regex is not None else {"json": spec.json_schema}
-    return prompt.token_ids, {
+    before = [] if begun is None else begun.token_ids
+    return prompt.token_ids + before, {
         "n": 1,
         "temperature": spec.temperature,
         "top_p": spec.top_p,
@@ -113,8 +121,8 @@ def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: in
         "frequency_penalty": spec.frequency_penalty,
         "repetition_penalty": spec.repetition_penalty,
         "seed": sample_seed(spec.seed, iteration, prompt.index, index),
-        "max_tokens": spec.max_new_tokens,
-        "min_tokens": spec.min_new_tokens,
+        "max_tokens": spec.max_new_tokens - len(before),
+        "min_tokens": max(0, spec.min_new_tokens - len(before)),
         "stop": list(spec.stop),
         "stop_token_ids": [*stops, *spec.stop_token_ids],
         "ignore_eos": True,  # the end-of-sequence tokens are among the stop tokens
@@ -124,6 +132,23 @@ def sample_request(prompt: Prompt, index: int, spec: SamplingSpec, iteration: in
         # What dynamic sampling draws late for an iteration goes before the requests of the next one.
         "priority": iteration,
     } | ({"structured_outputs": form} if spec.constrained else {})
+
+
+def vllm_resume_problem(spec: SamplingSpec) -> str | None:
+    """Why vLLM cannot continue a sample, which it takes for a part of the prompt; ``None``: it can."""
+    counted = {
+        "presence_penalty": spec.presence_penalty != 0,
+        "frequency_penalty": spec.frequency_penalty != 0,
+        "stop": bool(spec.stop),
+        "regex": spec.regex is not None,
+        "json_schema": spec.json_schema is not None,
+    }
+    given = [name for name, is_given in counted.items() if is_given]
+    if not given:
+        return None
+    return (
+        f"vLLM would apply SamplingSpec({'=..., '.join(given)}=...) to what it adds alone, and not to the whole answer"
+    )
 
 
 def check_vllm_sampling(sampling: SamplingSpec) -> None:

@@ -32,6 +32,10 @@ class Backend(Protocol):
         """
         ...
 
+    async def cut(self, request_id: str) -> None:
+        """End a request, so that :meth:`generate` returns what was made so far; no effect if it is unknown."""
+        ...
+
     async def rpc(self, method: str, **kwargs: Any) -> Any:
         """Call a method of every worker."""
         ...
@@ -161,6 +165,22 @@ class InProcessBackend(Backend):
             self._posts.put(abort)
             raise
 
+    async def cut(self, request_id: str) -> None:
+        from vllm.v1.engine import FinishReason
+
+        def cut() -> None:
+            future, loop = self._running.pop(request_id, (None, None))
+            if future is None or loop is None:
+                return
+            # What AsyncLLM returns for an aborted request; LLMEngine only forgets it.
+            processor = self._engine.output_processor
+            (name,) = processor.external_req_ids[request_id]
+            made = processor.request_states[name].make_request_output([], None, FinishReason.ABORT, None)
+            self._engine.abort_request([request_id])
+            loop.call_soon_threadsafe(_resolve, future, made)
+
+        await self._post(cut)
+
     async def rpc(self, method: str, **kwargs: Any) -> Any:
         return await self._post(lambda: self._engine.collective_rpc(method, kwargs=kwargs))
 
@@ -242,6 +262,9 @@ class AsyncBackend(Backend):
             cause = error.__cause__ or error  # vLLM wraps unexpected exceptions
             raise RefusedRequest(f"{type(cause).__name__}: {cause}") from None
         return last
+
+    async def cut(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
 
     async def rpc(self, method: str, **kwargs: Any) -> Any:
         return await self._engine.collective_rpc(method, kwargs=kwargs)

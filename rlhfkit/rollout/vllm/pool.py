@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlhfkit.data.types import Prompt
+from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import get_world_size
 from rlhfkit.rollout.engine import AdapterSource, SamplingSpec, WeightSource
 from rlhfkit.rollout.errors import EngineError
@@ -17,7 +17,13 @@ from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.vllm.adapter_slot import NO_LORA, adapter_arguments
-from rlhfkit.rollout.vllm.arguments import check_vllm_sampling, engine_arguments, engine_environment, sample_request
+from rlhfkit.rollout.vllm.arguments import (
+    check_vllm_sampling,
+    engine_arguments,
+    engine_environment,
+    sample_request,
+    vllm_resume_problem,
+)
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 from rlhfkit.rollout.vllm.quantization import check_quantization, quantization_arguments
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
@@ -303,9 +309,15 @@ class VLLMPool(RemoteEnginePool):
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._stop_token_ids = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
 
-    def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
+    def make_request(
+        self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int, begun: Sample | None = None
+    ) -> Request:
         """Return the request for one sample, with arguments of ``vllm.SamplingParams``."""
-        return sample_request(prompt, index, sampling, iteration, self._stop_token_ids)
+        return sample_request(prompt, index, sampling, iteration, self._stop_token_ids, begun)
+
+    def resume_problem(self, sampling: SamplingSpec) -> str | None:
+        """Why vLLM cannot continue samples of this kind; see :meth:`RolloutEngine.resume_problem`."""
+        return vllm_resume_problem(sampling)
 
     def check_sampling(self, sampling: SamplingSpec) -> None:
         """Raise ValueError if vLLM cannot sample at the temperature."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.distributed import full_shape, tensor_part
+from rlhfkit.strategies.checkpoint.momentum import as_adam
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -71,7 +72,8 @@ def convert_stage_0(source: Path, target: Path, names: Sequence[Sequence[str]]) 
     """
     files = sorted(path.name for path in source.glob("mp_rank_*_model_states.pt"))
     parts = [_stage_0_parameters(source, file, names) for file in files]
-    saved, base = stage_0_optimizer(source)
+    saved, optimizer = stage_0_optimizer(source)
+    base = as_adam(optimizer)
     layout, wrapper = saved.get("universal_checkpoint_info", {}), saved["optimizer"]
     for name in parts[0]:
         folder = target / "zero" / name
@@ -89,7 +91,8 @@ def convert_stage_0(source: Path, target: Path, names: Sequence[Sequence[str]]) 
 
 def _stage_0_parameters(source: Path, file: str, names: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
     """The main weight, the moments and the step of each parameter, or of its part, that one file of stage 0 has."""
-    saved, base = stage_0_optimizer(source, file)
+    saved, optimizer = stage_0_optimizer(source, file)
+    base = as_adam(optimizer)
     sizes = [len(group["params"]) for group in base["param_groups"]]
     if sizes != [len(group) for group in names]:
         raise CheckpointError(

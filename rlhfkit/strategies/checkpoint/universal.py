@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.cleanup import write_owner
-from rlhfkit.strategies.checkpoint import stages
+from rlhfkit.strategies.checkpoint import momentum, stages
+from rlhfkit.strategies.checkpoint.momentum import MOMENTUM
 from rlhfkit.strategies.checkpoint.slow_steps import Phases, on_rank_zero, run_in_phases
 
 if TYPE_CHECKING:
@@ -85,7 +86,10 @@ def _convert(
         for name in names:
             (tag,) = (entry.name for entry in (path / name).iterdir() if entry.is_dir())
             source, target, stage = path / name / tag, folder / name / tag, manifest["engines"][name]
-            _require_adam(path, name, source, stage)
+            if MOMENTUM in _require_convertible(path, name, source, stage) and stage > 0:
+                with_moments = folder / f"{name}.moments" / tag
+                momentum.rewrite(source, with_moments, phases)
+                source = with_moments
             if stage > 0:
                 _convert_engine(source, target, phases)
             elif phases.rank == 0:
@@ -150,21 +154,24 @@ def _convert_engine(source: Path, target: Path, phases: Phases) -> None:
         ds_to_universal._do_parallel_work = original
 
 
-def _require_adam(path: Path, name: str, folder: Path, stage: int) -> None:
-    """Raise CheckpointError if DeepSpeed cannot convert the state of the optimizer."""
+def _require_convertible(path: Path, name: str, folder: Path, stage: int) -> set[str]:
+    """The names of an optimizer's states; CheckpointError if they cannot be converted."""
     if stage == 0:
         base = stages.stage_0_optimizer(folder)[1]
     else:
         file = min(folder.glob("*_optim_states.pt"))
         state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
         base = state.get("base_optimizer_state") or state["optimizer_state_dict"]  # stage 3
-    found = {key for entry in base["state"].values() for key in entry}
-    if found != _ADAM_STATE:
+    kept = [set(entry) for entry in base["state"].values()]
+    found = {key.partition(".")[0] for keys in kept for key in keys}
+    if not kept or any(keys not in (_ADAM_STATE, {MOMENTUM}) for keys in kept):
         raise CheckpointError(
-            f"{path}: the optimizer of '{name}' keeps {sorted(found) or 'nothing'}. DeepSpeed changes the number of"
-            f" ranks or the stage only of optimizers that keep {sorted(_ADAM_STATE)}, such as AdamW. Resume with the"
-            " ranks and the stage that saved it, or start a new run from exported weights (rlhfkit export)."
+            f"{path}: the optimizer of '{name}' keeps {sorted(found) or 'nothing'}. The number of ranks or the stage"
+            f" changes only for optimizers that keep {sorted(_ADAM_STATE)} of a parameter, such as AdamW, or a"
+            f" {MOMENTUM} alone, such as Muon. Resume with the ranks and the stage that saved it, or start a new run"
+            " from exported weights (rlhfkit export)."
         )
+    return found
 
 
 def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
@@ -180,10 +187,13 @@ def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
     # deepspeed 0.19.8 at stage 3 gives all groups the settings of the first, and one shared step counter that each
     # group then increments.
     for own, saved in zip(engine.basic_optimizer.param_groups, groups, strict=True):
+        for key in own.keys() - saved.keys():
+            del own[key]
         own.update({key: value for key, value in saved.items() if key != "params"})
     for state in engine.basic_optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()
+    momentum.restore(engine)
     _load_buffers(engine, folder / tag)
 
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhfkit.distributed import tensor_part
+from rlhfkit.protocols import TakesFlatLayouts
 from rlhfkit.strategies.deepspeed import tensor_parallel
+from rlhfkit.strategies.deepspeed.flat_layouts import flat_layouts
 from rlhfkit.strategies.deepspeed.gradients import set_clipping, undo_initial_step
 from rlhfkit.strategies.deepspeed.loss_scale import scaled_for_autograd, scaled_for_engine
 from rlhfkit.strategies.deepspeed.param_groups import groups_by_child
@@ -199,6 +201,8 @@ def create_engine(
     if optimizer is not None:
         undo_initial_step(engine)
         set_clipping(engine, 0.0)
+        if isinstance(engine.basic_optimizer, TakesFlatLayouts):
+            engine.basic_optimizer.set_flat_layouts(dict(flat_layouts(engine, device)))
     if "tensor_parallel" in config:
         tensor_parallel.remove_first_batch_check(engine)
         tensor_parallel.mark_parts(engine.module, tensor_group)

@@ -25,6 +25,9 @@ _DRIVER_VARIABLES = ("RAY_", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "NODE
 class RankError(RuntimeError):
     """A rank died or failed; also the cause, with the remote traceback, of an error that is raised again here."""
 
+    rank_died: bool = False
+    """Whether its process has ended, not its work with an error."""
+
 
 class Ranks:
     """The actors of all ranks, by rank, and their mailbox."""
@@ -141,10 +144,12 @@ class Ranks:
         where = self._locations[first["rank"]]
         name = f"rank {first['rank']} of {len(self.actors)} (process {where['pid']} on {where['host']})"
         if first["type"] is None:
-            raise RankError(
+            died = RankError(
                 f"{name} died: {first['traceback']} Its own last output, if any, is in the logs of Ray's session. The"
                 " other ranks were stopped; resume from the last checkpoint."
             )
+            died.rank_died = True
+            raise died
         cause = RankError(f"{name} failed:\n{first['traceback']}")
         try:
             error = ray.cloudpickle.loads(first["error"])

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from rl_runs import PlainGRPO, SharedEngine, digits, samples_of_all_ranks, setup_run, weights
 
-from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import LocalEngine, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.distributed import gather_objects
 from rlhfkit.rollout import DynamicSampling
 from rlhfkit.rollout.weight_sync import source
@@ -59,15 +59,25 @@ def failure(folder: Path, strategy: str, **arguments: Any) -> str:
     return "no error"
 
 
+def seldom(samples: Sequence[Sample]) -> list[float]:
+    """Groups of every other prompt all get 0."""
+    return [reward * (one.prompt.index % 2) for one, reward in zip(samples, digits(samples), strict=True)]
+
+
 def resumed(folder: Path, strategy: str, after: int) -> dict[str, Any] | str:
     """A straight run of 3 iterations of 4 batches, 2 an update, and one resumed from a checkpoint of it."""
     path = folder / f"{strategy}.ckpt"
-    straight = Rows(path, after)
-    trainer, module, data, _ = prepare(folder, strategy, module=PlainGRPO, callbacks=[straight], max_epochs=3)
+    straight, rest = Rows(path, after), Rows()
+
+    def run(rows: Rows) -> Any:
+        sampling, buffer = SamplingSpec(group_size=4, max_new_tokens=8), ReplayBuffer()
+        rollouts = RolloutCallback(seldom, sampling=sampling, replay_buffer=buffer)
+        return prepare(folder, strategy, module=PlainGRPO, rollouts=rollouts, callbacks=[rows], max_epochs=3)
+
+    trainer, module, data, _ = run(straight)
     trainer.fit(module, data)
     expected = weights(module)
-    rest = Rows()
-    trainer, module, data, _ = prepare(folder, strategy, module=PlainGRPO, callbacks=[rest], max_epochs=3)
+    trainer, module, data, _ = run(rest)
     try:
         trainer.fit(module, data, ckpt_path=str(path))
     except ValueError as error:
@@ -76,6 +86,7 @@ def resumed(folder: Path, strategy: str, after: int) -> dict[str, Any] | str:
         "same rows": rest.rows == straight.rows[after:],
         "same weights": all(torch.equal(tensor, expected[name]) for name, tensor in weights(module).items()),
         "batches": len(rest.rows),
+        "replayed": float(trainer.callback_metrics["rollout/replayed_fraction"]),
     }
 
 

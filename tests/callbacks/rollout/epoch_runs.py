@@ -79,20 +79,20 @@ ON_RANKS: dict[str, dict[str, Any]] = {
 
 
 def on_ranks(folder: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
-    """Entry point of a rank: straight runs under each strategy, and some that are resumed inside a later epoch."""
+    """Entry point of a rank: straight runs under each strategy, and one that is resumed inside a later epoch."""
     report: dict[str, Any] = {}
     own = folder / f"rank{RANK}"
     for strategy, names in runs.items():
         shared = {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
         for name in names:
-            arguments = ON_RANKS[name]
-            trainer, module, watch, _ = fit(own, **shared, **arguments)
-            report[f"{strategy}, {name}"] = {"weights": watch.weights, "steps": trainer.global_step}
-        if strategy == "ddp":
-            continue  # saves the micro-batches of rank 0 only, and cannot resume inside an iteration
-        for name, after in (("two updates", 7), ("one update", 6)):
             arguments, path = ON_RANKS[name], folder / f"{name}.ckpt"
-            _, module, straight, _ = fit(own, **shared, **arguments, watch=Watch(path, after=after))
+            # DDP saves the micro-batches of rank 0 only, and cannot resume inside an iteration.
+            stopped = strategy != "ddp" and name == "two updates"
+            straight = Watch(path, after=7) if stopped else Watch()
+            trainer, module, watch, _ = fit(own, **shared, **arguments, watch=straight)
+            report[f"{strategy}, {name}"] = {"weights": watch.weights, "steps": trainer.global_step}
+            if not stopped:
+                continue
             expected = weights(module)
             _, resumed, rest, _ = fit(own, **shared, **arguments, resume=str(path))
             report[f"{strategy}, {name}, resumed"] = {

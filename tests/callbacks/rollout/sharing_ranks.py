@@ -17,10 +17,12 @@ from rlhfkit import (
     DynamicSampling,
     Invariants,
     LocalEngine,
+    ReplayBuffer,
     RolloutCallback,
     RolloutDump,
     Sample,
     SamplingSpec,
+    TokenFilter,
     rank_store,
 )
 from rlhfkit.datamodules.prompts.curriculum import BySuccess
@@ -28,7 +30,11 @@ from rlhfkit.distributed import gather_objects
 
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
-LIMIT = 4.0
+BY_TOKENS = {
+    "token_filter": TokenFilter(top_entropy=0.3),
+    "advantages": "rlhfkit.modules.on_policy.presets.exact_optimal_token_baseline",
+}
+LIMIT = 3.0
 """Seconds that a collective may take while the slow engine generates."""
 
 
@@ -37,7 +43,7 @@ class Slow(LocalEngine):
 
     def generate(self, *args: Any, **kwargs: Any) -> list[Sample]:
         set_limit(LIMIT)
-        time.sleep(2.5 * LIMIT if RANK == 1 else 0.0)
+        time.sleep(1.5 * LIMIT if RANK == 1 else 0.0)
         return super().generate(*args, **kwargs)
 
 
@@ -87,13 +93,15 @@ class Keep(L.Callback):
         self.own = [len(rollouts.samples), len(rollouts.experience), len(samples)]  # type: ignore[arg-type]
 
 
-def fit(folder: Path, rollouts: RolloutCallback, *callbacks: L.Callback, epochs: int = 2, **data: Any) -> Any:
+def fit(
+    folder: Path, rollouts: RolloutCallback, *callbacks: L.Callback, epochs: int = 2, given: Any = None, **data: Any
+) -> Any:
     os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
     keep = Keep()
     trainer, module, made, _ = setup_run(
         folder / f"rank{RANK}",  # ranks must not write the same model
         module=PlainGRPO,
-        module_arguments={"lr": 0.05, "kl_coef": 0.01},
+        module_arguments={"lr": 0.05, "kl_coef": 0.01} | (given or {}),
         rollouts=rollouts,
         callbacks=[keep, *callbacks],
         strategy="ddp" if RANKS > 1 else "auto",
@@ -129,10 +137,12 @@ def runs(folder: Path) -> dict[str, Any]:
     plain = RolloutCallback(digits, sampling=SAMPLING)
     selected = RolloutCallback(only_odd, sampling=SAMPLING, dynamic_sampling=DynamicSampling())
     ordered = RolloutCallback(only_odd, sampling=SAMPLING)
+    again = RolloutCallback(only_odd, sampling=SAMPLING, replay_buffer=ReplayBuffer(capacity=3))
     return {
         "plain": report(fit(folder, plain, Invariants(), RolloutDump(dump))),
         "selected": report(fit(folder, selected, Invariants())),
         "curriculum": report(fit(folder, ordered, epochs=8, curriculum=BySuccess())),
+        "replayed": report(fit(folder, again, epochs=3, given=BY_TOKENS)),
     }
 
 
@@ -141,7 +151,7 @@ def everything(folder: Path) -> dict[str, Any]:
     found = runs(folder)
     slow = RolloutCallback(digits, engine=Slow(), sampling=SAMPLING)
     found["slow"] = report(fit(folder, slow, Relax(), epochs=1))
-    found["hanging"] = failure(folder, reward=hanging, rollout_timeout=6.0)
+    found["hanging"] = failure(folder, reward=hanging, rollout_timeout=3.0)
     found["broken"] = failure(folder, reward=broken)
     gather_objects(None)  # rank 0 ends last
     return found
@@ -156,5 +166,5 @@ def killed(samples: Sequence[Sample]) -> list[float]:
 
 def one_dies(folder: Path) -> dict[str, Any]:
     """A rank dies while the others wait for its samples."""
-    rank_store.DEAD_AFTER_SECONDS = 4.0
+    rank_store.DEAD_AFTER_SECONDS, rank_store._GRACE_SECONDS = 4.0, 1.0
     return {"death": failure(folder, reward=killed)}

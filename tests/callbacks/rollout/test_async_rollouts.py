@@ -147,8 +147,8 @@ class HalfWay(LocalEngine):
         with self.published:
             self.published.notify_all()
 
-    def decode(self, rows: Any, sampling: SamplingSpec, iteration: int) -> Any:
-        decoding = super().decode(rows, sampling, iteration)
+    def decode(self, rows: Any, sampling: SamplingSpec, iteration: int, begun: Any = ()) -> Any:
+        decoding = super().decode(rows, sampling, iteration, begun)
         weights, steps = decoding._weights, itertools.count()
 
         def in_step() -> Any:

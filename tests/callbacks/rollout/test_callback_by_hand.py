@@ -238,7 +238,9 @@ def test_an_engine_that_dies_in_a_sharded_transfer_ends_both(two_ranks: list[dic
 @pytest.mark.distributed
 def test_a_sharded_run_resumes_inside_an_iteration_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
     for report in two_ranks:
-        assert report["zero2 inside"] == {"same rows": True, "same weights": True, "batches": 6}
+        found = report["zero2 inside"]  # with kept groups on both ranks
+        assert found.pop("replayed") > 0.2
+        assert found == {"same rows": True, "same weights": True, "batches": 6}
 
 
 @pytest.mark.distributed

@@ -13,6 +13,7 @@ from strategies import ranks
 
 from callbacks.rollout import vllm_ranks
 from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.models import load_scalar_model, load_tokenizer
 
 
 @pytest.mark.vllm
@@ -116,13 +117,23 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
 @pytest.mark.ray
 @pytest.mark.distributed
 def test_two_zero3_ranks_ask_one_engine_for_their_share_by_script_and_on_ray(vllm_model: Path, tmp_path: Path) -> None:
-    ranks.run("callbacks.rollout.vllm_ranks:by_script", 2, tmp_path / "script", timeout=400, model=str(vllm_model))
+    """By script also with a reference and a reward model on actors of their own."""
+    reward = tmp_path / "reward"
+    load_scalar_model(str(vllm_model), head_std=0.1).save_pretrained(reward)
+    load_tokenizer(str(vllm_model)).save_pretrained(reward)
+    folders = {"model": str(vllm_model), "reward": str(reward)}
+    ranks.run("callbacks.rollout.vllm_ranks:by_script", 2, tmp_path / "script", timeout=400, **folders)
     vllm_ranks.on_ray(tmp_path / "ray", str(vllm_model), "in flight")
 
     def reports(place: str, mode: str) -> list[dict[str, Any]]:
         return [json.loads((tmp_path / place / f"{mode}.{rank}.json").read_text()) for rank in (0, 1)]
 
-    for place, mode in (("script", "in_turns"), ("script", "in_flight"), ("ray", "in_flight")):
+    for place, mode in (
+        ("script", "in_turns"),
+        ("script", "roles_elsewhere"),
+        ("script", "in_flight"),
+        ("ray", "in_flight"),
+    ):
         first, second = reports(place, mode)
         assert (first["ranks"], second["ranks"]) == ([0, 2], [1, 2])
         assert first["own"] == second["own"] == [16] * 3  # of 8 groups of 4
@@ -130,6 +141,11 @@ def test_two_zero3_ranks_ask_one_engine_for_their_share_by_script_and_on_ray(vll
         for field in ("tokens", "versions", "weights"):
             assert first[field] == second[field], (place, mode, field)
     turns, flight = reports("script", "in_turns")[0], reports("script", "in_flight")[0]
+    assert reports("script", "roles_elsewhere")[0]["tokens"] == turns["tokens"]
+    elsewhere, held = (torch.load(tmp_path / "script" / f"{mode}.pt") for mode in ("roles_elsewhere", "in_turns"))
+    assert elsewhere.keys() == held.keys()
+    for name, tensor in held.items():
+        torch.testing.assert_close(elsewhere[name], tensor, rtol=0, atol=1e-6)
     on_ray = reports("ray", "in_flight")[0]
     assert turns["versions"] == [[[0]], [[1]], [[2]]]
     assert flight["tokens"][0] == turns["tokens"][0] == on_ray["tokens"][0]  # the first iteration is never stale

@@ -179,6 +179,5 @@ def test_any_number_of_ranks_trains_on_the_same_updates(tmp_path: Path, monkeypa
                 assert found["steps"] == trainer.global_step
                 assert found["weights"] == pytest.approx(watch.weights, rel=1e-5), name
     for report in reports:
-        for name, batches in (("two updates", 10), ("one update", 12)):
-            found = report[f"rlhf_zero2, {name}, resumed"]
-            assert found == {"same weights": True, "same rows": True, "batches": batches}
+        found = report["rlhf_zero2, two updates, resumed"]
+        assert found == {"same weights": True, "same rows": True, "batches": 10}

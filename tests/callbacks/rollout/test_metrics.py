@@ -1,19 +1,28 @@
-"""Validation metrics against enumeration."""
+"""Validation metrics against enumeration.
 
+Covers validation.py.
+"""
+
+import functools
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rl_runs import digits, setup_run
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.callbacks.rollout.metrics import SampleNumbers, validation_metrics
+from rlhfkit.callbacks.rollout.validation import SampleNumbers, ValidationRuns, validation_metrics
+from rlhfkit.rewards import CosineLength, ExactMatch, OnLastTurn, WeightedSum, exact_match, math_match
+from rlhfkit.rewards.base import answer_reader, reads_answers
+from rlhfkit.rewards.benchmarks import majority_at_k
 
 
-def samples(index: int, rewards: list[float | None], **metadata: str) -> list[SampleNumbers]:
-    prompt = Prompt(index, [5], metadata=dict(metadata))
+def samples(index: int, rewards: list[float | None], answers: str = "") -> list[SampleNumbers]:
+    prompt = Prompt(index, [5])
     made = [Sample(prompt, place, [7], [0.0], [0], "stop", reward=reward) for place, reward in enumerate(rewards)]
-    return [SampleNumbers.of(sample) for sample in made]
+    votes = [None if answer == "-" else answer for answer in answers] if answers else [None] * len(made)
+    return [SampleNumbers.of(sample, lambda _: vote) for sample, vote in zip(made, votes, strict=True)]  # noqa: B023
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
@@ -29,25 +38,74 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
     assert metrics["reward"] == (pytest.approx(4.0 / 11), 11)
 
 
+def test_best_and_majority_at_k_are_means_over_subsets_and_avg_is_over_prompts() -> None:
+    groups = [([1.0, 0.0, 0.5, 0.0, 1.0], "abcba"), ([0.0, None, 0.25, 0.0, 0.0], "x-yxx")]
+    numbers = [one for index, (rewards, answers) in enumerate(groups) for one in samples(index, rewards, answers)]
+    metrics = validation_metrics(numbers, votes=True)
+    assert {name.partition("@")[2] for name in metrics if "@" in name} == {"1", "2", "4", "5"}
+
+    def majority(subset: tuple[int, ...], rewards: list[float | None], answers: str) -> float:
+        votes = [answers[place] for place in subset if answers[place] != "-"]
+        winners = [vote for vote in set(votes) if votes.count(vote) == max(map(votes.count, votes))]
+        means = [
+            sum(rewards[place] or 0.0 for place in subset if answers[place] == winner) / votes.count(winner)
+            for winner in winners
+        ]
+        return sum(means) / len(means) if means else 0.0
+
+    for k in (1, 2, 4, 5):
+        best, voted = [], []
+        for rewards, answers in groups:
+            subsets = list(itertools.combinations(range(5), k))
+            best.append(sum(max(rewards[place] or 0.0 for place in subset) for subset in subsets) / len(subsets))
+            voted.append(sum(majority(subset, rewards, answers) for subset in subsets) / len(subsets))
+        assert metrics[f"best@{k}"] == (pytest.approx(sum(best) / 2), 2)
+        assert metrics[f"maj@{k}"] == (pytest.approx(sum(voted) / 2), 2)
+    assert metrics["avg@5"] == (pytest.approx((2.5 + 0.25) / 10), 2)
+    assert metrics["reward"] == (pytest.approx(2.75 / 9), 9)  # of those that have one
+    assert not [name for name in validation_metrics(numbers) if name.startswith("maj")]
+
+
 def test_a_reward_of_zero_is_a_success_where_that_is_enough() -> None:
     metrics = validation_metrics(samples(0, [0.0, -1.0, None, 0.0]), success_threshold=0.0)
     assert metrics["pass@1"] == (0.5, 1)
 
 
-def test_sources_are_told_apart_when_there_are_several() -> None:
-    easy, hard = samples(0, [1.0, 1.0], source="easy"), samples(1, [0.0, None], source="hard")
-    assert "reward/easy" not in validation_metrics(easy)
-    metrics = validation_metrics(easy + hard)
-    assert metrics["reward/easy"] == (1.0, 2)
-    assert metrics["reward/hard"] == (0.0, 1)
-    assert metrics["pass@1/easy"] == metrics["pass@2/easy"] == (1.0, 1)
-    assert metrics["pass@2/hard"] == (0.0, 1)
-    assert metrics["length"] == (1.0, 4)
+def test_sources_are_told_apart_over_all_batches_when_there_are_several() -> None:
+    runs = ValidationRuns({"greedy": SamplingSpec(), "sampled": SamplingSpec(group_size=2)}, success_threshold=1.0)
+
+    def batch(*each: tuple[str, list[float | None]], way: str = "sampled") -> dict[str, tuple[float, int]]:
+        made = []
+        for source, rewards in each:
+            prompt = Prompt(len(runs.samples) + len(made), [5], metadata={"source": source})
+            made += [Sample(prompt, place, [7], [0.0], [0], "stop", reward=one) for place, one in enumerate(rewards)]
+        return runs.metrics({way: made}, rewarded=True, read=lambda sample: "ab"[sample.sample_index])
+
+    runs.begin()
+    assert batch(("easy", [1.0, 1.0]))["val/sampled/length"] == (1.0, 2)
+    assert runs.source_metrics() == {}  # no other is known yet
+    assert not [name for name in batch(("easy", [0.0, 0.0]), ("hard", [0.0, None])) if "/easy" in name]
+    batch(("hard", [0.0, 1.0]))
+    found = {name.removeprefix("val/sampled/"): value for name, value in runs.source_metrics().items()}
+    assert (found["reward/easy"], found["reward/hard"]) == ((0.5, 4), (pytest.approx(1 / 3), 3))
+    assert (found["pass@1/easy"], found["pass@2/easy"], found["pass@1/hard"]) == ((0.5, 2), (0.5, 2), (0.25, 2))
+    assert (found["maj@1/hard"], found["best@2/hard"], found["avg@2/hard"]) == ((0.25, 2), (0.5, 2), (0.25, 2))
+    assert found["length/easy"] == (1.0, 4)
+    runs.begin()
+    assert batch(("easy", [1.0]), way="greedy")["val/greedy/reward"] == (1.0, 1)
+    assert runs.source_metrics() == {}
+    assert len(runs.samples) == 1
 
 
-def test_a_run_logs_pass_at_k_for_sampled_validation(tmp_path: Path) -> None:
+@reads_answers(lambda sample: sample.text[:1])
+def first_letter(samples: Sequence[Sample]) -> list[float]:
+    """Share of digits; the first letter is the answer."""
+    return digits(samples)
+
+
+def test_a_run_logs_metrics_of_k_samples_for_sampled_validation(tmp_path: Path) -> None:
     rollouts = RolloutCallback(
-        digits,
+        WeightedSum(digits=first_letter),
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
         validation_sampling=SamplingSpec(group_size=4, max_new_tokens=8),
         success_threshold=0.25,
@@ -59,3 +117,29 @@ def test_a_run_logs_pass_at_k_for_sampled_validation(tmp_path: Path) -> None:
     assert 0.0 <= metrics["val/pass@1"] <= metrics["val/pass@2"] <= metrics["val/pass@4"] <= 1.0
     right = [(sample.reward or 0.0) >= 0.25 for sample in rollouts.validation_samples]
     assert metrics["val/pass@1"] == pytest.approx(sum(right) / 8)
+    groups = [rollouts.validation_samples[:4], rollouts.validation_samples[4:]]
+    best = [max(sample.reward or 0.0 for sample in group) for group in groups]
+    assert metrics["val/best@4"] == pytest.approx(sum(best) / 2)
+    assert metrics["val/maj@1"] == pytest.approx(metrics["val/avg@4"]) == pytest.approx(metrics["val/reward"])
+    voted = [
+        majority_at_k([sample.text[:1] for sample in group], [sample.reward or 0.0 for sample in group], 4)
+        for group in groups
+    ]
+    assert metrics["val/maj@4"] == pytest.approx(sum(voted) / 2)
+
+
+def test_rewards_that_read_answers_say_how_and_those_around_them_too() -> None:
+    one = Sample(Prompt(0, [5]), 0, [7], [0.0], [0], "stop", text=r" So \boxed{1/2}. ", info={"last_text": " B. "})
+    read = {name: answer_reader(reward) for name, reward in {
+        "math_match": math_match, "exact_match": exact_match, "plain": digits, "none": None,
+        "pattern": ExactMatch(pattern=r"So|(boxed)"), "sum": WeightedSum(digits=digits, right=exact_match),
+        "last turn": OnLastTurn(ExactMatch(ignore_punctuation=True)), "partial": functools.partial(exact_match),
+        "no part": WeightedSum(digits=digits), "cosine": CosineLength(exact_match, max_length=8),
+    }.items()}  # fmt: skip
+    assert {name: None if reader is None else reader(one) for name, reader in read.items()} == {
+        "math_match": "1/2", "exact_match": r"So \boxed{1/2}.", "plain": None, "none": None, "pattern": "boxed",
+        "sum": r"So \boxed{1/2}.", "last turn": "B", "partial": r"So \boxed{1/2}.", "no part": None,
+        "cosine": r"So \boxed{1/2}.",
+    }  # fmt: skip
+    assert read["plain"] is None
+    assert read["no part"] is None

@@ -22,6 +22,7 @@ class Watched(LocalEngine):
         super().__init__()
         self.begun: list[list[int]] = []
         self.finished: list[list[int]] = []
+        self.resumed: list[dict[int, Any]] = []
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> Any:
         stream = super().stream(sampling, iteration=iteration)
@@ -29,7 +30,11 @@ class Watched(LocalEngine):
         finished: list[int] = []
         self.begun.append(begun)
         self.finished.append(finished)
-        submit, collect = stream.submit, stream.collect
+        submit, collect, resume = stream.submit, stream.collect, stream.resume
+
+        def watched_resume(groups: Any, **arguments: Any) -> None:
+            self.resumed.append({group[0].prompt.index: group for group in groups})
+            resume(groups, **arguments)
 
         def watched_submit(prompts: Any, **arguments: Any) -> None:
             begun.extend(prompt.index for prompt in prompts)
@@ -41,6 +46,7 @@ class Watched(LocalEngine):
             return groups
 
         stream.submit, stream.collect = watched_submit, watched_collect  # type: ignore[method-assign]
+        stream.resume = watched_resume
         return stream
 
 
@@ -56,11 +62,13 @@ class SaveAt(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def run(folder: Path, *callbacks: L.Callback, ckpt_path: str | None = None) -> tuple[Any, Any, Any, Watched]:
+def run(
+    folder: Path, *callbacks: L.Callback, ckpt_path: str | None = None, partial: bool = False
+) -> tuple[Any, Any, Any, Watched]:
     engine = Watched()
     # A sixth of the tokens are stops, so that groups end at different times.
     sampling = SamplingSpec(group_size=4, max_new_tokens=48, stop_token_ids=tuple(range(60, 80)))
-    rollouts = RolloutCallback(digits, engine=engine, sampling=sampling, oversampling=0.5)
+    rollouts = RolloutCallback(digits, engine=engine, sampling=sampling, oversampling=0.5, partial_rollouts=partial)
     trainer, module, data, _ = setup_run(folder, rollouts=rollouts, callbacks=callbacks, max_epochs=4)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return trainer, module, data, engine
@@ -87,3 +95,36 @@ def test_prompts_of_dropped_groups_come_first_and_a_resumed_run_is_the_straight_
     assert rest.begun == engine.begun[2:]
     for name, tensor in weights(resumed).items():
         assert torch.equal(tensor, weights(module)[name])
+
+
+def test_dropped_groups_are_continued_also_by_a_resumed_run(tmp_path: Path) -> None:
+    samples: list[list[Any]] = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, *arguments: Any) -> None:
+            samples.append([])
+
+        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+            samples[-1] = RolloutCallback.of(trainer).samples
+
+    saves = [SaveAt(tmp_path / f"{batch}.ckpt", batch) for batch in (6, 8)]  # inside the second iteration, at its end
+    trainer, module, _, engine = run(tmp_path, Keep(), *saves, partial=True)
+    assert len(engine.resumed) == 3
+    assert trainer.callback_metrics["rollout/continued_fraction"] > 0.1
+    mixed = 0
+    for resumed, trained in zip(engine.resumed, samples[1:], strict=True):
+        found = {(sample.prompt.index, sample.sample_index): sample for sample in trained}
+        for begun in (sample for group in resumed.values() for sample in group):
+            sample = found.get((begun.prompt.index, begun.sample_index))
+            if sample is not None:
+                count = begun.num_tokens
+                assert sample.token_ids[:count] == begun.token_ids
+                assert sample.logprobs[:count] == begun.logprobs
+                assert sample.versions[:count] == begun.versions
+                mixed += len(set(sample.versions)) > 1
+    assert mixed > 3
+    for batch in (6, 8):
+        _, resumed, _, rest = run(tmp_path, ckpt_path=str(tmp_path / f"{batch}.ckpt"), partial=True)
+        assert [list(each) for each in rest.resumed] == [list(each) for each in engine.resumed[1:]]
+        for name, tensor in weights(resumed).items():
+            assert torch.equal(tensor, weights(module)[name])

@@ -1,20 +1,25 @@
-"""Two ZeRO-3 ranks, one real vLLM engine and the callback, for ``test_callback_vllm.py``."""
+"""Two ZeRO-3 ranks, one real vLLM engine, reference and reward model, for ``test_callback_vllm.py``."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks
 from shared_pool import SharedPool
 
-from rlhfkit import Invariants, LoRA, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool
+from rlhfkit import Invariants, LoRA, ModelPool, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool
 from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
-MODES: dict[str, dict[str, Any]] = {"in turns": {}, "in flight": {"max_staleness": 1, "in_flight": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "in turns": {},
+    "roles elsewhere": {},
+    "in flight": {"max_staleness": 1, "in_flight": True},
+}
 
 
 class Keep(L.Callback):
@@ -37,12 +42,25 @@ class Keep(L.Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         import json
 
-        sums = [float(tensor.double().abs().sum()) for _, tensor in ModuleWeights(pl_module.policy)]
-        report = self.report | {"weights": sums}
+        weights = {name: tensor.cpu().clone() for name, tensor in ModuleWeights(pl_module.policy)}
+        if get_rank() == 0:
+            torch.save(weights, self.path.with_suffix(".pt"))
+        report = self.report | {"weights": [float(tensor.double().abs().sum()) for tensor in weights.values()]}
         self.path.with_name(f"{self.path.name}.{get_rank()}.json").write_text(json.dumps(report))
 
 
-def fit(folder: Path, model: str, mode: str, pool: VLLMPool, strategy: Any) -> None:
+def module_arguments(mode: str, model: str, reward: str) -> dict[str, Any]:
+    """Reference, which moves, and reward model are children or elsewhere."""
+    if mode == "in flight":
+        # A pool that was started for another policy gets this one merged, a new one its adapter alone.
+        return {"correction": "tis", "lora": LoRA(rank=4)}
+    arguments: dict[str, Any] = {"kl_coef": 0.1, "ref_model_sync_steps": 1, "reward_model": reward}
+    if mode == "roles elsewhere":
+        arguments |= {"reference": ModelPool(model), "reward_model": ModelPool(reward)}
+    return arguments
+
+
+def fit(folder: Path, model: str, mode: str, pool: VLLMPool, strategy: Any, reward: str = "") -> None:
     """Three iterations; every rank writes a report beside ``folder / mode``."""
     folder.mkdir(parents=True, exist_ok=True)
     data_folder = folder / f"data{os.environ.get('LOCAL_RANK', '')}"
@@ -54,17 +72,15 @@ def fit(folder: Path, model: str, mode: str, pool: VLLMPool, strategy: Any) -> N
         callbacks=[rollouts, Invariants(), Keep(folder / mode.replace(" ", "_"))],
     )  # fmt: skip
     data = PromptDataModule(prompts_file(data_folder), answer="answer", rollout_batch_size=8, micro_batch_size=16)
-    # A pool that was started for another policy gets this one merged, a new one its adapter alone.
-    arguments: dict[str, Any] = {"correction": "tis", "lora": LoRA(rank=4)} if MODES[mode] else {}
-    trainer.fit(PlainGRPO(model, lr=0.05, **arguments), data)
+    trainer.fit(PlainGRPO(model, lr=0.05, **module_arguments(mode, model, reward)), data)
 
 
-def by_script(folder: Path, model: str) -> dict[str, Any]:
+def by_script(folder: Path, model: str, reward: str) -> dict[str, Any]:
     """Entry point of a rank that a script has started."""
     pool = SharedPool(kv_cache_gib=0.1, max_model_len=64)
     for mode in MODES:
         os.environ["WORLD_SIZE"] = "2"  # Lightning deletes it when a fit ends
-        fit(folder, model, mode, pool, "rlhf_zero3")
+        fit(folder, model, mode, pool, "rlhf_zero3", reward)
     pool.really_close()
     return {}
 

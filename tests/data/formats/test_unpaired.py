@@ -1,11 +1,19 @@
 """Mismatched pairs: never a prompt with its own answers, the same for every split into micro-batches and ranks."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats.unpaired import UnpairedExamples, UnpairedLoader, collate_unpaired, rows_of_other_prompts
+from rlhfkit.data.formats.unpaired import (
+    UnpairedExample,
+    UnpairedExamples,
+    UnpairedLoader,
+    UnpairedStreamLoader,
+    collate_unpaired,
+    rows_of_other_prompts,
+)
 
 
 class Answers:
@@ -96,6 +104,52 @@ def test_a_step_brings_the_mismatched_pairs_of_its_answers_first_and_once(
     ).order(0)
     for step, rows in {0: order[:6], 1: order[6:]}.items():
         assert Counter(steps[step]) == Counter(tuple(examples[row].mismatched.input_ids) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("size", "accumulate", "ranks", "together"),
+    [(6, 1, 1, 1), (2, 3, 1, 1), (1, 3, 2, 1), (1, 2, 3, 1), (2, 3, 2, 2), (1, 3, 4, 2)],
+)
+def test_a_step_of_a_stream_has_the_same_mismatched_pairs_on_any_ranks(
+    size: int, accumulate: int, ranks: int, together: int
+) -> None:
+    """Six answers in each of two steps; the third has one prompt, and no pairs."""
+    prompts = [*PROMPTS, 8, *[9] * 6]
+    answers = Answers(prompts)
+
+    def opened(place: Any) -> Any:
+        return ((row + 1, UnpairedExample(answers[row], row % 2 == 0)) for row in range(place or 0, len(prompts)))
+
+    pairs: list[list[tuple[int, ...]]] = [[], [], []]
+    for rank in range(ranks):
+        loader = UnpairedStreamLoader(
+            opened,
+            collate_unpaired,
+            steps_per_epoch=3,
+            micro_batch_size=size,
+            accumulate=accumulate,
+            rank=rank,
+            world_size=ranks,
+            ranks_per_forward=together,
+            seed=5,
+        )
+        for number, batch in enumerate(loader):
+            step = number // accumulate
+            assert len(batch.mismatched) == accumulate * (number % accumulate == 0 and step < 2)
+            for part in batch.mismatched:
+                kept = part.loss_mask.any(-1)
+                assert kept.any() or part.input_ids.shape == (1, 2)
+                pairs[step] += [tuple(row[row > 0].tolist()) for row in part.input_ids[kept]]
+            rows = (batch.input_ids[batch.loss_mask.any(-1), 1] - 100).tolist()
+            assert batch.desirable[batch.loss_mask.any(-1)].tolist() == [row % 2 == 0 for row in rows]
+    for step in (0, 1):
+        own = range(6 * step, 6 * step + 6)
+        partners = rows_of_other_prompts([prompts[row] for row in own], seed=5)
+        expected = [
+            (prompts[row], *answers[own[other]].input_ids[1:]) for row, other in zip(own, partners, strict=True)
+        ]
+        assert sorted(pairs[step]) == sorted(expected)
+        assert all(prompts[pair[1] - 100] != pair[0] for pair in pairs[step])
 
 
 def test_moving_a_batch_moves_its_mismatched_pairs() -> None:

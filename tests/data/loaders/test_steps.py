@@ -257,6 +257,16 @@ def test_resumed_loader_continues_where_it_stopped(stop: int) -> None:
     assert len(list(resumed)) == 15  # the epoch after that is whole
 
 
+@pytest.mark.parametrize(("limit", "taken"), [(5, 5), (0.5, 7), (1.0, 15)])
+def test_an_epoch_that_the_trainer_ends_early_is_resumed_as_ended(limit: float, taken: int) -> None:
+    examples = make_examples(29)
+    stopped = loader(examples, micro_batch_size=2, accumulate=4, limit_batches=limit)
+    list(itertools.islice(stopped, taken - 1))
+    assert stopped.state_dict()["position"] == taken - 1
+    list(itertools.islice(stopped, taken))
+    assert stopped.state_dict()["position"] == 0
+
+
 def test_resuming_with_other_sizes_inside_an_epoch_is_an_error_and_at_its_end_is_not() -> None:
     examples = make_examples(29)
     saved = loader(examples, micro_batch_size=2, accumulate=4)

@@ -24,8 +24,8 @@ def open_stream(place: Any) -> Iterator[tuple[int, TokenExample]]:
             yield number + 1, example(number)
 
 
-def loader(**options: int) -> StreamLoader[TokenBatch]:
-    sizes = {"steps_per_epoch": 3, "micro_batch_size": 2, "accumulate": 2} | options
+def loader(**options: Any) -> StreamLoader[TokenBatch]:
+    sizes: dict[str, Any] = {"steps_per_epoch": 3, "micro_batch_size": 2, "accumulate": 2} | options
     return StreamLoader(open_stream, collate_tokens, **sizes)
 
 
@@ -81,7 +81,20 @@ def test_resumed_loader_goes_on_where_it_stopped(stop: int) -> None:
         assert one.step_tokens == other.step_tokens
 
 
-def test_other_sizes_can_go_on_at_the_end_of_an_epoch_only() -> None:
+def test_between_two_steps_a_run_may_go_on_with_other_ranks_and_micro_batches() -> None:
+    stopped = loader()
+    list(itertools.islice(stopped, 2))
+    rest = list(range(12, 36, 3))  # the first step had 0, 3, 6 and 9
+    for sizes in ({"world_size": 2, "micro_batch_size": 1}, {"world_size": 2, "ranks_per_forward": 2}):
+        shares = []
+        for rank in range(2):
+            resumed = loader(rank=rank, **sizes)
+            resumed.load_state_dict(stopped.state_dict())
+            shares += [batch for batch in resumed if batch.loss_mask.any()]
+        assert sorted(number for one in numbers(shares) for number in one) == rest
+
+
+def test_a_step_that_was_begun_and_an_epoch_of_another_length_go_on_with_the_same_sizes_only() -> None:
     stopped, other = loader(), loader(accumulate=1)
     running = iter(stopped)
     next(running)
@@ -89,9 +102,40 @@ def test_other_sizes_can_go_on_at_the_end_of_an_epoch_only() -> None:
         other.load_state_dict(stopped.state_dict())
     with pytest.raises(ValueError, match="world_size was 1 and is 2, ranks_per_forward was 1 and is 2"):
         loader(world_size=2, ranks_per_forward=2).load_state_dict(stopped.state_dict())
+    next(running)
+    for sizes in ({"accumulate": 1}, {"steps_per_epoch": 4}):
+        with pytest.raises(ValueError, match="cannot continue inside an epoch whose steps have changed"):
+            loader(**sizes).load_state_dict(stopped.state_dict())
     list(running)
     other.load_state_dict(stopped.state_dict())
     assert numbers(other)[0][0] == 36
+
+
+@pytest.mark.parametrize(("limit", "taken"), [(3, 3), (0.5, 3), (4, 4), (1.0, 6)])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_epoch_that_the_trainer_ends_early_is_resumed_as_ended(limit: float, taken: int, epochs: int) -> None:
+    straight = loader(limit_batches=limit)
+    whole = [numbers(itertools.islice(straight, taken)) for _ in range(4)]
+    stopped = loader(limit_batches=limit)
+    for _ in range(epochs):
+        list(itertools.islice(stopped, taken))
+    resumed = loader(limit_batches=limit)
+    resumed.load_state_dict(stopped.state_dict())
+    assert [numbers(itertools.islice(resumed, taken)) for _ in range(4 - epochs)] == whole[epochs:]
+
+
+def test_another_stream_begins_anew_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    stopped = StreamLoader(open_stream, collate_tokens, steps_per_epoch=3, micro_batch_size=2, fingerprint="one")
+    list(itertools.islice(stopped, 1))
+    for fingerprint, first in (("one", [6, 9]), ("two", [3])):  # 0 is padding too
+        other = StreamLoader(
+            open_stream, collate_tokens, steps_per_epoch=3, micro_batch_size=2, fingerprint=fingerprint
+        )
+        other.load_state_dict(stopped.state_dict())
+        found = numbers(other)
+        assert len(found) == 2  # steps of the epoch that are left
+        assert found[0] == first
+        assert ("a new pass begins" in caplog.text) == (fingerprint == "two")
 
 
 def test_sizes_out_of_range_are_rejected() -> None:

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tiny_models import tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.datamodules import PromptDataModule, final_answer
+from rlhfkit.datamodules import PromptDataModule, StreamingPromptDataModule, final_answer
 
 Write = Callable[..., str]
 ROWS = [{"question": f"{i}+1=", "answer": f"One more. #### {i + 1}", "level": i % 3} for i in range(10)]
@@ -116,9 +118,29 @@ def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
         module(path, prompt="chat", answer=None, rollout_batch_size=1)
 
 
-def test_end_of_sequence_that_the_tokenizer_appends_is_taken_off(write_rows: Write) -> None:
-    from tokenizers.processors import TemplateProcessing
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="datasets before 4.7 has no column of mixed values")
+def test_texts_and_chat_messages_may_be_in_one_column() -> None:
+    """Only texts outside the template get the tokenizer's own token in front."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    rows = [{"question": "a"}, {"question": [{"role": "user", "content": "b"}]}, {"question": "c"}]
+    source = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    for kind in (PromptDataModule, StreamingPromptDataModule):
+        data = kind(
+            source,
+            prompt="question",
+            rollout_batch_size=3,
+            tokenizer=tokenizer,
+            apply_chat_template=False,
+            shuffle=False,
+        )
+        data.setup("fit")
+        found = [tokenizer.decode(prompt.token_ids) for prompt in data.next_prompts(3)]
+        assert found == ["<unk>a", "<user>b<assistant>", "<unk>c"]
 
+
+def test_end_of_sequence_that_the_tokenizer_appends_is_taken_off(write_rows: Write) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]

@@ -63,6 +63,19 @@ def test_iterations_have_the_shares_and_a_source_uses_its_prompts_equally(
         first += size
 
 
+def test_shares_are_of_the_prompts_that_are_left() -> None:
+    """The engine's limit is known after the data was opened, and may drop prompts."""
+    long = [{"prompt": "long" * 9, "answer": "1"}] * 6
+    sources = [(rows(4, 1) + long, 1.0), (rows(4, 2), 1.0)]
+    data = opened(Mixture(sources), rollout_batch_size=8, overlong_prompts="drop")
+    data.next_prompts(8)
+    data.check_prompts(longest=9, reason="the engine's limit")
+    for _ in range(3):  # each pass has every prompt once
+        found = sorted(prompt.text for prompt in data.next_prompts(8))
+        assert found == [f"{digit}{index}=" for digit in (1, 2) for index in range(4)]
+        data.advance(8)
+
+
 def test_a_prompt_knows_its_source_and_its_index_is_its_own(tmp_path: Path) -> None:
     easy, hard = write(tmp_path / "easy.jsonl", 4, 1), write(tmp_path / "hard.jsonl", 5, 2)
     data = opened({easy: 1.0, hard: 1.0}, rollout_batch_size=4)
@@ -105,10 +118,14 @@ def test_validation_is_told_apart_by_source(tmp_path: Path) -> None:
         validation_sampling=SamplingSpec(group_size=2, max_new_tokens=6),
         success_threshold=0.2,
     )
-    held = {"validation_data": sources, "validation_split": "train", "validation_batch_size": 100}
+    held = {
+        "validation_data": sources,
+        "validation_split": "train",
+        "validation_batch_size": 2,
+    }  # of one source, or two
     trainer, module, data, _ = setup_run(tmp_path / "run", rollouts=rollouts, data_arguments=held)
     metrics = trainer.validate(module, data, verbose=False)[0]
-    for name, count in (("easy", 3), ("hard", 4)):
+    for name, count in (("easy", 3), ("hard", 4)):  # a batch has prompts of one source or of both
         samples = [each for each in rollouts.validation_samples if each.prompt.metadata["source"] == name]
         assert len(samples) == 2 * count
         assert metrics[f"val/reward/{name}"] == pytest.approx(sum(digits(samples)) / len(samples))

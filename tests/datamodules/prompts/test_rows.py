@@ -1,4 +1,7 @@
-"""Prompts that would stop a run when they are drawn are found before it begins, with row and file."""
+"""Prompts that would stop a run when they are drawn are found before it begins, with row and file.
+
+Covers columns.py.
+"""
 
 import logging
 from collections.abc import Callable

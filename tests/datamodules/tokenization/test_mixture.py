@@ -138,7 +138,11 @@ def test_bad_mixtures_are_refused(weights: Any, options: Any, message: str) -> N
         "PromptDataModule",
         "SFTDataModule",
         "StepwiseDataModule",
+        "StreamingPreferenceDataModule",
+        "StreamingPromptDataModule",
         "StreamingSFTDataModule",
+        "StreamingStepwiseDataModule",
+        "StreamingUnpairedPreferenceDataModule",
         "UnpairedPreferenceDataModule",
     ],
 )
@@ -149,7 +153,8 @@ def test_the_command_line_can_make_every_datamodule(name: str) -> None:
     kind = getattr(rlhfkit, name)
     parser = ArgumentParser()
     parser.add_class_arguments(kind, "data", fail_untyped=False)
-    arguments = ["--data.data=a.jsonl"] + ["--data.steps_per_epoch=2"] * (name == "StreamingSFTDataModule")
+    counted = name.startswith("Streaming") and name != "StreamingPromptDataModule"
+    arguments = ["--data.data=a.jsonl"] + ["--data.steps_per_epoch=2"] * counted
     assert parser.instantiate(parser.parse_args(arguments)).data.data == "a.jsonl"
     arguments[0] = '--data.data={"a.jsonl": 3, "b.jsonl": 1}'
     mixture = parser.instantiate(parser.parse_args(arguments)).data.data

@@ -27,6 +27,17 @@ def test_rows_and_datasets_in_memory(write_rows: Write) -> None:
     assert read_rows(Path(write_rows(ROWS))).to_list() == ROWS
 
 
+def test_rows_that_were_filtered_out_of_a_dataset_count_no_more() -> None:
+    """The table of a filtered Dataset has all rows."""
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c", None], "image": [None, None, "c", None]})
+    check_columns(rows.filter(lambda row: row["text"] in ("a", "b")), "", text="text")
+    with pytest.raises(ValueError, match="has a column 'image'"):
+        check_columns(rows.filter(lambda row: row["text"] in ("a", "c")), "", text="text")
+    with pytest.raises(ValueError, match="'text' of  has 1 missing values, the first in row 1"):
+        check_columns(rows.filter(lambda row: row["text"] in ("b", None)), "", text="text")
+    assert read_rows(rows.select([1]).with_format("numpy")).to_list() == [{"text": "b", "image": None}]
+
+
 def test_compressed_file(tmp_path: Path, write_rows: Write) -> None:
     path = tmp_path / "b.jsonl.gz"
     path.write_bytes(gzip.compress(Path(write_rows(ROWS)).read_bytes()))
@@ -124,3 +135,10 @@ def test_a_column_of_two_types_is_named_with_both_rows() -> None:
     rows = [{"prompt": "a", "level": 1}, {"prompt": "b", "level": 2}, {"prompt": 3, "level": 3}]
     with pytest.raises(ValueError, match=r"column 'prompt' of the given rows .* str in row 0 and int in row 2 \(3\)"):
         read_rows(rows)
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="datasets before 4.7 has no column of mixed values")
+def test_messages_in_memory_may_have_texts_and_lists_of_parts() -> None:
+    parts = [{"type": "text", "text": "hi"}]
+    rows = [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "yo"}]}]
+    assert read_rows(rows).to_list() == rows

@@ -30,7 +30,10 @@ def head_results(head, dtype, entropy, knobs):
     single = linear_cross_entropy(
         case.hidden, case.weight, case.targets, case.targets > 2, bias=case.bias, chunk=3, entropy=entropy, **knobs
     )
-    parts = (output.logprobs, output.entropy, single.loss)
+    measured = logprobs.linear_statistics(
+        case.hidden, case.weight, case.targets, bias=case.bias, entropy=entropy, chunk=10, **knobs
+    )
+    parts = (output.logprobs, output.entropy, single.loss, measured.sum_squares)
     gradients = (*torch.autograd.grad(loss, case.leaves), *torch.autograd.grad(single.loss, case.leaves))
     return [part for part in (*parts, *gradients) if part is not None]
 

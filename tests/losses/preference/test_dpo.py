@@ -376,6 +376,8 @@ def test_reference_and_metrics_carry_no_gradient():
         ({"nll_coef": 1.0}, "give chosen_lengths"),
         ({"divergence": "tv"}, "divergence must be a function or one of"),
         ({"divergence": "js", "loss_type": "apo_zero"}, "'reverse_kl' only"),
+        ({"divergence_alpha": 0.3}, "divergence_alpha=0.3 belongs to divergence 'alpha'"),
+        ({"discopop_temperature": 0.1}, "discopop_temperature=0.1 belongs to 'discopop'"),
         ({"weights": torch.ones(3), "loss_type": "aot"}, "sort the batch"),
         ({"mask": torch.ones(3), "loss_type": "aot_unpaired"}, "sort the batch"),
         ({"weights": torch.ones(2)}, "same shape"),

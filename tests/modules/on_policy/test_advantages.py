@@ -4,16 +4,29 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
 import torch
 from rl_runs import digits, setup_run
 
-from rlhfkit import GRPOModule, ReplayEngine, RolloutCallback, Sample, SamplingSpec, presets
+from rlhfkit import (
+    Environment,
+    EpisodeEngine,
+    GRPOModule,
+    LocalEngine,
+    Prompt,
+    ReplayEngine,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    Step,
+    presets,
+)
+from rlhfkit.episodes import Action
 from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
-from rlhfkit.rewards import WeightedSum
+from rlhfkit.rewards import EpisodeReward, WeightedSum
 
 ONE = SamplingSpec(group_size=1, max_new_tokens=8)
 
@@ -73,6 +86,75 @@ def test_the_baseline_is_the_reward_of_the_greedy_answer(tmp_path: Path, max_sta
     assert trainer.global_step == 2
     assert greedy.checked == (0 if max_staleness else 16)
     assert math.isfinite(float(trainer.callback_metrics["loss"]))
+
+
+class Asking(Environment):
+    """Begins a conversation, and pays what ``lengthy`` pays; remembers what it was asked."""
+
+    asked: ClassVar[list[tuple[int, list[int]]]] = []
+
+    def reset(self, prompt: Prompt) -> list[dict[str, str]]:
+        self.asked.append((prompt.index, prompt.token_ids))
+        return [{"role": "user", "content": f"Now {prompt.text}"}]
+
+    def step(self, action: Action) -> Step:
+        made = Sample(Prompt(0, [1]), 0, action.token_ids, [0.0] * len(action.token_ids), [0] * len(action.token_ids),
+                      "stop", text=action.text)  # fmt: skip
+        return Step(reward=lengthy([made])[0], done=True)
+
+
+class ChatEngine(EpisodeEngine):
+    """Episodes of a tokenizer that has got a chat template."""
+
+    def start(self, *arguments: Any, **more: Any) -> None:
+        super().start(*arguments, **more)
+        assert self._observations is not None
+        self._observations.tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+
+
+def check_episodes(folder: Path, engine: Any) -> None:
+    """One iteration of ReMax on conversations that an environment has begun."""
+    greedy = Greedy()
+    Asking.asked.clear()
+    trainer, module, data, rollouts = setup_run(
+        folder,
+        module_arguments=dict(presets.REMAX),
+        rollouts=RolloutCallback(
+            EpisodeReward(),
+            engine=ChatEngine(engine, Asking, max_turns=1),
+            sampling=SamplingSpec(group_size=2, max_new_tokens=8),
+        ),
+        data_arguments={"micro_batch_size": 8},
+        callbacks=[greedy],
+        max_epochs=1,
+    )
+    trainer.fit(module, data)
+    assert greedy.checked == 16
+    drawn = dict(Asking.asked)
+    assert len(Asking.asked) == 8 * 3  # two samples and the greedy answer
+    assert all(tokens == drawn[index] for index, tokens in Asking.asked)
+    assert all(sample.prompt.num_tokens == len(drawn[sample.prompt.index]) + 4 for sample in rollouts.samples)
+
+
+def test_greedy_episodes_begin_as_the_sampled_ones(tmp_path: Path) -> None:
+    check_episodes(tmp_path, LocalEngine())
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_greedy_answers_and_episodes_of_vllm_are_the_policys(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
+    tmp_path.joinpath("model").symlink_to(vllm_model)
+    greedy = Greedy()
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module_arguments=dict(presets.REMAX),
+        rollouts=RolloutCallback(lengthy, engine=vllm_pool, sampling=ONE),
+        data_arguments={"micro_batch_size": 4},
+        callbacks=[greedy],
+    )
+    trainer.fit(module, data)
+    assert greedy.checked == 16
+    check_episodes(tmp_path, vllm_pool)
 
 
 @pytest.mark.parametrize(

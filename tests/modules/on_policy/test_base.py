@@ -1,6 +1,6 @@
 """Arguments of modules that learn from their own samples, against the loss functions called by hand.
 
-Covers base.py, update/engine_mismatch.py, grpo.py and presets.py.
+Covers base.py, objective.py, update/engine_mismatch.py, grpo.py and presets.py.
 """
 
 import dataclasses
@@ -175,6 +175,36 @@ def test_the_optimal_token_baseline_is_reached_by_name_and_reads_the_engines_log
     assert len(prepared.advantages[0][batch.action_mask[0]].unique()) > 1
 
 
+def test_the_exact_token_baseline_has_sums_of_squares_of_the_policy_before_the_iteration(tmp_path: Path) -> None:
+    given: list[Experience] = []
+
+    class Watched(GRPOModule):
+        def compute_advantages(self, experience: Experience) -> Experience:
+            given.append(experience)
+            return super().compute_advantages(experience)
+
+    name = "rlhfkit.modules.on_policy.presets.exact_optimal_token_baseline"
+    trainer, module, data, rollouts = setup_run(
+        tmp_path, module=Watched, module_arguments={"advantages": name, "lr": 1e-12}, max_epochs=1
+    )
+    trainer.fit(module, data)
+    (one,), made = given, rollouts.experience
+    assert one.sum_squares is not None
+    assert made is not None
+    assert made.sum_squares is None  # is not kept for training
+    with torch.no_grad():
+        logits = module.policy.double()(input_ids=one.input_ids[:1, : int(one.lengths[0])]).logits[0, :-1]
+    chosen = one.action_mask[0, : len(logits)]
+    expected = logits.softmax(-1).square().sum(-1)[chosen]
+    torch.testing.assert_close(one.sum_squares[0, : len(logits)][chosen].double(), expected, rtol=1e-5, atol=1e-7)
+    advantages = rlhfkit.losses.optimal_token_advantages(
+        one.rewards, one.group, one.action_mask, one.old_logprobs, sum_squares=one.sum_squares
+    )
+    assert torch.equal(made.advantages, advantages)
+    estimated = rlhfkit.losses.optimal_token_advantages(one.rewards, one.group, one.action_mask, one.old_logprobs)
+    assert (advantages - estimated).abs().max() > 2e-5  # a random model is nearly uniform
+
+
 def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
     batch = experience()
     batch.ref_logprobs = None
@@ -206,9 +236,9 @@ def test_samples_of_quantized_engines_are_corrected_unless_it_was_chosen_otherwi
     module: Any, set_by_default: bool, correction: str | None
 ) -> None:
     made = module()
-    assert made.correct_quantization() == set_by_default
+    assert made.correct_off_policy() == set_by_default
     assert made.correction == (None if correction is None else rlhfkit.losses.CORRECTION_PRESETS[correction])
-    assert not made.correct_quantization()  # once
+    assert not made.correct_off_policy()  # once
 
 
 def test_the_kl_coefficient_moves_towards_its_target_and_is_remembered(tmp_path: Path) -> None:
@@ -408,6 +438,8 @@ def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
         ({"kl_in_reward": True}, r"kl_in_reward=True .* kl_coef=0 .* give a kl_coef"),
         ({"kl_in_reward": "answer", "kl_coef": 0.1}, "'token' or 'sequence', got 'answer'"),
         ({"kl_estimator": "k1", "kl_coef": 0.1}, r"gradient of mean 0.*use 'k2' or 'k3', or kl_in_reward=True"),
+        ({"kl_estimator": "k2"}, "kl_estimator='k2' says how the KL penalty is estimated"),
+        ({"kl_control": {"horizon": 100}}, "horizon=100.*give target too"),
         ({"correction": "tiss"}, "correction must be one of tis"),
         ({"kl_control": {"target": 0.1}}, r"KLControl\(target=0.1\) needs a positive kl_coef"),
         ({"kl_control": {"goal": 0.1}}, "KLControl has no goal; it has target, horizon, early_stop"),
@@ -421,6 +453,15 @@ def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GRPOModule("anywhere", **arguments)
+
+
+def test_groups_in_which_no_answer_can_have_an_advantage_are_refused() -> None:
+    best_of_eight = GRPOModule("anywhere", advantages=functools.partial(pass_at_k_advantages, k=8))
+    with pytest.raises(ValueError, match="with group_size=8 every advantage is 0, however many answers are right"):
+        best_of_eight.check_group_size(8)
+    best_of_eight.check_group_size(9)
+    GRPOModule("anywhere", advantages=lambda rewards, group: (rewards > 5).float()).check_group_size(8)
+    GRPOModule("anywhere", advantages="opo_advantages").check_group_size(2)
 
 
 def test_reinforce_plus_plus_learns_without_groups(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""OnPolicyDistillationModule against loops written by hand in float64, and learning a known teacher."""
+"""OnPolicyDistillationModule against loops written by hand in float64, and learning a known teacher.
+
+Covers distillation.py, teachers/compared_output.py and teachers/domains.py.
+"""
 
 import copy
 from collections.abc import Callable
@@ -168,11 +171,14 @@ def test_the_student_becomes_the_teacher(tmp_path: Path, knobs: dict[str, Any], 
 
 
 def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
-    """Entry point of a rank: train both ways with the teacher as an inference engine of ZeRO 3."""
+    """Entry point of a rank: train in all ways with teachers as inference engines of ZeRO 3."""
     from rlhfkit.distributed import full_parameters
 
     results: list[Any] = []
-    for knobs in ({}, {"divergence": "jsd"}):
+    several = {"teacher": {"even": f"{data}/teacher", "odd": f"{data}/model"}, "teacher_column": "kind"}
+    rows = [{"prompt": f"{i}+{i}=", "kind": ("even", "odd")[i % 2]} for i in range(40)]
+    text = {"teacher_reads": "text"}
+    for knobs in ({}, {"divergence": "jsd"}, text, text | {"divergence": "jsd"}, several):
 
         class Measure(L.Callback):
             def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -180,24 +186,24 @@ def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
                 with full_parameters(parameters):
                     results.append(sum(float(each.detach().double().abs().sum()) for each in parameters))
 
-        trainer, module, prompts, rollouts = setup_run(
+        trainer, module, _, rollouts = setup_run(
             Path(data),
             module=PlainDistillation,
             module_arguments={"teacher": f"{data}/teacher", "lr": LR} | knobs,
-            data_arguments={"micro_batch_size": 8 // world},
             rollouts=RolloutCallback(sampling=sampling()),
             callbacks=[Measure()],
             strategy="rlhf_zero3" if world > 1 else "auto",
             devices=world,
             use_distributed_sampler=False,
         )
+        prompts = PromptDataModule(Dataset.from_list(rows), rollout_batch_size=8, micro_batch_size=8 // world)
         trainer.fit(module, prompts)
         results.append([sample.token_ids for sample in samples_of_all_ranks(rollouts)])
     return results
 
 
 @pytest.mark.distributed
-def test_two_ranks_with_a_sharded_teacher_train_as_one_rank(tmp_path: Path) -> None:
+def test_two_ranks_with_sharded_teachers_train_as_one_rank(tmp_path: Path) -> None:
     for name, seed in (("model", 0), ("teacher", 1)):
         tiny_model(tmp_path / name, seed=seed)
     alone = train_on_ranks(tmp_path, str(tmp_path), 1)
@@ -227,6 +233,15 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"divergence": "rlhfkit.losses.nothing"}, "cannot be imported"),
         ({"divergence": "jsd", "teacher_weight": 1.0}, "teacher_weight"),
         ({"top_k": 8}, "leave top_k out"),
+        ({"divergence": "forward_kl", "teacher_weight": 0.3}, "it belongs to 'jsd'"),
+        ({"divergence": "jsd", "remainder": "renormalize"}, "remainder would have no effect beside top_k=None"),
+        ({"chunk_size": 8}, "chunk_size would have no effect beside divergence=None"),
+        ({"teacher_column": "task"}, "teacher_column would have no effect beside one teacher"),
+        ({"divergence": "jsd", "router_replay": True}, "router_replay would have no effect beside divergence"),
+        ({"divergence": "jsd", "token_filter": {"top_entropy": 0.2}}, "token_filter would have no effect"),
+        ({"divergence": "jsd", "proximal": "log-linear"}, "proximal would have no effect beside divergence"),
+        ({"proximal": "log-linear"}, "a teacher's log-probs.* use proximal='recompute'"),
+        ({"reward_processing": {"clip": 1.0}}, "reward_processing would have no effect beside reward_coef=0"),
         ({"distillation_coef": 0.0}, "distillation_coef must be a finite number above 0"),
         ({"distillation_gamma": 1.5}, "distillation_gamma"),
         ({"reward_coef": -1.0}, "reward_coef must be a finite number of at least 0"),

@@ -8,35 +8,12 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import setup_run
-from tiny_models import tiny_model, tiny_tokenizer
-from transformers import MixtralConfig, MixtralForCausalLM
+from tiny_models import tiny_mixture, tiny_model
 
 from rlhfkit import GRPOModule
 from rlhfkit.models import policy_output
 from rlhfkit.models.forward import unwrap
 from rlhfkit.models.routing import attach_routing
-
-
-def mixture(folder: Path) -> None:
-    """A mixture of four experts, two of which each token goes to."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        sliding_window=None,
-        bos_token_id=None,
-        eos_token_id=1,
-        initializer_range=0.2,
-    )
-    MixtralForCausalLM(config).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
 
 
 class Spy(GRPOModule):
@@ -62,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Spy, dict
     found = {}
     for replays in (False, True):
         folder = tmp_path_factory.mktemp("run")
-        mixture(folder)
+        tiny_mixture(folder / "model")
         L.seed_everything(0, verbose=False)
         trainer, module, data, _ = setup_run(
             folder, module=Spy, module_arguments={"lr": 0.05, "router_replay": replays}, max_epochs=1

@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from rlhfkit import SFTModule
-from rlhfkit.modules.optimizers import adafactor, adamw, adamw_8bit, sgd
+from rlhfkit.modules.optimizers import adafactor, adamw, adamw_8bit, muon, sgd
+from rlhfkit.modules.optimizers.factories import make_optimizer, state_bytes
 
 GIVEN: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.3}
 BETAS: dict[str, Any] = {"betas": (0.8, 0.9)}
@@ -59,6 +60,53 @@ def test_the_arguments_reach_the_packages_own_optimizer(name: str) -> None:
     ours, theirs = made_both(name)
     assert torch.equal(ours, theirs)
     assert not torch.equal(ours, weight(2048))
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (adamw, {}),
+        (adamw, {"amsgrad": True}),
+        (adamw_8bit, {}),
+        (muon, {}),
+        (sgd, {}),
+        (sgd, {"momentum": 0.9}),
+        (adafactor, {}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["matrices", "embeddings"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_a_state_are_those_that_are_said(
+    make: Any, arguments: dict[str, Any], kind: str, dtype: torch.dtype
+) -> None:
+    if make is adamw_8bit:
+        pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    parameter = torch.nn.Parameter(torch.ones(256, 256, dtype=dtype))
+    optimizer = make_optimizer(make, [{"params": [parameter], "kind": kind}], arguments, **GIVEN, betas=(0.9, 0.95))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    # Without counters and bitsandbytes' tables, which do not grow, and Adafactor's rows and columns.
+    state = {name: value for name, value in optimizer.state[parameter].items() if torch.is_tensor(value)}
+    measured = sum(value.nbytes for name, value in state.items() if name not in ("step", "qmap1", "qmap2"))
+    said = state_bytes(make, arguments, itemsize=dtype.itemsize)
+    assert said is not None
+    if make is adafactor:
+        assert measured <= 8 * 256
+    else:
+        assert measured / parameter.numel() == (said.matrices if kind == "matrices" else said.others)
+
+
+def test_betas_that_an_optimizer_does_not_take_are_not_ignored_silently(recwarn: pytest.WarningsRecorder) -> None:
+    SFTModule("model", optimizer="sgd")
+    SFTModule("model", betas=(0.5, 0.5))
+    SFTModule("model", optimizer="muon", betas=(0.5, 0.5))
+    assert not [one for one in recwarn if "betas" in str(one.message)]
+    with pytest.warns(UserWarning, match=r"betas=\(0.5, 0.5\) is not used: optimizer='sgd' takes no betas"):
+        SFTModule("model", optimizer="sgd", betas=(0.5, 0.5))
+
+
+def test_the_state_of_another_optimizer_is_unknown() -> None:
+    assert state_bytes(torch.optim.RAdam, {}) is None
 
 
 def test_moments_of_8_bits_are_near_those_of_32() -> None:
@@ -119,6 +167,8 @@ def test_functions_and_classes_are_given_what_they_take() -> None:
         ({"lr_schedule": "cosinus"}, "lr_schedule must be one of constant, linear, cosine, inverse_sqrt, wsd"),
         ({"min_lr_ratio": 2.0}, "min_lr_ratio must be a finite number of at least 0 and at most 1"),
         ({"decay_ratio": 0.0}, "decay_ratio must be a finite number above 0"),
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio would have no effect beside lr_schedule='constant'"),
+        ({"decay_ratio": 0.1, "lr_schedule": "linear"}, "decay_ratio would have no effect beside lr_schedule='linear'"),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_module_is_made(arguments: dict[str, Any], said: str) -> None:

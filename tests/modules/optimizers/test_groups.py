@@ -8,6 +8,7 @@ from tiny_models import tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from rlhfkit.models import LoRA, load_causal_lm
 from rlhfkit.models.heads import add_value_head, load_scalar_model
 from rlhfkit.modules.optimizers.groups import KINDS, check_parameter_options, divide_groups, kinds_of
 
@@ -37,6 +38,22 @@ def test_parameters_are_sorted_by_what_they_are(tmp_path: Any) -> None:
     experts = by_kind(AutoModelForCausalLM.from_pretrained(tmp_path / "experts"))
     assert experts["heads"] == {"lm_head"}
     assert experts["stacks"] == {"gate_up_proj", "down_proj"}, "torch's Muon takes single matrices only"
+
+
+def test_of_a_model_with_adapters_the_adapters_are_matrices_and_a_trained_score_a_head(tmp_path: Any) -> None:
+    folder = str(tiny_model(tmp_path))
+    for model, heads in (
+        (load_causal_lm(folder, lora=LoRA(rank=2)), set()),
+        (load_scalar_model(folder, lora=LoRA(rank=2)), {"score"}),
+    ):
+        kinds = kinds_of(model)
+        trained = {name: kinds[id(one)] for name, one in model.named_parameters() if one.requires_grad}
+        assert len(trained) > 8
+        for name, kind in trained.items():
+            is_head = any(head in name.split(".") for head in heads)
+            assert kind == ("heads" if is_head else "matrices"), name
+            assert is_head or "lora_" in name
+        assert len([kind for kind in trained.values() if kind == "heads"]) == len(heads)
 
 
 class Pair(nn.Module):

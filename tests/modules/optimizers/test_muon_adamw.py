@@ -81,5 +81,23 @@ def test_parts_of_matrices_are_refused_also_when_a_strategy_has_replaced_them() 
         Muon([{"params": [nn.Parameter(torch.zeros(3))], "kind": "matrices"}])
     optimizer = Muon([{"params": [nn.Parameter(torch.zeros(3, 2))], "kind": "matrices"}])
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(6))]  # what DeepSpeed does
-    with pytest.raises(ValueError, match="ZeRO stage 0 in float32, or take optimizer='adamw'"):
+    with pytest.raises(ValueError, match=r"does not say how\. Train with RLHFDeepSpeedStrategy"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_momentum_of_bfloat16_weights_is_the_mean_of_their_gradients(nesterov: bool) -> None:
+    weight = nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16))
+    optimizer = Muon([{"params": [weight], "kind": "matrices"}], lr=0.1, momentum=0.5, nesterov=nesterov)
+    mean = torch.zeros(6, 4)
+    for step in range(4):
+        weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.step()
+        mean = 0.5 * mean + 0.5 * weight.grad.float()
+    torch.testing.assert_close(optimizer.state[weight]["momentum_buffer"].float(), mean, rtol=0, atol=2e-2)
+    full = nn.Parameter(torch.zeros(6, 4))
+    same = Muon([{"params": [full], "kind": "matrices"}], lr=0.1, momentum=0.5, nesterov=nesterov)
+    for step in range(4):
+        full.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).bfloat16().float()
+        same.step()
+    assert float((full - weight.float()).norm() / full.norm()) < 0.02

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from plain_sgd import PlainSGD
@@ -103,6 +104,35 @@ def test_bco_is_the_loop_by_hand_however_it_is_split(folder: Path, accumulate: i
     other = BCOModule(str(folder / "model"))
     other.moments = torch.tensor(saved["reward_moments"], dtype=torch.float64)
     assert float(other.reward_shift) == float(module.reward_shift)
+
+
+def test_a_resumed_bco_run_is_the_straight_one(folder: Path, tmp_path: Path) -> None:
+    """Bitwise, stopped inside an epoch: the moving averages and the weights of prompts are saved."""
+
+    def run(checkpoint: Path | None = None, **arguments: Any) -> tuple[PlainBCO, L.Trainer]:
+        module = PlainBCO(
+            str(folder / "model"), ref_model=str(folder / "reference"), lr=LR, beta=BETA, shift_decay=DECAY,
+            match_prompts=True,
+        )  # fmt: skip
+        trainer = kto_cases.trainer(tmp_path, accumulate_grad_batches=2, **arguments)
+        trainer.fit(module, kto_cases.data(folder, STEP // 2), ckpt_path=checkpoint, weights_only=False)
+        return module, trainer
+
+    class Stop(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (trainer.current_epoch, batch_idx) == (1, 1):  # the second of three steps of the second epoch is next
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    straight, _ = run(callbacks=[Stop()])
+    resumed, trainer = run(checkpoint=tmp_path / "stopped.ckpt")
+    assert trainer.global_step == 6
+    assert float(straight.moments.abs().min()) > 0
+    assert torch.equal(resumed.moments, straight.moments)
+    assert resumed.prompt_weights is not None
+    assert straight.prompt_weights is not None
+    assert torch.equal(resumed.prompt_weights, straight.prompt_weights)
+    for name, expected in straight.policy.state_dict().items():
+        assert torch.equal(resumed.policy.state_dict()[name], expected), name
 
 
 def test_kto_of_pairs_is_the_loop_by_hand(folder: Path, tmp_path: Path) -> None:

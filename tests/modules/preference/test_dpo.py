@@ -309,6 +309,8 @@ def test_a_loss_can_be_a_function_and_is_remembered_by_name() -> None:
         ({"ld_alpha": 2.0}, "ld_alpha must be a finite number of at least 0 and at most 1"),
         ({"ref_model_sync_steps": 0}, "ref_model_sync_steps must be an integer of at least 1 or None"),
         ({"ref_model_sync_steps": 5, "precompute_ref_log_probs": True}, "leave one of them out"),
+        ({"ref_cache": "cache"}, "ref_cache would have no effect beside precompute_ref_log_probs=False"),
+        ({"max_tokens_per_forward": 512}, "max_tokens_per_forward would have no effect"),
         ({"reference_free": True, "ref_model": "other"}, "reference_free uses no reference"),
     ],
 )

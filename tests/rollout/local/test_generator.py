@@ -1,6 +1,6 @@
 """LocalEngine while it generates: weights that change between two tokens, groups that are taken before the others end.
 
-Covers ``caching.py`` too.
+Covers ``caching.py`` and ``lock.py`` too.
 """
 
 import copy
@@ -18,7 +18,7 @@ from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.collector import BatchedGroupStream
 from rlhfkit.rollout.local.caching import takes_finished_masks
-from rlhfkit.rollout.local.engine import ReadWriteLock
+from rlhfkit.rollout.local.lock import ReadWriteLock
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
 

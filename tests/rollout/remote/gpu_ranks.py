@@ -49,7 +49,8 @@ def place_engines() -> dict[str, Any]:
         tasks = [ray.remote(assigned).options(**place.options, max_retries=0).remote() for place in placements]
         report["engines"] = [name for names in ray.get(tasks, timeout=100) for name in names]
         report["excluded"] = [rank.gpu for rank in placements[0].excluded]
-        report["held"] = [] if pool._reservation is None else [rank.gpu for rank in pool._reservation.gpus]
+        reservation = pool.devices.reservation
+        report["held"] = [] if reservation is None else [rank.gpu for rank in reservation.gpus]
         if "RAY_ADDRESS" not in os.environ and not locations[0].on_ray:
             taken = dataclasses.replace(locations[1], gpu=report["engines"][0])
             report["refusal"] = refusal(dataclasses.replace(placements[0], excluded=(taken,)))
@@ -58,7 +59,7 @@ def place_engines() -> dict[str, Any]:
         if locations[1].uuid is not None:
             report["beside"] = beside(locations[1])
         pool.connect_to_ray(locations)  # engines that could not be started do not keep their devices
-        pool.num_engines = 7
+        pool.devices.num_engines = 7
         pool.placements(report["device"], locations)
     except EngineError as error:
         report["error"] = str(error)
@@ -76,7 +77,7 @@ def held_when_released_late(pool: Any, locations: list[Any]) -> list[str]:
     from rlhfkit.rollout.remote.gpu_holder import GPUHolder
     from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
 
-    pool._release_devices()
+    pool.devices.close()
     other = ray.remote(GPUHolder).options(num_cpus=0, num_gpus=8).remote()
     ray.get(other.gpus.remote(), timeout=100)
     release = threading.Timer(1.0, ray.kill, [other])

@@ -15,6 +15,7 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
+from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Request
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rollout.remote import sleeping_engines
@@ -24,11 +25,11 @@ SPEC = SamplingSpec(group_size=2, max_new_tokens=8)
 
 
 class ToyPool(RemoteEnginePool):
-    """One engine that answers a prompt after as many tenths of a second as its first token says."""
+    """Engines that answer a prompt after as many tenths of a second as its first token says."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_engines: int = 1) -> None:
         super().__init__(
-            1,
+            num_engines,
             1,
             colocate=False,
             sleep_level=2,
@@ -47,18 +48,18 @@ class ToyPool(RemoteEnginePool):
     ) -> None:
         self.connect_to_ray(ranks)
         self.sender = ProcessGroupSender("gloo", timeout=10.0)
-        self.manager = toy_manager(1, dist.get_world_size(), recovery_timeout=5.0)
+        self.manager = toy_manager(self.num_engines, dist.get_world_size(), recovery_timeout=5.0)
 
     def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
         return request(prompt.token_ids[0], seconds=prompt.token_ids[0] / 10)
 
 
-def open_pool() -> tuple[int, ToyPool]:
-    """Join the other ranks and start the engine, which may take longer than the process group's time limit."""
+def open_pool(num_engines: int = 1) -> tuple[int, ToyPool]:
+    """Join the other ranks and start the engines, which may take longer than the process group's time limit."""
     rank, _ = start()
     rlhfkit.rank_store.DEAD_AFTER_SECONDS = 5.0
     rlhfkit.rank_store.rank_store()
-    pool = ToyPool()
+    pool = ToyPool(num_engines)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     pool.start("no model", dtype=torch.float32, load_weights=True)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
@@ -102,29 +103,58 @@ class RankOnRay:
         return sleeping_engines.on_ranks(folder)
 
 
-def other_rank_dies(folder: Path) -> dict[str, Any]:
-    """Rank 1 ends without a word while the engine works for it; rank 0 goes on, then closes the pool."""
+def lose_an_engine(rank: int, pool: ToyPool) -> dict[str, Any]:
+    """Engine 0 is killed with half of every rank's requests; each rank's samples, and what that engine had begun."""
     import ray
 
-    rank, pool = open_pool()
+    stream = pool.stream(SPEC, iteration=0)
+    stream.submit([Prompt(number, [20 + rank]) for number in range(4)])  # two seconds each
+    dist.barrier()
+    begun = 0
+    if pool.manager is not None:
+        actor = pool.manager.handles[0].actor
+        deadline = time.monotonic() + 10
+        while begun < 16 and time.monotonic() < deadline:
+            begun, _ = ray.get(actor.seen.remote())
+        ray.kill(actor)
+    groups = [group for _ in range(4) for group in stream.collect(1)]
+    nothing_left = stream.collect(1) == []
+    stream.close()
+    own = sorted((sample.prompt.index, sample.sample_index, *sample.token_ids) for one in groups for sample in one)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (own, nothing_left))
+    return {"begun": begun, "samples": everyones}
+
+
+def an_engine_and_a_rank_die(folder: Path) -> dict[str, Any]:
+    """An engine dies with requests of all ranks; rank 1 ends without a word while the other engine works for it.
+
+    Rank 0 goes on, then closes the pool; the others end with it.
+    """
+    import ray
+
+    rank, pool = open_pool(num_engines=2)
+    report = lose_an_engine(rank, pool)
     stream = in_flight(pool) if rank == 1 else None
     dist.barrier()
-    if stream is not None:
-        time.sleep(0.5)
+    if rank > 0:
+        time.sleep(0.5 if stream is not None else 0.0)
         os._exit(0)
     assert pool.manager is not None
     time.sleep(1.0)
     (sample, _) = pool.generate([Prompt(1, [1])], SPEC, iteration=0)
-    actor, restarts = pool.manager.handles[0].actor, pool.manager.handles[0].restarts
-    started, aborted = ray.get(actor.seen.remote())
-    counted = pool.manager.handles[0].num_requests
+    # Engine 0 was started again with the weights of version 0, so requests may go to either.
+    engines = [handle for handle in pool.manager.handles if handle.state is not State.DEAD]
+    seen = ray.get([handle.actor.seen.remote() for handle in engines])
+    started, aborted = sum(number for number, _ in seen), [key for _, keys in seen for key in keys]
+    counted, restarts = sum(handle.num_requests for handle in engines), pool.manager.handles[1].restarts
     pool.close()
     deadline = time.monotonic() + 10
     while left := ray.util.list_named_actors(all_namespaces=True):
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    return {
+    return report | {
         "tokens": sample.token_ids,
         "started": started,
         "aborted": aborted,

@@ -1,6 +1,6 @@
 """Where engines go: beside ranks, or on devices that no rank has; and what is sent together to those beside a rank.
 
-Covers ``gpu_reservation.py``, ``gpu_holder.py``, ``ray_session.py`` and ``weight_sync/cuda_ipc.py`` too.
+Covers ``devices.py``, ``gpu_reservation.py``, ``gpu_holder.py``, ``ray_session.py`` and ``weight_sync/cuda_ipc.py``.
 """
 
 import itertools

@@ -15,9 +15,9 @@ from rollout.remote.sleeping_engines import merged, phases_of_a_run
 pytestmark = [pytest.mark.distributed, pytest.mark.ray]
 
 
-def report_of(scenario: str, survivor: int, folder: Path) -> dict[str, Any]:
-    """What one of two ranks reports, of which the other dies."""
-    processes = ranks.start(f"rollout.remote.pool_ranks:{scenario}", ranks=2, folder=folder)
+def report_of(scenario: str, survivor: int, folder: Path, num_ranks: int = 2) -> dict[str, Any]:
+    """What one of several ranks reports, of which another dies."""
+    processes = ranks.start(f"rollout.remote.pool_ranks:{scenario}", ranks=num_ranks, folder=folder)
     deadline = time.monotonic() + 120
     try:
         while processes[survivor].poll() is None and time.monotonic() < deadline:
@@ -25,7 +25,7 @@ def report_of(scenario: str, survivor: int, folder: Path) -> dict[str, Any]:
     finally:
         ranks.stop(processes)
     result = folder / f"result_{survivor}.json"
-    assert result.exists(), "\n".join((folder / f"rank_{rank}.log").read_text()[-3000:] for rank in range(2))
+    assert result.exists(), "\n".join((folder / f"rank_{rank}.log").read_text()[-3000:] for rank in range(num_ranks))
     return dict(json.loads(result.read_text()))
 
 
@@ -66,10 +66,15 @@ def test_every_rank_frees_memory_before_an_engine_takes_it(two_ranks: list[Any],
         assert seen[-len(phases_of_a_run(2)) :] == phases_of_a_run(2)
 
 
-def test_requests_of_a_rank_that_died_end_harmlessly_and_leave_nothing(tmp_path: Path) -> None:
-    report = report_of("other_rank_dies", 0, tmp_path)
-    assert report["tokens"] == [1, 1, 1]  # the engine serves the others
-    assert (report["started"], report["aborted"]) == (4, [])
+def test_requests_of_four_ranks_outlive_an_engine_and_those_of_a_dead_rank_leave_nothing(tmp_path: Path) -> None:
+    report = report_of("an_engine_and_a_rank_die", 0, tmp_path, num_ranks=4)
+    assert report["begun"] == 4 * 4  # half of the eight requests of each of four ranks
+    for rank, (samples, nothing_left) in enumerate(report["samples"]):  # none lost, none doubled
+        assert samples == [[prompt, index, *[20 + rank] * 3] for prompt in range(4) for index in range(2)]
+        assert nothing_left
+    assert report["tokens"] == [1, 1, 1]  # the engines serve rank 0 after the death of rank 1
+    assert report["started"] >= 4 * 4 + 4  # those of the other engine, those of the dead rank, and the last ones
+    assert report["aborted"] == []
     assert (report["counted"], report["restarts"], report["left"]) == (0, 0, [])
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlhfkit.data.types import Prompt
+from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import StallError
 from rlhfkit.rollout.remote.scheduler import RequestScheduler
@@ -28,9 +28,10 @@ def manager(ray_session: None) -> Iterator[EngineManager]:
         made.close()
 
 
-def make_request(prompt: Prompt, index: int, *, iteration: int) -> Request:
-    """The answer has as many tokens as the iteration's number says."""
-    return request(prompt.token_ids[0], tokens=iteration, seconds=prompt.token_ids[0] / 10)
+def make_request(prompt: Prompt, index: int, *, iteration: int, begun: Sample | None = None) -> Request:
+    """The answer has as many tokens as the iteration's number says; what was begun ends at once."""
+    tokens = iteration if begun is None else iteration - begun.num_tokens
+    return request(prompt.token_ids[0], tokens=tokens, seconds=0.0 if begun else prompt.token_ids[0] / 10)
 
 
 def open_stream(manager: EngineManager) -> PoolStream:
@@ -88,6 +89,31 @@ def test_one_stream_samples_for_several_iterations_in_the_order_of_submission(ma
     ]
     assert [sample.version_runs for sample in groups[0]] == [[(3, 5)], [(3, 5)]]
     assert stream.collect(1, wait=5.0) == []
+    stream.close()
+
+
+def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(manager: EngineManager) -> None:
+    stream = open_stream(manager)
+    stream.submit([Prompt(0, [1]), Prompt(1, [90]), Prompt(2, [90])], iteration=5)
+    (first,) = stream.collect(3, wait=5.0)
+    assert first[0].prompt.index == 0
+    begin = time.monotonic()
+    cut = stream.cut()
+    assert time.monotonic() - begin < 5.0
+    assert [(group[0].prompt.index, [sample.finish_reason for sample in group]) for group in cut] == [
+        (1, ["abort"] * 2),
+        (2, ["abort"] * 2),
+    ]
+    assert manager.handles[0].num_requests == 0
+    cut[1][1].finish_reason = "stop"  # one sample of the last group was finished
+    stream = open_stream(manager)
+    stream.resume(cut, iteration=5)
+    groups = [group for _ in range(2) for group in stream.collect(1, wait=5.0)]
+    assert sorted((group[0].prompt.index, [sample.num_tokens for sample in group]) for group in groups) == [
+        (1, [5, 5]),
+        (2, [5, 1]),
+    ]
+    assert [run for group in groups for sample in group for run in sample.version_runs] == [(3, 5)] * 3 + [(3, 1)]
     stream.close()
 
 

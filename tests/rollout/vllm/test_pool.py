@@ -118,6 +118,37 @@ class TestWeights:
             assert {token_version for sample in samples for token_version in sample.versions} == {version}
             assert score_difference(model, vllm_pool, prompts[-1].token_ids) <= EXACT
 
+    def test_samples_that_are_cut_are_continued_with_the_new_weights(
+        self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
+    ) -> None:
+        spec = SamplingSpec(group_size=4, max_new_tokens=96)
+        model, stream = load_trainer_model(vllm_model), pool.stream(spec, iteration=0)
+        stream.submit(prompts)
+        time.sleep(0.25)
+        begun = stream.cut()
+        cut = keyed([sample for group in begun for sample in group])
+        unfinished = [sample for sample in cut.values() if sample.finish_reason == "abort"]
+        assert unfinished
+        assert worst_difference(model, list(cut.values())) <= EXACT
+        train_a_little(model, seed=1)
+        pool.load(ModuleWeights(model), 1)
+        stream = pool.stream(spec, iteration=1)
+        stream.resume(begun)
+        samples = []
+        while groups := stream.collect(8):
+            samples += [sample for group in groups for sample in group]
+        assert len(samples) == 4 * len(begun)
+        for key, sample in keyed(samples).items():
+            before = cut[key].num_tokens if key in cut else 0
+            assert sample.num_tokens <= 96
+            assert sample.versions == [0] * before + [1] * (sample.num_tokens - before)
+            if before:
+                assert (sample.token_ids[:before], sample.logprobs[:before]) == (cut[key].token_ids, cut[key].logprobs)
+            logprobs = trainer_logits(model, sample).log_softmax(-1)
+            own = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[before:, 0]
+            torch.testing.assert_close(torch.tensor(sample.logprobs[before:]), own, rtol=0, atol=EXACT)
+        assert all(handle.num_requests == 0 for handle in pool.manager.handles)  # type: ignore[union-attr]
+
     def test_adapters_arrive_merged(self, vllm_pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
         for version, (dora, quantization) in enumerate([(True, None), (False, "nf4")], start=1):
             lora = LoRA(rank=4, dora=dora)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,22 @@ from rlhfkit.models.routing import choices_per_token
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.preparation.local_rows import gather_experience, gather_rows, update_moments, whiten_all
 from rlhfkit.validation import check_integer
+
+
+class TokenStatistics(NamedTuple):
+    """What a forward pass over an iteration knows of each token; on the CPU, 0 in rows that were not wanted.
+
+    Attributes:
+        logprobs: (B, T-1) float32.
+        entropy: (B, T-1) float32, nats; ``None`` unless asked for.
+        sum_squares: (B, T-1) float32, ``Σ_v π(v)²``; ``None`` unless asked for.
+        routing: (B, T-1, C) int16, see :func:`~rlhfkit.models.policy_output`; ``None`` unless asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    sum_squares: Tensor | None
+    routing: Tensor | None
 
 
 class IterationModule(PolicyModule):
@@ -75,22 +91,46 @@ class IterationModule(PolicyModule):
 
         return self.distributed_forward(model, logprobs, experience, rows)
 
-    def distributed_routing(
-        self, model: nn.Module, experience: Experience, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`distributed_logprobs`, and which experts the routers of a mixture choose meanwhile. A collective.
+    def distributed_statistics(
+        self,
+        model: nn.Module,
+        experience: Experience,
+        rows: Tensor | None = None,
+        *,
+        entropy: bool = False,
+        sum_squares: bool = False,
+        routing: bool = False,
+    ) -> TokenStatistics:
+        """:meth:`distributed_logprobs`, and what else the same forward pass knows of each token. A collective.
 
-        The second result is (B, T-1, C) int16, see :func:`~rlhfkit.models.policy_output`; 0 in other rows.
+        Args:
+            model: A causal language model.
+            experience: B sequences of this rank.
+            rows: (B,) bool, the wanted sequences; ``None``: all.
+            entropy: Return the entropy.
+            sum_squares: Return the sum of the squared probabilities.
+            routing: Return which experts the routers of a mixture choose.
         """
 
-        def both(batch: Experience) -> Tensor:
-            out = policy_output(model, batch, batch.action_mask, temperature=batch.temperature, routing=True)
-            assert out.routing is not None
-            return torch.cat([out.logprobs[..., None], out.routing], -1)  # float32 holds numbers of experts exactly
+        def compute(batch: Experience) -> Tensor:
+            out = policy_output(
+                model, batch, batch.action_mask, temperature=batch.temperature, entropy=entropy,
+                sum_squares=sum_squares, routing=routing,
+            )  # fmt: skip
+            columns = [one[..., None] for one in (out.logprobs, out.entropy, out.sum_squares) if one is not None]
+            if out.routing is not None:
+                columns.append(out.routing.to(columns[0].dtype))  # float32 holds numbers of experts exactly
+            return torch.cat(columns, -1)
 
-        columns = choices_per_token(unwrap(model)) + 1
-        found = self.distributed_forward(model, both, experience, rows, columns)
-        return found[..., 0].clone(), found[..., 1:].to(torch.int16)
+        first = 1 + entropy + sum_squares
+        columns = first + (choices_per_token(unwrap(model)) if routing else 0)
+        found = self.distributed_forward(model, compute, experience, rows, columns)
+        return TokenStatistics(
+            found[..., 0].clone(),
+            found[..., 1].clone() if entropy else None,
+            found[..., 1 + entropy].clone() if sum_squares else None,
+            found[..., first:].to(torch.int16) if routing else None,
+        )
 
     @torch.no_grad()
     def distributed_forward(

@@ -24,7 +24,8 @@ class KLControl:
     target: float | None = None
     """KL to the reference, in nats per token, that ``kl_coef`` is adapted to after each iteration; ``None``: fixed."""
     horizon: int = 10000
-    """Samples in which the coefficient may change by a fifth (10000: OpenRLHF's and the paper's)."""
+    """Samples in which the coefficient may change by a fifth (10000: OpenRLHF's and the paper's); only with a
+    ``target``."""
     early_stop: float | None = None
     """KL to the policy that began the iteration, in nats per token (k3, over an update's tokens): the update that
     exceeds it and the later ones of the iteration leave the policy bitwise unchanged. A critic is still updated, unless
@@ -35,6 +36,8 @@ class KLControl:
         check_number("KLControl.target", self.target, above=0, optional=True)
         check_integer("KLControl.horizon", self.horizon, minimum=1, why="it is in samples")
         check_number("KLControl.early_stop", self.early_stop, above=0, optional=True)
+        if self.target is None and self.horizon != type(self).horizon:
+            raise ValueError(f"KLControl(horizon={self.horizon}) is how fast kl_coef follows a target: give target too")
 
     def adapted(self, coef: float, kl: float, samples: int) -> float:
         """Compute the next coefficient: ``β (1 + clip(KL / target - 1, ±0.2) n / horizon)``.

@@ -47,15 +47,16 @@ def local_rows(function: F) -> F:
 
 def takes_local_rows(function: Callable[..., Any]) -> bool:
     """Whether a function, or the one inside a partial, is marked with :func:`local_rows`."""
-    return bool(getattr(_inner(function), "takes_local_rows", False))
+    return bool(getattr(inner_function(function), "takes_local_rows", False))
 
 
 def function_label(function: Callable[..., Any]) -> str:
     """A function's name for messages, with its class if it is a method."""
-    return getattr(_inner(function), "__qualname__", repr(function))
+    return getattr(inner_function(function), "__qualname__", repr(function))
 
 
-def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
+def inner_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function inside a partial, or the function itself."""
     while isinstance(function, functools.partial):
         function = function.func
     return function

@@ -47,7 +47,12 @@ class PlacedModule(IterationModule):
     def ask_early(self, experience: Experience, iteration: int) -> None:
         """Ask about samples of an iteration that are finished; the mask has the policy's tokens. Any thread may."""
         for pool, _ in self.placed_models().values():
-            pool.early.add(experience, pool.submit(experience, self.forward_batches(experience)), iteration)
+            rows = self.rows_for(pool, experience)
+            pool.early.add(rows, pool.submit(rows, self.forward_batches(rows)), iteration)
+
+    def rows_for(self, pool: FrozenModel, experience: Experience) -> Experience:
+        """The sequences that a model is asked about, one for each sample: the samples themselves."""
+        return experience
 
     def asked_seconds(self) -> dict[str, float]:
         """Seconds since the last call that this rank has waited for each model, and that were hidden, by name."""
@@ -91,7 +96,7 @@ class AskedRows:
         return late, self._pool.early.result(self._mine, columns)
 
     def exchange(self, late: Tensor | None, found: dict[bytes, Tensor], columns: int | None) -> Tensor:
-        """(B, T-1) or (B, columns), of this rank's rows; 0 outside their mask, where there is one. A collective."""
+        """(B, T-1), (B, T-1, 2 K) or (B, columns), of this rank's rows; 0 outside their mask. A collective."""
         if self._moved:
             own = set(self._keys)
             leaving = {key: values for key, values in found.items() if key not in own}
@@ -99,8 +104,11 @@ class AskedRows:
                 found = found | arriving
         if self._experience is None:
             return torch.zeros(0, 1)
-        mask = self._experience.action_mask.cpu()
-        values = torch.zeros(mask.shape if columns is None else (len(mask), columns)) if late is None else late
+        mask, values = self._experience.action_mask.cpu(), late
+        if self._pool.top:
+            mask = mask[..., None].expand(-1, -1, 2 * self._pool.top)
+        if values is None:
+            values = torch.zeros(mask.shape if columns is None else (len(mask), columns))
         for row, key in enumerate(self._keys):
             if key in found:
                 values[row, : len(found[key])] = found[key]
@@ -114,7 +122,9 @@ def ask(pool: FrozenModel, role: Role, module: PlacedModule, experience: Experie
 
 
 def pool_result(asked: AskedRows, pool: FrozenModel, columns: int | None = None) -> Tensor:
-    """Wait for the numbers of this rank's rows: (B, T-1) or (B, columns); (0, 1) without any. A collective.
+    """Wait for the numbers of this rank's rows: (B, T-1), (B, T-1, 2 K) of a model with ``top``, or (B, columns).
+
+    (0, 1) for a rank without rows. A collective.
 
     Raises:
         ModelPoolError: On all ranks, if those of one rank cannot be computed.

@@ -121,6 +121,11 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         self.initial_kl_coef = kl_coef
         self.kl_coef = kl_coef
         """Weight of the KL penalty now; moves with ``KLControl(target=...)``."""
+        if kl_estimator is not None and not kl_coef:
+            raise ValueError(
+                f"kl_estimator={kl_estimator!r} says how the KL penalty is estimated, and kl_coef=0 that there is "
+                "none: give a kl_coef (0.01 in OpenRLHF's PPO, 0.04 in the GRPO paper) or leave kl_estimator out"
+            )
         self.kl_in_reward = self._kl_place(kl_coef, kl_in_reward)
         """What the KL penalty is subtracted from; ``None``: it is in the loss, or there is none."""
         self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")

@@ -22,6 +22,11 @@ def correction_arguments(correction: str | Mapping[str, Any] | None) -> Mapping[
     return CORRECTION_PRESETS[correction]
 
 
+def weighs_sequences(correction: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a correction give all tokens of a sequence the same weight."""
+    return "token" not in (correction.get("level", "token"), correction.get("reject_level"))
+
+
 def correction_weights(
     correction: Mapping[str, Any], batch: Experience, old_logprobs: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -34,8 +39,7 @@ def correction_weights(
     """
     mask = batch.action_mask
     weights, _, metrics = importance_weights(old_logprobs, batch.rollout_logprobs, mask, **correction)
-    levels = {correction.get("level", "token"), correction.get("reject_level") or "sequence"}
-    if "token" not in levels:
+    if weighs_sequences(correction):
         # (B, 1), not repeated on every token: VESPO takes the product over a sequence.
         weights = select(weights, mask, fill=-torch.inf).amax(-1, keepdim=True)
         weights = select(weights, mask.any(-1, keepdim=True), fill=1.0)
@@ -45,9 +49,12 @@ def correction_weights(
 def mismatch_metrics(old_logprobs: Tensor, batch: Experience) -> dict[str, Tensor]:
     """Compare the trainer's log-probs before the iteration, (B, T-1), with the engine's of the same tokens.
 
-    NaN if the engine knows no log-probs (see ``RolloutEngine.configure_logprobs``).
+    NaN if the engine knows no log-probs (see ``RolloutEngine.configure_logprobs``). Replayed samples, which are of
+    other policies on purpose, are left out.
     """
     known = batch.action_mask & ~batch.rollout_logprobs.isnan()
+    if batch.replayed is not None:
+        known = known & ~batch.replayed[:, None]
     log_ratio = select(old_logprobs.float() - batch.rollout_logprobs.float(), known)
     difference, count, clamped = log_ratio.abs(), known.sum(), log_ratio.clamp(-20.0, 20.0)
     weights, k3 = clamped.exp(), torch.expm1(clamped) - clamped

@@ -25,12 +25,14 @@ class EntropyControl:
     target: float | None = None
     """Entropy in nats per token below which the bonus acts (0.2 in Skywork-OR1); ``None``: no control."""
     step: float = 0.005
-    """δ, by which the coefficient changes in an optimizer step (0.005 in Skywork-OR1)."""
+    """δ, by which the coefficient changes in an optimizer step (0.005 in Skywork-OR1); only with a ``target``."""
 
     def __post_init__(self) -> None:
         """Check every field."""
         check_number("EntropyControl.target", self.target, above=0, optional=True)
         check_number("EntropyControl.step", self.step, above=0)
+        if self.target is None and self.step != type(self).step:
+            raise ValueError(f"EntropyControl(step={self.step}) is how fast a bonus follows a target: give target too")
 
 
 class EntropyController:

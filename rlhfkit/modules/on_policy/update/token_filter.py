@@ -1,4 +1,4 @@
-"""``TokenFilter``: which tokens and answers of a micro-batch the policy learns from."""
+"""``TokenFilter``: which tokens and answers of an iteration the policy learns from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import off_policy_sequence_mask, rejection_mask, top_entropy_mask
+from rlhfkit.losses import off_policy_sequence_mask, rejection_mask
 from rlhfkit.validation import check_number
 
 
@@ -22,9 +22,10 @@ class TokenFilter:
     """
 
     top_entropy: float | None = None
-    """Share of a micro-batch's tokens, those of highest entropy, that are learned from (0.2: Wang et al., 2025,
-    arXiv:2506.01939), see :func:`~rlhfkit.losses.top_entropy_mask`; ``None``: all. Depends on the split into
-    micro-batches: TRL takes the quantile over all ranks, of a micro-batch too."""
+    """Share of the iteration's trained tokens, of all ranks, that are learned from: those at which the policy before
+    the iteration has the highest entropy (0.2 of a batch: Wang et al., 2025, arXiv:2506.01939), see
+    :func:`~rlhfkit.losses.top_entropy_mask`; ``None``: all. Takes a forward pass over the iteration, that of the old
+    log-probs where there is one. TRL takes the quantile of each micro-batch, over all ranks."""
     off_policy: float | None = None
     """Answers with a negative advantage are left out where the engine's log-probs are above the policy's by more than
     this, in nats per token (DeepSeek-V3.2, 2025, arXiv:2512.02556), see
@@ -54,19 +55,18 @@ class TokenFilter:
         """Whether a test compares log-probs with those of the engine."""
         return self.off_policy is not None or self.rejection is not None
 
-    def kept(self, batch: Experience, logprobs: Tensor, old_logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    def kept(self, batch: Experience, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         """(B, T-1) bool, true where all tests are passed, and outside the action mask.
 
         Args:
-            batch: B sequences of T tokens, with advantages.
+            batch: B sequences of T tokens, with advantages, and the choice of tokens for ``top_entropy``.
             logprobs: (B, T-1) of the policy now.
             old_logprobs: (B, T-1) of the policy before the iteration.
-            entropy: (B, T-1) of the policy now, in nats; needed by ``top_entropy``.
         """
         mask, kept = batch.action_mask, torch.ones_like(batch.action_mask)
         if self.top_entropy is not None:
-            assert entropy is not None
-            kept = kept & (top_entropy_mask(entropy, mask, fraction=self.top_entropy) | ~mask)
+            assert batch.high_entropy is not None  # prepare() has chosen
+            kept = kept & (batch.high_entropy | ~mask)
         known = batch.rollout_logprobs.where(~batch.rollout_logprobs.isnan(), logprobs.detach())
         if self.off_policy is not None:
             assert batch.advantages is not None

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, setup_run, weights
+from plain_sgd import PlainSGD
+from rl_runs import PlainGRPO, digit_teacher, digits, setup_run, weights
 from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import DynamicSampling, Experience, RolloutCallback, SamplingSpec
+from rlhfkit import DynamicSampling, Experience, OnPolicyDistillationModule, RolloutCallback, SamplingSpec
 from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models.distillation import likeliest_tokens
 from rlhfkit.roles.replicas.early_rows import EarlyRows
 
 
@@ -23,7 +25,7 @@ class Here:
 
     def __init__(self, model: str) -> None:
         self.model, self.version, self.waited, self.hidden = model, 0, 0.0, 0.0
-        self.early, self.sizes, self.started = EarlyRows(), list[int](), False
+        self.early, self.sizes, self.started, self.top = EarlyRows(), list[int](), False, 0
 
     def plain(self) -> dict[str, Any]:
         return {"model": self.model, "urls": "http://nobody"}
@@ -41,9 +43,11 @@ class Here:
 
     def submit(self, experience: Experience, batches: Sequence[Tensor]) -> "Here.Done":
         self.sizes.append(sum(map(len, batches)))
+        mask, temperature = experience.action_mask, experience.temperature
+        if self.top:
+            return self.Done(likeliest_tokens(self._model, experience, mask, self.top, temperature, chunk_size=5))
         with torch.no_grad():
-            part = policy_output(self._model, experience, experience.action_mask).logprobs
-        return self.Done(part)
+            return self.Done(policy_output(self._model, experience, mask, temperature=temperature).logprobs)
 
     class Done:
         def __init__(self, values: Tensor) -> None:
@@ -77,3 +81,54 @@ def test_each_group_is_asked_about_when_it_is_finished_and_the_numbers_are_the_c
         torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
     assert float(trainer.callback_metrics["time/reference_waited"]) == 1.0
     assert float(trainer.callback_metrics["time/reference_hidden"]) == 2.0
+
+
+class PlainDistillation(PlainSGD, OnPolicyDistillationModule):
+    """On-policy distillation with SGD."""
+
+
+def test_a_teacher_that_reads_text_is_asked_about_its_own_tokens(tmp_path: Path) -> None:
+    teacher = str(tiny_model(tmp_path / "teacher", seed=1))
+    digit_teacher(tmp_path / "model")  # a student that writes no control tokens: these are no text
+    found = []
+    for reads, elsewhere in (("tokens", None), ("text", None), ("text", Here(teacher))):
+        rollouts = RolloutCallback(
+            digits,
+            sampling=SamplingSpec(group_size=4, max_new_tokens=8, top_k=8),
+            dynamic_sampling=DynamicSampling(by=lambda sample: float(sum(sample.token_ids))),
+        )
+        trainer, module, data, _ = setup_run(
+            tmp_path,
+            module=PlainDistillation,
+            module_arguments={"lr": 0.05, "teacher": elsewhere or teacher, "teacher_reads": reads},
+            rollouts=rollouts,
+            max_epochs=1,
+        )
+        trainer.fit(module, datamodule=data)
+        found.append(weights(module))
+    assert elsewhere is not None
+    assert set(elsewhere.sizes) == {4}
+    for other in found[1:]:  # with the same tokens spans are tokens, so that all three are the same
+        for name, value in found[0].items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("remainder", ["bucket", "renormalize"])
+def test_the_likeliest_tokens_of_a_teacher_elsewhere_give_the_divergence_of_the_child(
+    tmp_path: Path, remainder: str
+) -> None:
+    teacher = str(tiny_model(tmp_path / "teacher", seed=1))
+    found = []
+    for elsewhere in (None, Here(teacher)):
+        trainer, module, data, _ = setup_run(
+            tmp_path,
+            module=PlainDistillation,
+            module_arguments={"lr": 0.05, "teacher": elsewhere or teacher, "divergence": "jsd", "top_k": 8}
+            | {"remainder": remainder},
+            rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8, temperature=0.7)),
+            max_epochs=1,
+        )
+        trainer.fit(module, datamodule=data)
+        found.append(weights(module))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)

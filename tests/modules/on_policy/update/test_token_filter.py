@@ -1,20 +1,23 @@
 """Filters, KL options and the approximated proximal policy, against the loss functions called by hand.
 
-Covers token_filter.py and engine_mismatch.py.
+Covers token_filter.py, engine_mismatch.py and modules/on_policy/preparation/token_selection.py.
 """
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, setup_run
+from rl_runs import PlainGRPO, digits, setup_run, weights
 from torch import Tensor
 
 from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule, KLControl, RolloutCallback, SamplingSpec, TokenFilter
 from rlhfkit.losses import (
+    LossOutput,
     group_advantages,
     grpo_loss,
     importance_weights,
@@ -23,7 +26,9 @@ from rlhfkit.losses import (
     rejection_mask,
     top_entropy_mask,
 )
-from rlhfkit.models import PolicyOutput
+from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.modules.on_policy.preparation.token_selection import nth_largest_of_all
+from rlhfkit.modules.on_policy.presets import exact_optimal_token_baseline
 
 REJECTION = {"level": "token", "divergence": "k2", "high": 0.02}
 
@@ -53,8 +58,9 @@ def prepared() -> tuple[Any, Tensor, Tensor]:
 def test_a_token_that_fails_a_test_has_weight_0_and_counts(given: dict[str, Any], correction: str | None) -> None:
     batch, logprobs, entropy = prepared()
     mask, old, engine = batch.action_mask, batch.old_logprobs, batch.rollout_logprobs
+    batch.high_entropy = top_entropy_mask(entropy, mask, fraction=given.get("top_entropy", 1.0))
     kept = {
-        "top_entropy": lambda share: top_entropy_mask(entropy, mask, fraction=share),
+        "top_entropy": lambda share: batch.high_entropy,
         "off_policy": lambda most: off_policy_sequence_mask(batch.advantages, logprobs, engine, mask, threshold=most),
         "rejection": lambda arguments: rejection_mask(old, engine, mask, **arguments),
     }
@@ -66,12 +72,67 @@ def test_a_token_that_fails_a_test_has_weight_0_and_counts(given: dict[str, Any]
     if correction is not None:
         weights = weights * importance_weights(old, engine, mask).weights
     module = GRPOModule("anywhere", policy_loss="ppo_loss", token_filter=TokenFilter(**given), correction=correction)
-    made = module.loss(dataclasses.replace(batch, ref_logprobs=None), PolicyOutput(logprobs, entropy))
+    made = module.loss(dataclasses.replace(batch, ref_logprobs=None), PolicyOutput(logprobs, None))
     expected = ppo_loss(logprobs, old, batch.advantages, mask, weights=weights, denominator=20.0)
     torch.testing.assert_close(made.loss, expected.loss)
     torch.testing.assert_close(made.metrics["policy/kept_fraction"], fraction)
     assert module.uses_rollout_logprobs == (given.keys() != {"top_entropy"})
-    assert module.loss_gradient_scope(batch) == (None if "top_entropy" in given else "batch")
+    first = dataclasses.replace(batch, old_logprobs=None)
+    assert module.loss_gradient_scope(first) == ("token" if given.keys() == {"top_entropy"} else "batch")
+
+
+class Watch(L.Callback):
+    """The entropies of the policy before an iteration, and the chosen tokens."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], tuple[list[float], list[bool]]] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.policy = copy.deepcopy(pl_module.policy).eval()
+        with torch.no_grad():
+            out = policy_output(self.policy, batch, batch.action_mask, entropy=True)
+        for row in range(len(batch)):
+            trained, key = batch.action_mask[row], (int(batch.group[row]), int(batch.sample_index[row]))
+            self.rows[key] = out.entropy[row, trained].tolist(), batch.high_entropy[row, trained].tolist()
+
+
+def test_the_choice_is_of_the_whole_iteration_whatever_its_updates_and_micro_batches(tmp_path: Path) -> None:
+    """Truncated answers, which are not trained on, are not among the tokens that are compared."""
+    chosen, tensors = [], []
+    for size, updates in ((8, 2), (4, 4), (16, 1)):
+        watch = Watch()
+        arguments = {"lr": 0.05, "token_filter": TokenFilter(top_entropy=0.3), "mask_truncated": True}
+        trainer, module, data, _ = setup_run(
+            tmp_path, module=PlainGRPO, module_arguments=arguments, callbacks=[watch], max_epochs=1,
+            data_arguments={"micro_batch_size": size}, accumulate_grad_batches=updates,
+        )  # fmt: skip
+        trainer.fit(module, data)
+        entropies = torch.tensor([one for values, _ in watch.rows.values() for one in values])
+        kept = torch.tensor([one for _, choice in watch.rows.values() for one in choice])
+        place = int(0.3 * (len(kept) - 1) + 1e-4)
+        assert torch.equal(kept, entropies >= entropies.sort(descending=True).values[place] - 1e-5)
+        assert 0.3 <= kept.float().mean() < 0.4  # first tokens of a prompt's samples have one entropy
+        chosen.append({key: choice for key, (_, choice) in sorted(watch.rows.items())})
+        tensors.append(weights(module))
+    assert chosen[0] == chosen[1] == chosen[2]
+    for tensor in tensors[1:]:
+        for name, value in tensor.items():
+            torch.testing.assert_close(value, tensors[0][name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000])
+def test_the_nth_largest_of_all_is_that_of_a_sorted_list(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    values = torch.randn(count, generator=generator) * 10.0 ** torch.randint(-8, 8, (count,), generator=generator)
+    values[: count // 3] = values[-1]  # ties
+    values[count // 2] = 0.0
+    order = values.sort(descending=True).values.tolist()
+    assert [nth_largest_of_all(values, place) for place in range(0, count, 1 + count // 50)] == order[
+        :: 1 + count // 50
+    ]
+    assert nth_largest_of_all(values, count) == -torch.inf
+    assert nth_largest_of_all(values[:0], 0) == -torch.inf
 
 
 @pytest.mark.parametrize("policy_loss", ["ppo_loss", "grpo_loss"])
@@ -125,6 +186,13 @@ def test_log_linear_log_probs_lie_between_engine_and_policy(tmp_path: Path, max_
     assert module.checked >= ({(0, 0), (1, 0)} if not max_staleness else {(0, 2), (1, 2)})  # type: ignore[attr-defined]
 
 
+def penalizing_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, ref_logprobs: Any, kl_coef: float
+) -> LossOutput:
+    """A user's loss with a KL penalty of its own."""
+    return grpo_loss(logprobs, old_logprobs, advantages, mask, ref_logprobs=ref_logprobs, kl_coef=kl_coef)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -133,11 +201,19 @@ def test_log_linear_log_probs_lie_between_engine_and_policy(tmp_path: Path, max_
         ({"token_filter": {"rejection": {"level": "word", "high": 1.0}}}, "level must be one of"),
         ({"kl_clamp": 10.0}, "kl_clamp would have no effect"),
         ({"kl_importance_weight": True, "kl_coef": 0.1, "kl_in_reward": True}, "would have no effect"),
+        ({"policy_loss_arguments": {"kl_clamp": 10.0}}, "kl_clamp would have no effect"),
+        ({"policy_loss": penalizing_loss, "kl_coef": 0.1, "kl_clamp": 10.0}, "kl_clamp would have no effect beside"),
+        (
+            {"policy_loss": "vespo_loss", "correction": "seq-tis", "token_filter": {"top_entropy": 0.2}},
+            "vespo_loss multiplies the weights",
+        ),
         ({"proximal": "older"}, "proximal must be recompute or log-linear"),
         ({"proximal": "log-linear", "kl_coef": 0.1, "kl_in_reward": True}, "use proximal='recompute'"),
         ({"proximal": "log-linear", "kl_control": KLControl(early_stop=0.1)}, "use proximal='recompute'"),
+        ({"proximal": "log-linear", "advantages": exact_optimal_token_baseline}, "use proximal='recompute'"),
         ({"entropy_control": {"target": 0.0}}, "EntropyControl.target"),
         ({"entropy_control": {"target": 0.1, "step": 0.0}}, "EntropyControl.step"),
+        ({"entropy_control": {"step": 0.1}}, "step=0.1.*give target too"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

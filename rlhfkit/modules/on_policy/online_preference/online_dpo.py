@@ -22,29 +22,13 @@ from rlhfkit.losses.preference.dpo import LossTypes
 from rlhfkit.losses.preference.variants import SORTS_THE_BATCH, Divergence
 from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.modules.arguments import function_name, resolve_function
-from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.on_policy.online_preference.base import OnlinePreferenceModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.validation import check_number
 
-OF_POLICY_LOSSES = (
-    "advantages",
-    "policy_loss",
-    "policy_loss_arguments",
-    "clip_low",
-    "clip_high",
-    "aggregation",
-    "max_length",
-    "entropy_coef",
-    "correction",
-    "kl_coef",
-    "kl_estimator",
-    "kl_in_reward",
-)
-"""Arguments of :class:`OnPolicyModule` that a loss of pairs does not have."""
 
-
-class OnlineDPOModule(OnPolicyModule):
+class OnlineDPOModule(OnlinePreferenceModule):
     """Direct preference optimization on pairs of the policy's own answers, judged while it learns.
 
     ``L = mean over prompts of -log σ(β (log π(y_c|x)/π_ref(y_c|x) - log π(y_r|x)/π_ref(y_r|x)))``, where ``y_c`` and
@@ -116,16 +100,12 @@ class OnlineDPOModule(OnPolicyModule):
         lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
-        refused = [f"{name}={kwargs[name]!r}" for name in OF_POLICY_LOSSES if name in kwargs]
-        if refused:
-            raise ValueError(f"{', '.join(refused)} has no effect on a loss of pairs, which has a beta: leave it out")
-        check_number("beta", beta, above=0)
         super().__init__(
             model,
             lr=lr,
+            beta=beta,
             reward_model=reward_model,
             mask_truncated=mask_truncated,
-            kl_coef=beta,  # there is a reference model wherever there is one for a penalty; the loss has no other
             weight_decay=weight_decay,
             warmup_steps=warmup_steps,
             lr_schedule=lr_schedule,
@@ -151,12 +131,9 @@ class OnlineDPOModule(OnPolicyModule):
             )
         if self.reward_processing.normalize:
             raise ValueError("RewardProcessing(normalize=True) changes no comparison of two rewards: leave it out")
-        if self.kl_control.target is not None:
-            raise ValueError("KLControl(target=...) moves the weight of a KL penalty, and beta is none: leave it out")
         self.hparams.update(
             loss_type={name if isinstance(name, str) else function_name(name): w for name, w in self.loss_types.items()}
         )
-        self.beta = beta
         self.label_smoothing = label_smoothing
         self.divergence: Divergence = divergence
         self.divergence_alpha = divergence_alpha

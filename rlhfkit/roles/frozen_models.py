@@ -25,6 +25,10 @@ class FrozenModel(Protocol):
     version: int
     """How often the model has moved; 0 for one that cannot."""
 
+    top: int
+    """K: it is asked for the K likeliest tokens at each place, (B, T-1, 2 K) log-probs and ids; 0: for log-probs of the
+    sequences' own tokens, (B, T-1)."""
+
     early: EarlyRows
     """What this rank has asked about groups of iterations that are being sampled."""
 

@@ -1,25 +1,18 @@
-"""Bytes of models on GPUs of their own: a reference, reward model or teacher, and a critic that learns there."""
+"""Bytes of models on GPUs of their own: a reference, reward model, teacher or critic, frozen or learning there."""
 
 import dataclasses
 from collections.abc import Sequence
 
-from rlhfkit.costs.activations import inference_bytes
 from rlhfkit.costs.hardware import GIB
-from rlhfkit.costs.memory import (
-    ENGINE,
-    FRAGMENTATION,
-    RUNTIME_BYTES,
-    TRAINING,
-    MemoryPart,
-    memory_parts,
-    phase_bytes,
-)
+from rlhfkit.costs.memory.activations import inference_bytes
+from rlhfkit.costs.memory.parts import ENGINE, FRAGMENTATION, RUNTIME_BYTES, TRAINING, MemoryPart, phase_bytes
+from rlhfkit.costs.memory.whole_run import memory_parts
 from rlhfkit.costs.run import PlacedModel, Run, Sharding
 
 
 def place_of(model: PlacedModel) -> str:
     """What the GPUs of a model are called in a report."""
-    return f"{model.role} GPU"
+    return f"{model.label} GPU"
 
 
 def placed_parts(run: Run) -> list[MemoryPart]:
@@ -27,7 +20,7 @@ def placed_parts(run: Run) -> list[MemoryPart]:
 
     A frozen model: its weights, sharded over the GPUs of a replica (whole layers are gathered one after the other,
     which is in the activations), and one forward pass of ``prepare_tokens``. A critic: what a training rank holds of
-    such a model, at ZeRO 3 over its ranks.
+    such a model, with the sharding, the types and the optimizer of its own ranks.
     """
     parts = []
     for model in run.placed:
@@ -36,14 +29,14 @@ def placed_parts(run: Run) -> list[MemoryPart]:
             found = [part for part in memory_parts(alone) if part.place == TRAINING]
             parts += [dataclasses.replace(part, place=place_of(model)) for part in found]
             continue
-        scalar = model.role == "reward model"
+        scalar = model.role in ("reward model", "frozen critic")
         numbers = model.shape.backbone if scalar else model.shape.parameters
         itemsize, place = run.precision.weights, place_of(model)
         passing = inference_bytes(model.shape, run.prepare_tokens, itemsize=run.precision.compute)
         if model.gpus > 1:
             passing += itemsize * model.shape.backbone / model.shape.layers
-        parts.append(MemoryPart(place, model.role, "weights", itemsize * numbers / model.gpus))
-        parts.append(MemoryPart(place, model.role, "forward passes", passing))
+        parts.append(MemoryPart(place, model.label, "weights", itemsize * numbers / model.gpus))
+        parts.append(MemoryPart(place, model.label, "forward passes", passing))
         if run.gpu.name != "cpu":
             parts.append(MemoryPart(place, "process", "CUDA and NCCL", RUNTIME_BYTES))
     return parts
@@ -52,14 +45,17 @@ def placed_parts(run: Run) -> list[MemoryPart]:
 def critic_run(run: Run, model: PlacedModel) -> Run:
     """The critic as a run of its own, which holds nothing else."""
     shape = dataclasses.replace(model.shape, parameters=model.shape.backbone, head=0, vocabulary=1, tied=False)
-    sharding = Sharding(ranks=model.gpus, stage=3 if model.gpus > 1 else 2)
+    sharding = model.sharding or Sharding(ranks=model.gpus, stage=3 if model.gpus > 1 else 2)
     return dataclasses.replace(
         run,
         policy=shape,
         sharding=sharding,
+        precision=model.precision or run.precision,
+        optimizer_state=model.optimizer_state or run.optimizer_state,
         critic=None,
         reference=None,
         reward_model=None,
+        more_reward_models=(),
         teacher=None,
         placed=(),
         engine=None,
@@ -74,8 +70,8 @@ def placed_problems(run: Run, parts: Sequence[MemoryPart]) -> list[str]:
         need = max(phase_bytes(parts, place_of(model)).values())
         if need > room:
             problems.append(
-                f"the {model.role} needs {need / GIB:.1f} GiB on each of its {model.gpus} GPU(s), and a {run.gpu.name} "
-                f"has {room / GIB:.1f} GiB: shard it over more, or lower max_tokens_per_forward"
+                f"the {model.label} needs {need / GIB:.1f} GiB on each of its {model.gpus} GPU(s), and a "
+                f"{run.gpu.name} has {room / GIB:.1f} GiB: shard it over more, or lower max_tokens_per_forward"
             )
     return problems
 

@@ -1,5 +1,6 @@
 """OnlineDPOModule against a loop written by hand in float64; its pairs, and what it refuses.
 
+Covers base.py and online_dpo.py.
 Several ranks, epochs and caps of tokens: ``tests/callbacks/rollout/test_epochs.py``.
 """
 
@@ -15,7 +16,8 @@ from rl_runs import digits, setup_run, weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlhfkit import LocalEngine, OnlineDPOModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import LocalEngine, NashMDModule, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks.rollout.checks import check_replay
 from rlhfkit.modules import KLControl
 from rlhfkit.rewards import PairwiseReward
 
@@ -100,6 +102,10 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, mask_truncated: bool) 
     assert float(trainer.callback_metrics["loss"]) == pytest.approx(sum(losses) / 2, rel=1e-5)
     for name, tensor in weights(module).items():
         torch.testing.assert_close(tensor.double(), policy.state_dict()[name], rtol=0, atol=2e-6)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    loaded = PlainOnlineDPO.load_from_checkpoint(tmp_path / "run.ckpt")
+    assert (loaded.beta, loaded.nll_coef, loaded.mask_truncated) == (BETA, NLL, mask_truncated)
+    assert all(torch.equal(tensor, weights(loaded)[name]) for name, tensor in weights(module).items())
 
 
 def test_it_learns_from_a_judge_of_pairs(tmp_path: Path) -> None:
@@ -126,6 +132,9 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
     for arguments, message in (
         ({"kl_coef": 0.1}, "kl_coef=0.1 has no effect"),
         ({"correction": "tis"}, "correction='tis' has no effect"),
+        ({"token_filter": {"top_entropy": 0.2}}, "token_filter=.* has no effect"),
+        ({"proximal": "log-linear"}, "proximal='log-linear' has no effect"),
+        ({"mask_truncated": True, "reward_processing": {"missing_eos_penalty": 1.0}}, "compares no answer that was"),
         ({"loss_type": "aot"}, "equally good"),
         ({"loss_type": {"sigmoid": 1.0, "sft": 0.1}}, "nll_coef"),
         ({"loss_type": "sigmoidal"}, "loss_type must be"),
@@ -141,3 +150,10 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="raise PromptDataModule"):
         trainer.fit(module, data)
+
+
+@pytest.mark.parametrize("kind", [OnlineDPOModule, NashMDModule])
+def test_replayed_samples_are_refused_as_the_loss_has_no_weights(tmp_path: Path, kind: type[Any]) -> None:
+    module = kind(str(tmp_path))
+    with pytest.raises(ValueError, match="samples of earlier policies, for which it has no importance weights"):
+        check_replay(module, ReplayBuffer(), SamplingSpec(group_size=2), None)

@@ -1,0 +1,167 @@
+"""What is checked before a run: that engine, sampling, module and Trainer fit together, and every prompt.
+
+A prompt that is too long would else stop the run in the iteration that draws it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
+
+from rlhfkit.models.load import base_model_name, context_length, load_config, stop_token_ids
+from rlhfkit.protocols import (
+    ChecksEngine,
+    ChecksPrompts,
+    CorrectsOffPolicy,
+    ExperienceLearner,
+    GenerativeModule,
+    datamodule_of,
+)
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.replay_buffer import ReplayBuffer
+
+
+def check_prompts(
+    trainer: L.Trainer,
+    module: GenerativeModule,
+    engine: RolloutEngine,
+    sampling: SamplingSpec,
+    *,
+    validation: bool = False,
+) -> None:
+    """Have the DataModule check its training or validation prompts against the model and engine.
+
+    DataModules that do not implement :class:`~rlhfkit.protocols.ChecksPrompts` check prompts when they are drawn.
+
+    Raises:
+        ValueError: If a prompt leaves no room for an answer or has an unknown token, or nothing would end an answer.
+    """
+    data = datamodule_of(trainer)
+    if not isinstance(data, ChecksPrompts) or engine.recorded or (validation and not data.has_validation_prompts):
+        return
+    model, trusted = module.model_name, module.trust_remote_code
+    config = load_config(model, trust_remote_code=trusted)
+    stops = stop_token_ids(base_model_name(model), module.tokenizer, trust_remote_code=trusted)
+    if not (stops or sampling.stop or sampling.stop_token_ids):
+        raise ValueError(
+            f"nothing ends an answer of {model}: its tokenizer has no end-of-sequence token (tokenizer.eos_token is "
+            "None), nor has its generation_config.json. Set tokenizer.eos_token and save it with the model, or give "
+            "SamplingSpec(stop_token_ids=...) or SamplingSpec(stop=...)"
+        )
+    room = longest_prompt(engine, config, sampling)
+    if room is None:
+        return
+    longest, reason = room
+    if longest < 1:
+        raise ValueError(
+            f"no prompt has room: {reason} is {longest}. Lower SamplingSpec(max_new_tokens=...) or use a model with a "
+            "longer context"
+        )
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    data.check_prompts(longest=longest, reason=reason, vocabulary=vocabulary, validation=validation)
+
+
+def longest_prompt(engine: RolloutEngine, config: Any, sampling: SamplingSpec) -> tuple[int, str] | None:
+    """Tokens that a prompt may have so that the engine can answer it, and why; ``None``: no limit."""
+    limits = {"the model's context": context_length(config), "the engine's max_model_len": engine.max_model_len}
+    answer = 1 if engine.shortens_answers else sampling.max_new_tokens
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    if not known:
+        return None
+    name = min(known, key=lambda one: known[one])
+    room = f"{name} of {known[name]} less max_new_tokens {answer}" if answer > 1 else f"{name} of {known[name]}"
+    return known[name] - answer, room
+
+
+def check_learner(module: ExperienceLearner, engine: RolloutEngine, sampling: SamplingSpec, *, rewarded: bool) -> None:
+    """Check that a module can learn from what the engine samples.
+
+    Args:
+        module: What learns.
+        engine: What samples; told how its log-probs are read.
+        sampling: How it samples.
+        rewarded: Whether the callback has a reward.
+
+    Raises:
+        ValueError: If the module needs a reward, other groups, another engine, or log-probs that this one does not
+            know.
+    """
+    if not rewarded and module.needs_reward:
+        raise ValueError(
+            f"{type(module).__name__} learns from rewards: give RolloutCallback(reward=...) any function of samples"
+        )
+    module.check_group_size(sampling.group_size)
+    if isinstance(module, ChecksEngine):
+        module.check_engine(engine)
+    check_logprobs(module, engine, sampling)
+
+
+def check_whole_iterations(trainer: L.Trainer) -> None:
+    """Raise ValueError if the Trainer would leave out micro-batches of an iteration."""
+    if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside its class
+        raise ValueError(
+            f"limit_train_batches={trainer.limit_train_batches} would throw generated samples away: lower "
+            "PromptDataModule(rollout_batch_size=...) instead"
+        )
+
+
+def check_logprobs(module: ExperienceLearner, engine: RolloutEngine, sampling: SamplingSpec) -> None:
+    """Refuse to compare log-probs of a truncated distribution with the trainer's, which are of the whole one."""
+    comparable = engine.configure_logprobs(sampling)
+    if comparable and engine.quantized and isinstance(module, CorrectsOffPolicy):
+        _correct_quantization(module)
+    if comparable or not module.uses_rollout_logprobs:
+        return
+    default, chosen = dataclasses.asdict(SamplingSpec()), dataclasses.asdict(sampling)
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    forms = ("regex", "json_schema")
+    fields = ("temperature", "top_p", "top_k", "min_p", "min_new_tokens", *penalties, *forms)
+    changed = [f"{name}={chosen[name]}" for name in fields if chosen[name] != default[name]]
+    raise ValueError(
+        f"{type(module).__name__} compares the engine's log-probs with its own (a correction, or a policy loss "
+        f"that asks for them), and with SamplingSpec({', '.join(changed)}) {type(engine).__name__} does not "
+        "know them as they were before truncation, so that every weight would be wrong: do not truncate (top_p=1, "
+        "top_k=0, min_p=0, min_new_tokens=0), or sample at temperature=1, where vLLM knows them too, or use "
+        "LocalEngine"
+    )
+
+
+def check_replay(
+    module: ExperienceLearner, buffer: ReplayBuffer, sampling: SamplingSpec, parts: Sequence[str] | None
+) -> None:
+    """Have a module correct for the policies that replayed samples are of.
+
+    Args:
+        module: What learns.
+        buffer: What is replayed.
+        sampling: How training samples.
+        parts: Names of the parts of the reward, if they are known.
+
+    Raises:
+        ValueError: If it does not, or the groups are compared by a part that there is not, or have nothing to compare.
+    """
+    if sampling.group_size == 1:
+        raise ValueError(
+            "replay_buffer keeps groups whose rewards differ, and with SamplingSpec(group_size=1) none does: raise "
+            "group_size, or leave replay_buffer out"
+        )
+    if parts is not None:
+        buffer.check_parts(parts)
+    if isinstance(module, CorrectsOffPolicy) and module.correct_off_policy():
+        rank_zero_info("Samples are replayed, so the policy learns with truncated weights: correction='tis'.")
+    if not module.uses_rollout_logprobs:
+        raise ValueError(
+            f"replay_buffer trains {type(module).__name__} on samples of earlier policies, for which it has no "
+            "importance weights: give it a correction ('tis', 'seq-tis') or a policy_loss that is given the engine's "
+            "log-probs ('decoupled_ppo_loss'), or leave replay_buffer out"
+        )
+
+
+def _correct_quantization(module: CorrectsOffPolicy) -> None:
+    if module.correct_off_policy():
+        rank_zero_info(
+            "The engine is quantized, so the policy learns with truncated importance weights: correction='tis' of "
+            "the module ('none' leaves them out); rollout_corr/... logs how much it differs from the policy."
+        )

@@ -1,0 +1,203 @@
+"""Validation: prompts are answered, scored, and described by metrics that count prompts and sources."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple, Self
+
+import lightning as L
+
+from rlhfkit.data.types import Sample
+from rlhfkit.distributed import gather_objects
+from rlhfkit.rewards.base import AnswerReader
+from rlhfkit.rewards.benchmarks import best_at_k, majority_at_k, pass_at_k, sizes_of_subsets
+from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.validation import check_number
+
+_DRAWS = 100
+"""Subsets of the samples of a prompt that maj@k is a mean over, where there are more; ``rlhfkit evaluate`` draws 1000,
+which takes about 10 ms a prompt."""
+
+
+class ValidationRuns:
+    """One or several ways to sample in validation, and the samples of the last one.
+
+    Args:
+        sampling: How to sample, or several ways by name.
+        success_threshold: A sample with at least this reward is correct.
+
+    Raises:
+        ValueError: If ``success_threshold`` is no number.
+    """
+
+    def __init__(self, sampling: SamplingSpec | Mapping[str, SamplingSpec], success_threshold: float) -> None:
+        check_number("success_threshold", success_threshold)
+        self.ways = dict(sampling) if isinstance(sampling, Mapping) else {"": sampling}
+        self.success_threshold = success_threshold
+        self.samples: list[Sample] = []
+        """The samples of the last validation that this rank generated."""
+        self._of_sources: dict[str, list[tuple[float, int]]] = {}  # by name and source: a mean and its count per batch
+        self._sources: set[str] = set()
+
+    def begin(self) -> None:
+        """Forget the last validation."""
+        self.samples, self._of_sources, self._sources = [], {}, set()
+
+    def generate(self, sample: Callable[[SamplingSpec], list[Sample]]) -> dict[str, list[Sample]]:
+        """Have ``sample`` answer the prompts in every way; returns this rank's samples by way."""
+        return {name: sample(sampling) for name, sampling in self.ways.items()}
+
+    def metrics(
+        self, sampled: Mapping[str, list[Sample]], *, rewarded: bool, read: AnswerReader | None = None
+    ) -> dict[str, tuple[float, int]]:
+        """Metrics of a batch of prompts, over the samples of all ranks, by the name that they are logged under.
+
+        Those of each source are kept for :meth:`source_metrics`. A collective.
+
+        Args:
+            sampled: This rank's samples by way.
+            rewarded: Whether they were scored.
+            read: Reads their answers for majority votes; ``None``: there are none.
+
+        Returns:
+            The mean of each metric, and how many samples or prompts it is of.
+        """
+        found: dict[str, tuple[float, int]] = {}
+        for way, samples in sampled.items():
+            self.samples += samples
+            prefix = f"val/{way}/" if way else "val/"
+            voting = read if self.ways[way].group_size > 1 else None
+            own = [SampleNumbers.of(sample, voting) for sample in samples]
+            numbers = [each for share in gather_objects(own) for each in share]
+            describe = partial(
+                validation_metrics,
+                success_threshold=self.success_threshold,
+                rewarded=rewarded,
+                votes=voting is not None,
+            )
+            metrics = describe(numbers)
+            found |= {prefix + name: value for name, value in metrics.items()}
+            for source, chosen in by_source(numbers).items():
+                self._sources.add(source)
+                of_source = metrics if len(chosen) == len(numbers) else describe(chosen)
+                for name, value in of_source.items():
+                    self._of_sources.setdefault(f"{prefix}{name}/{source}", []).append(value)
+        return found
+
+    def source_metrics(self) -> dict[str, tuple[float, int]]:
+        """Metrics of each source over all batches of this validation, as ``<name>/<source>``; none of a single source.
+
+        Only at the end is it known whether there are several: sources follow one another, so a batch may have one.
+        """
+        if len(self._sources) < 2:
+            return {}
+        return {name: _mean(batches) for name, batches in self._of_sources.items()}
+
+
+def log_validation(module: L.LightningModule, metrics: Mapping[str, tuple[float, int]]) -> None:
+    """Log means, each over a number of samples or prompts of all ranks."""
+    for name, (mean, count) in metrics.items():
+        module.log(name, mean, prog_bar=name.endswith("/reward"), batch_size=count, sync_dist=True)
+
+
+class SampleNumbers(NamedTuple):
+    """What the metrics of validation need of a sample, which ranks exchange in place of its tokens."""
+
+    prompt: int
+    source: str | None
+    reward: float | None
+    reward_parts: dict[str, float]
+    length: int
+    truncated: bool
+    vote: str | None = None
+
+    @classmethod
+    def of(cls, sample: Sample, read: AnswerReader | None = None) -> Self:
+        """The numbers of a sample, and its answer as ``read`` finds it."""
+        source = sample.prompt.metadata.get("source")
+        return cls(
+            sample.prompt.index,
+            None if source is None else str(source),
+            sample.reward,
+            sample.reward_parts,
+            sample.num_tokens,
+            sample.finish_reason == "length",
+            None if read is None else read(sample),
+        )
+
+
+def by_source(samples: Sequence[SampleNumbers]) -> dict[str, list[SampleNumbers]]:
+    """Samples by the ``source`` in their prompt's metadata; those without one are left out."""
+    found: dict[str, list[SampleNumbers]] = {}
+    for sample in samples:
+        if sample.source is not None:
+            found.setdefault(sample.source, []).append(sample)
+    return dict(sorted(found.items()))
+
+
+def _mean(batches: Sequence[tuple[float, int]]) -> tuple[float, int]:
+    """The mean over batches of a mean and its count each, and the whole count."""
+    count = sum(number for _, number in batches)
+    return math.fsum(mean * number for mean, number in batches) / count, count
+
+
+def reward_values(samples: Sequence[SampleNumbers]) -> dict[str, list[float]]:
+    """Total rewards and their parts by name; missing and NaN values are left out."""
+    scored = [sample for sample in samples if sample.reward is not None]
+    values = {"reward": [sample.reward or 0.0 for sample in scored]}
+    for name in sorted({name for sample in scored for name in sample.reward_parts}):
+        parts = [sample.reward_parts.get(name, math.nan) for sample in scored]
+        values[name] = [part for part in parts if not math.isnan(part)]
+    return {name: found for name, found in values.items() if found}
+
+
+def validation_metrics(
+    samples: Sequence[SampleNumbers], *, success_threshold: float = 1.0, rewarded: bool = True, votes: bool = False
+) -> dict[str, tuple[float, int]]:
+    """Metrics of validation samples, and the number of samples or prompts that each is a mean of.
+
+    With n > 1 samples per prompt also, as ``rlhfkit evaluate`` (:mod:`rlhfkit.rewards.benchmarks`), for k = 1, 2, 4 ...
+    and n: ``pass@k``, the probability that one of k samples is correct (unbiased: Chen et al., 2021, arXiv:2107.03374,
+    equation 1), ``best@k``, the expected largest reward of k, and with ``votes`` ``maj@k``, the expected reward of the
+    most frequent answer of k; and ``avg@n``, the mean over prompts. A sample without a reward counts as 0 in these.
+
+    Args:
+        samples: Numbers of all samples of some prompts.
+        success_threshold: A sample with at least this reward is correct; one without a reward is not.
+        rewarded: Whether samples were scored.
+        votes: Whether samples were read for votes.
+
+    Returns:
+        ``reward`` and its parts, those of k samples, ``length`` in tokens, ``truncated_fraction``.
+    """
+    metrics = {
+        "length": (fmean(sample.length for sample in samples), len(samples)),
+        "truncated_fraction": (fmean(sample.truncated for sample in samples), len(samples)),
+    }
+    if not rewarded:
+        return metrics
+    metrics |= {name: (fmean(values), len(values)) for name, values in reward_values(samples).items()}
+    groups: dict[int, list[SampleNumbers]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, []).append(sample)
+    size = min(map(len, groups.values()), default=0)
+    return metrics | (_of_subsets([*groups.values()], size, success_threshold, votes) if size > 1 else {})
+
+
+def _of_subsets(
+    groups: Sequence[Sequence[SampleNumbers]], size: int, success_threshold: float, votes: bool
+) -> dict[str, tuple[float, int]]:
+    """Metrics of k of the samples of each prompt, for k up to ``size``."""
+    # A sample without a reward is never correct, whatever the threshold.
+    correct = [[float(one.reward is not None and one.reward >= success_threshold) for one in group] for group in groups]
+    rewards = [[one.reward or 0.0 for one in group] for group in groups]
+    answers = [[one.vote for one in group] for group in groups]
+    metrics = {f"avg@{size}": fmean(fmean(group) for group in rewards)}
+    for k in sizes_of_subsets(size):
+        metrics[f"pass@{k}"] = fmean(pass_at_k(group, k) for group in correct)
+        metrics[f"best@{k}"] = fmean(best_at_k(group, k) for group in rewards)
+        if votes:
+            pairs = zip(answers, rewards, strict=True)
+            metrics[f"maj@{k}"] = fmean(majority_at_k(group, values, k, draws=_DRAWS) for group, values in pairs)
+    return {name: (value, len(groups)) for name, value in metrics.items()}

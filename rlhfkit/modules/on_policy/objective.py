@@ -1,0 +1,277 @@
+"""``PolicyLossModule``: the objective of a policy on one micro-batch of an iteration, and its options."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.types import Experience
+from rlhfkit.losses import (
+    CORRECTION_PRESETS,
+    Aggregation,
+    GradientScope,
+    LossOutput,
+    entropy_bonus,
+    kl_loss,
+    log_linear_proximal_logprobs,
+    mean_metric,
+    policy_tokens,
+    ppo_loss,
+    sum_losses,
+    vespo_loss,
+)
+from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.arguments import options, refuse_without_effect
+from rlhfkit.modules.on_policy.advantages import AdvantageModule
+from rlhfkit.modules.on_policy.functions import PolicyLoss
+from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
+from rlhfkit.modules.on_policy.update.engine_mismatch import (
+    correction_arguments,
+    correction_weights,
+    weighs_sequences,
+)
+from rlhfkit.modules.on_policy.update.entropy_control import EntropyControl, EntropyController
+from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
+from rlhfkit.validation import check_number
+
+
+class PolicyLossModule(AdvantageModule):
+    """A policy whose loss is a policy loss (PPO's by default), with a KL penalty and an entropy bonus where asked for.
+
+    :meth:`loss` is the method to override for another objective.
+
+    Args:
+        model: Folder or hub name of the policy.
+        policy_loss: A function of :mod:`rlhfkit.losses`, your own of the same form
+            ``(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, or
+            its name: ``"gspo_loss"``, ``"my_package.my_loss"``. It gets the arguments that its signature names, also
+            ``rollout_logprobs`` or ``ref_logprobs``, and keeps its own defaults unless another argument differs.
+        policy_loss_arguments: More keyword arguments of the policy loss.
+        clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
+        clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
+        aggregation: How token losses become one number, see :func:`~rlhfkit.losses.aggregate`; ``None``: the default of
+            the policy loss.
+        max_length: Tokens; the constant of the ``constant-length`` aggregation.
+        entropy_coef: Weight of an entropy bonus.
+        correction: Importance correction for differences between engine and trainer: a name of
+            :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
+            ``None``: none, but ``"tis"`` if the engine is quantized or samples are replayed; ``"none"``: none with any
+            engine. Not for policy losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
+        token_filter: Tests that a token has to pass to be learned from: its entropy, or how near engine and policy are,
+            see :class:`~rlhfkit.modules.on_policy.update.token_filter.TokenFilter`.
+        entropy_control: An entropy bonus whose weight follows the entropy, beside ``entropy_coef``, see
+            :class:`~rlhfkit.modules.on_policy.update.entropy_control.EntropyControl`.
+        proximal: Which log-probs the ratio is taken to in later updates of an iteration: ``"recompute"``: those of the
+            policy before it, by a forward pass; ``"log-linear"``: between the engine's and the policy's own by policy
+            versions, without a pass (AReaL, Fu et al., 2025, arXiv:2505.24298; see
+            :func:`~rlhfkit.losses.log_linear_proximal_logprobs`). Decoupled PPO (arXiv:2110.00641) takes either.
+        kl_clamp: Limit in nats of each token's KL in the loss (10 in OpenRLHF and verl); ``None``: none.
+        kl_importance_weight: Multiply each token's KL in the loss by its ratio, with its gradient (unbiased off-policy:
+            DeepSeek-V3.2, 2025, arXiv:2512.02556; on in TRL).
+        log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
+        **kwargs: See :class:`~rlhfkit.modules.on_policy.advantages.AdvantageModule`.
+
+    Raises:
+        ValueError: If an argument is out of range, or has no effect beside the others.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        policy_loss: str | Callable[..., LossOutput] = ppo_loss,
+        policy_loss_arguments: Mapping[str, Any] | None = None,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+        aggregation: Aggregation | None = None,
+        max_length: int | None = None,
+        entropy_coef: float = 0.0,
+        correction: str | Mapping[str, Any] | None = None,
+        token_filter: TokenFilter | None = None,
+        entropy_control: EntropyControl | None = None,
+        proximal: Literal["recompute", "log-linear"] = "recompute",
+        kl_clamp: float | None = None,
+        kl_importance_weight: bool = False,
+        log_entropy: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        check_number("entropy_coef", entropy_coef)
+        self.policy_loss = PolicyLoss(
+            policy_loss,
+            policy_loss_arguments,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            aggregation=aggregation,
+            max_length=max_length,
+        )
+        self.max_length = max_length
+        self.entropy_coef = entropy_coef
+        self.correction, self._chose_correction = correction_arguments(correction), correction is not None
+        self.token_filter = options(TokenFilter, token_filter)
+        self.entropy_control = options(EntropyControl, entropy_control)
+        self.entropy_controller = EntropyController(self.entropy_control)
+        if proximal not in ("recompute", "log-linear"):
+            raise ValueError(f"proximal must be recompute or log-linear, got {proximal!r}")
+        self.proximal = proximal
+        self.iteration_version = 0
+        """Version of the policy before the iteration."""
+        check_number("kl_clamp", kl_clamp, above=0, optional=True)
+        self.kl_clamp = kl_clamp
+        self.kl_importance_weight = kl_importance_weight
+        self.log_entropy = log_entropy
+        self.hparams.update(
+            policy_loss=self.policy_loss.name,
+            token_filter=dataclasses.asdict(self.token_filter),
+            entropy_control=dataclasses.asdict(self.entropy_control),
+        )
+        self._check_combinations()
+        self._check_loss()
+
+    def _check_combinations(self) -> None:
+        """Refuse combinations in which an argument has no effect, or a wrong one."""
+        in_loss = bool(self.kl_coef) and self.kl_in_reward is None
+        weighted = self.kl_importance_weight or self.policy_loss.arguments.get("kl_importance_weight")
+        if in_loss and self.kl_estimator == "k1" and not weighted:
+            raise ValueError(
+                "kl_estimator='k1' in the loss has a gradient of mean 0, which is noise and no penalty: use 'k2' or "
+                "'k3', or kl_in_reward=True, or kl_importance_weight=True"
+            )
+        given = {"kl_clamp": self.kl_clamp is not None, "kl_importance_weight": self.kl_importance_weight}
+        if not in_loss:
+            own = self.policy_loss.arguments if self.policy_loss.penalizes_kl else {}
+            of_loss = {name: chosen or bool(own.get(name)) for name, chosen in given.items()}
+            refuse_without_effect(of_loss, "a KL penalty that is not in the loss (kl_coef, kl_in_reward)")
+        elif self.policy_loss.penalizes_kl:
+            unknown = {name: chosen and not self.policy_loss.takes(name) for name, chosen in given.items()}
+            refuse_without_effect(unknown, f"{self.policy_loss.name}, which adds the KL penalty and does not take it")
+        twice = [name for name, chosen in given.items() if chosen and name in self.policy_loss.arguments]
+        if twice:
+            raise ValueError(f"{', '.join(twice)} is given twice, to the module and in policy_loss_arguments: keep one")
+        if self.token_filter.is_active and not self.policy_loss.takes("weights"):
+            raise ValueError(f"{self.policy_loss.name} takes no weights, which a token_filter consists of")
+        if self.correction is not None and self.policy_loss.takes("rollout_logprobs"):
+            raise ValueError(
+                f"{self.policy_loss.name} is given the engine's log-probs and accounts for them itself, so that a "
+                "correction would count them twice: leave correction out, or take another policy_loss"
+            )
+        if self.correction is not None and not self.policy_loss.takes("weights"):
+            raise ValueError(f"{self.policy_loss.name} takes no weights, which a correction consists of")
+        of_sequences = self.correction is not None and weighs_sequences(self.correction)
+        if of_sequences and self.token_filter.is_active and self.policy_loss.function is vespo_loss:
+            raise ValueError(
+                "vespo_loss multiplies the weights of a sequence's tokens, and beside a token_filter a correction of "
+                "sequences has the same weight at each of them: use a correction of tokens (correction='tis')"
+            )
+
+    def _check_loss(self) -> None:
+        """Compute the loss of one token, so that bad arguments raise before training."""
+        probe = torch.zeros(1, 1)
+        batch = dataclasses.replace(two_tokens(), ref_logprobs=probe, advantages=probe, high_entropy=probe == 0)
+        try:
+            PolicyLossModule.loss(self, batch, PolicyOutput(probe, probe))
+        except TypeError as error:
+            raise ValueError(f"{self.policy_loss.name} does not take what it is given: {error}") from error
+
+    @property
+    def uses_rollout_logprobs(self) -> bool:
+        """Whether the loss needs the engine's log-probs; ``RolloutCallback`` checks that they can be compared."""
+        compares = self.token_filter.uses_rollout_logprobs or self.proximal == "log-linear"
+        return compares or self.correction is not None or self.policy_loss.takes("rollout_logprobs")
+
+    def correct_off_policy(self) -> bool:
+        """Use truncated importance sampling for samples of another policy, unless ``correction`` was given.
+
+        That of a quantized engine, or one that samples are replayed of.
+
+        Policy losses that account for the engine's log-probs themselves, or take no weights, stay as they are.
+
+        Returns:
+            Whether the correction was set.
+        """
+        loss = self.policy_loss
+        if self._chose_correction or loss.takes("rollout_logprobs") or not loss.takes("weights"):
+            return False
+        self.correction, self._chose_correction = CORRECTION_PRESETS["tis"], True
+        return True
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether entropy is logged or rewarded."""
+        return self.log_entropy or bool(self.entropy_coef) or self.entropy_control.target is not None
+
+    def loss_gradient_scope(self, batch: Experience) -> GradientScope | None:
+        """What the gradient of :meth:`loss` depends on, by the policy loss and whether this is the first update."""
+        if getattr(self.loss, "__func__", None) is not PolicyLossModule.loss:
+            return super().loss_gradient_scope(batch)
+        scope, first_update = self.policy_loss.gradient_scope, batch.old_logprobs is None
+        if scope == "ratio":  # all ratios are 1 in the first update, and other tokens' ratios count in later ones
+            scope = "token" if first_update else "batch"
+        if scope == "token" and first_update and self.correction is not None:
+            levels = {self.correction.get("level", "token"), self.correction.get("reject_level") or "token"}
+            alone = levels == {"token"} and not self.correction.get("normalize")
+            scope = "token" if alone else "batch"  # weights of sequences, from the policy's log-probs
+        return "batch" if scope is not None and self.token_filter.uses_rollout_logprobs else scope
+
+    def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
+        """Compute the policy's loss on one micro-batch of B sequences; override it for another objective."""
+        assert batch.advantages is not None
+        mask, old, reduction = batch.action_mask, self.old_logprobs(batch, out), self.aggregation_arguments(batch)
+        offered: dict[str, Any] = {
+            "weights": None,
+            "rollout_logprobs": batch.rollout_logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            "denominator": reduction["denominator"],
+        }
+        metrics: Mapping[str, Tensor] = {}
+        if self.correction is not None:
+            offered["weights"], metrics = correction_weights(self.correction, batch, old)
+        if self.token_filter.is_active:
+            kept = self.token_filter.kept(batch, out.logprobs, old)
+            offered["weights"] = kept.float() * (1.0 if offered["weights"] is None else offered["weights"])
+            metrics = {**metrics, "policy/kept_fraction": mean_metric(kept.float(), mask)}
+        kl_coef = 0.0 if batch.ref_logprobs is None or self.kl_in_reward is not None else self.kl_coef
+        if self.policy_loss.penalizes_kl:
+            offered |= {"kl_coef": kl_coef, "kl_estimator": self.kl_estimator}
+            offered |= {"kl_clamp": self.kl_clamp} if self.kl_clamp is not None else {}
+            offered |= {"kl_importance_weight": True} if self.kl_importance_weight else {}
+        parts = [self.policy_loss(out.logprobs, old, batch.advantages, mask, **offered)]
+        if batch.ref_logprobs is not None and not self.policy_loss.penalizes_kl:
+            reference, estimator = batch.ref_logprobs, self.kl_estimator
+            more = {"clamp": self.kl_clamp} | reduction
+            if self.kl_importance_weight:
+                more["importance_weight"] = policy_tokens(out.logprobs, old, batch.advantages, mask).ratio
+            parts.append(kl_loss(out.logprobs, reference, mask, coef=kl_coef, estimator=estimator, **more))
+        if bonus := self.entropy_coef + self.entropy_controller.applied:
+            assert out.entropy is not None
+            parts.append(entropy_bonus(out.entropy, mask, coef=bonus, **reduction))
+        result = sum_losses(*parts)
+        if self.kl_control.target is not None:
+            metrics = {**metrics, "policy/kl_coef": torch.tensor(self.kl_coef)}
+        return LossOutput(result.loss, {**result.metrics, **metrics})
+
+    def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:
+        """Arguments of :func:`~rlhfkit.losses.aggregate` for the terms of the loss, exact over the optimizer step."""
+        by_tokens = self.policy_loss.aggregation == "token-mean"
+        return {
+            "aggregation": self.policy_loss.aggregation,
+            "denominator": batch.token_denominator if by_tokens else batch.sequence_denominator,
+            "max_length": self.max_length,
+        }
+
+    def old_logprobs(self, batch: Experience, out: PolicyOutput) -> Tensor:
+        """(B, T-1) log-probs before the iteration, which are the policy's own in its first update."""
+        if batch.old_logprobs is not None:
+            return batch.old_logprobs
+        version = 0 if self._trainer is None else self.trainer.global_step
+        if self.proximal == "recompute" or version == self.iteration_version:
+            return out.logprobs.detach()
+        return log_linear_proximal_logprobs(
+            out.logprobs,
+            batch.rollout_logprobs,
+            batch.versions,
+            version=version,
+            proximal_version=self.iteration_version,
+        )

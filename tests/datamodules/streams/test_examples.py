@@ -1,0 +1,420 @@
+"""Streams of examples: every row once per pass, the same again from any position, and the same as without streaming.
+
+Covers rows.py.
+"""
+
+import gzip
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lightning as L
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_models import tiny_tokenizer
+
+from rlhfkit.data import StreamLoader, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.datamodules import (
+    Mixture,
+    PreferenceDataModule,
+    SFTDataModule,
+    StepwiseDataModule,
+    StreamingPreferenceDataModule,
+    StreamingSFTDataModule,
+    StreamingStepwiseDataModule,
+    StreamingUnpairedPreferenceDataModule,
+    UnpairedPreferenceDataModule,
+)
+from rlhfkit.datamodules.streams.reader import RowReader
+from rlhfkit.datamodules.streams.rows import SourceStream, interleave
+from rlhfkit.losses import aggregate
+
+Write = Callable[..., str]
+ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 4) + str(i + 1)} for i in range(25)]
+
+
+def module(data: Any, **options: Any) -> StreamingSFTDataModule:
+    defaults = {"tokenizer": tiny_tokenizer(), "steps_per_epoch": 3, "shuffle_block": 10}
+    made = StreamingSFTDataModule(data, **(defaults | options))
+    made.setup("fit")
+    return made
+
+
+def taken(data: StreamingSFTDataModule, count: int, place: Any = None) -> list[tuple[Any, list[int]]]:
+    return [(at, example.input_ids) for at, example in itertools.islice(data.open_stream(place), count)]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "folder"])
+def test_each_pass_has_every_row_once_in_blocks_of_its_own_order(write_rows: Write, name: str) -> None:
+    whole = SFTDataModule(ROWS, tokenizer=tiny_tokenizer())
+    whole.setup()
+    expected = [whole.examples[index].input_ids for index in range(25)]
+    data = module(write_rows(ROWS, name))
+    found = [token_ids for _, token_ids in taken(data, 75)]
+    orders = []
+    for number in range(3):
+        one = [expected.index(token_ids) for token_ids in found[25 * number : 25 * number + 25]]
+        assert sorted(one[:10]) == list(range(10))
+        assert sorted(one[10:20]) == list(range(10, 20))
+        assert sorted(one[20:]) == list(range(20, 25))
+        orders.append(tuple(one))
+    assert len(set(orders)) == 3
+    unshuffled = module(write_rows(ROWS, name), shuffle=False)
+    assert [token_ids for _, token_ids in taken(unshuffled, 25)] == expected
+
+
+def test_a_stream_opened_at_a_place_is_the_rest_of_it(write_rows: Write) -> None:
+    data = module(write_rows([*ROWS, {"prompt": "much too long", "completion": "a"}]), max_length=10)
+    whole = taken(data, 60)
+    for cut in (1, 9, 10, 24, 25, 26, 49, 50):
+        place = json.loads(json.dumps(whole[cut - 1][0]))  # plain values
+        assert taken(data, 60 - cut, place) == whole[cut:]
+
+
+def test_a_stream_of_split_documents_goes_on_within_one(write_rows: Write) -> None:
+    rows = [{"text": "abcdefghij"[: 3 + 2 * i]} for i in range(4)]
+    whole = SFTDataModule(rows, tokenizer=tiny_tokenizer(), max_length=4, overlong="split")
+    whole.setup()
+    data = module(write_rows(rows), max_length=4, overlong="split", shuffle=False)
+    found = taken(data, 2 * len(whole.examples))
+    expected = [whole.examples[index].input_ids for index in range(len(whole.examples))]
+    assert [token_ids for _, token_ids in found] == expected * 2
+    for cut in range(1, len(found)):
+        assert taken(data, len(found) - cut, found[cut - 1][0]) == found[cut:]
+
+
+def test_files_are_not_converted_and_other_sources_stream_too(tmp_path: Path, write_rows: Write) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(Path(write_rows(ROWS)).read_bytes()))
+    expected = taken(module(ROWS), 30)
+    assert taken(module(path), 30) == expected
+    assert taken(module(datasets.Dataset.from_list(ROWS).to_iterable_dataset()), 30) == expected
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_sources_take_turns_by_weight(write_rows: Write) -> None:
+    sources = Mixture({write_rows(ROWS, "a.jsonl"): 3, write_rows([{"text": "b"}], "b.jsonl"): 1})
+    data = module(sources)
+    found = taken(data, 80)
+    text = tiny_tokenizer().encode("b<eos>")
+    assert all(1 <= sum(ids == text for _, ids in found[i : i + 4]) <= 1 for i in range(0, 80, 4))
+    assert Counter(map(tuple, (ids for _, ids in found)))[tuple(text)] == 20
+    for cut in (1, 2, 3, 50):
+        assert taken(data, 80 - cut, found[cut - 1][0]) == found[cut:]
+
+
+@given(
+    sources=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9).filter(any), min_size=1, max_size=3),
+    block=st.integers(1, 5),
+    shuffled=st.booleans(),
+    sizes=st.lists(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2)]), min_size=2, max_size=2),
+    micro=st.integers(1, 3),
+    accumulate=st.integers(1, 3),
+    stop=st.integers(0, 9),
+)
+def test_no_row_is_lost_or_doubled_by_a_stop_and_another_number_of_ranks(
+    sources: list[list[int]],
+    block: int,
+    shuffled: bool,
+    sizes: list[tuple[int, int]],
+    micro: int,
+    accumulate: int,
+    stop: int,
+) -> None:
+    """Row i of a source becomes as many examples as the source says; tokens number source, row and part."""
+
+    def source(number: int) -> SourceStream[TokenExample]:
+        rows = [{"row": row, "parts": parts} for row, parts in enumerate(sources[number])]
+        return SourceStream(
+            RowReader(lambda: iter(rows)),
+            lambda placed: (
+                [TokenExample([1 + number, 1 + row["row"], 1 + part], [True] * 3) for part in range(row["parts"])]
+                for _, row in placed
+            ),
+            columns=["row"],
+            block=block,
+            seed=7 if shuffled else None,
+        )
+
+    def opened(place: Any) -> Any:
+        return interleave([source(number) for number in range(len(sources))], [1 / len(sources)] * len(sources), place)
+
+    def ranks(world: int, together: int) -> list[StreamLoader[TokenBatch]]:
+        options = {"steps_per_epoch": 3, "micro_batch_size": micro, "accumulate": accumulate}
+        return [
+            StreamLoader(opened, collate_tokens, rank=rank, world_size=world, ranks_per_forward=together, **options)
+            for rank in range(world)
+        ]
+
+    def trained(loaders: list[StreamLoader[TokenBatch]], epochs: int, batches: int) -> list[tuple[int, ...]]:
+        each = [[batch for _ in range(epochs) for batch in one][:batches] for one in loaders]
+        assert len({len(one) for one in each}) == 1
+        return [
+            tuple(row) for one in each for batch in one if batch.loss_mask.any() for row in batch.input_ids.tolist()
+        ]
+
+    first, second = ranks(*sizes[0]), ranks(*sizes[1])
+    epochs, rest = divmod(stop, 3)
+    seen = trained(first, epochs, 99)
+    running = [iter(one) for one in first]
+    for one in running if rest else []:
+        for batch in itertools.islice(one, rest * accumulate):
+            seen += [tuple(row) for row in batch.input_ids.tolist() if batch.loss_mask.any()]
+    state = json.loads(json.dumps(first[0].state_dict()))
+    assert all(one.state_dict() == state for one in first)
+    for one in second:
+        one.load_state_dict(state)
+    seen += trained(second, 2, 99)
+    expected = [tuple(example.input_ids) for _, example in itertools.islice(opened(None), len(seen))]
+    assert sorted(seen) == sorted(expected)
+    for number, parts in enumerate(sources):  # a pass has each row once
+        own = [one[1:] for one in expected if one[0] == 1 + number]
+        one_pass = [(1 + row, 1 + part) for row, count in enumerate(parts) for part in range(count)]
+        for begin in range(0, len(own) - len(one_pass) + 1, len(one_pass)):
+            assert sorted(own[begin : begin + len(one_pass)]) == one_pass
+
+
+PAIRS = [{"prompt": f"{i}=", "chosen": "x" * (i % 7) + "1", "rejected": "2" * (i % 3), "margin": i} for i in range(20)]
+IMPLICIT = [{"chosen": f"{i}=" + "a" * (i % 4), "rejected": f"{i}=b"} for i in range(20)]
+STEPS = [{"prompt": f"{i}=", "completions": ["a", "b" * (i % 5 + 1)], "labels": [True, bool(i % 2)]} for i in range(20)]
+ANSWERS = [{"prompt": f"{i}=", "completion": "x" * (i % 7) + "1", "label": bool(i % 3)} for i in range(20)]
+SHEPHERD = [{"input": f"{i}=a!b!", "labels": f"{i}=a+b{'+-'[i % 2]}"} for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("streaming", "kind", "rows", "options"),
+    [
+        (StreamingPreferenceDataModule, PreferenceDataModule, PAIRS, {}),
+        (StreamingPreferenceDataModule, PreferenceDataModule, PAIRS, {"max_length": 7, "overlong": "drop"}),
+        (StreamingPreferenceDataModule, PreferenceDataModule, IMPLICIT, {"max_length": 6}),
+        (StreamingStepwiseDataModule, StepwiseDataModule, STEPS, {"max_length": 7}),
+        (StreamingStepwiseDataModule, StepwiseDataModule, SHEPHERD, {"text": "input", "step_token": "!"}),
+    ],
+)
+def test_pairs_and_steps_are_those_of_a_file_that_was_read_as_a_whole(
+    write_rows: Write, streaming: Any, kind: Any, rows: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def opened(made: Any) -> Any:
+        made.setup("fit")
+        return made
+
+    common = {"tokenizer": tiny_tokenizer(), "shuffle": False} | options
+    examples = opened(kind(write_rows(rows), **common)).examples
+    expected = [examples[index] for index in range(len(examples))]
+    said = [record.message for record in caplog.records if "rows" in record.message or "of 20 pairs" in record.message]
+    caplog.clear()
+    data = opened(streaming(write_rows(rows), steps_per_epoch=2, **common))
+    found = list(itertools.islice(data.open_stream(), 2 * len(expected)))
+    assert [example for _, example in found] == expected * 2
+    assert {record.message for record in caplog.records if "of 20" in record.message} == set(said)
+    for cut in (1, 7, len(expected)):
+        rest = itertools.islice(data.open_stream(found[cut - 1][0]), 5)
+        assert [example for _, example in rest] == (expected * 2)[cut : cut + 5]
+    assert [example.num_tokens for example in expected] == examples.lengths
+    assert [example.targets for example in expected] == examples.targets
+
+
+@pytest.mark.parametrize("rows", [ANSWERS, PAIRS])
+def test_a_step_of_all_labelled_answers_is_that_of_a_file_that_was_read_as_a_whole(
+    write_rows: Write, rows: Any
+) -> None:
+    """With its mismatched pairs, which the same seed draws."""
+    path = write_rows(rows)
+    common = {"tokenizer": tiny_tokenizer(), "shuffle": False, "max_length": 9, "overlong": "drop", "seed": 3}
+    whole = UnpairedPreferenceDataModule(path, **common)
+    whole.setup()
+    count = len(whole.examples.lengths)
+    assert count < (20 if rows is ANSWERS else 40)  # some are too long
+    found = []
+    for data in (
+        UnpairedPreferenceDataModule(path, micro_batch_size=count, **common),
+        StreamingUnpairedPreferenceDataModule(path, micro_batch_size=count, steps_per_epoch=2, **common),
+    ):
+        data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        data.setup("fit")
+        found.append(next(iter(data.train_dataloader())))
+    one, other = found
+    assert len(one) == count
+    assert len(one.mismatched) == len(other.mismatched) == 1
+    for left, right in ((one, other), (one.mismatched[0], other.mismatched[0])):
+        for name, value in left.state_dict().items():
+            if name != "mismatched":
+                same = value == getattr(right, name)
+                assert same.all() if isinstance(value, torch.Tensor) else same
+
+
+def test_a_bad_pair_is_named_when_it_is_read(write_rows: Write) -> None:
+    for bad, message in [
+        ({"margin": "high"}, r"column 'margin' of .*rows\.jsonl, row 3, must hold a number, it holds 'high'"),
+        ({"chosen": [{"role": "user"}]}, r"columns 'chosen' and 'rejected' of the given rows, row 3, must both hold"),
+        ({"rejected": None}, r"column 'rejected' of .*rows\.jsonl, row 3, has no value"),
+    ]:
+        rows = [*PAIRS[:3], PAIRS[3] | bad]
+        path = Path(write_rows(PAIRS[:1], "rows.jsonl"))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = iter([rows, rows]).__next__ if "chosen" in bad else path  # a file has columns of one type
+        data = StreamingPreferenceDataModule(source, tokenizer=tiny_tokenizer(), steps_per_epoch=1, shuffle=False)
+        data.setup("fit")
+        with pytest.raises(ValueError, match=message):
+            list(itertools.islice(data.open_stream(), 4))
+
+
+def test_rows_of_images_are_refused_when_they_are_read() -> None:
+    """A table tells before training that some of its rows have images; a stream reads them one by one."""
+    rows = [{"text": "a", "image": None}, {"text": "b"}, {"text": "c", "image": "c.png"}]
+    data = module(lambda: iter(rows), shuffle=False, shuffle_block=1)
+    with pytest.raises(ValueError, match="the given rows, row 2 has a column 'image', which cannot be trained on yet"):
+        taken(data, 3)
+
+
+def test_the_first_row_needs_no_types_of_a_table() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    row = {"messages": [parts, {"role": "assistant", "content": "yo"}], "extra": [1, "a", object()]}
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    data = module(lambda: iter([row]), tokenizer=tokenizer)
+    assert tokenizer.decode(taken(data, 1)[0][1]) == "hi<eos>yo<eos>"
+    other = {"role": "user", "content": [{"type": "image", "url": "a"}]}
+    with pytest.raises(ValueError, match=r"row 0, cannot be read: the content of a chat message must be text"):
+        module(lambda: iter([{"messages": [other, row["messages"][1]]}]), tokenizer=tokenizer)
+
+
+def test_a_checkpoint_of_other_data_seed_or_blocks_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    def started(data: Any = ROWS, **options: Any) -> StreamingSFTDataModule:
+        made = module(data, micro_batch_size=2, **options)
+        made.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        return made
+
+    stopped = started()
+    list(itertools.islice(stopped.train_dataloader(), 2))
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"shuffle_block": 9}, {"data": ROWS[::-1]}, {"shuffle": False}]
+    for options in [{}, *changes, {"data": [*ROWS, ROWS[3]], "max_length": 99}]:
+        caplog.clear()
+        resumed = started(**options)
+        resumed.load_state_dict(stopped.state_dict())
+        batch = next(iter(resumed.train_dataloader()))
+        assert ("a new pass begins" in caplog.text) == (options in changes)
+        first = next(iter(started(**options).train_dataloader()))
+        assert torch.equal(batch.input_ids, first.input_ids) == (options in changes)
+
+
+def test_what_is_cut_or_left_out_is_counted(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    data = module(write_rows(ROWS), max_length=6, shuffle_block=25)
+    taken(data, 26)
+    assert "of 25 rows were truncated at max_length 6" in caplog.text
+    with pytest.raises(ValueError, match="row 12, has 11 tokens, more than max_length 6"):
+        taken(module(write_rows(ROWS[:1] * 12 + [ROWS[11]]), max_length=6, overlong="error", shuffle=False), 26)
+    with pytest.raises(ValueError, match="no row of the whole data has a token to learn"):
+        taken(module([{"prompt": "abcdef", "completion": "g"}], max_length=3), 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (ROWS, {"num_proc": 2}, "num_proc=2 needs all of the data at once"),
+        (ROWS, {"max_tokens_per_micro_batch": 4096}, "max_tokens_per_micro_batch=4096 needs all of the data at once"),
+        (ROWS, {"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1, got 0"),
+        ([{"question": "a"}], {}, "has the columns question, which is none of the kinds"),
+        ([{"text": "a", "images": "b"}], {}, "has a column 'images'"),
+    ],
+)
+def test_bad_input_names_the_value_and_the_cure(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module(data, **options)
+
+
+class Learner(L.LightningModule):
+    """A bigram model; remembers what it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch.float64))
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += batch.input_ids.tolist()
+        logprobs = self.table[batch.input_ids[:, :-1]].log_softmax(-1)
+        token_loss = -logprobs.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+        return aggregate(token_loss, batch.loss_mask, "token-mean", batch.token_denominator)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_stopped_and_resumed_run_trains_on_the_same_rows(tmp_path: Path, write_rows: Write) -> None:
+    """Three steps per epoch: saved inside an epoch and at its end, with a pass over the data ending in between."""
+    path = write_rows(ROWS)
+
+    def fit(ckpt_path: Any = None, callbacks: Any = ()) -> Learner:
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=3,
+            accumulate_grad_batches=2,
+            callbacks=list(callbacks),
+            logger=False,
+            enable_checkpointing=bool(callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        learner = Learner()
+        trainer.fit(learner, module(path, micro_batch_size=2, validation_data=ROWS[:3]), ckpt_path=ckpt_path)
+        assert trainer.global_step == 9
+        return learner
+
+    saver = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    straight = fit(callbacks=[saver])
+    assert len(straight.seen) == 36
+    for step in (1, 3, 4, 6, 8):
+        resumed = fit(tmp_path / "saved" / f"step={step}.ckpt")
+        assert resumed.seen == straight.seen[4 * step :]
+        assert torch.equal(resumed.table, straight.table)
+
+
+def test_loaders_that_are_made_anew_in_each_epoch_go_on_in_the_stream(tmp_path: Path) -> None:
+    def fit(**options: Any) -> list[list[int]]:
+        trainer = L.Trainer(
+            accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=tmp_path, **options,
+        )  # fmt: skip
+        learner = Learner()
+        trainer.fit(learner, module(ROWS, micro_batch_size=2))
+        return learner.seen
+
+    assert fit(reload_dataloaders_every_n_epochs=1) == fit()
+
+
+@pytest.mark.parametrize(("passes", "steps"), [(1, 7), (2, 13)])
+def test_a_run_ends_with_the_step_in_which_its_passes_do(
+    write_rows: Write, tmp_path: Path, passes: int, steps: int
+) -> None:
+    """25 rows, 4 in each step; validation runs at the end, and a resumed run has nothing left to do."""
+
+    def fit(ckpt_path: Any = None) -> tuple[L.Trainer, Learner]:
+        trainer = L.Trainer(
+            accelerator="cpu", max_epochs=9, accumulate_grad_batches=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, num_sanity_val_steps=0,
+        )  # fmt: skip
+        learner = Learner()
+        data = module(write_rows(ROWS), micro_batch_size=2, steps_per_epoch=5, passes=passes, validation_data=ROWS[:3])
+        trainer.fit(learner, data, ckpt_path=ckpt_path)
+        return trainer, learner
+
+    trainer, learner = fit()
+    assert trainer.global_step == steps
+    whole = {tuple(ids) for ids in learner.seen}
+    assert len(learner.seen) == 4 * steps
+    assert len({ids[: len(ids) - ids[::-1].index(1)] for ids in whole}) == 25
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    again, idle = fit(tmp_path / "end.ckpt")
+    assert (again.global_step, idle.seen) == (steps, [])

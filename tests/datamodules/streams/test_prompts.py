@@ -1,0 +1,253 @@
+"""Streams of prompts: none lost or doubled, the same from any cursor, and a run that stops goes on bitwise.
+
+Covers prompt_queue.py and ending.py.
+"""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import setup_run, weights
+from tiny_models import tiny_tokenizer
+
+from rlhfkit import DynamicSampling, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.datamodules import Mixture, StreamingPromptDataModule, StreamingSFTDataModule
+from rlhfkit.datamodules.streams.prompt_queue import StreamQueue
+
+Write = Callable[..., str]
+ROWS = [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}", "level": i % 3} for i in range(25)]
+
+
+def module(data: Any, **options: Any) -> StreamingPromptDataModule:
+    defaults = {"tokenizer": tiny_tokenizer(), "answer": "answer", "shuffle_block": 10, "rollout_batch_size": 4}
+    made = StreamingPromptDataModule(data, **(defaults | options))
+    made.setup("fit")
+    return made
+
+
+def test_prompts_are_those_of_a_file_that_was_read_as_a_whole(write_rows: Write) -> None:
+    path = write_rows(ROWS)
+    whole = PromptDataModule(path, answer="answer", tokenizer=tiny_tokenizer(), rollout_batch_size=4, shuffle=False)
+    whole.setup("fit")
+    assert module(path, shuffle=False).next_prompts(25) == whole.next_prompts(25)
+    drawn = module(path).next_prompts(75)
+    assert [prompt.index for prompt in drawn] == [*range(75)]
+    rows = [ROWS.index({"prompt": one.text, "answer": f"#### {one.answer}"} | one.metadata) for one in drawn]
+    passes = [rows[first : first + 25] for first in (0, 25, 50)]
+    for one in passes:
+        assert sorted(one[:10]) == list(range(10))
+        assert sorted(one[20:]) == list(range(20, 25))
+    assert passes[0] != passes[1] != passes[2]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_requeued_prompts_come_first_and_a_resumed_run_draws_what_the_straight_one_does(
+    write_rows: Write, tmp_path: Path, mixed: bool
+) -> None:
+    data: Any = write_rows(ROWS)
+    if mixed:
+        data = {data: 2, write_rows([row | {"prompt": row["prompt"] + "?"} for row in ROWS[:7]], "b.jsonl"): 1}
+
+    def history(made: StreamingPromptDataModule, first: int, count: int) -> list[tuple[list[str], Any]]:
+        found = []
+        for number in range(first, first + count):
+            chance = random.Random(number)
+            queue = made.prompt_queue()
+            drawn = [*queue.take(chance.randint(1, 9)), *queue.take(chance.randint(1, 9))]
+            back = chance.sample(drawn, chance.randint(0, len(drawn) - 1))
+            queue.requeue(back)
+            found.append(([prompt.text for prompt in drawn], [one.index for one in drawn if one not in back]))
+            made.set_cursor(queue.after)
+            torch.save(made.state_dict(), tmp_path / f"{number + 1}.pt")
+        return found
+
+    straight = history(module(data), 0, 12)
+    used = Counter(index for _, indices in straight for index in indices)
+    waiting = {number for number, _ in torch.load(tmp_path / "12.pt", weights_only=True)["postponed"]}
+    drawn = torch.load(tmp_path / "12.pt", weights_only=True)["next"][0]
+    assert set(used.values()) == {1}
+    assert set(used) | waiting == set(range(drawn))
+    for stop in range(1, 12):
+        resumed = module(data)
+        resumed.load_state_dict(torch.load(tmp_path / f"{stop}.pt", weights_only=True))
+        assert history(resumed, stop, 12 - stop) == straight[stop:]
+
+
+def test_iterations_side_by_side_wait_for_requeued_prompts_in_order(write_rows: Write) -> None:
+    data = module(write_rows(ROWS))
+    first, second = data.prompt_queue(), data.prompt_queue()
+    drawn = first.take(4)
+    second.cursor = first.cursor
+    assert [prompt.index for prompt in second.take(3)] == [4, 5, 6]
+    first.requeue([drawn[2], drawn[0]])
+    first.cursor = second.in_front_of(first.cursor._replace(next=second.cursor.next))
+    later = StreamQueue(first._stream, first.cursor)
+    assert [prompt.index for prompt in later.take(6)] == [4, 5, 6, 0, 2, 7]
+    assert [prompt.index for prompt in later.take(1)] == [8]
+    later.requeue(later.take(1))
+    assert [prompt.index for prompt in later.take(2)] == [10, 11]  # none is drawn twice
+
+
+def test_little_of_an_endless_source_is_read_ahead_or_kept() -> None:
+    read = [0]
+
+    def rows() -> Iterator[dict[str, str]]:
+        for number in itertools.count():
+            read[0] = number
+            yield {"prompt": f"{number}"}
+
+    data = module(rows, answer=None)
+    for drawn in range(0, 4000, 50):
+        assert len(data.next_prompts(50)) == 50
+        data.advance(50)
+        assert read[0] < drawn + 50 + 2 * 10
+    assert data._stream is not None
+    assert not data._stream._kept
+
+
+def test_rows_that_make_no_prompt_are_named_when_they_are_read(write_rows: Write, caplog: Any) -> None:
+    def drawn(rows: list[dict[str, Any]], **options: Any) -> list[str]:
+        data = module(write_rows([*ROWS[:11], *rows]), shuffle=False, answer=None, **options)
+        data.check_prompts(longest=12, reason="the model's context", vocabulary=options.pop("vocabulary", 101))
+        return [prompt.text for prompt in data.next_prompts(12)]
+
+    long = {"prompt": "1" * 20}
+    with pytest.raises(ValueError, match=r"column 'prompt' of .*data\.jsonl, row 11, has no value"):
+        drawn([{"prompt": None}])
+    with pytest.raises(ValueError, match=r"column 'prompt' of .*data\.jsonl, row 11, is a prompt without a token"):
+        drawn([{"prompt": ""}])
+    with pytest.raises(ValueError, match=r"data\.jsonl, row 11, has 20 tokens, more than 12 \(the model's context\)"):
+        drawn([long])
+    assert drawn([long, {"prompt": "x"}], overlong_prompts="drop")[-1] == "x"
+    with pytest.raises(ValueError, match="no row of the whole data has a prompt that is short enough"):
+        drawn([], overlong_prompts="drop", max_prompt_length=1)
+    data = module(write_rows(ROWS))
+    data.check_prompts(longest=12, reason="the context", vocabulary=4)
+    with pytest.raises(ValueError, match=r"data\.jsonl, row \d+, has the token \d+ .* knows the tokens 0 to 3"):
+        data.next_prompts(1)
+
+
+def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_rows(ROWS)
+    with pytest.raises(ValueError, match=r"orders all prompts of a pass, which a stream does not know"):
+        module(path, curriculum=lambda one: one.rows)
+    text = StreamingSFTDataModule(path, steps_per_epoch=1)
+    with pytest.raises(ValueError, match=r"pretraining_data is a StreamingSFTDataModule, and .* use SFTDataModule"):
+        PromptDataModule(path, pretraining_data=text)
+    with pytest.raises(ValueError, match="passes must be an integer of at least 1 or None, got 0"):
+        module(path, passes=0)
+    with pytest.raises(ValueError, match="answer='solution' is not a column"):
+        module(path, answer="solution")
+    data = module(path)
+    with pytest.raises(ValueError, match="the column 'level' is needed for all prompts before training"):
+        data.prompt_column("level")
+    with pytest.raises(RuntimeError, match="the number of prompts of a stream is not known"):
+        data.num_prompts  # noqa: B018
+    data.advance(7)
+    other = module(path, seed=1)
+    other.load_state_dict(data.state_dict())
+    assert "the order cannot be continued, so a new pass begins" in caplog.text
+    assert [prompt.index for prompt in other.next_prompts(25)] == [*range(7, 32)]
+    assert {prompt.text for prompt in other.next_prompts(25)} == {row["prompt"] for row in ROWS}
+
+
+def test_sources_are_named_and_take_turns_by_weight(write_rows: Write) -> None:
+    sources = {write_rows(ROWS, "a.jsonl"): 3, write_rows(ROWS[:2], "b.jsonl"): 1}
+    found = [prompt.metadata["source"] for prompt in module(sources).next_prompts(40)]
+    assert all(Counter(found[i : i + 4]) == {"a": 3, "b": 1} for i in range(0, 40, 4))
+
+
+def by_number(samples: Sequence[Sample]) -> list[float]:
+    """Two prompts of three give no signal, whatever the policy."""
+    return [(1.0, 0.0, sample.sample_index % 2)[sample.prompt.index % 3] for sample in samples]
+
+
+class Watch(L.Callback):
+    """What was sampled in each iteration; saves checkpoints after some batches."""
+
+    def __init__(self, saved: dict[int, Path] | None = None) -> None:
+        self.saved, self.batches = saved or {}, 0
+        self.prompts: list[list[int]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.batches += 1
+        if self.batches in self.saved:
+            trainer.save_checkpoint(self.saved[self.batches])
+        if trainer.is_last_batch:
+            samples = RolloutCallback.of(trainer).samples
+            self.prompts.append(sorted({sample.prompt.index for sample in samples}))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    def fit(watch: Watch, staleness: int = 0, ckpt_path: str | None = None, **options: Any) -> Any:
+        trainer, made, data, _ = setup_run(
+            tmp_path,
+            datamodule=StreamingPromptDataModule,
+            data_arguments={"shuffle_block": 16} | options,
+            rollouts=RolloutCallback(
+                by_number,
+                sampling=SamplingSpec(group_size=4, max_new_tokens=2),
+                dynamic_sampling=DynamicSampling(max_rounds=3),
+                max_staleness=staleness,
+            ),
+            callbacks=[watch],
+            max_epochs=7,
+        )
+        trainer.fit(made, data, ckpt_path=ckpt_path)
+        return weights(made), trainer.current_epoch
+
+    return fit
+
+
+def test_a_run_over_a_stream_goes_on_bitwise_and_ends_with_its_passes(run: Any, tmp_path: Path) -> None:
+    """Groups without a signal are replaced by further prompts; 40 prompts, 8 groups in each iteration."""
+    saved = {after: tmp_path / f"{after}.ckpt" for after in (6, 8, 16)}  # inside an iteration, at ends of iterations
+    watch = Watch(saved)
+    straight, epochs = run(watch, passes=2)
+    assert epochs == 4  # of 22 to 24 prompts each
+    for after in (6, 8):
+        rest = Watch()
+        resumed, _ = run(rest, passes=2, ckpt_path=str(saved[after]))
+        assert rest.prompts[-1] == watch.prompts[-1]
+        assert all(torch.equal(tensor, straight[name]) for name, tensor in resumed.items())
+    rest = Watch()
+    run(rest, passes=2, ckpt_path=str(saved[16]))
+    assert not rest.batches  # there is nothing left to train on
+    ahead = Watch()
+    assert run(ahead, staleness=2, passes=2)[1] == epochs
+    assert ahead.prompts == watch.prompts
+
+
+@pytest.mark.parametrize(("until", "passes"), [("all", 2), ("first", 1)])
+def test_a_pass_over_a_mixture_ends_as_the_mixture_says(write_rows: Write, until: Any, passes: int) -> None:
+    mixture = Mixture({write_rows(ROWS[:20], "a.jsonl"): 1, write_rows(ROWS[:6], "b.jsonl"): 1}, until=until)
+    data, trainer = module(mixture, passes=passes), L.Trainer(accelerator="cpu", logger=False)
+    data.trainer = trainer
+    drawn = 0
+    while not trainer.should_stop:
+        data.advance(4)
+        drawn += 4
+    assert drawn == {"all": 2 * 40, "first": 12}[until]
+
+
+def test_prompts_of_the_next_pass_that_wait_do_not_keep_a_run_going(write_rows: Write) -> None:
+    """Oversampling leaves prompts over in every iteration; those of the pass itself are still to be trained on."""
+    data, trainer = module(write_rows(ROWS), passes=1), L.Trainer(accelerator="cpu", logger=False)
+    data.trainer = trainer
+    used: list[int] = []
+    for _ in range(20):
+        queue = data.prompt_queue()
+        drawn = queue.take(6)
+        queue.requeue(drawn[4:])
+        data.set_cursor(queue.after)
+        used += [prompt.index for prompt in drawn[:4]]
+        if trainer.should_stop:
+            break
+    assert sorted(used) == list(range(28))  # 25 rows of the pass, in iterations of four

@@ -1,0 +1,170 @@
+"""XPOModule and NashMDModule against loops written by hand in float64; learning; what they refuse.
+
+Covers xpo.py and nash_md.py. Ranks, strategies and micro-batches: ``tests/test_step_properties.py``.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_sgd import PlainSGD
+from rl_runs import digits, setup_run, weights
+from test_online_dpo import TEMPERATURE, logprob
+from transformers import AutoModelForCausalLM
+
+from rlhfkit import (
+    Invariants,
+    LocalEngine,
+    NashMDModule,
+    ReferenceMixture,
+    ReferenceSamples,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    XPOModule,
+)
+from rlhfkit.modules import KLControl
+from rlhfkit.rewards import PairwiseReward
+
+BETA, LR, ALPHA = 0.4, 0.05, 0.02
+SAMPLING = SamplingSpec(group_size=2, max_new_tokens=6, temperature=TEMPERATURE)
+
+
+class PlainXPO(PlainSGD, XPOModule):
+    """XPO with SGD."""
+
+
+class PlainNash(PlainSGD, NashMDModule):
+    """Nash-MD with SGD."""
+
+
+def judged(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
+    """A judge with ties, and with comparisons that it cannot make."""
+    found: list[float | None] = []
+    for first, second in pairs:
+        kind = (first.prompt.index + 1) % 5
+        graded = 0.5 + 0.125 * (first.token_ids[0] % 3 - second.token_ids[0] % 3)
+        found.append(None if kind == 0 else 0.5 if kind == 1 else graded)
+    return found
+
+
+def run(folder: Path, module: Any, engine: Any, **arguments: Any) -> tuple[Any, Any, list[Sample]]:
+    """One iteration of 16 prompts in two updates of two micro-batches."""
+    trainer, made, data, rollouts = setup_run(
+        folder,
+        module=module,
+        module_arguments={"lr": LR, "beta": BETA, **arguments},
+        data_arguments={"rollout_batch_size": 16, "micro_batch_size": 8},
+        rollouts=RolloutCallback(PairwiseReward(judged), engine=engine, sampling=SAMPLING),
+        callbacks=[Invariants()],
+        max_epochs=1,
+    )
+    trainer.fit(made, data)
+    return trainer, made, rollouts.samples
+
+
+def by_hand(folder: Path, samples: list[Sample], *, nash: bool) -> tuple[dict[str, Any], list[float], list[int]]:
+    """Weights, losses, and prompts that count, of two updates with the same samples."""
+    policy = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    reference = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    losses, counts = [], []
+    for update in (0, 1):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for first in range(16 * update, 16 * update + 16, 2):
+            ours, theirs = samples[first : first + 2]
+            assert min(ours.versions) >= 0
+            assert set(theirs.versions) == {-1}
+            if ours.reward is None or (not nash and ours.reward == theirs.reward):
+                continue
+            count += 1
+            with torch.no_grad():
+                known = [logprob(reference, sample) for sample in (ours, theirs)]
+            log_ratio = logprob(policy, ours) - known[0]
+            if nash:
+                weight = ours.reward - 0.5 - BETA * log_ratio.detach()
+                total = total - logprob(policy, ours) * weight
+                continue
+            explored = logprob(policy, theirs)
+            sign = 1 if ours.reward > theirs.reward else -1
+            margin = BETA * sign * (log_ratio - (explored - known[1]))
+            total = total - torch.nn.functional.logsigmoid(margin) + ALPHA * explored
+        (total / count).backward()
+        losses.append(float(total.detach() / count))
+        counts.append(count)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+    return policy.state_dict(), losses, counts
+
+
+@pytest.mark.parametrize("nash", [False, True], ids=["xpo", "nash-md"])
+def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, nash: bool) -> None:
+    if nash:
+        trainer, module, samples = run(tmp_path, PlainNash, ReferenceMixture(mixture_coef=0.3))
+    else:
+        engine = ReferenceSamples(LocalEngine(), LocalEngine())
+        trainer, module, samples = run(tmp_path, PlainXPO, engine, alpha=ALPHA)
+    expected, losses, counts = by_hand(tmp_path, samples, nash=nash)
+    assert 4 <= sum(counts) < 16
+    logged = trainer.callback_metrics
+    assert float(logged["loss"]) == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert float(logged["rollout/unscored_fraction"]) > 0
+    if nash:
+        assert 0.25 < float(logged["nash/preference"]) < 0.75
+    else:
+        assert float(logged["exploration/logps"]) < 0
+    assert "rollout_corr/logprob_abs_diff_mean" not in logged or float(
+        logged["rollout_corr/logprob_abs_diff_mean"]
+    ) == pytest.approx(0, abs=1e-4)  # of the policy's samples only
+    for name, tensor in weights(module).items():
+        torch.testing.assert_close(tensor.double(), expected[name], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("nash", [False, True], ids=["xpo", "nash-md"])
+def test_they_learn_from_a_judge(tmp_path: Path, nash: bool) -> None:
+    def more_digits(pairs: Any) -> list[float]:
+        counts = [digits(pair) for pair in pairs]
+        return [0.5 + 0.5 * ((first > second) - (first < second)) for first, second in counts]
+
+    engine = ReferenceMixture(mixture_coef=0.25) if nash else ReferenceSamples(LocalEngine(), LocalEngine())
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module=NashMDModule if nash else XPOModule,
+        module_arguments={"lr": 5e-3, "beta": 0.01 if nash else 0.1},
+        data_arguments={"rollout_batch_size": 32, "micro_batch_size": 32},
+        rollouts=RolloutCallback(
+            PairwiseReward(more_digits), engine=engine, sampling=SamplingSpec(group_size=2, max_new_tokens=8)
+        ),
+        max_epochs=12,
+    )
+    trainer.fit(module, data)
+    ours = [sample for sample in rollouts.samples if sample.versions[0] >= 0]
+    assert len(ours) == 32
+    assert sum(digits(ours)) / len(ours) > 0.3  # 0.1 at the start
+
+
+def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
+    for kind, arguments, message in (
+        (XPOModule, {"alpha": -1.0}, "alpha"),
+        (XPOModule, {"ref_model_sync_steps": 4}, "does not move"),
+        (NashMDModule, {"ref_model_sync_steps": 4}, "does not move"),
+        (NashMDModule, {"clip_low": 0.1}, "clip_low=0.1 has no effect"),
+        (NashMDModule, {"link": "elo"}, "link must be one of"),
+        (NashMDModule, {"kl_control": KLControl(target=0.1)}, "beta is none"),
+        (NashMDModule, {"reward_processing": {"normalize": True}}, "compare rewards of any size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kind("model", **arguments)  # type: ignore[arg-type]
+    for kind in (XPOModule, NashMDModule):
+        with pytest.raises(ValueError, match="group_size=4"):
+            kind("model").check_group_size(4)
+    with pytest.raises(ValueError, match="give RolloutCallback"):
+        XPOModule("model").check_engine(ReferenceMixture())
+    trainer, module, data, _ = setup_run(
+        tmp_path, module=NashMDModule, rollouts=RolloutCallback(digits, sampling=SAMPLING), max_epochs=1
+    )
+    with pytest.raises(ValueError, match="LocalEngine samples from the policy alone"):
+        trainer.fit(module, data)

@@ -1,0 +1,227 @@
+"""Samples that were cut and continued: nothing of them changes, and what follows is the new weights' own.
+
+Ranks that share them are in ``test_collector_ranks.py``, vLLM's engines in ``vllm/test_pool.py``, whole runs in
+``tests/callbacks/rollout/test_oversampling.py``. Covers ``sample_state.py`` too.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit import LocalEngine, Prompt, ReplayEngine, RolloutCallback, Sample, SamplingSpec, VLLMPool
+from rlhfkit.models import load_causal_lm
+from rlhfkit.rollout import ModuleWeights
+from rlhfkit.rollout.local.engine import LocalStream
+from rlhfkit.rollout.partial_rollouts import PartialRollouts
+
+TEXTS = ["1+2=", "hello world", "a"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> list[torch.nn.Module]:
+    """Two policies, far from one another."""
+    made = [load_causal_lm(str(folder)).eval()]
+    made.append(copy.deepcopy(made[0]))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made[1].parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[LocalEngine]:
+    """Small batches, so that some groups wait when others are cut."""
+    made = LocalEngine(max_sequences=5)
+    made.start(str(folder), dtype=torch.float32)
+    yield made
+    made.close()
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(index, tiny_tokenizer()(text)["input_ids"], text) for index, text in enumerate(TEXTS)]
+
+
+def steps(stream: LocalStream, count: int) -> list[list[Sample]]:
+    """The groups that end within so many tokens."""
+    return [group for _ in range(count) for group in stream.collect(9, wait=0.0)]
+
+
+def rest(stream: LocalStream) -> list[list[Sample]]:
+    found = []
+    while groups := stream.collect(9):
+        found += groups
+    return found
+
+
+def keyed(groups: list[list[Sample]]) -> dict[tuple[int, int], Sample]:
+    return {(sample.prompt.index, sample.sample_index): sample for group in groups for sample in group}
+
+
+SPECS = [
+    SamplingSpec(group_size=3, max_new_tokens=24, stop_token_ids=tuple(range(60, 70))),
+    SamplingSpec(group_size=3, max_new_tokens=16, min_new_tokens=6, stop_token_ids=tuple(range(30, 90))),
+    SamplingSpec(group_size=2, max_new_tokens=16, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.5),
+    SamplingSpec(group_size=3, max_new_tokens=24, temperature=0.8, top_p=0.9, stop=("e", "5")),
+]
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(spec=st.sampled_from(SPECS), cuts=st.lists(st.integers(0, 30), max_size=4))
+def test_samples_that_are_cut_anywhere_and_continued_are_those_that_are_not(
+    engine: LocalEngine, models: list[torch.nn.Module], spec: SamplingSpec, cuts: list[int]
+) -> None:
+    engine.load(ModuleWeights(models[0]), version=0)
+    whole = keyed([engine.generate(prompts(), spec, iteration=3)])
+    found: list[list[Sample]] = []
+    begun: list[list[Sample]] = []
+    for count in cuts:
+        stream = engine.stream(spec, iteration=3)
+        known = {group[0].prompt.index for group in [*found, *begun]}
+        stream.resume(begun)
+        stream.submit([prompt for prompt in prompts() if prompt.index not in known])
+        found += steps(stream, count)
+        begun = stream.cut()
+        assert stream.collect(9) == []
+        assert all(sample.num_tokens for group in begun for sample in group)
+    stream = engine.stream(spec, iteration=3)
+    known = {group[0].prompt.index for group in [*found, *begun]}
+    stream.resume(begun)
+    stream.submit([prompt for prompt in prompts() if prompt.index not in known])
+    again = keyed([*found, *rest(stream)])
+    assert again.keys() == whole.keys()
+    for key, sample in again.items():
+        assert (sample.token_ids, sample.finish_reason) == (whole[key].token_ids, whole[key].finish_reason)
+        torch.testing.assert_close(
+            torch.tensor(sample.logprobs), torch.tensor(whole[key].logprobs), rtol=0, atol=2e-5
+        )  # a prefix is computed in one pass
+
+
+@torch.no_grad()
+def test_prefixes_keep_versions_and_log_probs_and_what_follows_has_those_of_the_new_weights(
+    engine: LocalEngine, models: list[torch.nn.Module]
+) -> None:
+    spec = SamplingSpec(group_size=3, max_new_tokens=24)
+    engine.load(ModuleWeights(models[0]), version=4)
+    stream = engine.stream(spec, iteration=0)
+    stream.submit(prompts())
+    steps(stream, 9)
+    begun = stream.cut()
+    cut = keyed(begun)
+    assert any(sample.finish_reason == "abort" for sample in cut.values())
+    engine.load(ModuleWeights(models[1]), version=5)
+    stream = engine.stream(spec, iteration=1)
+    stream.resume(begun)
+    continued = 0
+    for key, sample in keyed(rest(stream)).items():
+        before = cut[key].num_tokens if key in cut else 0
+        if before:
+            assert sample.token_ids[:before] == cut[key].token_ids
+            assert sample.logprobs[:before] == cut[key].logprobs  # bit for bit
+        continued += bool(before) and sample.num_tokens > before
+        assert sample.versions == [4] * before + [5] * (sample.num_tokens - before)
+        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        logprobs = models[1](input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        own = logprobs[len(sample.prompt.token_ids) - 1 + before :]
+        torch.testing.assert_close(torch.tensor(sample.logprobs[before:]), own, rtol=0, atol=1e-5)
+    assert continued >= 3
+
+
+def test_what_another_sampling_has_no_place_for_is_sampled_anew(
+    engine: LocalEngine, models: list[torch.nn.Module]
+) -> None:
+    engine.load(ModuleWeights(models[0]), version=0)
+    prompt = prompts()[0]
+    begun = [Sample(prompt, index, [7] * 4, [-1.0] * 4, [0] * 4, "abort") for index in range(4)]
+    stream = engine.stream(SamplingSpec(group_size=2, max_new_tokens=4), iteration=0)
+    stream.resume([begun])
+    (group,) = rest(stream)
+    assert [sample.sample_index for sample in group] == [0, 1]
+    assert all(sample.token_ids != [7] * 4 for sample in group)
+
+
+def group(index: int, tokens: int) -> list[Sample]:
+    return [Sample(Prompt(index, [6]), 0, [3] * tokens, [-0.25] * tokens, [1] * tokens, "abort", reward=1.0)]
+
+
+def test_a_run_that_is_resumed_continues_what_it_would_have_continued_on_any_number_of_ranks() -> None:
+    states = []
+    for rank in range(3):
+        partials = PartialRollouts()
+        for iteration in range(4):  # with ahead=1, iteration 2 continues what 0 has dropped
+            own = [group(10 * iteration + rank, tokens=2 + iteration)]
+            partials.of(iteration, ahead=1).keep({10 * iteration + each: each for each in range(3)}, own)
+        partials.forget(2)
+        file = io.BytesIO()
+        torch.save(partials.state_dict(2), file)  # a resumed run samples iterations 2 and 3 again
+        file.seek(0)
+        states.append(torch.load(file, weights_only=True))
+    for world_size in (1, 2, 3, 4):
+        found: dict[int, list[int]] = {0: [], 10: []}
+        for rank in range(world_size):
+            resumed = PartialRollouts()
+            shares = [states[saved] for saved in range(rank, 3, world_size)]
+            resumed.load_state_dict(
+                [one for each in [states[0], *shares] for one in each], rank=rank, world_size=world_size
+            )
+            for first, iteration in ((0, 2), (10, 3), (20, 4), (30, 5)):
+                wanted = [Prompt(first + number, [6]) for number in range(5)]
+                partial = resumed.of(iteration, ahead=1)
+                assert partial.begun(Prompt(prompt.index, [8]) for prompt in wanted) == []  # of other data
+                ranks = [0 % world_size, 1 % world_size, 2 % world_size, None, None]
+                assert [partial.rank_of(prompt) for prompt in wanted] == (ranks if first < 20 else [None] * 5)
+                for begun in partial.begun(wanted):
+                    (sample,) = begun
+                    assert (sample.prompt.token_ids, sample.logprobs, sample.reward) == (
+                        [6],
+                        [-0.25] * sample.num_tokens,
+                        None,
+                    )
+                    assert sample.num_tokens == 2 + iteration - 2
+                    found[first].append(sample.prompt.index - first)
+        assert {first: sorted(indices) for first, indices in found.items()} == {0: [0, 1, 2], 10: [0, 1, 2]}
+
+
+def test_what_was_begun_in_a_run_is_not_continued_in_the_run_of_another_trainer() -> None:
+    rollouts = RolloutCallback(len, oversampling=0.5, partial_rollouts=True)  # type: ignore[arg-type]
+    partials, trainers = rollouts.collector.partials, [object(), object()]
+    assert partials is not None
+    for trainer, known in ((trainers[0], {}), (trainers[0], {7: 0}), (trainers[1], {})):
+        rollouts.setup(trainer, None, "predict")  # type: ignore[arg-type]
+        assert partials.found(1)[0] == known
+        assert pickle.loads(pickle.dumps(partials)).found(1)[0] == known  # as for ranks on Ray
+        partials.of(0, ahead=0).keep({7: 0}, [group(7, tokens=2)])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "continues what oversampling drops, and with oversampling=0 nothing is dropped"),
+        ({"oversampling": 0.5, "engine": "replay"}, "cannot drop unfinished|oversampling=0.5 drops"),
+        ({"oversampling": 0.5, "engine": "vllm", "sampling": SamplingSpec(stop="x")}, r"SamplingSpec\(stop=...\)"),
+        (
+            {"oversampling": 0.5, "engine": "vllm", "sampling": SamplingSpec(regex="a+", presence_penalty=1.0)},
+            r"SamplingSpec\(presence_penalty=..., regex=...\) to what it adds alone",
+        ),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(given: dict[str, object], says: str, tmp_path: Path) -> None:
+    engines = {"replay": lambda: ReplayEngine(tmp_path), "vllm": lambda: VLLMPool(1)}
+    arguments = dict(given)
+    if "engine" in arguments:
+        arguments["engine"] = engines[str(arguments["engine"])]()
+    with pytest.raises(ValueError, match=says):
+        RolloutCallback(len, partial_rollouts=True, **arguments)  # type: ignore[arg-type]

@@ -1,0 +1,331 @@
+"""Groups with a signal are kept and trained on again, with weights under which the expected gradient is on-policy."""
+
+import io
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import PlainGRPO, setup_run, weights
+from torch import Tensor
+
+from rlhfkit import GRPOModule, LocalEngine, Prompt, ReplayBuffer, ReplayEngine, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks import RolloutDump
+from rlhfkit.data import Experience
+from rlhfkit.losses import group_advantages
+from rlhfkit.models import PolicyOutput
+from rlhfkit.protocols import STATES_OF_RANKS
+from rlhfkit.rollout.collector import CollectedGroups
+from rlhfkit.rollout.replay_buffer import GroupReplay
+from rlhfkit.rollout.sample_state import sample_from_state, sample_state
+
+
+def group(index: int, rewards: Sequence[float | None], version: int = 0) -> list[Sample]:
+    prompt = Prompt(index, [5], text="a", answer=3, metadata={"source": "x"})
+    return [
+        Sample(prompt, place, [7, place], [-0.5, -1.25], [version, version + 1], "stop", reward=reward)
+        for place, reward in enumerate(rewards)
+    ]
+
+
+def collected(*groups: list[Sample]) -> CollectedGroups:
+    return CollectedGroups(list(groups), [one[0].prompt.index for one in groups], len(groups), len(groups), 0, 0.0, {})
+
+
+def iterations(replay: GroupReplay, *each: Sequence[list[Sample]], seed: int = 0) -> list[list[tuple[int, bool]]]:
+    """Prompts of the groups that are trained on, and whether they are replayed, of iterations of one update each."""
+    found = []
+    for number, groups in enumerate(each):
+        made = replay.replay(collected(*groups), iteration=number, version=number, seed=seed)
+        assert [one[0].prompt.index for one in made.groups] == made.prompts
+        found.append([(one[0].prompt.index, one[0].replayed) for one in made.groups])
+    return found
+
+
+GOOD, EQUAL = [1.0, 0.0], [0.0, 0.0]
+
+
+def test_groups_without_a_signal_are_replaced_by_kept_ones_in_their_places() -> None:
+    replay = GroupReplay(ReplayBuffer(fraction=0.5))
+    first, second, third = iterations(
+        replay,
+        [group(0, GOOD), group(1, EQUAL), group(2, [1.0, 0.5]), group(3, EQUAL)],
+        [group(4, EQUAL), group(5, GOOD), group(6, EQUAL), group(7, EQUAL)],
+        [group(0, EQUAL), group(5, [0.0, None]), group(9, EQUAL), group(10, GOOD)],
+    )
+    assert first == [(0, False), (1, False), (2, False), (3, False)]  # nothing was kept before
+    assert {second[0], second[2]} == {(0, True), (2, True)}
+    assert (second[1], second[3]) == ((5, False), (7, False))  # half of the iteration at most
+    assert third[0] == (2, True)  # not those of prompts that were just sampled
+    assert third[1:] == [(5, False), (9, False), (10, False)]
+
+
+def test_a_group_is_replayed_until_a_token_is_too_old_and_ages_are_logged() -> None:
+    replay = GroupReplay(ReplayBuffer(max_age=3, fraction=1.0))
+    silent = [[group(10 + number, EQUAL), group(20 + number, EQUAL)] for number in range(4)]
+    runs = iterations(replay, [group(0, GOOD, version=0), group(1, EQUAL)], *silent)
+    assert [run[0] for run in runs] == [(0, False), (0, True), (0, True), (0, True), (13, False)]
+    again = GroupReplay(ReplayBuffer(max_age=3, fraction=1.0))
+    iterations(again, [group(0, GOOD, version=0), group(1, EQUAL)], *silent[:3])
+    assert again.metrics == {
+        "rollout/replayed_fraction": 0.5,
+        "rollout/replayed_age": 2.5,  # tokens of versions 0 and 1 at version 3
+        "rollout/replayed_age_max": 3.0,
+        "rollout/reward_before_replay": 0.0,
+        "rollout/replay_buffer_groups": 1.0,
+    }
+
+
+def test_the_groups_that_differ_most_stay_and_the_newest_of_a_prompt() -> None:
+    replay = GroupReplay(ReplayBuffer(capacity=2, min_reward=0.5))
+    iterations(
+        replay,
+        [group(0, [0.6, 0.0]), group(1, [1.0, 0.0]), group(2, [0.9, 0.0]), group(3, [0.4, -9.0])],
+        [group(1, [0.8, 0.2]), group(4, [0.5, 0.4])],
+    )
+    kept = {state["samples"][0]["index"]: state["samples"][0]["reward"] for state in replay.state_dict()}
+    assert kept == {2: 0.9, 1: 0.8}
+
+
+def test_the_choice_is_drawn_in_proportion_to_the_deviations() -> None:
+    counts = {0: 0, 1: 0}
+    for seed in range(400):
+        replay = GroupReplay(ReplayBuffer(fraction=0.5))
+        (_, second) = iterations(
+            replay, [group(0, [3.0, 0.0]), group(1, [1.0, 0.0])], [group(2, EQUAL), group(3, EQUAL)], seed=seed
+        )
+        counts[second[0][0]] += 1
+    assert abs(counts[0] / 400 - 0.75) < 3.5 * math.sqrt(0.75 * 0.25 / 400)
+
+
+def test_what_differs_may_be_a_part_of_the_reward() -> None:
+    samples = group(0, [1.0, 0.9])
+    for sample in samples:
+        sample.reward_parts = {"right": 1.0}
+    replay = GroupReplay(ReplayBuffer(by="right"))
+    iterations(replay, [samples])
+    assert replay.state_dict() == []
+    with pytest.raises(ValueError, match=r"ReplayBuffer\(by='right'\): no reward part is called that"):
+        iterations(replay, [group(1, GOOD)])
+    with pytest.raises(ValueError, match=r"ReplayBuffer\(by='wrong'\): no reward part is called that; .* are right"):
+        ReplayBuffer(by="wrong").check_parts(["right"])
+
+
+def test_states_are_plain_and_hold_every_field_exactly() -> None:
+    sample = group(3, GOOD)[0]
+    sample.action_mask, sample.token_rewards, sample.logprobs = [True, False], [0.1, 0.2], [math.nan, -1e-9]
+    sample.reward_parts, sample.info, sample.text = {"right": 1.0}, {"turns": 2}, "x y"
+    file = io.BytesIO()
+    torch.save(sample_state(sample), file)
+    file.seek(0)
+    restored = sample_from_state(torch.load(file, weights_only=True))
+    assert repr(restored) == repr(sample)  # NaN is not equal to itself
+
+
+def test_the_newest_group_of_a_prompt_counts_where_several_ranks_states_hold_one() -> None:
+    states = []
+    for number in (0, 1):
+        replay = GroupReplay(ReplayBuffer())
+        replay.replay(collected(group(0, [1.0, float(number) / 2])), iteration=number, version=0, seed=0)
+        states += replay.state_dict()
+    replay.load_state_dict(states, group_size=2)
+    assert len(replay.state_dict()) == 1
+    assert replay.state_dict()[0]["iteration"] == 1
+    replay.load_state_dict(states, group_size=3)  # the run goes on with larger groups
+    assert replay.state_dict() == []
+
+
+# ---------------------------------------------------------------------- the expected gradient
+
+TOKENS, LENGTH = 3, 2
+SEQUENCES = list(itertools.product(range(TOKENS), repeat=LENGTH))
+REWARDS = {sequence: 0.4 * sequence[0] - float(sequence == (1, 2)) + 0.7 * sequence[1] for sequence in SEQUENCES}
+
+
+def table(seed: int) -> Tensor:
+    """Logits of a policy of two tokens: of the first, and of the second after each first one."""
+    return torch.randn(1 + TOKENS, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def token_logprobs(logits: Tensor, sequence: tuple[int, ...]) -> Tensor:
+    """(2,) log-probs of the tokens of a sequence."""
+    found = logits.log_softmax(-1)
+    return torch.stack([found[0, sequence[0]], found[1 + sequence[0], sequence[1]]])
+
+
+def expected_gradient(policy: Tensor, behaviour: Tensor, *, signal_only: bool, correction: Any) -> Tensor:
+    """Sum over all pairs of samples: their probability under the behaviour, times the gradient of the module's loss."""
+    module = GRPOModule(
+        "anywhere", advantage_scale="none", aggregation="sequence-mean-token-sum", correction=correction,
+        policy_loss="ppo_loss",
+    )  # fmt: skip
+    logits = policy.clone().requires_grad_()
+    total = torch.zeros_like(policy)
+    for pair in itertools.product(SEQUENCES, repeat=2):
+        rewards = torch.tensor([REWARDS[one] for one in pair], dtype=torch.float64)
+        if signal_only and rewards[0] == rewards[1]:
+            continue  # what a ReplayBuffer does not keep
+        made = torch.stack([token_logprobs(behaviour, one) for one in pair])
+        batch = Experience.from_samples(
+            [
+                Sample(Prompt(0, [1]), place, list(one), [0.0, 0.0], [0, 0], "length", reward=REWARDS[one])
+                for place, one in enumerate(pair)
+            ]
+        )
+        advantages = group_advantages(rewards, batch.group, scale="none")[:, None].expand(2, LENGTH)
+        batch.advantages, batch.rollout_logprobs = advantages, made
+        logprobs = torch.stack([token_logprobs(logits, one) for one in pair])
+        loss = module.loss(batch, PolicyOutput(logprobs, None)).loss
+        total += made.sum().exp() * torch.autograd.grad(loss, logits)[0]
+    return total
+
+
+EXACT = {"level": "sequence", "mode": "none"}
+
+
+def test_with_weights_of_sequences_the_expected_gradient_of_replayed_groups_is_the_on_policy_one() -> None:
+    policy, behaviour = table(0), table(1)
+    logits = policy.clone().requires_grad_()
+    value = sum(token_logprobs(logits, one).sum().exp() * REWARDS[one] for one in SEQUENCES)
+    # The mean of a group of two includes the sample itself: half of the gradient of the expected reward.
+    exact = -0.5 * torch.autograd.grad(value, logits)[0]
+    on_policy = expected_gradient(policy, policy, signal_only=False, correction=None)
+    replayed = expected_gradient(policy, behaviour, signal_only=True, correction=EXACT)
+    torch.testing.assert_close(on_policy, exact, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(replayed, exact, rtol=1e-12, atol=1e-14)
+    without = expected_gradient(policy, behaviour, signal_only=True, correction=None)
+    assert (without - exact).abs().max() > 0.1 * exact.abs().max()
+
+
+# ---------------------------------------------------------------------- whole runs
+
+
+def only_odd(samples: Sequence[Sample]) -> list[float]:
+    """Groups of even prompts all get 0."""
+    return [sample.sample_index * (sample.prompt.index % 2) / 8 for sample in samples]
+
+
+class Watch(L.Callback):
+    """What every iteration was trained on, and the weights of its replayed samples; saves a checkpoint in between."""
+
+    def __init__(self, path: Path | None = None, after: int = 0) -> None:
+        self.path, self.after = path, after
+        self.groups: list[list[int]] = []
+        self.replayed: list[list[int]] = []
+        self.ages: list[tuple[float, float]] = []
+        self.batches: list[Experience] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if len(self.batches) == self.after:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        rollouts = RolloutCallback.of(trainer)
+        self.groups.append([sample.prompt.index for sample in rollouts.samples[::4]])
+        self.replayed.append([sample.prompt.index for sample in rollouts.samples[::4] if sample.replayed])
+        metrics = trainer.callback_metrics
+        self.ages.append((float(metrics["rollout/replayed_fraction"]), float(metrics["rollout/replayed_age_max"])))
+
+
+def fit(folder: Path, *callbacks: Any, engine: Any = None, resume: Any = None, **arguments: Any) -> tuple[Any, Any]:
+    rollouts = RolloutCallback(
+        only_odd,
+        engine=engine or LocalEngine(),
+        sampling=SamplingSpec(group_size=4, max_new_tokens=8),
+        replay_buffer=ReplayBuffer(fraction=0.25, max_age=4),
+        **arguments,
+    )
+    trainer, module, data, _ = setup_run(
+        folder, module=PlainGRPO, module_arguments={"lr": 0.05}, rollouts=rollouts, callbacks=callbacks, max_epochs=4
+    )
+    trainer.fit(module, data, ckpt_path=resume)
+    return trainer, module
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch, Any]:
+    folder = tmp_path_factory.mktemp("replay")
+    watch = Watch(folder / "saved.ckpt", after=10)
+    _, module = fit(folder, watch, RolloutDump(folder / "dump"))
+    return folder, watch, module
+
+
+def test_a_run_replaces_silent_groups_and_weights_their_tokens_by_the_policies_that_made_them(straight: Any) -> None:
+    _, watch, module = straight
+    assert [len(prompts) for prompts in watch.replayed] == [0, 2, 2, 2]
+    assert all(len(set(groups)) == 8 for groups in watch.groups)
+    assert all(prompt % 2 for prompts in watch.replayed for prompt in prompts)
+    assert watch.ages[1:] == [(0.25, age) for _, age in watch.ages[1:]]
+    assert max(age for _, age in watch.ages) <= 4
+    assert module.correction == {"level": "token", "mode": "truncate", "high": 2.0}
+    for number, batch in enumerate(watch.batches):
+        made = batch.versions.amax(-1)
+        begun = number // 4 * 2  # updates before the iteration
+        assert torch.equal(batch.replayed, made < begun)
+        if batch.old_logprobs is None:
+            continue
+        change = (batch.old_logprobs - batch.rollout_logprobs).abs().where(batch.action_mask, 0.0).amax(-1)
+        assert (change[~batch.replayed] < 2e-5).all()
+        assert (change[batch.replayed] > 1e-3).all()
+
+
+def test_a_resumed_run_has_the_groups_and_is_bitwise_the_straight_one(straight: Any) -> None:
+    folder, watch, module = straight
+    rest = Watch()
+    _, resumed = fit(folder, rest, resume=str(folder / "saved.ckpt"))
+    assert rest.replayed == [[], *watch.replayed[3:]]  # inside an iteration there are no samples
+    assert all(torch.equal(tensor, weights(module)[name]) for name, tensor in weights(resumed).items())
+
+
+def test_a_recorded_run_with_a_buffer_is_repeated_bitwise(straight: Any) -> None:
+    folder, watch, module = straight
+    again = Watch()
+    _, repeated = fit(folder, again, engine=ReplayEngine(folder / "dump"))
+    assert again.groups == watch.groups
+    assert all(torch.equal(tensor, weights(module)[name]) for name, tensor in weights(repeated).items())
+
+
+def test_groups_of_other_ranks_states_are_divided_when_the_number_of_ranks_changes() -> None:
+    def callback() -> RolloutCallback:
+        return RolloutCallback(only_odd, sampling=SamplingSpec(group_size=2), replay_buffer=ReplayBuffer())
+
+    saved = []
+    for prompt in range(4):  # each of four ranks has one
+        one = callback()
+        assert one.replay is not None
+        one.replay.replay(collected(group(prompt, GOOD)), iteration=0, version=0, seed=0)
+        saved.append({"callbacks": {one.state_key: one.state_dict()}})
+    found = []
+    for rank in range(2):
+        one = callback()
+        trainer: Any = SimpleNamespace(global_rank=rank, world_size=2)
+        one.on_load_checkpoint(trainer, trainer, {STATES_OF_RANKS: saved})
+        one.load_state_dict(saved[0]["callbacks"][one.state_key])
+        found.append([each["samples"][0]["index"] for each in one.state_dict()["replay"]])
+    assert found == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("correction", "group_size", "says"),
+    [
+        ("none", 2, r"for which it has no importance weights: give it a correction \('tis'"),
+        ("tis", 1, r"with SamplingSpec\(group_size=1\) none does"),
+    ],
+)
+def test_a_module_without_weights_and_groups_of_one_are_refused(
+    tmp_path: Path, correction: str, group_size: int, says: str
+) -> None:
+    rollouts = RolloutCallback(
+        only_odd, sampling=SamplingSpec(group_size=group_size, max_new_tokens=4), replay_buffer=ReplayBuffer()
+    )
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"correction": correction}, rollouts=rollouts)
+    with pytest.raises(ValueError, match=says):
+        trainer.fit(module, data)

@@ -1,0 +1,183 @@
+"""ReferenceSamples and ReferenceMixture: who sampled what, by which seeds, and from which distribution.
+
+Covers engine_wrapper.py, reference_samples.py and mixture.py.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit import LocalEngine, ReferenceMixture, ReferenceSamples, VLLMPool
+from rlhfkit.data import Prompt, Sample
+from rlhfkit.models import load_causal_lm
+from rlhfkit.rollout import ModuleWeights, SamplingSpec, sample_seed
+from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
+
+SAMPLING = SamplingSpec(group_size=3, max_new_tokens=7, temperature=0.7, seed=5)
+TEXTS = ("1+2=", "hello world", "a")
+
+
+class World:
+    """A model as it was at the start, the policy that it has become, and engines of both."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(tiny_model(folder))
+        self.reference = load_causal_lm(self.folder).eval()
+        self.policy = copy.deepcopy(self.reference)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(1)
+            for parameter in self.policy.parameters():
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator) * parameter.std()
+
+    def loaded(self, engine: Any) -> Any:
+        engine.start(self.folder, dtype=torch.float32)
+        engine.load(ModuleWeights(self.policy), version=7)
+        return engine
+
+    def alone(self, *, reference: bool) -> LocalEngine:
+        engine = LocalEngine()
+        if not reference:
+            return self.loaded(engine)  # type: ignore[no-any-return]
+        engine.start(self.folder, dtype=torch.float32, load_weights=True)
+        return engine
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(world: World) -> Iterator[ReferenceSamples]:
+    engine = world.loaded(ReferenceSamples(LocalEngine(max_sequences=2), LocalEngine()))
+    yield engine
+    engine.close()
+
+
+def prompts() -> list[Prompt]:
+    tokenizer = tiny_tokenizer()
+    return [Prompt(10 + place, tokenizer(text)["input_ids"], text) for place, text in enumerate(TEXTS)]
+
+
+def tokens(samples: Sequence[Sample]) -> list[list[int]]:
+    return [sample.token_ids for sample in samples]
+
+
+def others(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for sample in samples if set(sample.versions) == {-1}]
+
+
+def their_sampling(count: int = 1) -> SamplingSpec:
+    """How the other sampler's answers are drawn, by an engine of its own."""
+    seed = sample_seed(SAMPLING.seed, -1, -1, -1)
+    return SamplingSpec(group_size=count, max_new_tokens=7, temperature=0.7, seed=seed)
+
+
+def test_a_group_is_the_policys_samples_and_then_the_references(world: World, engine: ReferenceSamples) -> None:
+    samples = engine.generate(prompts(), SAMPLING, iteration=4)
+    assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [
+        (10 + place, index) for place in range(3) for index in range(3)
+    ]
+    assert [sample.versions[0] for sample in samples] == [7, 7, -1] * 3
+    theirs = others(samples)
+    assert all(math.isnan(value) for sample in theirs for value in sample.logprobs)
+    ours = [sample for sample in samples if sample not in theirs]
+    expected = world.alone(reference=False).generate(
+        prompts(), SamplingSpec(group_size=2, max_new_tokens=7, temperature=0.7, seed=5), iteration=4
+    )
+    assert tokens(ours) == tokens(expected)
+    assert tokens(theirs) == tokens(world.alone(reference=True).generate(prompts(), their_sampling(), iteration=4))
+    assert engine.version == 7
+
+
+def test_equal_models_do_not_give_equal_answers(world: World) -> None:
+    same = ReferenceSamples(LocalEngine(), LocalEngine())
+    same.start(world.folder, dtype=torch.float32, load_weights=True)
+    samples = same.generate(prompts(), SamplingSpec(group_size=2, max_new_tokens=7), iteration=0)
+    assert all(ours.token_ids != theirs.token_ids for ours, theirs in zip(samples[::2], samples[1::2], strict=True))
+
+
+def test_validation_and_single_samples_are_the_policys(world: World, engine: ReferenceSamples) -> None:
+    alone = world.alone(reference=False)
+    for sampling, iteration in ((SAMPLING, -1), (SamplingSpec(group_size=1, max_new_tokens=5, temperature=0), 2)):
+        samples = engine.generate(prompts(), sampling, iteration=iteration)
+        assert not others(samples)
+        assert tokens(samples) == tokens(alone.generate(prompts(), sampling, iteration=iteration))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_another_reference_can_be_named(world: World, tmp_path: Path, mixed: bool) -> None:
+    world.policy.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    named: dict[str, Any] = {"reference_model": str(tmp_path)}
+    engine = (
+        ReferenceMixture(mixture_coef=1, **named) if mixed else ReferenceSamples(LocalEngine(), LocalEngine(), **named)
+    )
+    world.loaded(engine)
+    theirs = others(engine.generate(prompts(), SAMPLING, iteration=4))
+    policy = world.alone(reference=False)
+    assert tokens(theirs) == tokens(policy.generate(prompts(), their_sampling(), iteration=4))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.35, 1.0])
+def test_a_mixture_is_sampled_from_the_normalized_product_of_both_distributions(world: World, weight: float) -> None:
+    """Against inverting the distribution written by hand in probabilities, token by token without a cache."""
+    engine = world.loaded(ReferenceMixture(LocalEngine(), mixture_coef=weight, count=2))
+    theirs = others(engine.generate(prompts(), SAMPLING, iteration=4))
+    assert [sample.sample_index for sample in theirs] == [1, 2] * 3
+    spec = their_sampling()
+    for sample in theirs:
+        generator = torch.Generator().manual_seed(
+            sample_seed(spec.seed, 4, sample.prompt.index, sample.sample_index - 1)
+        )
+        drawn, text = torch.rand(7, dtype=torch.float64, generator=generator), list(sample.prompt.token_ids)
+        for uniform, token in zip(drawn, sample.token_ids, strict=False):
+            with torch.no_grad():
+                ids = torch.tensor([text])
+                chances = [
+                    (model(input_ids=ids).logits[0, -1].double() / 0.7).softmax(-1)
+                    for model in (world.policy, world.reference)
+                ]
+            mixed = chances[0] ** (1 - weight) * chances[1] ** weight
+            assert int(torch.searchsorted((mixed / mixed.sum()).cumsum(-1), uniform)) == token
+            text.append(token)
+    engine.close()
+
+
+def test_either_engine_may_be_on_the_ranks_gpus_and_prompts_have_to_fit_both() -> None:
+    """An engine that shares GPUs is put to sleep while the policy learns, and woken only where ``colocate`` says so."""
+    shares: dict[str, Any] = {"colocate": True, "sleep_level": 1}
+    for ours, theirs, expected in (({}, {}, False), (shares, {}, True), ({}, shares, True)):
+        engine = ReferenceSamples(VLLMPool(1, max_model_len=64, **ours), VLLMPool(1, **theirs))
+        assert engine.colocate is expected
+        assert engine.max_model_len == 64
+    assert ReferenceSamples(VLLMPool(1, max_model_len=64), VLLMPool(1, max_model_len=32)).max_model_len == 32
+    assert ReferenceSamples(VLLMPool(1), VLLMPool(1)).max_model_len is None
+
+
+def test_what_cannot_be_sampled_is_refused(world: World, engine: ReferenceSamples) -> None:
+    with pytest.raises(TypeError, match="VLLMPool cannot do"):
+        ReferenceMixture(VLLMPool(1))
+    with pytest.raises(ValueError, match="mixture_coef"):
+        ReferenceMixture(mixture_coef=1.5)
+    with pytest.raises(TypeError, match="reference_engine must implement"):
+        ReferenceSamples(LocalEngine(), "sft")  # type: ignore[arg-type]
+    one = LocalEngine()
+    with pytest.raises(ValueError, match="make a second one"):
+        ReferenceSamples(one, one)
+    with pytest.raises(ValueError, match="two engines of one kind"):
+        ReferenceSamples(one, VLLMPool(1))
+    with pytest.raises(ValueError, match="sleep_level=1"):
+        ReferenceSamples(VLLMPool(1), VLLMPool(1, colocate=True))
+    with pytest.raises(ValueError, match="raise group_size"):
+        ReferenceSamples(one, LocalEngine(), count=2).generate(prompts(), SamplingSpec(group_size=2), iteration=0)
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        ReferenceMixture().other_samples(prompts(), SAMPLING, 0)
+    with pytest.raises(NotImplementedError, match="other_samples"):
+        OtherSamples(one).other_samples(prompts(), SAMPLING, 0)
