@@ -109,7 +109,7 @@ def test_a_right_answer_and_a_bad_end_is_no_pass(reward: CodeExecution) -> None:
 
 
 def test_programs_that_hang_eat_memory_or_fork_fail_alone(caplog: pytest.LogCaptureFixture) -> None:
-    quick = CodeExecution(timeout=1.0, workers=2)
+    quick = CodeExecution(timeout=3.0, workers=2)  # the last program's interpreter starts beside a fork bomb, within it
     programs = [
         "while True: pass",
         f"{ADD}\ndef add(a, b):\n    while a < 0: pass\n    return 3",  # two of three tests pass before it hangs
@@ -123,7 +123,7 @@ def test_programs_that_hang_eat_memory_or_fork_fail_alone(caplog: pytest.LogCapt
     assert quick.metrics()["code_execution/timeout_fraction"] >= 2 / 5
     assert quick([sample("a = input()\nif a[0] == '3': input() or exit(1)\n" + SUM, SUMS)]) == [0.0]
     assert quick([sample("import time\na = input()\nif a == '3 4': time.sleep(60)\nprint(3)", SUMS)]) == [1 / 3]
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 60
 
 
 def test_programs_do_not_see_answers_secrets_or_one_another(

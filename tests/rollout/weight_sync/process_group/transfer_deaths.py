@@ -21,7 +21,7 @@ from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 
 TENSORS = 40
 INFOS = [WeightInfo(f"layer.{index}", (2**18,), torch.float32) for index in range(TENSORS)]  # 1 MiB each
-LATE = 3.0  # seconds until what is suspended is given up
+LATE = 5.0  # seconds until what is suspended is given up
 PATIENT = 60.0  # until what is dead would be: not reached
 SCENARIOS = {  # who, what happens to it, after how many buckets, the time limit
     "worker dies": (2, signal.SIGKILL, 3, PATIENT),
@@ -75,6 +75,7 @@ class Pipes:
     def __init__(self, pipes: dict[int, Connection]) -> None:
         self.pipes = pipes
         self.timeout = 0.0
+        self.unanswered: dict[int, Connection] = {}  # of the last command
 
     @property
     def num_workers(self) -> int:
@@ -95,7 +96,7 @@ class Calls:
     """A command to all workers."""
 
     def __init__(self, workers: Pipes, command: str, argument: Any) -> None:
-        self.waiting = dict(workers.pipes)
+        self.waiting = workers.unanswered = dict(workers.pipes)
         self.deadline = time.monotonic() + workers.timeout
         for pipe in self.waiting.values():
             pipe.send((command, argument))
@@ -141,7 +142,8 @@ def trainer(scenario: str, pipes: dict[int, Connection], reports: Connection) ->
         error = f"{type(raised).__name__}: {raised}"
     sender.close()
     reports.send(("trainer", "update", error, 0, round(time.monotonic() - start, 2)))
-    pipes[1].recv()  # the first worker has noticed it as well
+    if 1 in workers.unanswered:  # otherwise the trainer's error is that of the first worker
+        pipes[1].recv()  # it has noticed as well
     workers.pipes = {1: pipes[1]}
     sender.connect(workers)
     sender.send(workers, INFOS, weights())
