@@ -148,3 +148,41 @@ def test_perplexity_of_an_epoch_is_the_exponential_of_its_mean_loss(tmp_path: Pa
         seen.append({name: float(value) for name, value in run.callback_metrics.items()})
     assert seen[1] == pytest.approx(seen[0], rel=1e-6)
     assert seen[1]["sft/perplexity_epoch"] == pytest.approx(math.exp(seen[0]["sft/nll_epoch"]), rel=1e-6)
+
+
+class Validations(L.Callback):
+    """What each validation of a fit has logged."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        self.seen.append(logged)
+
+
+def test_every_validation_has_the_metrics_of_all_its_rows_and_of_no_other(tmp_path: Path) -> None:
+    sft_cases.prepare(tmp_path)
+    validations = Validations()
+    run = sft_cases.trainer(
+        tmp_path,
+        max_steps=-1,
+        max_epochs=2,
+        accumulate_grad_batches=1,
+        val_check_interval=0.5,
+        callbacks=[validations],
+    )
+    module = SFTModule(str(tmp_path / "model"), lr=1e-4)
+    path = str(tmp_path / "data.jsonl")
+    data = SFTDataModule(path, validation_data=path, micro_batch_size=3, cache_dir=tmp_path / "cache")
+    run.fit(module, data)
+    run.validate(module, data)
+    run.validate(module, data)
+    checked_first, *seen = validations.seen  # two batches, before training
+    assert len(seen) == 6
+    losses = [one["val/loss"] for one in seen]
+    assert checked_first["val/loss"] != pytest.approx(losses[0], rel=1e-2)
+    assert losses[0] > losses[1] > losses[2] > losses[3]  # it learns, so that none is left from before
+    assert seen[4] == seen[5] == pytest.approx(seen[3])
+    for one in seen:
+        assert one["val/perplexity"] == pytest.approx(math.exp(one["val/nll"]))
