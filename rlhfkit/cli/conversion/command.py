@@ -64,8 +64,7 @@ def convert_trl(conversion: Conversion, kind: Trainer, devices: int) -> Configur
         module, data = convert(conversion, devices)
     conversion.ignore(trl.HARMLESS)
     conversion.finish()
-    if devices > 1:
-        conversion.trainer["devices"] = devices
+    conversion.trainer["devices"] = devices  # left out, Lightning would take all GPUs of the machine
     return {
         "seed_everything": conversion.data["seed"],
         "model": {"class_path": module, "init_args": conversion.model},

@@ -37,6 +37,14 @@ class Conversion:
         value = self._left.pop(name, default)
         return default if value is None else value
 
+    def take_steps(self, name: str, default: int) -> int:
+        """Take a number of steps; a share of the run is a difference, and becomes the default."""
+        value = self.take(name, default)
+        if value != int(value):
+            self.differ(f"{name}={value!r}", "a share of the run; give the number of steps")
+            return default
+        return int(value)
+
     def differ(self, name: str, why: str) -> None:
         """Say that an option cannot be converted exactly."""
         self.differences.append(f"{name}: {why}")

@@ -91,20 +91,16 @@ def convert_shared(conversion: Conversion, kind: str) -> None:
     _convert_schedule(conversion)
     _convert_precision(conversion)
     _convert_adapters(conversion)
+    if model["weight_decay"] and "lora" not in model:  # Transformers leaves norms and biases out
+        model["parameter_options"] = {"vectors": {"weight_decay": 0.0}}
     trainer["gradient_clip_val"] = take("max_grad_norm", 1.0)
-    trainer["log_every_n_steps"] = take("logging_steps", 10)
+    trainer["log_every_n_steps"] = conversion.take_steps("logging_steps", 10)
     take("logging_strategy")
-    if take("save_strategy", "steps") == "steps":
-        keep, steps = take("save_total_limit"), take("save_steps", 500)
-        which = {"save_top_k": -1} if keep is None else {"monitor": "step", "mode": "max", "save_top_k": keep}
-        conversion.callback("lightning.pytorch.callbacks.ModelCheckpoint", every_n_train_steps=steps, **which)
-    else:
-        conversion.take("save_steps")
-        conversion.take("save_total_limit")
-        trainer["enable_checkpointing"] = False
+    _convert_checkpoints(conversion, kind)
+    if (optimizer := take("optim", "adamw_torch_fused")) not in ("adamw_torch_fused", "adamw_torch"):
+        conversion.differ(f"optim={optimizer!r}", "only AdamW is converted; module argument optimizer= takes others")
     conversion.refuse(
         {
-            "optim": "only AdamW is converted; module argument optimizer= takes others",
             "adam_epsilon": "AdamW's epsilon is 1e-8",
             "model_revision": "a hub name is its main branch: name a folder",
             "model_init_kwargs": "override build_policy()",
@@ -116,21 +112,34 @@ def convert_shared(conversion: Conversion, kind: str) -> None:
             "eos_token": "save the tokenizer with its token into the model's folder",
             "pad_token": "save the tokenizer with its token into the model's folder",
         },
-        unless={"optim": "adamw_torch_fused", "adam_epsilon": 1e-8, "model_revision": "main", "load_in_8bit": False},
+        unless={"adam_epsilon": 1e-8, "model_revision": "main", "load_in_8bit": False},
     )
 
 
+def _convert_checkpoints(conversion: Conversion, kind: str) -> None:
+    """When the run is saved."""
+    strategy = conversion.take("save_strategy", "steps")
+    keep, steps = conversion.take("save_total_limit"), conversion.take_steps("save_steps", 500)
+    if strategy == "no":
+        conversion.trainer["enable_checkpointing"] = False
+        return
+    if strategy not in ("steps", "epoch"):
+        conversion.differ(f"save_strategy={strategy!r}", "one of steps, epoch, no is converted")
+    if strategy == "epoch" and kind in ("grpo", "rloo"):
+        conversion.differ("save_strategy='epoch'", "an epoch is an iteration here: give save_steps")
+    when = {"every_n_epochs": 1} if strategy == "epoch" else {"every_n_train_steps": steps}
+    which = {"save_top_k": -1} if keep is None else {"monitor": "step", "mode": "max", "save_top_k": keep}
+    conversion.callback("lightning.pytorch.callbacks.ModelCheckpoint", **when, **which)
+
+
 def _convert_schedule(conversion: Conversion) -> None:
-    schedule, warmup = conversion.take("lr_scheduler_type", "linear"), conversion.take("warmup_steps", 0)
+    schedule, warmup = conversion.take("lr_scheduler_type", "linear"), conversion.take_steps("warmup_steps", 0)
     names = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
     if schedule not in names:
         conversion.differ(f"lr_scheduler_type={schedule!r}", f"one of {', '.join(names)} is converted")
     if schedule == "constant":  # Transformers' has no warm-up
         warmup = 0
-    if 0 < warmup < 1:
-        conversion.differ(f"warmup_steps={warmup}", "a share of the run; give the number of steps")
-        warmup = 0
-    conversion.model |= {"lr_schedule": names.get(schedule, "constant"), "warmup_steps": int(warmup)}
+    conversion.model |= {"lr_schedule": names.get(schedule, "constant"), "warmup_steps": warmup}
 
 
 def _convert_precision(conversion: Conversion) -> None:
@@ -205,7 +214,7 @@ def convert_validation(conversion: Conversion, *, updates_per_epoch: int | None 
     """When held-out rows are validated; with own samples an epoch is an iteration of so many updates."""
     take, data, trainer = conversion.take, conversion.data, conversion.trainer
     split, strategy = take("dataset_test_split", "test"), take("eval_strategy", "no")
-    steps = take("eval_steps", trainer["log_every_n_steps"])
+    steps = conversion.take_steps("eval_steps", trainer["log_every_n_steps"])
     if strategy == "no":
         return
     data |= {"validation_data": data["data"], "validation_split": split}

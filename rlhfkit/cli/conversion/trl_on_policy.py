@@ -216,6 +216,7 @@ def _convert_callback(conversion: Conversion, sampling: Configuration, engines_o
     """Rewards and the engine."""
     take = conversion.take
     functions, weights = take("reward_funcs", []), take("reward_weights")
+    functions = [functions] if isinstance(functions, str) else functions
     unknown = [name for name in functions if name not in REWARDS]
     if unknown:
         conversion.differ(f"reward_funcs={unknown!r}", "a function of samples is to be written, see docs/rewards.md")

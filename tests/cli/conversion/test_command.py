@@ -82,6 +82,51 @@ def test_policy_losses_keep_their_parameters(
     assert ("clip_high" in model) == (loss not in ("cispo_loss", "sapo_loss"))
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"every_n_train_steps": 500, "save_top_k": -1}),
+        ({"save_steps": 7, "save_total_limit": 2}, {"every_n_train_steps": 7, "save_top_k": 2}),
+        ({"save_strategy": "epoch"}, {"every_n_epochs": 1, "save_top_k": -1}),
+        ({"save_strategy": "no"}, None),
+    ],
+)
+def test_checkpoints_are_saved_when_trl_saves_them(
+    tmp_path: Path, options: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    trainer = converted(tmp_path, "dpo", options)["trainer"]
+    saved = [one["init_args"] for one in trainer["callbacks"] if one["class_path"].endswith("ModelCheckpoint")]
+    assert [{name: one.get(name) for name in expected or {}} for one in saved] == (
+        [] if expected is None else [expected]
+    )
+    assert trainer.get("enable_checkpointing", True) == (expected is not None)
+
+
+def test_epochs_and_best_models_of_own_samples_are_not_saved_as_something_else(tmp_path: Path) -> None:
+    for strategy, trainer in (("epoch", "grpo"), ("best", "dpo")):
+        with pytest.raises(ValueError, match=f"save_strategy='{strategy}'"):
+            converted(tmp_path, trainer, {"max_steps": 1, "save_strategy": strategy})
+
+
+def test_norms_do_not_decay_as_in_transformers(tmp_path: Path) -> None:
+    model = converted(tmp_path, "dpo", {"weight_decay": 0.1, "optim": "adamw_torch"})["model"]["init_args"]
+    assert model["parameter_options"] == {"vectors": {"weight_decay": 0.0}}
+    adapted = {"use_peft": True, "lora_target_modules": "all-linear", "weight_decay": 0.1}  # adapters have no vectors
+    assert "parameter_options" not in converted(tmp_path, "dpo", adapted)["model"]["init_args"]
+    assert "parameter_options" not in converted(tmp_path, "dpo", {})["model"]["init_args"]
+
+
+def test_shares_of_a_run_are_no_numbers_of_steps(tmp_path: Path) -> None:
+    options = {"save_steps": 0.2, "logging_steps": 0.1, "eval_steps": 0.5}
+    with pytest.raises(ValueError, match="cannot be converted exactly") as error:
+        converted(tmp_path, "dpo", options)
+    assert all(f"{name}={share}: a share of the run" in str(error.value) for name, share in options.items())
+
+
+def test_a_run_on_one_device_does_not_take_all_of_the_machine(tmp_path: Path) -> None:
+    assert converted(tmp_path, "grpo", {"max_steps": 1})["trainer"]["devices"] == 1
+
+
 def test_samples_of_vllm_are_corrected_as_in_trl(tmp_path: Path) -> None:
     result = converted(tmp_path, "grpo", {"max_steps": 1, "use_vllm": True, "vllm_tensor_parallel_size": 2}, devices=4)
     assert result["model"]["init_args"]["correction"] == {"level": "sequence", "mode": "mask", "high": 3.0}
