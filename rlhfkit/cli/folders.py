@@ -1,11 +1,11 @@
-"""Write model folders atomically."""
+"""Model folders: written atomically, and told apart when their weights change."""
 
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -43,3 +43,9 @@ def resolve_dtype(dtype: DType | None, model: str, *, trust_remote_code: bool) -
         found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).dtype
         return found if isinstance(found, torch.dtype) else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+
+
+def weights_stamp(model: str) -> list[list[Any]]:
+    """Size and modification time of a folder's weight files, to notice changed weights; empty for hub names."""
+    files = sorted(path for path in Path(model).expanduser().glob("*") if path.suffix in (".safetensors", ".bin"))
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhfkit.cli.folders import weights_stamp
 from rlhfkit.cli.jsonl import JSONLWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Sample
@@ -71,7 +72,7 @@ def generate(
         overlong_prompts: What happens to longer prompts; dropped ones are counted in the log.
         apply_chat_template: Wrap text prompts as a user message; ``None``: when the tokenizer has a template.
         system: System message in front of the prompt; needs the chat template.
-        chat_template_arguments: Passed to the template.
+        chat_template_kwargs: Passed to the template.
         token_ids: Write ``prompt_ids`` and ``completion_ids``, which rewards that count or read tokens need.
         batch_size: Prompts per batch; an interruption loses at most one batch.
         precision: Of the weights, as the Trainer's: ``32-true``, ``bf16-true`` or ``16-true``.
@@ -110,7 +111,7 @@ def generate(
     carried = _carried_columns(rows, prompt, columns)
     settings = {
         "model": model,
-        "weights": _weights_stamp(model),
+        "weights": weights_stamp(model),
         "precision": precision,
         "data": [describe(data), rows.fingerprint()],
         "template": [apply_chat_template, system, dict(chat_template_kwargs or {})],
@@ -176,9 +177,3 @@ def _sample_line(sample: Sample, text: str, token_ids: bool) -> dict[str, Any]:
     if token_ids:
         line |= {"prompt_ids": sample.prompt.token_ids, "completion_ids": sample.token_ids}
     return line
-
-
-def _weights_stamp(model: str) -> list[list[Any]]:
-    """Size and modification time of a folder's weight files, to notice changed weights; empty for hub names."""
-    files = sorted(path for path in Path(model).expanduser().glob("*") if path.suffix in (".safetensors", ".bin"))
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

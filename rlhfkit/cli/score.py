@@ -3,10 +3,12 @@
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhfkit.cli.folders import weights_stamp
 from rlhfkit.cli.jsonl import JSONLWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Prompt, Sample
@@ -75,7 +77,11 @@ def score(
     settings = {
         "data": [describe(data), len(rows), *_stamp(data)],
         "reward": reward_model or reward_name(scorer),
+        "reward_arguments": _plain_arguments(scorer),
+        "weights": [] if reward_model is None else weights_stamp(reward_model),
         "columns": [prompt, completion, answer],
+        "rows": [split, subset],
+        "answer_extractor": reward_name(answer_extractor),
     }
     unscored = 0
     with (
@@ -107,6 +113,26 @@ def _resolve_reward(reward: Reward | None, reward_model: str | None) -> Reward:
     from rlhfkit.rewards.models import ModelReward
 
     return ModelReward(reward_model)
+
+
+_WITHOUT_EFFECT = ("timeout", "workers", "device", "max_tokens_per_forward")
+"""Attributes of rewards that change how long scoring takes, and no score."""
+
+
+def _plain_arguments(reward: Reward) -> dict[str, Any]:
+    """What can be written down of a reward's public attributes, which mostly are its arguments; functions have none."""
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return all(map(plain, value))
+        return value is None or isinstance(value, str | int | float)
+
+    public = {
+        name: str(value) if isinstance(value, re.Pattern) else value
+        for name, value in getattr(reward, "__dict__", {}).items()
+        if not name.startswith("_") and name not in _WITHOUT_EFFECT
+    }
+    return {name: value for name, value in public.items() if plain(value)}
 
 
 def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str, answer: Any = None) -> Sample:

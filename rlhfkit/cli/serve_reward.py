@@ -120,10 +120,10 @@ def load_reward(
     The other arguments, those of :func:`serve_reward`, are for models, which are loaded. Raises ``ValueError`` if a
     dotted path leads to nothing that can be called.
     """
-    from rlhfkit.rewards.models import ModelReward, ProcessModelReward
-
     if not Path(reward).exists() and "/" not in reward and "." in reward:
         return _imported(reward)
+    from rlhfkit.rewards.models import ModelReward, ProcessModelReward
+
     if separator is None:
         model = ModelReward(
             reward, normalized=normalized, dtype=dtype, device=device, trust_remote_code=trust_remote_code

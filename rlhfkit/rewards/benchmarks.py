@@ -111,9 +111,9 @@ def benchmark_metrics(samples: Sequence[GradedSample], *, success_threshold: flo
     """
     if not samples:
         raise ValueError("there are no samples to evaluate")
-    groups: dict[int | str, list[GradedSample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.question, []).append(sample)
+    groups: dict[tuple[str | None, int | str], list[GradedSample]] = {}
+    for sample in samples:  # parts of a benchmark may each number their questions from 0
+        groups.setdefault((sample.source, sample.question), []).append(sample)
     rewards = [[one.reward or 0.0 for one in group] for group in groups.values()]
     votes = [[one.vote for one in group] for group in groups.values()]
     size = min(map(len, rewards))

@@ -14,7 +14,7 @@ from rlhfkit.cli.main import main
 from rlhfkit.cli.score import score
 from rlhfkit.data.recipes import read_lines
 from rlhfkit.models.heads import load_scalar_model
-from rlhfkit.rewards import WeightedSum, exact_match
+from rlhfkit.rewards import FormatReward, WeightedSum, exact_match
 
 LINES = [
     {
@@ -119,3 +119,16 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
         run(tmp_path / "out.jsonl", completion="response")
     with pytest.raises(ValueError, match="either a reward or a reward_model, got None and None"):
         run(tmp_path / "out.jsonl", reward=None)
+
+
+def test_other_arguments_other_rows_and_other_weights_are_noticed(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    digits = FormatReward("[0-9]+")
+    first = run(output, reward=digits)
+    assert run(output, reward=FormatReward("[0-9]+")) == first
+    with pytest.raises(ValueError, match=r"reward_arguments: .*pattern.* now"):
+        run(output, reward=FormatReward("[a-z]+"))
+    with pytest.raises(ValueError, match=r"rows: \['train', None\] there, \['train', 'main'\] now"):
+        run(output, reward=digits, subset="main")
+    with pytest.raises(ValueError, match="answer_extractor: 'final_answer' there, 'str' now"):
+        run(output, reward=digits, answer_extractor=str)

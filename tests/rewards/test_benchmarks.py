@@ -87,3 +87,10 @@ def test_metrics_are_means_over_questions_by_source() -> None:
     )
     with pytest.raises(ValueError, match="no samples"):
         benchmark_metrics([])
+
+
+def test_parts_that_number_their_questions_alike_have_questions_of_their_own() -> None:
+    samples = [GradedSample(0, reward, source=source) for source, reward in (("a", 1.0), ("a", 1.0), ("b", 0.0))]
+    found = metrics_by_source(samples)
+    assert [found[name]["questions"] for name in ("all", "a", "b")] == [2, 1, 1]
+    assert found["all"]["avg@1"] == 0.5
