@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
 from rlhfkit.gpu_checks import gpu_is_taken, warn_if_cuda_is_missing, weights_do_not_fit
-from rlhfkit.models.load import count_parameters
+from rlhfkit.models.load import base_model_name, count_parameters
 
 
 def require_gpu_memory(module: Any) -> None:
@@ -58,7 +58,8 @@ def weight_bytes(module: Any) -> dict[str, float]:
     except Exception:  # a model of another class, or code of its own that needs data: loading says what is wrong
         return {}
     parts = {"weights of the policy": count * itemsize / shards}
-    if module.needs_reference and module.lora is None:
+    # Of a policy with adapters the weights under them are the reference.
+    if module.needs_reference and module.lora is None and base_model_name(module.model_name) == module.model_name:
         parts["weights of the reference"] = parts["weights of the policy"]
     return parts
 

@@ -10,6 +10,8 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import DPOModule, LoRA, SFTModule
+from rlhfkit.models import load_causal_lm
+from rlhfkit.models.lora import save_adapter
 from rlhfkit.modules.gpu_memory import check_parts, weight_bytes, weight_shards
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
@@ -35,6 +37,12 @@ def test_bytes_are_those_of_the_loaded_weights(model: str) -> None:
     both = {"weights of the policy": 4 * count, "weights of the reference": 4 * count}
     assert parts_of(DPOModule(model)) == both
     assert parts_of(DPOModule(model, lora=LoRA())) == {"weights of the policy": 4 * count}
+
+
+def test_a_folder_with_an_adapter_needs_no_copy_as_reference(model: str, tmp_path: Path) -> None:
+    loaded = load_causal_lm(model, lora=LoRA())
+    save_adapter(loaded, tmp_path, loaded.state_dict())
+    assert parts_of(DPOModule(str(tmp_path))).keys() == {"weights of the policy"}
 
 
 def test_only_zero_3_divides_weights_and_unknown_strategies_are_left_alone(tmp_path: Path) -> None:
