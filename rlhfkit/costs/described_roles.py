@@ -1,6 +1,5 @@
 """Which models a module trains or holds, which it has elsewhere, and how strategies shard them."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +8,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from rlhfkit.costs.model_shape import ModelShape, model_shape
 from rlhfkit.costs.run import PlacedModel, PlacedRole, Precision, Sharding
+from rlhfkit.models.load import base_model_name
 from rlhfkit.modules import (
     DistillationModule,
     OnPolicyDistillationModule,
@@ -27,37 +27,46 @@ from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrateg
 _PLAIN = ("auto", "ddp", "single_device")
 
 
-def model_roles(module: PolicyModule, precision: Precision) -> dict[str, Any]:
-    """Shapes of all models that the module trains or holds, and of those that it has elsewhere."""
+def model_roles(module: PolicyModule, precision: Precision, *, fused: bool) -> dict[str, Any]:
+    """Shapes of all models that the module trains or holds, and of those that it has elsewhere.
 
-    def shape(name: str, *, adapters: bool = False) -> ModelShape:
-        lora = module.lora if adapters else None
-        return model_shape(name, lora=lora, trust_remote_code=module.trust_remote_code)
+    ``fused``: whether AdamW would take its fused kernels on ranks of a critic's own.
+    """
 
-    policy = shape(module.model_name, adapters=True)
-    scalar = isinstance(module, RewardModule | ProcessRewardModule)
-    if scalar:  # a number per token in place of the output layer
-        policy = dataclasses.replace(policy, parameters=policy.backbone, head=0, vocabulary=1, tied=False)
+    def shape(name: str, *, trained: bool = False) -> ModelShape:
+        own: dict[str, Any] = {"lora": module.lora, "quantization": module.quantization} if trained else {}
+        return model_shape(name, **own, trust_remote_code=module.trust_remote_code)
+
+    policy, base = shape(module.model_name, trained=True), base_model_name(module.model_name)
+    if isinstance(module, RewardModule | ProcessRewardModule):
+        policy = policy.with_scalar_head()
     roles: dict[str, Any] = {"policy": policy}
     if isinstance(module, ReferenceModule) and module.uses_reference and module.ref_model_name is not None:
         roles["reference"] = shape(module.ref_model_name)
-    elif module.needs_reference and module.lora is None:
+    elif module.needs_reference and policy.adapters:
+        roles["reference_is_policy"] = True
+    elif module.needs_reference:
         roles["reference"] = shape(module.model_name)
     if isinstance(module, PPOModule) and not module.shared_backbone and module.critic_elsewhere is None:
-        roles["critic"] = shape(module.critic_name or module.model_name, adapters=True)
+        roles["critic"] = shape(module.critic_name or base, trained=True)
     if isinstance(module, DistillationModule) and module.precompute_teacher:
         return roles
     elsewhere = isinstance(module, OnPolicyDistillationModule) and module.teacher_pool is not None
     elsewhere |= isinstance(module, DistillationModule) and module.served_teacher is not None
     if isinstance(module, DistillationModule | OnPolicyDistillationModule) and not elsewhere:
         roles["teacher"] = shape(module.teacher_name)
+        if isinstance(module, OnPolicyDistillationModule):
+            roles["more_teachers"] = tuple(map(shape, list(module.domains.names.values())[1:]))
     if isinstance(module, OnPolicyModule):
         roles["entropy"] = module.needs_entropy
-        roles["old_logprobs"] = module.needs_old_logprobs
+        shared = isinstance(module, PPOModule) and module.shared_backbone  # its pass for values gives them too
+        statistics = module.needs_sum_squares or module.token_filter.top_entropy is not None
+        roles["old_logprobs"] = module.needs_old_logprobs or shared or statistics
+        roles["later_logprobs"] = module.proximal == "recompute"
         roles["prepare_tokens"] = module.max_tokens_per_forward
         held = [shape(one) for one in module.reward_models.values() if isinstance(one, str)]
         roles |= {"reward_model": held[0], "more_reward_models": tuple(held[1:])} if held else {}
-    roles["placed"] = (*_placed(module, shape), *_placed_critic(module, shape, precision))
+    roles["placed"] = (*_placed(module, shape), *_placed_critic(module, shape, precision, fused=fused))
     return roles
 
 
@@ -84,7 +93,9 @@ def _placed(module: PolicyModule, shape: Callable[[str], ModelShape]) -> list[Pl
     ]
 
 
-def _placed_critic(module: PolicyModule, shape: Callable[..., ModelShape], precision: Precision) -> list[PlacedModel]:
+def _placed_critic(
+    module: PolicyModule, shape: Callable[..., ModelShape], precision: Precision, *, fused: bool
+) -> list[PlacedModel]:
     """The critic that ranks of its own train."""
     if not isinstance(module, PPOModule) or module.remote_critic is None:
         return []
@@ -102,11 +113,13 @@ def _placed_critic(module: PolicyModule, shape: Callable[..., ModelShape], preci
     return [
         PlacedModel(
             role="critic",
-            shape=shape(pool.model if isinstance(pool.model, str) else module.model_name, adapters=True),
+            shape=shape(
+                pool.model if isinstance(pool.model, str) else base_model_name(module.model_name), trained=True
+            ),
             gpus=pool.num_ranks,
             sharding=sharding_of(strategy, pool.num_ranks),
             precision=own,
-            optimizer_state=state_bytes(function, arguments, itemsize=own.main_weights),
+            optimizer_state=state_bytes(function, arguments, itemsize=own.main_weights, fused=fused),
         )
     ]
 

@@ -28,9 +28,11 @@ from rlhfkit.modules import (
     SFTModule,
 )
 from rlhfkit.modules.optimizers.factories import state_bytes
+from rlhfkit.rewards.models import ModelReward
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
 from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt where neither an argument nor the data's ``max_prompt_length`` says it."""
@@ -72,10 +74,18 @@ def described_run(
     assumptions: list[str] = []
     problems: list[str] = []
     used_precision = Precision.of(precision, deepspeed=sharding.stage is not None)
-    fields = model_roles(policy, used_precision)
-    state = state_bytes(policy.optimizer_function, policy.optimizer_arguments, itemsize=used_precision.main_weights)
+    # Lightning's gradient scaler takes no fused kernels.
+    fused = gpu.name != "cpu" and (sharding.stage is not None or str(precision) != "16-mixed")
+    fields = model_roles(policy, used_precision, fused=fused)
+    state = state_bytes(
+        policy.optimizer_function,
+        policy.optimizer_arguments,
+        itemsize=4 if fields["policy"].adapters else used_precision.main_weights,
+        fused=fused,
+    )
     if state is None:
         assumptions.append(f"optimizer={policy.optimizer_name!r} keeps two moments per parameter, as AdamW does")
+    assumptions += _not_counted(policy, data, rollouts, strategy)
     fields |= {
         "gpu": gpu,
         "sharding": sharding,
@@ -97,9 +107,11 @@ def described_run(
             )
         fields |= _sampling(data, rollouts, sharding, accumulate_grad_batches, problems)
         fields |= _answers(data, rollouts, lengths, assumptions)
-        fields["engine"] = engine_shape(rollouts.engine, fields["precision"], gpu, sharding.ranks, assumptions)
         offload = rollouts.phases.offload_training
         fields["offload_training"] = rollouts.engine.colocate and gpu.name != "cpu" if offload is None else offload
+        fields["engine"] = engine_shape(rollouts.engine, used_precision, gpu, sharding.ranks, assumptions)
+        if fields["engine"] is not None and fields["engine"].shares_weights and _copied(fields):
+            fields["engine"] = dataclasses.replace(fields["engine"], shares_weights=False)
         run = Run(**_with_micro_batches(fields, data, problems))
     else:
         run = Run(**fields, **_offline(policy, data, lengths, sharding, accumulate_grad_batches, assumptions, problems))
@@ -116,6 +128,25 @@ def described_run(
             f"cache may be off by {run.policy.uncertainty:.0%}"
         )
     return run, assumptions, problems
+
+
+def _not_counted(
+    module: PolicyModule, data: L.LightningDataModule | None, rollouts: RolloutCallback | None, strategy: str | Strategy
+) -> list[str]:
+    """What takes memory or time, or saves it, and is in no formula."""
+    found = []
+    if isinstance(strategy, RLHFDeepSpeedStrategy) and strategy.engine_configs:
+        found.append(f"engine_configs of {', '.join(strategy.engine_configs)} change nothing")
+    if module.liger_kernels:
+        found.append("liger_kernels save no memory")
+    if rollouts is not None and isinstance(rollouts.reward, ModelReward):
+        found.append(
+            f"the model of the reward ({rollouts.reward.model}) takes no GPU memory and no time: reward_model of the "
+            "module is counted"
+        )
+    if isinstance(data, PromptDataModule) and data.pretraining_data is not None:
+        found.append("pretraining_data takes no memory and no time")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ the module
@@ -196,8 +227,9 @@ def _answers(
 
 def _with_micro_batches(fields: dict[str, Any], data: PromptDataModule, problems: list[str]) -> dict[str, Any]:
     """Add the tokens of a micro-batch, and the share of them that is trained on."""
-    probe = Run(**fields)
     cap = data.max_tokens_per_micro_batch
+    fields = fields | {"micro_batch_sequences": data.micro_batch_size if cap is None else None}
+    probe = Run(**fields)
     tokens = (
         data.micro_batch_size * probe.tokens / probe.sequences if cap is None else float(cap * probe.sharding.sequence)
     )
@@ -231,7 +263,8 @@ def _offline(
                 f"max_length={limit}: raise one of the first two, or lower the last"
             )
     else:
-        assumptions.append(f"a micro-batch has {size} rows: give data")
+        cure = "give data" if data is None else f"the sizes of a {type(data).__name__} are not known"
+        assumptions.append(f"a micro-batch has {size} rows: {cure}")
     if isinstance(data, PreferenceDataModule):
         together = 2
     length = None
@@ -255,6 +288,14 @@ def _offline(
     }
 
 
+def _copied(fields: Mapping[str, Any]) -> bool:
+    """Whether the policy's weights are not what a ``LocalEngine`` computes with, or not there while it does."""
+    policy, sharding, precision = fields["policy"], fields["sharding"], fields["precision"]
+    changed = policy.adapters or policy.quantized or precision.weights != precision.compute
+    elsewhere = sharding.stage == 3 or sharding.tensor > 1 or fields["offload_training"] or fields["max_staleness"]
+    return bool(changed or elsewhere)
+
+
 def engine_shape(
     engine: RolloutEngine, precision: Precision, gpu: GPU, ranks: int, assumptions: list[str]
 ) -> EngineShape | None:
@@ -264,13 +305,20 @@ def engine_shape(
             assumptions.append(f"the reference's own copy in {type(engine).__name__} is not counted")
         engine = engine.engine
     if isinstance(engine, LocalEngine):
-        return EngineShape(count=ranks, itemsize=precision.weights, local=True, max_sequences=engine.max_sequences)
+        return EngineShape(
+            count=ranks,
+            itemsize=precision.compute,
+            local=True,
+            shares_weights=engine.share_weights is not False,
+            max_sequences=engine.max_sequences,
+        )
     if not isinstance(engine, VLLMPool):
         assumptions.append(f"{type(engine).__name__} takes no GPU memory and no time")
         return None
     sizes = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
     more = engine.engine_arguments
-    large = gpu.memory >= 70 * GIB and not gpu.name.startswith("A100")  # vLLM 0.32's defaults depend on it
+    large = gpu.memory >= 70 * GIB and "a100" not in gpu.name.lower()  # vLLM 0.32's defaults depend on it
+    of_cache = str(more.get("kv_cache_dtype", "auto"))
     return EngineShape(
         count=engine.num_engines,
         tensor_parallel=engine.parallelism.tensor,
@@ -279,6 +327,9 @@ def engine_shape(
         memory_share=engine.gpu_memory_utilization,
         cache_bytes=None if engine.kv_cache_gib is None else engine.kv_cache_gib * GIB,
         itemsize=sizes.get(str(engine.dtype), precision.compute),
+        quantized=engine.quantized,
+        cache_itemsize=1 if of_cache.startswith("fp8") else sizes.get(of_cache),
+        takes_adapter=engine.lora != "merge" and not (engine.colocate or engine.delta_sync),
         colocated=engine.colocate,
         sleeping_weights_on_host=engine.colocate and engine.sleep_level == 1,
         max_sequences=int(more.get("max_num_seqs") or (1024 if large else 256)),

@@ -7,11 +7,11 @@ activations, keys and values are computed, come from the configuration's standar
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfkit.models.load import context_length, load_config
-from rlhfkit.models.lora import LoRA
+from rlhfkit.models.load import Quantization, context_length, existing_name, load_config
+from rlhfkit.models.lora import LoRA, adapter_base, adapter_size, saved_adapter_size
 from rlhfkit.models.output_logits import output_logits
 
 USUAL_UNCERTAINTY = 0.15
@@ -83,6 +83,10 @@ class ModelShape:
     context: int | None = None
     adapters: int = 0
     """Parameters of LoRA's matrices; 0: none."""
+    adapted_experts: int = 0
+    """Numbers of experts in one tensor with adapters, which are added to a copy of it."""
+    quantized: int = 0
+    """Numbers in matrices that are held in 4 bits (QLoRA)."""
     fused_head: bool = True
     """Whether log-probs are computed from the output layer without logits (:func:`~rlhfkit.losses.linear_logprobs`);
     not where a family's own code does more than scale or cap them."""
@@ -101,17 +105,32 @@ class ModelShape:
         """Parameters of a critic or reward model of this shape: a number per token in place of the output layer."""
         return self.parameters - self.head + self.layer.hidden
 
+    def with_scalar_head(self) -> "ModelShape":
+        """The shape of a critic or reward model that is made of this one, see :attr:`backbone`."""
+        if self.vocabulary == 1:
+            return self
+        active = self.active - (self.head or self.embedding) + self.layer.hidden
+        return replace(self, parameters=self.backbone, active=active, head=0, vocabulary=1, tied=False)
 
-def model_shape(model: str | Any, *, lora: LoRA | None = None, trust_remote_code: bool = False) -> ModelShape:
+
+def model_shape(
+    model: str | Any,
+    *,
+    lora: LoRA | None = None,
+    quantization: Quantization | None = None,
+    trust_remote_code: bool = False,
+) -> ModelShape:
     """Describe a model.
 
     Args:
-        model: Folder or hub name, or a Transformers configuration.
+        model: Folder or hub name, or a Transformers configuration. A folder with an adapter: its base model and it.
         lora: Adapters that are trained in place of its weights.
+        quantization: Format of the frozen weights.
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
-        ValueError: If the configuration lacks the number of layers, the hidden size or the vocabulary.
+        ValueError: If the configuration lacks the number of layers, the hidden size or the vocabulary, or the adapters'
+            targets are no layers of the model.
     """
     name = model if isinstance(model, str) else type(model).__name__
     config = load_config(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
@@ -122,7 +141,9 @@ def model_shape(model: str | Any, *, lora: LoRA | None = None, trust_remote_code
             f"the configuration of {name} (model_type {text.model_type!r}) does not say its {', '.join(missing)}: "
             "describe the model yourself, with rlhfkit.costs.ModelShape"
         )
-    counted = _count(config, lora, trust_remote_code)
+    counted = _count(config, lora, quantization, trust_remote_code)
+    if isinstance(model, str) and adapter_base(existing_name(model)) is not None:
+        counted.adapters = saved_adapter_size(existing_name(model))
     layer, known = _layer(text, gated=counted.gated)
     layers, vocabulary = int(text.num_hidden_layers), int(text.vocab_size)
     cached, cache_heads = _cache(text, layer)
@@ -151,6 +172,8 @@ def model_shape(model: str | Any, *, lora: LoRA | None = None, trust_remote_code
         tied=counted.head == 0,
         context=context_length(config),
         adapters=counted.adapters,
+        adapted_experts=counted.experts if lora is not None and lora.targets == "all-linear" and lora.experts else 0,
+        quantized=counted.quantized,
         fused_head=counted.fused_head,
         divisible=counted.divisible,
         uncertainty=USUAL_UNCERTAINTY if known else UNKNOWN_UNCERTAINTY,
@@ -167,6 +190,7 @@ class _Count:
     head: int = 0
     experts: int = 0
     adapters: int = 0
+    quantized: int = 0
     largest: int = 0
     small: int = 0
     divisible: int = 0
@@ -174,11 +198,12 @@ class _Count:
     fused_head: bool = True
 
 
-def _count(config: Any, lora: LoRA | None, trust_remote_code: bool) -> _Count:
+def _count(config: Any, lora: LoRA | None, quantization: Quantization | None, trust_remote_code: bool) -> _Count:
     """Count the parameters of a model of this configuration, built without memory."""
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -201,16 +226,10 @@ def _count(config: Any, lora: LoRA | None, trust_remote_code: bool) -> _Count:
             count.divisible += size
     count.gated = any("gate_proj" in name or "gate_up" in name for name, _ in model.named_parameters())
     if lora is not None:
-        targets = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
-        every = targets == ["all-linear"]
-        for name, module in model.named_modules():
-            wanted = every if module is not head else False
-            if isinstance(module, nn.Linear) and (wanted or name.rpartition(".")[2] in targets):
-                count.adapters += lora.rank * (module.in_features + module.out_features)
-        if every and lora.experts:
-            for name, parameter in model.named_parameters():
-                if _is_expert(name, parameter) and parameter.dim() == 3:
-                    count.adapters += lora.rank * parameter.shape[0] * sum(parameter.shape[1:])
+        count.adapters = adapter_size(model, lora)
+    if quantization is not None:  # Transformers leaves the output layer as it is, and experts in one tensor
+        linear = (one for one in model.modules() if isinstance(one, nn.Linear | Conv1D) and one is not head)
+        count.quantized = sum(one.weight.numel() for one in linear)
     return count
 
 

@@ -26,6 +26,11 @@ def on_rank(shape: ModelShape, parameters: float, tensor: int) -> float:
     return max(parameters - shape.divisible * (1 - 1 / tensor), 0.0)
 
 
+def trained_on_rank(shape: ModelShape, tensor: int) -> float:
+    """Trained parameters of which a tensor rank has numbers; adapters count as whole on all, a little too much."""
+    return float(shape.adapters) or on_rank(shape, shape.parameters, tensor)
+
+
 def dealt_ranks(layer: LayerShape, sharding: Sharding) -> tuple[int, int]:
     """Sequence ranks that exchange tokens for heads, and places in the ring of such groups; their product is S.
 

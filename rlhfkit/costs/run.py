@@ -4,7 +4,7 @@
 hand as well.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from rlhfkit.costs.hardware import GPU, Efficiency
@@ -102,12 +102,20 @@ class EngineShape:
     """Of the key-value cache per GPU; ``None``: what is left of the share."""
     itemsize: int = 2
     """Bytes of a weight and of a number in the cache."""
+    quantized: bool = False
+    """Weights are held in 8 bits, but for embedding and output layer."""
+    cache_itemsize: int | None = None
+    """Bytes of a number in the cache; ``None``: ``itemsize``."""
+    takes_adapter: bool = False
+    """The engines apply LoRA's matrices themselves, and are sent nothing else."""
     colocated: bool = False
     """On the GPUs of the training ranks, asleep while these train."""
     sleeping_weights_on_host: bool = False
     """Sleeping engines move their weights to the host's memory (vLLM's level 1) and do not drop them (level 2)."""
     local: bool = False
-    """A :class:`~rlhfkit.LocalEngine` in every rank: its own copy of the weights, which stays, and no paged cache."""
+    """A :class:`~rlhfkit.LocalEngine` in every rank: a model that stays, and no paged cache."""
+    shares_weights: bool = False
+    """A ``LocalEngine`` uses the memory of the policy's weights, and has no copy of them."""
     max_sequences: int = 1024
     """Sequences that are decoded at once at most (vLLM's default for large GPUs)."""
     prefill_tokens: int = 16384
@@ -145,7 +153,7 @@ class PlacedModel:
     precision: Precision | None = None
     """Of a critic; ``None``: that of the policy."""
     optimizer_state: StateBytes | None = None
-    """Of a critic with an optimizer of its own; ``None``: that of the policy."""
+    """Of a critic's optimizer; ``None``: that of the policy."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -176,17 +184,21 @@ class Run:
     critic: ModelShape | None = None
     reference: ModelShape | None = None
     """A frozen copy; ``None``: there is none, or the policy without its adapters is the reference."""
+    reference_is_policy: bool = False
+    """Whether the policy without its adapters is the reference: no weights, and one more forward pass."""
     reward_model: ModelShape | None = None
     more_reward_models: tuple[ModelShape, ...] = ()
     """Beside ``reward_model``, where the reward is the sum of several."""
     teacher: ModelShape | None = None
+    more_teachers: tuple[ModelShape, ...] = ()
+    """Beside ``teacher``, where prompts have different ones: each computes its own prompts' samples."""
     placed: tuple[PlacedModel, ...] = ()
     """Models that the training ranks do not hold; of each role, either here or above."""
     asked_by_group: bool = True
     """Whether placed frozen models are asked as soon as a group is finished, and not when all groups are."""
     engine: EngineShape | None = None
     optimizer_state: StateBytes | None = None
-    """Bytes of the optimizer's state per parameter; ``None``: two moments like the main weights."""
+    """What the optimizer needs per parameter; ``None``: AdamW's default kernels, with moments like the main weights."""
     offload_training: bool = False
     """Training states go to the host's memory while colocated engines generate."""
     gradient_checkpointing: bool = False
@@ -199,7 +211,7 @@ class Run:
     entropy: bool = False
     """Whether entropy is computed beside log-probs."""
     shared_prefix: bool = True
-    """Whether packed rows hold a group's prompt once."""
+    """Whether packed rows hold once what their sequences share: the prompt of a group."""
 
     sequences: int = 64
     """Of an iteration, all ranks together."""
@@ -214,7 +226,9 @@ class Run:
     """Standard deviation of the logarithm of the answers' lengths (lognormal); 0: all are equally long."""
     micro_batch_tokens: float = 16384.0
     """Tokens of a forward and backward pass, padding not counted: of a rank's micro-batch, or of those of all ranks of
-    a forward group together."""
+    a forward group together. Where these differ: of the largest."""
+    micro_batch_sequences: int | None = None
+    """Sequences of a micro-batch, where their number is fixed; ``None``: as many as have ``micro_batch_tokens``."""
     trained_share: float = 1.0
     """The share of a micro-batch's tokens that go through the output layer with gradient."""
     updates: int = 1
@@ -227,6 +241,8 @@ class Run:
     """Tokens of a forward pass without gradient (``max_tokens_per_forward``) that a rank brings."""
     old_logprobs: bool = False
     """Whether the old log-probs of all sequences are computed, and not only of those after the first update."""
+    later_logprobs: bool = True
+    """Whether those after the first update are computed, unless one pass is one update."""
     score_seconds: float = 0.0
     """Of scoring an iteration, beyond what overlaps with generation."""
     max_staleness: int = 0
@@ -241,6 +257,7 @@ class Run:
         check_integer("Run.gpus_per_machine", self.gpus_per_machine, minimum=1)
         check_integer("Run.sequences_together", self.sequences_together, minimum=1)
         check_integer("Run.max_staleness", self.max_staleness, minimum=0)
+        check_integer("Run.micro_batch_sequences", self.micro_batch_sequences, minimum=1, optional=True)
         held = {"critic": self.critic, "reference": self.reference, "teacher": self.teacher}
         labels = [model.label for model in self.placed]
         if len(set(labels)) < len(labels):
@@ -271,8 +288,12 @@ class Run:
 
     @property
     def tokens(self) -> float:
-        """Tokens of an iteration, all ranks together, that training computes: shared prompts once a group."""
-        shared = self.group_size if self.shared_prefix and self.attention == "packed" else 1
+        """Tokens of an iteration, all ranks together, that training computes.
+
+        Prompts count once for the samples of a group in a micro-batch.
+        """
+        together = min(self.group_size, self.micro_batch_sequences or self.group_size)
+        shared = together if self.shared_prefix and self.attention == "packed" else 1
         return self.sequences * (self.answer_tokens + self.prompt_tokens / shared)
 
     @property
@@ -283,6 +304,8 @@ class Run:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a forward group in an iteration."""
+        if self.micro_batch_sequences is not None:
+            return max(1, round(self.sequences * self.passes / (self.micro_batch_sequences * self.sharding.data)))
         return max(1, round(self.tokens * self.passes / (self.micro_batch_tokens * self.sharding.data)))
 
     def tile(self, shape: ModelShape) -> float | None:
@@ -302,12 +325,42 @@ class Run:
         """Most tokens that go through the output layer of a rank: answers after a long prompt all lie in its end."""
         return min(self.micro_batch_tokens * self.trained_share, self.part_tokens)
 
-    def state_bytes(self, shape: ModelShape) -> float | None:
+    def state_bytes(self, shape: ModelShape) -> float:
         """Mean bytes of the optimizer's state per trained parameter of a model."""
         if self.optimizer_state is None:
-            return None
-        matrices, others = self.optimizer_state
-        if shape.adapters:
-            return matrices
-        part = (shape.embedding + shape.head + shape.experts) / shape.parameters  # norms and biases are few
-        return part * others + (1 - part) * matrices
+            return 2.0 * self.precision.main_weights
+        return _mean(shape, self.optimizer_state.matrices, self.optimizer_state.others)
+
+    def step_bytes(self, shape: ModelShape) -> float:
+        """Mean bytes of the temporary tensors of the optimizer's step per trained parameter of a model."""
+        if self.optimizer_state is None:
+            return 2.0 * self.precision.main_weights
+        return _mean(shape, self.optimizer_state.step_matrices, self.optimizer_state.step_others)
+
+    def orthogonal_flops(self, shape: ModelShape) -> float:
+        """Operations of Muon's step per trained parameter: of an iteration ``4 H + 2 H`` for a matrix of H rows.
+
+        With X of H rows and as many columns or more those are ``X X'``, its square, and its product with X. Of adapters
+        they are few.
+        """
+        if self.optimizer_state is None or shape.adapters:
+            return 0.0
+        return _mean(shape, 6.0 * shape.layer.hidden * self.optimizer_state.orthogonal_steps, 0.0)
+
+    def of_trained(self, shape: ModelShape) -> "Run":
+        """The run with the types in which a model's trained parameters are.
+
+        Under Lightning's own strategies adapters stay in float32 beside weights of 16 bits
+        (:func:`~rlhfkit.models.lora.add_lora`).
+        """
+        if not shape.adapters or self.sharding.stage is not None:
+            return self
+        return replace(self, precision=Precision(weights=4, compute=self.precision.compute, main_weights=4))
+
+
+def _mean(shape: ModelShape, matrices: float, others: float) -> float:
+    """The mean of a number per parameter in matrices and one per parameter in others."""
+    if shape.adapters:
+        return matrices
+    part = (shape.embedding + shape.head + shape.experts) / shape.parameters  # norms and biases are few
+    return part * others + (1 - part) * matrices

@@ -7,15 +7,18 @@ share of the vendor's peak in :class:`~rlhfkit.costs.hardware.Efficiency`.
 import math
 from statistics import NormalDist
 
-from rlhfkit.costs.memory.engines import cache_token_bytes, engine_memory
+from rlhfkit.costs.memory.engines import cache_sequence_bytes, engine_itemsize, engine_memory, kept_tokens
 from rlhfkit.costs.memory.passes import offloaded_activations
-from rlhfkit.costs.memory.states import moved_bytes, trained_models
+from rlhfkit.costs.memory.placed import shape_of
+from rlhfkit.costs.memory.states import frozen_models, moved_bytes, trained_models, whole_weight_bytes
 from rlhfkit.costs.memory.whole_run import memory_parts
 from rlhfkit.costs.model_shape import ModelShape
-from rlhfkit.costs.parallelism import dealt_ranks, on_rank, ring_bytes, tensor_bytes, ulysses_bytes
+from rlhfkit.costs.parallelism import dealt_ranks, on_rank, ring_bytes, tensor_bytes, trained_on_rank, ulysses_bytes
 from rlhfkit.costs.run import PlacedModel, Run
 
 _STEPS = 64  # points of the integrals over lengths
+HOST_BANDWIDTH = 50e9
+"""Bytes per second from and to the host's memory that a rank's share of its cores reaches in an optimizer's step."""
 
 
 def forward_flops(shape: ModelShape, tokens: float, length: float) -> float:
@@ -75,14 +78,16 @@ def decode_step_seconds(run: Run, sequences: float, context: float) -> float:
     assert engine is not None
     expert_share = 0.0
     if shape.experts:  # the share of experts that at least one sequence chooses, if they are chosen evenly
-        chosen = (shape.active - (shape.parameters - shape.embedding - shape.head - shape.experts)) / shape.experts
+        rest = shape.parameters - shape.embedding - shape.head - shape.experts
+        chosen = (shape.active - rest - (shape.head or shape.embedding)) / shape.experts
         chosen = min(max(chosen, 1e-6), 1.0)
         expert_share = 1.0 - (1.0 - chosen) ** max(sequences * engine.data_parallel, 1.0)
     read = shape.parameters - shape.experts + shape.experts * expert_share / engine.data_parallel
-    weights = read * engine.itemsize / engine.tensor_parallel
-    traffic = weights + sequences * context * cache_token_bytes(run)
+    weights = read * engine_itemsize(run) / engine.tensor_parallel
+    traffic = weights + sequences * cache_sequence_bytes(run, context)
     memory_seconds = traffic / (run.gpu.bandwidth * rates.decode_bandwidth)
-    operations = sequences * (2.0 * shape.active + 2 * (shape.layer.query + shape.layer.attention_output) * context)
+    attention = 2.0 * (shape.layer.query + shape.layer.attention_output) * shape.layers * kept_tokens(shape, context)
+    operations = sequences * (2.0 * shape.active + attention)
     gpus = engine.tensor_parallel * engine.pipeline_parallel
     arithmetic = operations / (gpus * run.gpu.flops * rates.forward_flops)
     return max(memory_seconds, arithmetic) + rates.decode_step
@@ -150,7 +155,7 @@ def placed_seconds(run: Run) -> dict[str, float]:
     for model in run.placed:
         rate = model.total_gpus * run.gpu.flops
         passes = 1.0 if run.engine is not None else float(run.passes)
-        operations = passes * forward_flops(model.shape, run.tokens, run.sequence_tokens)
+        operations = passes * forward_flops(shape_of(model), run.tokens, run.sequence_tokens)
         found[model.label] = operations / (rate * run.efficiency.forward_flops)
         if model.role == "critic":
             found[model.label] += critic_seconds(run, model)
@@ -160,7 +165,7 @@ def placed_seconds(run: Run) -> dict[str, float]:
 def critic_seconds(run: Run, model: PlacedModel) -> float:
     """Seconds of the updates of a critic on GPUs of its own, while the policy's are computed."""
     tokens, recompute = run.tokens * run.passes, run.gradient_checkpointing
-    operations = train_flops(model.shape, tokens, run.sequence_tokens, gradient_checkpointing=recompute)
+    operations = train_flops(shape_of(model), tokens, run.sequence_tokens, gradient_checkpointing=recompute)
     return operations / (model.total_gpus * run.gpu.flops * run.efficiency.train_flops)
 
 
@@ -192,12 +197,16 @@ def exposed_seconds(run: Run) -> dict[str, float]:
 
 def _forward_passes(run: Run) -> list[tuple[ModelShape, float]]:
     """Each model that is computed without gradient, and for which share of an iteration's tokens."""
+    teachers = 1 + len(run.more_teachers)  # each computes its own prompts
+    found = [(shape, 1.0 / teachers if role.startswith("teacher") else 1.0) for role, shape in frozen_models(run)]
+    found += [(run.policy, 1.0)] if run.reference_is_policy else []
     if run.engine is None:
-        return [(shape, 1.0) for shape in (run.reference, run.teacher) if shape]
-    one_update = run.updates == run.passes  # per pass: the first one gives the old log-probs of the others
-    later = 1.0 if run.old_logprobs or (run.passes > 1 and not one_update) else 1.0 - run.passes / run.updates
-    others = (run.critic, run.reference, run.reward_model, *run.more_reward_models, run.teacher)
-    return [(run.policy, later), *((shape, 1.0) for shape in others if shape)]
+        return found
+    if run.old_logprobs or run.later_logprobs:
+        one_update = run.updates == run.passes  # per pass: the first one gives the old log-probs of the others
+        every = run.old_logprobs or (run.passes > 1 and not one_update)
+        found.append((run.policy, 1.0 if every else 1.0 - run.passes / run.updates))
+    return found + [(shape, 1.0) for role, shape in trained_models(run) if role == "critic"]
 
 
 def train_seconds(run: Run) -> float:
@@ -296,41 +305,51 @@ def communication_seconds(run: Run) -> float:
 
     Bytes per rank: Rajbhandari et al. (2020, arXiv:1910.02054, section 7). Up to stage 1 gradients are reduced once an
     update (``2 P``: reduce-scatter and all-gather), at stage 2 in each micro-batch (``P``) and weights gathered once an
-    update (``P``); stage 3 moves ``3 P`` in each micro-batch.
+    update (``P``); stage 3 moves ``3 P`` in each micro-batch, for ``2 P`` of which offloaded shards leave the host.
     """
     sharding = run.sharding
-    if sharding.shards == 1:
-        return 0.0
-    moved = 0.0
+    moved = fetched = 0.0
     for _, shape in trained_models(run):
-        trained, whole = (
-            on_rank(shape, numbers, sharding.tensor) * run.precision.weights
-            for numbers in (shape.trained, shape.parameters)
-        )
+        trained = trained_on_rank(shape, sharding.tensor) * run.of_trained(shape).precision.weights
+        whole = whole_weight_bytes(run, on_rank(shape, shape.parameters, sharding.tensor), shape.quantized)
         if sharding.stage == 3:
+            fetched += run.micro_batches * 2 * whole / sharding.shards if sharding.offload_parameters else 0.0
             moved += run.micro_batches * (2 * whole + trained)
         elif sharding.stage == 2:
             moved += run.micro_batches * trained + run.updates * trained
         else:
             moved += 2 * run.updates * trained
     moved *= (sharding.shards - 1) / sharding.shards
-    return moved / collective_bandwidth(run) * run.efficiency.exposed_communication
+    seconds = moved / collective_bandwidth(run) + fetched / run.efficiency.host
+    return seconds * run.efficiency.exposed_communication
 
 
 def optimizer_seconds(run: Run) -> float:
-    """Seconds of the optimizer's steps, which read and write gradients, main weights and two moments once."""
-    ranks = run.sharding.shards if (run.sharding.stage or 0) >= 1 else 1
-    numbers = sum(on_rank(shape, shape.trained, run.sharding.tensor) for _, shape in trained_models(run)) / ranks
-    bandwidth = 50e9 if run.sharding.offload_optimizer else run.gpu.bandwidth
-    return run.updates * numbers * 7 * 4 / bandwidth
+    """Seconds of the optimizer's steps.
+
+    They read gradients once, read and write main weights and states once, and compute what Muon computes of matrices.
+    With states in the host's memory gradients go there, and weights come back.
+    """
+    sharding, seconds = run.sharding, 0.0
+    for _, shape in trained_models(run):
+        own = run.of_trained(shape)
+        numbers = trained_on_rank(shape, sharding.tensor)
+        numbers /= sharding.shards if (sharding.stage or 0) >= 1 else 1
+        moved = numbers * (3 * own.precision.main_weights + 2 * own.state_bytes(shape))
+        seconds += moved / (HOST_BANDWIDTH if sharding.offload_optimizer else run.gpu.bandwidth)
+        seconds += numbers * run.orthogonal_flops(shape) / (run.gpu.flops * run.efficiency.train_flops)
+        if sharding.offload_optimizer:
+            seconds += numbers * 2 * own.precision.weights / run.efficiency.host
+    return run.updates * seconds
 
 
 def weight_sync_seconds(run: Run) -> float:
-    """Seconds of copying the policy to the engines: all its weights once over the slowest link on the way."""
+    """Seconds of copying the policy, or its adapters, to the engines: once over the slowest link on the way."""
     engine = run.engine
     if engine is None:
         return 0.0
-    moved = run.policy.parameters * run.precision.weights
+    numbers = run.policy.adapters if engine.takes_adapter and run.policy.adapters else run.policy.parameters
+    moved = numbers * run.precision.weights
     seconds = moved / (run.gpu.link * run.efficiency.link) if engine.colocated else 0.0
     if not engine.colocated and not engine.local:
         seconds = moved / (min(run.gpu.link, run.gpu.network) * run.efficiency.link)
@@ -347,11 +366,13 @@ def offload_seconds(run: Run) -> float:
 
 
 def checkpoint_seconds(run: Run) -> float:
-    """Seconds of saving a checkpoint: weights, main weights and moments, each rank its share."""
-    writers = run.sharding.ranks if run.sharding.stage is not None else 1
-    main = run.precision.main_weights if run.precision.main_weights != run.precision.weights else 0
-    numbers = sum(shape.trained for _, shape in trained_models(run))
-    return numbers * (run.precision.weights + main + 2 * run.precision.main_weights) / writers / run.efficiency.storage
+    """Seconds of saving a checkpoint: weights, main weights and states of what is trained, each rank its share."""
+    writers, size = run.sharding.ranks if run.sharding.stage is not None else 1, 0.0
+    for _, shape in trained_models(run):
+        own = run.of_trained(shape)
+        main = own.precision.main_weights if own.precision.main_weights != own.precision.weights else 0
+        size += shape.trained * (own.precision.weights + main + own.state_bytes(shape))
+    return size / writers / run.efficiency.storage
 
 
 def phase_seconds(run: Run) -> dict[str, float]:

@@ -4,6 +4,7 @@ Adapters are put into the model in place: its class, its names of other weights 
 """
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -109,9 +110,7 @@ def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
     """
     from peft import LoraConfig
 
-    every = lora.targets == "all-linear"
-    targets = _linear_layers(model) if every else lora.targets
-    experts = _expert_weights(model) if every and lora.experts else []
+    targets, experts = _targets(model, lora)
     if experts and (lora.dropout or lora.dora):
         raise ValueError(
             f"{type(model).__name__} holds its experts in one tensor ({experts[0]}), whose adapters can have neither "
@@ -120,7 +119,7 @@ def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=cast(int, lora.alpha),  # a factor; peft's annotation is too narrow
-        target_modules=sorted([targets] if isinstance(targets, str) else targets),
+        target_modules=targets,
         target_parameters=experts or None,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
@@ -131,6 +130,48 @@ def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
     if hasattr(model, "lm_head"):
         config.task_type = "CAUSAL_LM"
     _inject(model, config, ADAPTER)
+
+
+def _targets(model: nn.Module, lora: LoRA) -> tuple[list[str], list[str]]:
+    """Names, or ends of names, of the linear layers that get adapters, and last names of the experts' tensors."""
+    every = lora.targets == "all-linear"
+    targets = _linear_layers(model) if every else lora.targets
+    experts = _expert_weights(model) if every and lora.experts else []
+    return sorted([targets] if isinstance(targets, str) else targets), experts
+
+
+def adapter_size(model: nn.Module, lora: LoRA) -> int:
+    """Numbers that :func:`add_lora` would add to a model, which may be on the meta device.
+
+    Raises:
+        ValueError: If the targets are no layers of the model.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    targets, experts = _targets(model, lora)
+    size = 0
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear | Conv1D) and any(f".{name}".endswith(f".{target}") for target in targets):
+            rows, columns = layer.weight.shape
+            outputs = rows if isinstance(layer, nn.Linear) else columns
+            size += lora.rank * (rows + columns) + (outputs if lora.dora else 0)
+    for name, weight in model.named_parameters():
+        if any(f".{name}".endswith(f".{expert}") for expert in experts):
+            size += lora.rank * weight.shape[0] * sum(weight.shape[1:])
+    if not size:
+        raise ValueError(
+            f"LoRA(targets={lora.targets!r}): {type(model).__name__} has no linear layers of these names; "
+            "'all-linear' takes all of its backbone"
+        )
+    return size
+
+
+def saved_adapter_size(folder: str | Path) -> int:
+    """Numbers in an adapter that peft wrote, read from the head of its file."""
+    from safetensors import safe_open
+
+    with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> None:

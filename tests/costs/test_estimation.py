@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 from rich.console import Console
 from tiny_models import tiny_model
@@ -19,6 +20,7 @@ from rlhfkit import (
     EpisodeEngine,
     GRPOModule,
     LocalEngine,
+    OnPolicyDistillationModule,
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
@@ -35,6 +37,9 @@ from rlhfkit.costs.description import sharding_of
 from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.memory.parts import TRAINING
 from rlhfkit.costs.seconds import prepare_seconds, train_seconds
+from rlhfkit.models import load_causal_lm
+from rlhfkit.models.lora import save_adapter
+from rlhfkit.rewards.models import ModelReward
 from rlhfkit.strategies import SequenceParallelDDPStrategy
 
 from .shapes import CONFIGS, grpo_70b
@@ -99,6 +104,120 @@ def test_adapters_need_no_reference_and_a_small_optimizer(folder: str) -> None:
     assert "reference" not in roles(found)
     (optimizer,) = (part.bytes for part in found.memory if part.part == "optimizer")
     assert optimizer == 12 * found.run.policy.adapters
+
+
+def test_adapters_are_their_own_reference_which_is_computed(folder: str) -> None:
+    found = estimate(GRPOModule(folder, lora=rlhfkit.LoRA(), kl_coef=0.1), prompts(), rollouts())
+    free = estimate(GRPOModule(folder, lora=rlhfkit.LoRA(), kl_coef=0.0), prompts(), rollouts())
+    assert found.run.reference_is_policy
+    assert found.seconds["prepare"] > free.seconds["prepare"]
+
+
+def test_a_folder_with_an_adapter_is_its_base_model_and_the_adapter(folder: str, tmp_path: Path) -> None:
+    model = load_causal_lm(folder, lora=rlhfkit.LoRA(rank=3))
+    save_adapter(model, tmp_path, model.state_dict())
+    fresh = estimate(GRPOModule(folder, lora=rlhfkit.LoRA(rank=3), kl_coef=0.1), prompts(), rollouts())
+    loaded = estimate(GRPOModule(str(tmp_path), kl_coef=0.1), prompts(), rollouts())
+    assert loaded.run.policy.adapters == fresh.run.policy.adapters > 0
+    assert loaded.memory == fresh.memory
+    assert "reference" not in roles(loaded)
+    critic = estimate(PPOModule(str(tmp_path), kl_coef=0.0), prompts(), rollouts()).run.critic
+    assert critic is not None
+    assert critic.adapters == 0  # load_scalar_model makes the critic of the base model, and trains all of it
+
+
+def test_frozen_weights_of_4_bits_are_small(wide: str) -> None:
+    small, plain = (
+        estimate(SFTModule(wide, lora=rlhfkit.LoRA(), quantization=quantization)) for quantization in ("nf4", None)
+    )
+    assert small.run.policy.quantized > 0.5 * small.run.policy.parameters
+    assert small.peak[TRAINING] < plain.peak[TRAINING]
+
+
+def test_targets_that_are_no_layers_are_refused_and_parts_of_names_found(wide: str) -> None:
+    lora = rlhfkit.LoRA(rank=2, targets=("self_attn.q_proj",))
+    assert estimate(SFTModule(wide, lora=lora)).run.policy.adapters == 2 * 2 * (128 + 128)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no linear layers of these names"):
+        estimate(SFTModule(wide, lora=rlhfkit.LoRA(targets=("qkv",))))
+
+
+def test_teachers_of_several_domains_are_all_held(folder: str) -> None:
+    teachers = {"math": folder, "code": folder, "rest": folder}
+    found = estimate(OnPolicyDistillationModule(folder, teacher=teachers), prompts(), rollouts())
+    assert {"teacher", "teacher 2", "teacher 3"} <= roles(found)
+
+
+def test_old_log_probs_are_computed_as_the_module_does(folder: str) -> None:
+    data = prompts(rollout_batch_size=4)  # two updates
+
+    def seconds(module: Any) -> float:
+        run = estimate(module, data, rollouts()).run
+        assert run.updates == 2
+        return prepare_seconds(run)
+
+    half = seconds(GRPOModule(folder))
+    assert seconds(GRPOModule(folder, proximal="log-linear")) == 0
+    assert seconds(GRPOModule(folder, token_filter={"top_entropy": 0.2})) == pytest.approx(2 * half)
+    assert seconds(PPOModule(folder, shared_backbone=True, kl_coef=0.0)) == pytest.approx(2 * half)
+
+
+def test_micro_batches_of_few_sequences_are_as_many_as_in_training(folder: str) -> None:
+    run = estimate(GRPOModule(folder), prompts(micro_batch_size=2), rollouts(), answer_tokens=8).run
+    assert run.micro_batches == 32 / 2
+    assert run.tokens == 32 * (8 + 16 / 2)  # two sequences of a group share a prompt
+    assert run.micro_batch_tokens == 48  # the longest
+
+
+def test_what_is_in_no_formula_is_said(folder: str) -> None:
+    strategy = RLHFDeepSpeedStrategy(stage=3, engine_configs={"reference": {"zero_optimization": {"stage": 0}}})
+    callback = RolloutCallback(ModelReward(folder), sampling=SamplingSpec(group_size=4, max_new_tokens=32))
+    found = estimate(GRPOModule(folder, liger_kernels=True), prompts(), callback, strategy=strategy)
+    said = "; ".join(found.assumptions)
+    for wanted in ("engine_configs of reference change nothing", "liger_kernels save no memory", f"reward ({folder})"):
+        assert wanted in said
+    own = SFTData()
+    assert "the sizes of a SFTData are not known" in "; ".join(estimate(SFTModule(folder), own).assumptions)
+
+
+class SFTData(L.LightningDataModule):
+    """A user's own."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({}, False),
+        ({"engine": LocalEngine(share_weights=False)}, True),
+        ({"max_staleness": 1}, True),
+        ({"strategy": "rlhf_zero2"}, False),
+        ({"strategy": "rlhf_zero3"}, True),
+        ({"precision": "bf16-mixed"}, True),
+        ({"lora": rlhfkit.LoRA()}, True),
+    ],
+)
+def test_a_local_engine_has_weights_of_its_own_where_it_cannot_use_the_policys(
+    folder: str, changes: dict[str, Any], copies: bool
+) -> None:
+    """The reasons are those of ``LocalEngine(share_weights=...)``."""
+    of_callback = {name: value for name, value in changes.items() if name in ("engine", "max_staleness")}
+    of_trainer = {name: value for name, value in changes.items() if name in ("strategy", "precision")}
+    module = GRPOModule(folder, lora=changes.get("lora"))
+    found = estimate(module, prompts(), rollouts(**of_callback), **of_trainer)
+    (weights,) = (part.bytes for part in found.memory if (part.role, part.part) == ("engine", "weights"))
+    assert weights == (2 * found.run.policy.parameters if copies else 0)
+
+
+def test_engines_have_the_types_of_their_arguments(wide: str) -> None:
+    def engine(**arguments: Any) -> Any:
+        return estimate(GRPOModule(wide), prompts(), rollouts(engine=VLLMPool(**arguments))).run.engine
+
+    assert not engine().quantized
+    assert engine(quantization="fp8").quantized
+    assert (engine().cache_itemsize, engine(engine_arguments={"kv_cache_dtype": "fp8_e4m3"}).cache_itemsize) == (
+        None,
+        1,
+    )
+    assert [engine(**one).takes_adapter for one in ({}, {"lora": "merge"}, {"colocate": True})] == [True, False, False]
 
 
 def test_offline_modules_need_no_callback(folder: str) -> None:

@@ -7,16 +7,17 @@ import dataclasses
 
 import pytest
 
-from rlhfkit.costs import EngineShape, Precision, Sharding, find_gpu, model_shape
+from rlhfkit.costs import EngineShape, ModelShape, Precision, Sharding, find_gpu, model_shape
 from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.memory.engines import engine_memory, iteration_bytes
 from rlhfkit.costs.memory.parts import ENGINE, HOST, TRAINING, phase_bytes
-from rlhfkit.costs.memory.states import bucket_bytes, gradient_bytes, optimizer_bytes, weight_bytes
+from rlhfkit.costs.memory.states import bucket_bytes, gradient_bytes, optimizer_bytes, update_bytes, weight_bytes
 from rlhfkit.costs.memory.whole_run import memory_parts, memory_problems
+from rlhfkit.models import LoRA
 from rlhfkit.modules.optimizers import factories
 from rlhfkit.modules.optimizers.factories import state_bytes
 
-from .shapes import CONFIGS, grpo_70b
+from .shapes import CONFIGS, grpo_70b, llama_70b
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -52,6 +53,90 @@ def test_states_are_those_of_the_optimizer() -> None:
     matrices = shape.parameters - shape.embedding - shape.head
     assert parts["adamw"] - parts["muon"] == pytest.approx(4 * matrices / ranks), "one moment in place of two"
     assert parts["adamw"] - parts["adafactor"] == pytest.approx(8 * shape.parameters / ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [("adamw", {}, 4), ("adamw", {"fused": False}, 12), ("adamw_8bit", {}, 4), ("sgd", {}, 8)],
+)
+def test_a_step_needs_its_gradients_in_float32_and_the_temporaries_of_its_kernels(
+    name: str, arguments: dict[str, bool], expected: int
+) -> None:
+    """Fused kernels, AdamW's on GPUs, make none; AdamW's others make two, SGD one."""
+    run = grpo_70b(optimizer_state=state_bytes(getattr(factories, name), arguments, fused=True))
+    (step,) = (part.bytes for part in memory_parts(run) if part.part == "optimizer step")
+    assert step == pytest.approx(expected * run.policy.parameters / 256)
+
+
+def test_zero_1_and_2_flatten_gradients_before_they_widen_them() -> None:
+    fused = state_bytes(factories.adamw, {}, fused=True)
+    for stage, expected in ((1, 6), (2, 6), (3, 4)):
+        run = grpo_70b(optimizer_state=fused, sharding=Sharding(ranks=8, stage=stage))
+        assert update_bytes(run, run.policy) == pytest.approx(expected * run.policy.parameters / 8)
+
+
+def adapted() -> ModelShape:
+    return model_shape(CONFIGS["llama"], lora=LoRA(rank=4))
+
+
+def test_tensor_ranks_hold_adapters_and_their_gradients() -> None:
+    run = grpo_70b(policy=adapted(), sharding=Sharding(ranks=4, stage=2, tensor=2))
+    parts = {part.part: part.bytes for part in memory_parts(run) if part.role == "policy" and part.place == TRAINING}
+    assert parts["optimizer"] == 12 * run.policy.adapters / 2
+    assert parts["optimizer step"] == 12 * run.policy.adapters / 2
+
+
+def test_adapters_stay_in_float32_under_lightnings_own_strategies() -> None:
+    """As ``test_adapters_stay_in_float32_beside_weights_of_16_bits`` of tests/modules/test_lora.py finds them."""
+    run = grpo_70b(policy=adapted(), sharding=Sharding(), precision=Precision.of("bf16-true", deepspeed=False))
+    parts = {part.part: part.bytes for part in memory_parts(run) if part.role == "policy" and part.place == TRAINING}
+    count = run.policy.adapters
+    assert (parts["adapters"], parts["gradients"], parts["optimizer"]) == (4 * count, 4 * count, 8 * count)
+    assert parts["weights"] == 2 * run.policy.parameters
+
+
+def test_frozen_weights_of_4_bits_have_scales() -> None:
+    """QLoRA (arXiv:2305.14314, section 3): 0.127 bits a number for scales; embedding, norms and output stay."""
+    shape = model_shape(CONFIGS["llama"], lora=LoRA(rank=4), quantization="nf4")
+    kept = shape.embedding + shape.head + 5 * 128
+    assert shape.quantized == shape.parameters - kept
+    run = grpo_70b(policy=shape, sharding=Sharding(ranks=2, stage=2))
+    (weights,) = (part.bytes for part in memory_parts(run) if (part.role, part.part) == ("policy", "weights"))
+    assert weights == pytest.approx(2 * kept + (4 + 0.127) / 8 * shape.quantized, rel=1e-3)
+
+
+def test_experts_with_adapters_are_copied() -> None:
+    shape = model_shape(CONFIGS["mixtral"], lora=LoRA(rank=4))
+    assert shape.adapted_experts == shape.experts
+    kept = model_shape(CONFIGS["mixtral"], lora=LoRA(rank=4, experts=False))
+    assert kept.adapted_experts == 0
+    for checkpointing, copies in ((False, shape.experts), (True, shape.experts / 2)):  # of two layers, or of one
+        run = grpo_70b(policy=shape, gradient_checkpointing=checkpointing, micro_batch_tokens=8192.0)
+        plain = dataclasses.replace(run, policy=dataclasses.replace(shape, adapted_experts=0))
+        more, less = (phase_bytes(memory_parts(one), TRAINING)["train"] for one in (run, plain))
+        assert more - less == pytest.approx(2 * copies)
+
+
+def test_offloaded_weights_of_frozen_models_are_in_the_hosts_memory() -> None:
+    sharding = Sharding(ranks=256, stage=3, offload_optimizer=True, offload_parameters=True)
+    parts = memory_parts(grpo_70b(sharding=sharding, reference=llama_70b()))
+    weights = {part.place: part.bytes for part in parts if (part.role, part.part) == ("reference", "weights")}
+    assert weights == {TRAINING: 0.0, HOST: 2 * llama_70b().parameters / 256}
+
+
+def test_every_teacher_is_held() -> None:
+    run = grpo_70b(teacher=llama_70b(), more_teachers=(llama_70b(),) * 2)
+    held = [part.role for part in memory_parts(run) if part.part == "weights" and part.role.startswith("teacher")]
+    assert held == ["teacher", "teacher 2", "teacher 3"]
+
+
+def test_engines_of_8_bits_keep_embedding_and_output_layer() -> None:
+    shape = llama_70b()
+    plain, small = (grpo_70b(engine=EngineShape(tensor_parallel=4, quantized=quantized)) for quantized in (False, True))
+    saved = engine_memory(plain).weights - engine_memory(small).weights
+    assert saved == pytest.approx((shape.parameters - shape.embedding - shape.head) / 4)
+    narrow = grpo_70b(engine=EngineShape(tensor_parallel=4, cache_itemsize=1))
+    assert engine_memory(narrow).sequences == pytest.approx(2 * engine_memory(plain).sequences)
 
 
 def test_offloaded_states_are_in_the_hosts_memory() -> None:

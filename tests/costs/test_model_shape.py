@@ -1,10 +1,13 @@
 """Shapes of models: counts against real models and published numbers."""
 
+import math
+from pathlib import Path
+
 import pytest
-from transformers import DeepseekV3Config, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
+from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
 
 from rlhfkit.costs import model_shape
-from rlhfkit.models import LoRA
+from rlhfkit.models import LoRA, load_causal_lm
 from rlhfkit.models.lora import add_lora
 
 from .shapes import CONFIGS, SIZES, build, llama_70b
@@ -50,6 +53,26 @@ def test_adapters_are_counted_as_peft_makes_them(name: str, lora: LoRA) -> None:
     shape = model_shape(CONFIGS[name], lora=lora)
     assert shape.adapters == real
     assert shape.trained == real
+
+
+def test_matrices_of_4_bits_are_those_that_bitsandbytes_makes(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    build(CONFIGS["llama"]).save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), lora=LoRA(rank=4), quantization="nf4")
+    weights = [one for _, one in model.named_parameters() if hasattr(one, "quant_state")]
+    shape = model_shape(CONFIGS["llama"], lora=LoRA(rank=4), quantization="nf4")
+    assert shape.quantized == sum(math.prod(one.quant_state.shape) for one in weights) > 0
+
+
+@pytest.mark.parametrize(
+    "lora", [LoRA(rank=4, dora=True), LoRA(rank=4, targets=("attn.c_attn",))], ids=["DoRA", "part"]
+)
+def test_adapters_of_other_kinds_and_layers_are_counted_as_peft_makes_them(lora: LoRA) -> None:
+    config = CONFIGS["llama"] if lora.dora else GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=4)
+    model = build(config)
+    add_lora(model, lora, base="base")
+    real = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert model_shape(config, lora=lora).adapters == real
 
 
 def test_layers_with_a_window_are_counted() -> None:

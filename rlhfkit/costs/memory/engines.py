@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.memory.activations import inference_bytes
 from rlhfkit.costs.memory.parts import ENGINE, HOST, PHASES, TRAINING, MemoryPart, in_gib
+from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import Run
 
 ENGINE_RUNTIME_BYTES = 1.0 * GIB
@@ -37,17 +38,29 @@ def cache_token_bytes(run: Run) -> float:
     """
     assert run.engine is not None
     parts = min(run.engine.tensor_parallel, run.policy.cache_heads) * run.engine.pipeline_parallel
-    return run.policy.cached * run.engine.itemsize / parts
+    return run.policy.cached * (run.engine.cache_itemsize or run.engine.itemsize) / parts
+
+
+def kept_tokens(shape: ModelShape, length: float) -> float:
+    """Tokens of a sequence whose keys and values a layer keeps, on average: layers with a window no more than that."""
+    if not shape.window:
+        return length
+    windowed = shape.windowed_layers / shape.layers
+    return length * (1 - windowed) + min(length, shape.window) * windowed
 
 
 def cache_sequence_bytes(run: Run, length: float) -> float:
-    """Bytes of a sequence's keys and values on one GPU of an engine; layers with a window keep that many tokens."""
-    shape = run.policy
-    kept = length
-    if shape.window:
-        windowed = shape.windowed_layers / shape.layers
-        kept = length * (1 - windowed) + min(length, shape.window) * windowed
-    return cache_token_bytes(run) * kept
+    """Bytes of a sequence's keys and values on one GPU of an engine."""
+    return cache_token_bytes(run) * kept_tokens(run.policy, length)
+
+
+def engine_itemsize(run: Run) -> float:
+    """Mean bytes of an engine's weight; in 8 bits embedding and output layer stay as they are."""
+    assert run.engine is not None
+    if not run.engine.quantized:
+        return run.engine.itemsize
+    kept = (run.policy.embedding + run.policy.head) / run.policy.parameters
+    return kept * run.engine.itemsize + (1 - kept)
 
 
 def engine_memory(run: Run) -> EngineMemory:
@@ -64,7 +77,7 @@ def engine_memory(run: Run) -> EngineMemory:
         raise ValueError("engine_memory is about the engine of a run, and this run has none")
     # vLLM divides experts over all processes of an engine.
     divided = shape.parameters - shape.experts + shape.experts / engine.data_parallel
-    weights = divided * engine.itemsize / (engine.tensor_parallel * engine.pipeline_parallel)
+    weights = divided * engine_itemsize(run) / (engine.tensor_parallel * engine.pipeline_parallel)
     mean = max(cache_sequence_bytes(run, run.prompt_tokens + run.answer_tokens), 1.0)
     longest = max(cache_sequence_bytes(run, run.longest), 1.0)
     if engine.local:
@@ -86,9 +99,10 @@ def engine_parts(run: Run) -> list[MemoryPart]:
         return []
     found = engine_memory(run)
     place = TRAINING if engine.colocated or engine.local else ENGINE
+    weights = 0.0 if engine.shares_weights else found.weights
     awake = ("generate",) if engine.colocated else PHASES
     parts = [
-        MemoryPart(place, "engine", "weights", found.weights, ("sync", *awake) if engine.colocated else PHASES),
+        MemoryPart(place, "engine", "weights", weights, ("sync", *awake) if engine.colocated else PHASES),
         MemoryPart(place, "engine", "activations", found.activations, ("generate",) if engine.local else awake),
         MemoryPart(place, "engine", "key-value cache", max(found.cache, 0), ("generate",) if engine.local else awake),
     ]

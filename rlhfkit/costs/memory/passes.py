@@ -4,7 +4,7 @@ from rlhfkit.costs.memory.activations import backward_bytes, head_bytes, inferen
 from rlhfkit.costs.memory.parts import HOST, TRAINING, MemoryPart
 from rlhfkit.costs.memory.states import frozen_models, micro_batch_gradient_bytes, trained_models
 from rlhfkit.costs.model_shape import ModelShape
-from rlhfkit.costs.parallelism import exchange_bytes, joined_bytes, on_rank, repeated_keys
+from rlhfkit.costs.parallelism import exchange_bytes, joined_bytes, on_rank, repeated_keys, trained_on_rank
 from rlhfkit.costs.run import Run
 
 
@@ -28,11 +28,13 @@ def activation_parts(run: Run) -> list[MemoryPart]:
         )
         away = offloaded_activations(run, shape) if run.gpu.name != "cpu" else 0.0
         saved -= away
+        if not run.gradient_checkpointing:
+            saved += adapted_expert_bytes(run, shape)
         parts.append(MemoryPart(TRAINING, role, "activations", saved, ("train",)))
         if away:
             parts.append(MemoryPart(HOST, role, "activations", away, ("train",)))
         if residual != compute:
-            cast = compute * on_rank(shape, shape.parameters, sharding.tensor)
+            cast = compute * (on_rank(shape, shape.parameters, sharding.tensor) - shape.quantized)
             parts.append(MemoryPart(TRAINING, role, "weights cast by autocast", cast, ("train",)))
         backward = _backward_moment(run, shape)
         if role == "policy":
@@ -64,6 +66,11 @@ def offloaded_activations(run: Run, shape: ModelShape) -> float:
     return shape.layers * run.part_tokens * shape.layer.hidden * run.precision.weights
 
 
+def adapted_expert_bytes(run: Run, shape: ModelShape) -> float:
+    """Bytes of the copies of experts to which peft has added their adapters, until the backward pass of the layer."""
+    return run.precision.compute * shape.adapted_experts
+
+
 def _head_moment(run: Run, shape: ModelShape) -> float:
     """Bytes beside saved tensors while the policy's output layer runs."""
     return head_bytes(
@@ -88,8 +95,9 @@ def _backward_moment(run: Run, shape: ModelShape) -> float:
         backward_bytes(shape.layer, tokens, itemsize=compute, tensor=sharding.tensor, tile=run.tile(shape)),
         exchange_bytes(shape.layer, tokens, sharding, itemsize=compute),
     )
-    moment += micro_batch_gradient_bytes(run, on_rank(shape, shape.trained, sharding.tensor))
+    moment += micro_batch_gradient_bytes(run, trained_on_rank(shape, sharding.tensor))
     if run.gradient_checkpointing:
+        moment += adapted_expert_bytes(run, shape) / shape.layers
         moment += layer_bytes(
             shape.layer,
             tokens,

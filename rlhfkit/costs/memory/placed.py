@@ -7,6 +7,7 @@ from rlhfkit.costs.hardware import GIB
 from rlhfkit.costs.memory.activations import inference_bytes
 from rlhfkit.costs.memory.parts import ENGINE, FRAGMENTATION, RUNTIME_BYTES, TRAINING, MemoryPart, phase_bytes
 from rlhfkit.costs.memory.whole_run import memory_parts
+from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import PlacedModel, Run, Sharding
 
 
@@ -29,8 +30,7 @@ def placed_parts(run: Run) -> list[MemoryPart]:
             found = [part for part in memory_parts(alone) if part.place == TRAINING]
             parts += [dataclasses.replace(part, place=place_of(model)) for part in found]
             continue
-        scalar = model.role in ("reward model", "frozen critic")
-        numbers = model.shape.backbone if scalar else model.shape.parameters
+        numbers = shape_of(model).parameters
         itemsize, place = run.precision.weights, place_of(model)
         passing = inference_bytes(model.shape, run.prepare_tokens, itemsize=run.precision.compute)
         if model.gpus > 1:
@@ -42,13 +42,18 @@ def placed_parts(run: Run) -> list[MemoryPart]:
     return parts
 
 
+def shape_of(model: PlacedModel) -> ModelShape:
+    """The shape of a placed model, with its own output layer."""
+    scalar = model.role in ("reward model", "critic", "frozen critic")
+    return model.shape.with_scalar_head() if scalar else model.shape
+
+
 def critic_run(run: Run, model: PlacedModel) -> Run:
     """The critic as a run of its own, which holds nothing else."""
-    shape = dataclasses.replace(model.shape, parameters=model.shape.backbone, head=0, vocabulary=1, tied=False)
     sharding = model.sharding or Sharding(ranks=model.gpus, stage=3 if model.gpus > 1 else 2)
     return dataclasses.replace(
         run,
-        policy=shape,
+        policy=shape_of(model),
         sharding=sharding,
         precision=model.precision or run.precision,
         optimizer_state=model.optimizer_state or run.optimizer_state,
@@ -57,6 +62,8 @@ def critic_run(run: Run, model: PlacedModel) -> Run:
         reward_model=None,
         more_reward_models=(),
         teacher=None,
+        more_teachers=(),
+        reference_is_policy=False,
         placed=(),
         engine=None,
         offload_training=False,

@@ -10,16 +10,25 @@ from collections.abc import Sequence
 
 from rlhfkit.costs.memory.parts import HOST, PHASES, TRAINING, MemoryPart
 from rlhfkit.costs.model_shape import ModelShape
-from rlhfkit.costs.parallelism import on_rank
+from rlhfkit.costs.parallelism import on_rank, trained_on_rank
 from rlhfkit.costs.run import Run
 
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Of a weight of 4 bits: itself, a scale of 8 bits for 64 of them, and one of 32 bits for 256 such scales (QLoRA,
+arXiv:2305.14314, section 3)."""
 
-def weight_bytes(run: Run, parameters: float) -> float:
+
+def whole_weight_bytes(run: Run, parameters: float, quantized: float = 0.0) -> float:
+    """Bytes of weights that nothing divides, so many of them in 4 bits."""
+    return run.precision.weights * (parameters - quantized) + NF4_BYTES * quantized
+
+
+def weight_bytes(run: Run, parameters: float, quantized: float = 0.0) -> float:
     """Bytes of a model's weights: ``b P``, at ZeRO 3 ``b P / R``; 0 on the GPU with offloaded parameters.
 
     Frozen models are sharded at stage 3 only. ZeRO 1 and 2 round up to whole flat buffers, which is left out.
     """
-    whole = run.precision.weights * parameters
+    whole = whole_weight_bytes(run, parameters, quantized)
     if run.sharding.stage != 3:
         return whole
     return 0.0 if run.sharding.offload_parameters else whole / run.sharding.shards
@@ -79,37 +88,40 @@ def optimizer_bytes(run: Run, trained: float, state: float | None = None) -> flo
 
 
 def update_bytes(run: Run, shape: ModelShape) -> float:
-    """Bytes that the optimizer's step needs for a moment: gradients as main weights, and Adam's denominators.
+    """Bytes that the optimizer's step needs for a moment: gradients as main weights, and the step's temporary tensors.
 
-    With ZeRO the step is on one flat tensor: gradients as main weights if these are wider, and two temporary tensors of
-    that size. Lightning's own strategies and float32 models at stage 0 step tensor by tensor on a CPU, and all at once
-    on a GPU (``foreach``).
+    With ZeRO the step is on one flat tensor: gradients as main weights if these are wider, which ZeRO 1 and 2 flatten
+    before that. Lightning's own strategies and float32 models at stage 0 step tensor by tensor on a CPU, and all at
+    once on a GPU (``foreach``).
     """
     precision, sharding = run.precision, run.sharding
-    trained = on_rank(shape, shape.trained, sharding.tensor)
-    if sharding.stage in (None, 0) and precision.main_weights == precision.weights:
-        largest = min(shape.largest_tensor, trained)
-        return precision.main_weights * (2 * largest if run.gpu.name == "cpu" else trained)
+    trained, temporary = trained_on_rank(shape, sharding.tensor), run.step_bytes(shape)
+    widened = precision.main_weights != precision.weights
+    if sharding.stage in (None, 0) and not widened:
+        return temporary * (min(shape.largest_tensor, trained) if run.gpu.name == "cpu" else trained)
     numbers = trained / sharding.shards if (sharding.stage or 0) >= 1 else trained
-    widened = 1 if precision.main_weights != precision.weights or sharding.stage in (1, 2) else 0
-    return precision.main_weights * numbers * (2 + widened)
+    flat = sharding.stage in (1, 2)
+    before = precision.weights if flat and widened else 0.0
+    return numbers * (max(temporary, before) + (precision.main_weights if widened or flat else 0.0))
 
 
 def trained_models(run: Run) -> list[tuple[str, ModelShape]]:
     """Role and shape of each model that has an optimizer."""
-    return [("policy", run.policy)] + ([("critic", run.critic)] if run.critic else [])
+    return [("policy", run.policy)] + ([("critic", run.critic.with_scalar_head())] if run.critic else [])
 
 
 def frozen_models(run: Run) -> list[tuple[str, ModelShape]]:
     """Role and shape of each model that has none."""
-    found = (("reference", run.reference), ("reward model", run.reward_model), ("teacher", run.teacher))
-    more = [(f"reward model {number}", shape) for number, shape in enumerate(run.more_reward_models, 2)]
-    return [(role, shape) for role, shape in found if shape is not None] + more
+    rewards = [run.reward_model, *run.more_reward_models]
+    found = [("reference", run.reference)]
+    found += [(_numbered("reward model", number), shape) for number, shape in enumerate(rewards, 1)]
+    found += [(_numbered("teacher", number), one) for number, one in enumerate([run.teacher, *run.more_teachers], 1)]
+    scalar = ("reward model",)
+    return [(role, shape.with_scalar_head() if role.startswith(scalar) else shape) for role, shape in found if shape]
 
 
-def _weights_of(run: Run, role: str, shape: ModelShape) -> float:
-    whole = shape.backbone if role.startswith(("critic", "reward model")) else shape.parameters
-    return on_rank(shape, whole, run.sharding.tensor)
+def _numbered(role: str, number: int) -> str:
+    return role if number == 1 else f"{role} {number}"
 
 
 def state_parts(run: Run) -> list[MemoryPart]:
@@ -119,32 +131,34 @@ def state_parts(run: Run) -> list[MemoryPart]:
     kept = tuple(phase for phase in PHASES if phase != "generate") if run.offload_training else PHASES
     moved = tuple(phase for phase in kept if phase != "sync") if run.offload_training else PHASES
     for role, shape in trained_models(run):
-        parameters = _weights_of(run, role, shape)
-        trained = shape.adapters or parameters
+        own = run.of_trained(shape)
+        parameters, trained = on_rank(shape, shape.parameters, sharding.tensor), trained_on_rank(shape, sharding.tensor)
         host = HOST if sharding.offload_optimizer else TRAINING
-        parts.append(MemoryPart(TRAINING, role, "weights", weight_bytes(run, parameters), kept))
+        parts.append(MemoryPart(TRAINING, role, "weights", weight_bytes(run, parameters, shape.quantized), kept))
         if shape.adapters:
-            parts.append(MemoryPart(TRAINING, role, "adapters", run.precision.weights * shape.adapters, kept))
+            parts.append(MemoryPart(TRAINING, role, "adapters", own.precision.weights * shape.adapters, kept))
         if sharding.stage == 3 and sharding.offload_parameters:
-            offloaded = run.precision.weights * parameters / sharding.shards
+            offloaded = whole_weight_bytes(run, parameters, shape.quantized) / sharding.shards
             parts.append(MemoryPart(HOST, role, "weights", offloaded))
-        parts.append(MemoryPart(TRAINING, role, "gradients", gradient_bytes(run, trained), ("train", "update")))
+        parts.append(MemoryPart(TRAINING, role, "gradients", gradient_bytes(own, trained), ("train", "update")))
         here = PHASES if sharding.offload_optimizer else moved
-        states = optimizer_bytes(run, trained, run.state_bytes(shape))
+        states = optimizer_bytes(own, trained, own.state_bytes(shape))
         parts.append(MemoryPart(host, role, "optimizer", states, here))
         if sharding.offload_optimizer:
             numbers = trained / sharding.shards
             parts.append(MemoryPart(HOST, role, "gradients", run.precision.main_weights * numbers))
         else:
-            parts.append(MemoryPart(TRAINING, role, "optimizer step", update_bytes(run, shape), ("update",)))
+            parts.append(MemoryPart(TRAINING, role, "optimizer step", update_bytes(own, shape), ("update",)))
         # ZeRO 0 flattens gradients when activations are gone; the others reduce them during the backward pass.
         meanwhile = ("update",) if sharding.stage == 0 else ("train",)
-        buckets = MemoryPart(TRAINING, role, "reduction buckets", bucket_bytes(run, trained), meanwhile)
+        buckets = MemoryPart(TRAINING, role, "reduction buckets", bucket_bytes(own, trained), meanwhile)
         parts += [buckets] if buckets.bytes else []
     for role, shape in frozen_models(run):
         here = PHASES if role.startswith("reward model") else kept  # it scores samples while engines generate
-        size = weight_bytes(run, _weights_of(run, role, shape))
-        parts.append(MemoryPart(TRAINING, role, "weights", size, here))
+        parameters = on_rank(shape, shape.parameters, sharding.tensor)
+        parts.append(MemoryPart(TRAINING, role, "weights", weight_bytes(run, parameters), here))
+        if sharding.stage == 3 and sharding.offload_parameters:
+            parts.append(MemoryPart(HOST, role, "weights", whole_weight_bytes(run, parameters) / sharding.shards))
     gathered = max(gathered_bytes(run, shape) for _, shape in [*trained_models(run), *frozen_models(run)])
     if gathered:  # one model at a time
         parts.append(MemoryPart(TRAINING, "all models", "gathered weights", gathered, ("prepare", "train")))

@@ -205,27 +205,41 @@ WHOLE_PARAMETERS: tuple[OptimizerFactory, ...] = (*FLAT_PARAMETERS, torch.optim.
 
 
 class StateBytes(NamedTuple):
-    """Bytes of an optimizer's state per parameter."""
+    """What an optimizer needs per parameter, in bytes."""
 
     matrices: float
-    """Of :data:`~rlhfkit.modules.optimizers.groups.Kind` ``matrices``."""
+    """State of :data:`~rlhfkit.modules.optimizers.groups.Kind` ``matrices``."""
     others: float
+    step_matrices: float = 0.0
+    """Temporary tensors of a step that takes all matrices at once, as one flat tensor."""
+    step_others: float = 0.0
+    orthogonal_steps: int = 0
+    """Newton-Schulz iterations over each matrix."""
 
 
-def state_bytes(function: OptimizerFactory, arguments: Mapping[str, Any], *, itemsize: int = 4) -> StateBytes | None:
-    """Bytes of state per parameter of ``itemsize`` bytes that an optimizer of ours keeps; ``None``: of no other known.
+def state_bytes(
+    function: OptimizerFactory, arguments: Mapping[str, Any], *, itemsize: int = 4, fused: bool = False
+) -> StateBytes | None:
+    """What an optimizer of ours needs per parameter of ``itemsize`` bytes; ``None``: it is none of ours.
 
     Left out is what does not grow with the number of parameters, and what Adafactor keeps of rows, columns and vectors.
+    ``fused``: AdamW would take its fused kernels, see :func:`adamw`.
     """
+    # AdamW's default kernels make the root of the second moments, and their quotient with the bias correction.
+    adam = 0.0 if arguments.get("fused", fused) else 2.0 * itemsize
     if function is adamw:
-        return StateBytes(*[itemsize * (3.0 if arguments.get("amsgrad") else 2.0)] * 2)
+        state = itemsize * (3.0 if arguments.get("amsgrad") else 2.0)
+        return StateBytes(state, state, adam, adam)
     if function is adamw_8bit:  # a float32 per block of 256 numbers beside them
-        return StateBytes(*[2 * (1 + 4 / 256)] * 2)
-    if function in (muon, Muon):
-        return StateBytes(itemsize, 2.0 * itemsize)
-    if function is sgd:
-        return StateBytes(*[float(itemsize) if arguments.get("momentum") else 0.0] * 2)
-    return StateBytes(0.0, 0.0) if function in (adafactor, Adafactor) else None
+        state = 2 * (1 + 4 / 256)
+        return StateBytes(state, state)
+    if function in (muon, Muon):  # an update, and its bfloat16 copy
+        return StateBytes(itemsize, 2.0 * itemsize, itemsize + 2.0, adam, int(arguments.get("ns_steps", 5)))
+    if function is sgd:  # the decayed gradient, and Nesterov's
+        step = itemsize * (2.0 if arguments.get("nesterov") else 1.0)
+        state = float(itemsize) if arguments.get("momentum") else 0.0
+        return StateBytes(state, state, step, step)
+    return StateBytes(0.0, 0.0, itemsize, itemsize) if function in (adafactor, Adafactor) else None
 
 
 def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: Mapping[str, Any]) -> None:

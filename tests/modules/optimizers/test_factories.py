@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import logging
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,24 @@ def test_the_bytes_of_a_state_are_those_that_are_said(
         assert measured <= 8 * 256
     else:
         assert measured / parameter.numel() == (said.matrices if kind == "matrices" else said.others)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [(adamw, {}), (adamw, {"fused": True}), (sgd, {}), (sgd, {"momentum": 0.9, "nesterov": True})],
+)
+def test_the_bytes_of_a_step_are_those_that_are_said(make: Any, arguments: dict[str, Any]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(10**6))
+    optimizer = make_optimizer(make, [{"params": [parameter], "kind": "others"}], arguments, **GIVEN, betas=(0.9, 0.95))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        optimizer.step()
+    sizes = [one.nbytes() for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
+    most = max(accumulate(sizes, initial=0)) / parameter.numel()
+    said = state_bytes(make, arguments)
+    assert said is not None
+    assert said.step_others == pytest.approx(most, abs=0.01)
 
 
 def test_betas_that_an_optimizer_does_not_take_are_not_ignored_silently(recwarn: pytest.WarningsRecorder) -> None:
