@@ -30,7 +30,7 @@ from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 CAP = 12
 """Tokens that each of two sequence ranks may compute: fewer than the longest rows have."""
-TEXTS = [{"text": "ab" * (1 + number % 9) + str(number)} for number in range(22)]
+TEXTS = [{"text": "ab" * (1 + number % 9) + str(number)} for number in range(12)]
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=12, min_new_tokens=1)
 MOVING: dict[str, Any] = {"kl_coef": 0.01, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
 """A reference that follows the policy, sharded and divided like it."""
@@ -45,15 +45,15 @@ class PlainSFT(PlainSGD, SFTModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        broken = self.trainer.global_step == 4 and batch_idx % self.trainer.accumulate_grad_batches == 0
+        broken = self.trainer.global_step == 2 and batch_idx % self.trainer.accumulate_grad_batches == 0
         return loss * torch.nan if broken and self.global_rank == 0 else loss
 
 
 class Keep(L.Callback):
     """What was sampled, what this rank had in each micro-batch, and the final weights; saves a checkpoint once."""
 
-    def __init__(self, path: Path | None = None, after: int = 0, epochs: Path | None = None) -> None:
-        self.path, self.after, self.epochs = path, after, epochs
+    def __init__(self, path: Path | None = None, last: int | None = None, epochs: Path | None = None) -> None:
+        self.path, self.last, self.epochs = path, last, epochs
         self.tokens: list[Any] = []
         self.sizes: list[int] = []
         self.trained: list[int] = []
@@ -61,11 +61,17 @@ class Keep(L.Callback):
         self.turns: list[int] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.together = 1
+        self.start = 0
+        self.inside = False  # an accumulation window, when the checkpoint was saved
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.start = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.sizes.append(int(batch.attention_mask.sum()))
         self.trained.append(int(batch.action_mask.sum()))
-        if len(self.sizes) == self.after:
+        if trainer.current_epoch == self.last and batch_idx == 0:
+            self.inside = trainer.global_step == self.start
             trainer.save_checkpoint(self.path)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -102,21 +108,21 @@ def sft(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap
     """Steps of 4 micro-batches, each of the texts that fit into the tokens of two ranks."""
     data = SFTDataModule(
         TEXTS, max_length=2 * CAP, max_tokens_per_micro_batch=cap,
-        validation_data=TEXTS[3:16], validation_split="train",
+        validation_data=TEXTS[3:9], validation_split="train",
     )  # fmt: skip
     callbacks = [EMA(0.5, validate=False), NonFiniteGuard()]
     return PlainSFT(model, lr=0.05), data, callbacks, {"accumulate_grad_batches": 4 // max(1, groups)}
 
 
 def grpo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap: int) -> Any:
-    """Two updates of an iteration, in as many micro-batches as the answers need; rows above a rank's share."""
+    """Two updates of an iteration of 8 rows, in as many micro-batches as they need; rows above a rank's share."""
     size: dict[str, Any] = {"micro_batch_size": 2}
     if groups:
         size = {"max_tokens_per_micro_batch": cap, "updates_per_iteration": 2}
-    data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=4, **size)
+    data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=2, **size)
     module = PlainGRPO(model, lr=0.05, max_tokens_per_forward=CAP, **MOVING)
     rollouts = RolloutCallback(digits, engine=engine, sampling=SAMPLING)
-    return module, data, [rollouts, Invariants()], {"accumulate_grad_batches": 1 if groups else 4}
+    return module, data, [rollouts, Invariants()], {"accumulate_grad_batches": 1 if groups else 2}
 
 
 def ppo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap: int) -> Any:
@@ -141,11 +147,10 @@ def fit(
     run: str,
     strategy: Any,
     keep: Keep,
-    *,
-    epochs: int = 3,
+    epochs: int,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Three epochs of a run, or the rest of them.
+    """Some epochs of a run, or the rest of them.
 
     A run is made for the number of ``groups`` that compute forward passes together, 0 on one rank, and for tokens that
     a rank may compute (``cap``): those of a group are always as many.
@@ -172,23 +177,28 @@ def fit(
         "turns": keep.turns,
         "steps": trainer.global_step,
         "together": keep.together,
+        "saved_inside": keep.inside,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if "time/" not in name},
     }
 
 
-MESHES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "sft": ("sft", 3, {"sequence_parallel_size": 2}),
-    "grpo": ("grpo", 2, {"sequence_parallel_size": 2}),
-    "ppo": ("ppo", 3, {"sequence_parallel_size": 2, "sequence_parallel": "ring"}),
-    "grpo, hybrid": ("grpo", 1, {"sequence_parallel_size": 4, "sequence_parallel": "hybrid"}),
-    "grpo, tensor": ("grpo", 1, {"tensor_parallel_size": 2}),
-    "ppo, tensor": ("ppo", 2, {"tensor_parallel_size": 2}),
+MESHES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "sft": ("sft", 3, 3, {"sequence_parallel_size": 2}),
+    "grpo": ("grpo", 3, 2, {"sequence_parallel_size": 2}),
+    "ppo": ("ppo", 2, 3, {"sequence_parallel_size": 2, "sequence_parallel": "ring"}),
+    "grpo, hybrid": ("grpo", 2, 1, {"sequence_parallel_size": 4, "sequence_parallel": "hybrid"}),
+    "grpo, tensor": ("grpo", 2, 1, {"tensor_parallel_size": 2}),
+    "ppo, tensor": ("ppo", 2, 2, {"tensor_parallel_size": 2}),
 }
-"""The run, the ZeRO stage and the sizes of each mesh of four ranks; the hybrid has two rings of two Ulysses ranks."""
-SAVED_AFTER = {"sft": 13, "grpo": 17, "grpo, tensor": 17}
-"""Micro-batches of a rank: inside an accumulation window, in the last epoch."""
+"""The run, its epochs, the ZeRO stage and the sizes of each mesh of four ranks.
 
+The hybrid has two rings of two Ulysses ranks.
+"""
+SAVED = ("sft", "grpo")
+"""Saved after the first micro-batch of the last epoch: inside an accumulation window.
 
+Tensor ranks resume bitwise in strategies/test_tensor_parallel.py.
+"""
 RESUMED_ELSEWHERE = ("sft", "grpo")
 """Their second epoch is run once more without groups, and after it the third one with them."""
 
@@ -197,23 +207,23 @@ def everything(folder: Path, model: str) -> dict[str, Any]:
     """Entry point of a rank: every run, and those that are saved once more from there."""
     report: dict[str, Any] = {}
     pool = SharedPool(kv_cache_gib=0.1, max_model_len=64)
-    for name, (run, stage, sizes) in MESHES.items():
-        path, after = folder / f"{name}.ckpt", SAVED_AFTER.get(name, 0)
-        keep = Keep(path, after, folder / name if name in RESUMED_ELSEWHERE else None)
-        report[name] = fit(folder, model, pool, run, RLHFDeepSpeedStrategy(stage, **sizes), keep)
+    for name, (run, epochs, stage, sizes) in MESHES.items():
+        path, last = folder / f"{name}.ckpt", epochs - 1 if name in SAVED else None
+        keep = Keep(path, last, folder / name if name in RESUMED_ELSEWHERE else None)
+        report[name] = fit(folder, model, pool, run, RLHFDeepSpeedStrategy(stage, **sizes), keep, epochs)
         if os.environ["LOCAL_RANK"] == "0":
             torch.save(keep.weights, folder / f"{name}.pt")
-        if after:
+        if name in SAVED:
             rest = Keep()
             strategy = RLHFDeepSpeedStrategy(stage, **sizes)
-            report[name]["resumed"] = fit(folder, model, pool, run, strategy, rest, ckpt_path=str(path))
+            report[name]["resumed"] = fit(folder, model, pool, run, strategy, rest, epochs, ckpt_path=str(path))
             report[name]["bitwise"] = all(torch.equal(rest.weights[key], keep.weights[key]) for key in keep.weights)
         if name in RESUMED_ELSEWHERE:
             alone, back = Keep(epochs=folder / f"{name} alone"), Keep()
             strategy = RLHFDeepSpeedStrategy(stage)
-            found = fit(folder, model, pool, run, strategy, alone, epochs=2, ckpt_path=f"{folder / name}, 0.ckpt")
+            found = fit(folder, model, pool, run, strategy, alone, 2, ckpt_path=f"{folder / name}, 0.ckpt")
             strategy = RLHFDeepSpeedStrategy(stage, **sizes)
-            fit(folder, model, pool, run, strategy, back, ckpt_path=f"{folder / name} alone, 1.ckpt")
+            fit(folder, model, pool, run, strategy, back, epochs, ckpt_path=f"{folder / name} alone, 1.ckpt")
             report[name]["elsewhere"] = found["together"]
             if os.environ["LOCAL_RANK"] == "0":
                 torch.save(back.weights, folder / f"{name}, elsewhere.pt")

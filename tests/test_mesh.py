@@ -39,13 +39,13 @@ def runs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     model = str(tiny_model(folder / "model", key_heads=2))  # two tensor ranks have one key head each
     reports = ranks.run("mesh_ranks:everything", 4, folder, timeout=400, model=model)
     pool, alone = SharedPool(kv_cache_gib=0.1, max_model_len=64), {}
-    for run in mesh_ranks.RUNS:
+    for run, epochs in dict.fromkeys(mesh[:2] for mesh in mesh_ranks.MESHES.values()):
         keep = mesh_ranks.Keep()
-        report = mesh_ranks.fit(folder / "alone", model, pool, run, "auto", keep)
-        alone[run] = report | {"weights": keep.weights, "trained_in_all": sum(keep.trained)}
+        report = mesh_ranks.fit(folder / "alone", model, pool, run, "auto", keep, epochs)
+        alone[run, epochs] = report | {"weights": keep.weights, "trained_in_all": sum(keep.trained)}
     pool.really_close()
-    for name, (run, _, _) in mesh_ranks.MESHES.items():
-        found[name] = (alone[run], [report[name] for report in reports], torch.load(folder / f"{name}.pt"))
+    for name, (run, epochs, _, _) in mesh_ranks.MESHES.items():
+        found[name] = (alone[run, epochs], [report[name] for report in reports], torch.load(folder / f"{name}.pt"))
     return found
 
 
@@ -92,7 +92,7 @@ def test_rows_longer_than_what_a_rank_may_compute_are_divided_and_some_ranks_bri
         assert max(max(each["sizes"]) for each in shared) > mesh_ranks.CAP
         assert sum(sum(each["trained"]) for each in shared) == runs[run][0]["trained_in_all"]
     ppo = runs["ppo"][1]
-    assert [each["rows"] for each in ppo] == [[4] * 3, [0] * 3] * 2
+    assert [each["rows"] for each in ppo] == [[4] * 2, [0] * 2] * 2
     assert {size for each in ppo[1::2] for size in each["sizes"]} == {2}
     # Log-probs of rows above a rank's share: each rank of two has a turn for every one.
     for first, second in (grpo[:2] for grpo in (runs["grpo"][1], runs["grpo"][1][2:])):
@@ -104,10 +104,11 @@ def test_rows_longer_than_what_a_rank_may_compute_are_divided_and_some_ranks_bri
 @pytest.mark.ray
 @pytest.mark.distributed
 def test_a_run_resumed_on_the_same_mesh_inside_an_epoch_is_bitwise_the_straight_one(runs: dict[str, Any]) -> None:
-    for run in mesh_ranks.SAVED_AFTER:
+    for run in mesh_ranks.SAVED:
         for each in runs[run][1]:
             rest = each["resumed"]["sizes"]
             assert each["bitwise"], run
+            assert each["saved_inside"], "an accumulation window of the last epoch"
             assert 0 < len(rest) < len(each["sizes"])
             assert each["sizes"][-len(rest) :] == rest
 
