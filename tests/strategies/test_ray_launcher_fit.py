@@ -95,11 +95,12 @@ def test_large_weights_stay_on_the_ranks_unless_asked_for_and_a_line_says_what_t
 def test_the_driver_gets_what_a_run_in_its_own_process_gives(
     ray_session: None, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Sharded weights too: ranks with ZeRO 3, and a reference, which is not trained."""
     # A new AdamW would blow differences of 1e-7 between the weights that the second fit starts from up to 1e-4.
-    plain_module, plain_data = Watched(model_folder, optimizer="sgd"), SharedBatches()
+    plain_module, plain_data = Watched(model_folder, optimizer="sgd", reference=True), SharedBatches()
     plain = make_trainer("auto", 1, tmp_path / "plain")
-    module, data = Watched(model_folder, optimizer="sgd"), SharedBatches()
-    trainer = make_trainer(on_ray(2), 2, tmp_path / "ray", TQDMProgressBar())
+    module, data = Watched(model_folder, optimizer="sgd", reference=True), SharedBatches()
+    trainer = make_trainer(on_ray(3), 2, tmp_path / "ray", TQDMProgressBar())
     for epochs in (2, 3):  # a second fit of the same Trainer goes on where the first has stopped
         plain.fit_loop.max_epochs = trainer.fit_loop.max_epochs = epochs
         plain.fit(plain_module, datamodule=plain_data)
@@ -117,28 +118,21 @@ def test_the_driver_gets_what_a_run_in_its_own_process_gives(
         loss = float(f"{trainer.progress_bar_metrics['loss']:.3g}")  # as tqdm shows it
         full = [line for line in lines if line.startswith(f"Epoch {epochs - 1}: 100%")]
         assert f"loss={loss:.3f}" in full[-1]
-    (metrics,) = trainer.validate(module, datamodule=data)
-    (expected,) = plain.validate(plain_module, datamodule=plain_data)
-    assert metrics == pytest.approx(expected, abs=1e-6)
-    assert "validation_loss" in capsys.readouterr().out
-
-
-def test_sharded_weights_and_predictions_come_back(
-    ray_session: None, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain_module, plain_data = Watched(model_folder, reference=True), SharedBatches()
-    plain = make_trainer("auto", 1, tmp_path / "plain")
-    plain.fit(plain_module, datamodule=plain_data)
-    module, data = Watched(model_folder, reference=True), SharedBatches()
-    trainer = make_trainer(on_ray(3), 2, tmp_path / "ray", RichProgressBar())
-    capsys.readouterr()
-    trainer.fit(module, datamodule=data)
-    assert "Epoch 1/1" in capsys.readouterr().out
-    assert largest_difference(weights(module), weights(plain_module)) < 1e-6
     predictions = trainer.predict(module, datamodule=data)
     expected = plain.predict(plain_module, datamodule=plain_data)
     assert [one.tolist() for one in predictions] == [one[0::2].tolist() for one in expected]  # rank 0's share
     assert "Predicting" in capsys.readouterr().out
+
+
+def test_metrics_of_a_single_rank_on_ray_come_back(
+    ray_session: None, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (expected,) = make_trainer("auto", 1, tmp_path).validate(Watched(model_folder), datamodule=SharedBatches())
+    capsys.readouterr()
+    trainer = make_trainer(on_ray(2), 1, tmp_path, TQDMProgressBar())
+    (metrics,) = trainer.validate(Watched(model_folder), datamodule=SharedBatches())
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    assert "validation_loss" in capsys.readouterr().out
 
 
 def test_grpo_on_ray_gives_the_weights_of_the_subprocess_launcher(ray_session: None, tmp_path: Path) -> None:
@@ -158,12 +152,16 @@ def test_grpo_on_ray_gives_the_weights_of_the_subprocess_launcher(ray_session: N
     assert any(not torch.equal(expected[name], start[name]) for name in expected)
 
 
-def test_an_error_in_training_runs_its_hooks_on_the_ranks(ray_session: None, model_folder: str, tmp_path: Path) -> None:
+def test_an_error_in_training_runs_its_hooks_on_the_ranks(
+    ray_session: None, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under Rich's bar, which the driver draws until then."""
     saved = OnExceptionCheckpoint(tmp_path, filename="stopped")
-    trainer = make_trainer(on_ray(2), 2, tmp_path, saved)
+    trainer = make_trainer(on_ray(2), 2, tmp_path, RichProgressBar(), saved)
     with pytest.raises(ArithmeticError, match="no more") as caught:
         trainer.fit(Failing(model_folder), datamodule=SharedBatches())
     assert "ray_modules.py" in str(caught.value.__cause__)
+    assert "Epoch 0/1" in capsys.readouterr().out
     assert trainer.state.status == TrainerStatus.INTERRUPTED
     # Saved by the ranks with their engines; the driver, where the hook runs too, has not written over it.
     manifest = json.loads((tmp_path / "stopped.ckpt" / "manifest.json").read_text())
