@@ -110,6 +110,10 @@ class AsksWhileSampling(Protocol):
         """Seconds since the last call that this rank has waited for these models, and that were hidden, by name."""
         ...
 
+    def close_placed(self) -> None:
+        """End the models, after a run or an error. Not a collective."""
+        ...
+
 
 @runtime_checkable
 class CorrectsOffPolicy(Protocol):

@@ -315,12 +315,13 @@ class Experience(PaddedBatch):
         return torch.arange(len(self)) if self.rows is None else self.rows
 
     @classmethod
-    def from_samples(cls, samples: Sequence[Sample], *, temperature: float = 1.0) -> Self:
+    def from_samples(cls, samples: Sequence[Sample], *, temperature: float = 1.0, before_rewards: bool = False) -> Self:
         """Stack samples, padding on the right.
 
         Args:
             samples: At least one. A sample without a reward keeps its tokens but none is trained on.
             temperature: Sampling temperature of the samples.
+            before_rewards: The samples have not been scored yet: the mask has their tokens without a reward too.
 
         Raises:
             ValueError: If there is no sample, or a prompt without tokens.
@@ -346,7 +347,7 @@ class Experience(PaddedBatch):
         return cls(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            action_mask=_placed(chosen, steps) & scored,
+            action_mask=_placed(chosen, steps) & (scored | before_rewards),
             rollout_logprobs=_placed(torch.where(chosen, logprobs, 0.0), steps),
             versions=_placed(torch.where(chosen, versions, -1), steps, fill=-1),
             rewards=torch.tensor(rewards, dtype=torch.float32),

@@ -32,6 +32,7 @@ from rlhfkit.distributed import cpu_group, gather_objects, run_on_all_ranks, tru
 from rlhfkit.mesh import mesh_of
 from rlhfkit.protocols import (
     STATES_OF_RANKS,
+    AsksWhileSampling,
     callbacks_of,
     compares_groups,
     learner_of,
@@ -435,9 +436,11 @@ class RolloutCallback(Callback):
         self.phases.recover()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Free the engine after an error or an interrupt; Lightning calls no ``teardown`` then."""
+        """Free the engine, and models elsewhere, after an error or interrupt; Lightning calls no ``teardown`` then."""
         self._close()
         self.phases.recover()
+        if isinstance(pl_module, AsksWhileSampling):
+            pl_module.close_placed()
 
     def _close(self) -> None:
         self.engine.close()

@@ -274,9 +274,8 @@ class GroupCollector:
         """Ask these models about groups that are finished, before they are scored, while others are sampled."""
         module = cast("AsksWhileSampling", policy_of(trainer))
         for group in groups:
-            experience = Experience.from_samples(group, temperature=sampling.temperature or 1.0)
-            chosen = experience.versions >= 0  # the mask leaves samples without a reward out, which have none yet
-            module.ask_early(dataclasses.replace(experience, action_mask=chosen), iteration)
+            temperature = sampling.temperature or 1.0
+            module.ask_early(Experience.from_samples(group, temperature=temperature, before_rewards=True), iteration)
 
     def note_asked_seconds(self, trainer: L.Trainer, iteration: int) -> None:
         """Log how long this rank has waited for these models in an iteration, and how long they worked unnoticed."""
@@ -313,7 +312,8 @@ class GroupCollector:
         if not samples and trainer.world_size == 1:
             return
         with self.timing.record("score", iteration):
-            experience = Experience.from_samples(samples) if samples else None
+            # A model that reads text finds the answer by the mask, also that of a sample without a reward.
+            experience = Experience.from_samples(samples, before_rewards=True) if samples else None
             parts = policy_of(trainer).reward_model_parts(experience)
             columns = {name: values.tolist() for name, values in parts.items()}
         for number, sample in enumerate(samples):

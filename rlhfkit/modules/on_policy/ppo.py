@@ -433,7 +433,11 @@ class PPOModule(OnPolicyModule):
             self.remote_critic.pool.stop()
 
     def teardown(self, stage: str) -> None:
-        """End the critic's ranks, also after an error."""
+        """End the critic's ranks.
+
+        Lightning does not call it after an error, of which a checkpoint may need them: they then live until the next
+        fit or the end of this process.
+        """
         super().teardown(stage)
         if self.remote_critic is not None:
             self.remote_critic.pool.close()

@@ -1,7 +1,7 @@
 """Models of a module that are on machines of their own: starting them, asking them, and waiting for their numbers."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class PlacedModule(IterationModule):
     def teardown(self, stage: str) -> None:
         """End the replicas of models on machines of their own."""
         super().teardown(stage)
+        self.close_placed()
+
+    def close_placed(self) -> None:
+        """End these models, also after an error, when Lightning calls no ``teardown``. Not a collective."""
         for pool, _ in self.placed_models().values():
             pool.close()
 
@@ -143,13 +147,13 @@ def wait_for(pool: FrozenModel, wait: Callable[[], T]) -> T | None:
     """
     while True:
         result: T | None = None
-        failure: Any = None
+        failure: Exception | None = None
         behind = False
         try:
             result = wait()
         except WeightsMissingError:
             behind = True
-        except ModelPoolError as error:  # the other ranks are told below, then it is raised here
+        except Exception as error:  # the other ranks are told below, then it is raised here
             failure = error
         raised = exchange_errors(failure, error_type=ModelPoolError)
         if raised is not None:

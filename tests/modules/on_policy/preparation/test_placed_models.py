@@ -14,10 +14,23 @@ from rl_runs import PlainGRPO, digit_teacher, digits, setup_run, weights
 from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import DynamicSampling, Experience, OnPolicyDistillationModule, RolloutCallback, SamplingSpec
+from rlhfkit import (
+    DynamicSampling,
+    Experience,
+    LocalEngine,
+    OnPolicyDistillationModule,
+    ReferenceSamples,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    XPOModule,
+)
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.distillation import likeliest_tokens
+from rlhfkit.modules.on_policy.preparation import placed_models
+from rlhfkit.rewards import PairwiseReward
 from rlhfkit.roles.replicas.early_rows import EarlyRows
+from rlhfkit.rollout.errors import EngineError
 
 
 class Here:
@@ -26,6 +39,7 @@ class Here:
     def __init__(self, model: str) -> None:
         self.model, self.version, self.waited, self.hidden = model, 0, 0.0, 0.0
         self.early, self.sizes, self.started, self.top = EarlyRows(), list[int](), False, 0
+        self.closed = 0
 
     def plain(self) -> dict[str, Any]:
         return {"model": self.model, "urls": "http://nobody"}
@@ -39,7 +53,8 @@ class Here:
 
     def refresh(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed += 1
 
     def submit(self, experience: Experience, batches: Sequence[Tensor]) -> "Here.Done":
         self.sizes.append(sum(map(len, batches)))
@@ -81,6 +96,70 @@ def test_each_group_is_asked_about_when_it_is_finished_and_the_numbers_are_the_c
         torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
     assert float(trainer.callback_metrics["time/reference_waited"]) == 1.0
     assert float(trainer.callback_metrics["time/reference_hidden"]) == 2.0
+
+
+class PlainXPO(PlainSGD, XPOModule):
+    """XPO with SGD."""
+
+
+def first_token(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
+    """A judge without ties, as far as two first tokens differ."""
+    return [0.5 + (first.token_ids[0] - second.token_ids[0]) / 256 for first, second in pairs]
+
+
+def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
+    """Their tokens have no version of the policy; the reference's log-probs of its own answers are in XPO's loss."""
+    other = str(tiny_model(tmp_path / "other", seed=1))
+    found = []
+    for elsewhere in (None, Here(str(tiny_model(tmp_path / "model")))):
+        engine = ReferenceSamples(LocalEngine(), LocalEngine(), reference_model=other)
+        rollouts = RolloutCallback(
+            PairwiseReward(first_token), engine=engine, sampling=SamplingSpec(group_size=2, max_new_tokens=6)
+        )
+        trainer, module, data, _ = setup_run(
+            tmp_path,
+            module=PlainXPO,
+            module_arguments={"lr": 0.05, "beta": 0.4, "reference": elsewhere},
+            rollouts=rollouts,
+            max_epochs=1,
+        )
+        trainer.fit(module, datamodule=data)
+        found.append(weights(module))
+    assert elsewhere is not None
+    assert sum(elsewhere.sizes) == 2 * 8  # all of them early
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
+
+
+def test_an_error_ends_the_models_elsewhere(tmp_path: Path) -> None:
+    def broken(samples: Sequence[Sample]) -> list[float]:
+        raise OSError("no disk")
+
+    elsewhere = Here(str(tiny_model(tmp_path / "model")))
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module_arguments={"kl_coef": 0.1, "reference": elsewhere},
+        rollouts=RolloutCallback(broken, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+    )
+    with pytest.raises(OSError, match="no disk"):
+        trainer.fit(module, datamodule=data)
+    assert elsewhere.closed == 1  # Lightning calls no teardown of the module then
+
+
+def test_whatever_fails_while_one_rank_waits_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Exception | None] = []
+
+    def exchange(error: Exception | None, **_: Any) -> Exception | None:
+        told.append(error)
+        return error
+
+    def wait() -> None:
+        raise EngineError("an answer without log-probs")
+
+    monkeypatch.setattr(placed_models, "exchange_errors", exchange)
+    with pytest.raises(EngineError, match="an answer without"):
+        placed_models.wait_for(Here("nowhere"), wait)
+    assert [type(one) for one in told] == [EngineError]
 
 
 class PlainDistillation(PlainSGD, OnPolicyDistillationModule):
