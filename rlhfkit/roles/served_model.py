@@ -6,8 +6,9 @@ in the server's types with vLLM's kernels, so the numbers are those of a child o
 
 import concurrent.futures
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from rlhfkit.rollout.server.model import find_model
 from rlhfkit.rollout.server.wire import COMPLETIONS, parse_scores, parse_top, score_body
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.validation import check_number
+
+T = TypeVar("T")
 
 MOST_TOP = 20
 """Likeliest tokens that vLLM returns at most, unless it is started with a larger ``--max-logprobs``."""
@@ -206,25 +209,31 @@ class ServedModel:
         asked = [(list(sequence), self._ask(sequence, top)) for sequence in sequences]
         found = []
         for token_ids, future in asked:
-            values, ids = parse_top(self._answer(future), token_ids, top)
+            values, ids = self._answer(future, partial(parse_top, token_ids=token_ids, top=top))
             found.append((torch.tensor(values), torch.tensor(ids)))
         return found
 
     def _ask(self, token_ids: Sequence[int], top: int = 0) -> "concurrent.futures.Future[Any]":
+        """Ask about one sequence; what is wrong with it is raised where the answer is waited for, as on all ranks."""
         if self._connections is None:
             raise RuntimeError("ServedModel is not connected: ServedModel.start comes first")
         if not 2 <= len(token_ids) < self._context:
-            raise ModelPoolError(
-                f"{self.options.urls[0]} takes sequences of 2 to {self._context - 1} tokens (it samples one more), got "
-                f"one of {len(token_ids)}: start it with a larger --max-model-len"
+            refused: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            refused.set_exception(
+                ModelPoolError(
+                    f"{self.options.urls[0]} takes sequences of 2 to {self._context - 1} tokens (it samples one more), "
+                    f"got one of {len(token_ids)}: start it with a larger --max-model-len"
+                )
             )
+            return refused
         return self._connections.submit(
             self._connections.ask(COMPLETIONS, {"model": self._name, **score_body(token_ids, top)})
         )
 
-    def _answer(self, future: "concurrent.futures.Future[Any]") -> Any:
+    def _answer(self, future: "concurrent.futures.Future[Any]", parse: Callable[[Any], T]) -> T:
+        """Wait for an answer and read it."""
         try:
-            return future.result()
+            return parse(future.result())
         except EngineError as error:
             raise ModelPoolError(f"the served {self.model} has no log-probs for this run: {error}") from None
 
@@ -255,18 +264,23 @@ class PendingScores:
             (B, T-1) log-probs, or (B, T-1, 2 K) those of the K likeliest tokens and their ids.
 
         Raises:
-            ModelPoolError: If no server answers.
+            ModelPoolError: If no server answers, or one answers something else.
         """
         started = time.monotonic()
         top = self._served.top
         values = torch.zeros(*self._mask.shape, *((2 * top,) if top else ()))
         for row, (token_ids, future) in self._asked.items():
-            answer = self._served._answer(future)
-            scores = torch.tensor(parse_scores(answer, token_ids)) if not top else _columns(answer, token_ids, top)
+            read: Callable[[Any], Tensor] = partial(_columns, token_ids=token_ids, top=top)
+            scores = self._served._answer(future, read if top else partial(_scores, token_ids=token_ids))
             values[row, : len(scores)] = scores
         self._served.waited += time.monotonic() - started
         self._served.hidden += max(0.0, min(started, self._last_answer) - self._asked_at)
         return values.where(self._mask.bool()[..., None] if top else self._mask.bool(), 0.0)
+
+
+def _scores(answer: Any, token_ids: Sequence[int]) -> Tensor:
+    """(T-1,) log-probs."""
+    return torch.tensor(parse_scores(answer, token_ids))
 
 
 def _columns(answer: Any, token_ids: Sequence[int], top: int) -> Tensor:

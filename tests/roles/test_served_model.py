@@ -12,12 +12,15 @@ import torch
 from models.test_forward import experience
 from modules import distillation_cases as cases
 from rl_runs import setup_run, weights
+from rollout.server.test_connection import SECRET, Misbehaviour, completion
 from tiny_models import tiny_model
 
 from rlhfkit import DistillationModule, GRPOModule, OnPolicyDistillationModule, VLLMServer
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel, frozen_model
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
+from rlhfkit.serving.access import AccessToken
+from rlhfkit.serving.server import Server
 
 EXACT = 1e-5  # float32 on both sides; what is left is the order of summation
 FLOAT32: Any = {"weights": torch.float32, "compute": torch.float32}
@@ -133,6 +136,43 @@ def test_plain_values_say_which_kind_it_was() -> None:
         assert found.plain() == one.plain()
         assert frozen_model(one) is one
     assert frozen_model(None) is None
+
+
+@pytest.fixture
+def misbehaving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Misbehaviour, ServedModel]]:
+    """A server over HTTP whose answers a test sets, with a context of 64 tokens, and a connected model."""
+    app = Misbehaviour()
+    monkeypatch.setenv("SERVED_TOKEN", SECRET)
+    with Server(app, token=AccessToken(SECRET), shutdown_timeout=1) as server:
+        made = ServedModel("model", server.url, token_variable="SERVED_TOKEN", start_timeout=10, retries=0)
+        made.connect()
+        yield app, made
+        made.close()
+
+
+def test_an_answer_that_is_not_vllms_is_an_error_that_reaches_the_other_ranks(
+    misbehaving: tuple[Misbehaviour, ServedModel],
+) -> None:
+    app, served = misbehaving
+    batch = experience([(4, 5), (2, 2)])
+    app.answer = lambda body, number: completion(body | {"prompt_logprobs": None})
+    with pytest.raises(ModelPoolError, match=r"the served model has no log-probs for this run: .*no log-probs of prom"):
+        served.submit(batch, [torch.arange(2)]).result()
+    app.answer = lambda body, number: completion(body)  # each token alone, and three are asked for
+    with pytest.raises(ModelPoolError, match="returned 1 of the 3 likeliest tokens"):
+        served.top_tokens([[5, 5, 5]], 3)
+
+
+def test_a_sequence_that_the_server_does_not_take_is_an_error_where_its_numbers_are_waited_for(
+    misbehaving: tuple[Misbehaviour, ServedModel],
+) -> None:
+    """Only one rank may have it: where it is asked about, the others would not learn of it."""
+    _, served = misbehaving
+    batch = experience([(4, 5), (30, 34)])
+    assert served.submit(batch, [torch.tensor([0])]).result()[0, 3:8].tolist() == [-2.0] * 5
+    pending = served.submit(batch, [torch.arange(2)])
+    with pytest.raises(ModelPoolError, match=r"takes sequences of 2 to 63 tokens .*got one of 64"):
+        pending.result()
 
 
 def test_nobody_at_the_address_is_an_error_within_the_limit() -> None:

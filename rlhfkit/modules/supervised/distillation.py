@@ -354,7 +354,7 @@ class DistillationModule(PolicyModule):
         logprobs, ids = torch.zeros(ends[-1], top_k), torch.zeros(ends[-1], top_k, dtype=torch.int32)
         own = [row for row in range(rank, len(examples.lengths), world) if examples.targets[row]]
         try:
-            failure = None
+            failure: Exception | None = None
             try:
                 for start in range(0, len(own), _SERVED_EXAMPLES):
                     chosen = own[start : start + _SERVED_EXAMPLES]
@@ -364,7 +364,7 @@ class DistillationModule(PolicyModule):
                         trained = torch.as_tensor(example.loss_mask, dtype=torch.bool)[-len(values) :]
                         part = slice(ends[row] - examples.targets[row], ends[row])
                         logprobs[part], ids[part] = values[trained], tokens[trained].int()
-            except ModelPoolError as error:  # the other ranks are told
+            except Exception as error:  # the other ranks are told
                 failure = error
             raised = exchange_errors(failure, error_type=ModelPoolError)
             if raised is not None:
