@@ -42,6 +42,16 @@ class ReservedResources(dict[str, float]):
             )
 
 
+def check_whole_gpus(resources: Mapping[str, float] | None) -> None:
+    """Raise ValueError if the ranks of a group, with these resources each, would share GPUs."""
+    gpus = (resources or {}).get("GPU", 0)
+    if gpus % 1:
+        raise ValueError(
+            f"resources={dict(resources or {})}: a rank of several needs whole GPUs, as NCCL does not share them; "
+            "give each 1, or have one rank"
+        )
+
+
 def actor_options(resources: Mapping[str, float] | None, process: int) -> dict[str, Any]:
     """Return the options of the Ray actor of a process.
 

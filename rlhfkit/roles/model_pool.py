@@ -5,9 +5,10 @@ sends its own rows to the replicas; nothing passes rank 0.
 """
 
 import logging
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
@@ -16,9 +17,16 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, run_on_all_ranks
 from rlhfkit.models import load_causal_lm
-from rlhfkit.ray_resources import ReservedResources, actor_options
+from rlhfkit.ray_resources import ReservedResources, actor_options, check_whole_gpus
 from rlhfkit.ray_session import JoinedRay, cluster_address, join_or_start_ray, this_cluster
-from rlhfkit.roles.pending_rows import ModelPoolError, PendingRows, Replica, cause_of, no_replica_left
+from rlhfkit.roles.pending_rows import (
+    ModelPoolError,
+    PendingRows,
+    Replica,
+    cause_of,
+    finished_nothing,
+    no_replica_left,
+)
 from rlhfkit.roles.replica import ModelReplica, ReplicaOptions, Role
 from rlhfkit.roles.replicas.early_rows import EarlyRows
 from rlhfkit.roles.replicas.reading import READS
@@ -33,13 +41,26 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "rlhfkit-models"
 """Ray's namespace of all replicas."""
-_ASKED = {"logprobs": "log-probs", "values": "values"}
+_ASKED: dict[Role, str] = {"logprobs": "log-probs", "values": "values", "reward": "rewards"}
 _STRATEGY = "rlhf_zero3"
 """Divides the model of a replica with several ranks."""
 _CONCURRENCY = 100_000
 """Requests that such a replica may have; it computes as many at a time as it has ranks."""
+_STATUS = "status"
+"""Ray's name for the calls that a replica answers while it computes."""
 _SENDING_ATTEMPTS = 4
 """Attempts at giving replicas the weights of a model that has moved. Replicas may die in all but the last."""
+
+
+class _Use(NamedTuple):
+    """What replicas compute."""
+
+    role: Role
+    weights: torch.dtype
+    compute: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{_ASKED[self.role]} (weights {self.weights}, computed in {self.compute})"
 
 
 class ModelPool:
@@ -66,8 +87,8 @@ class ModelPool:
             template; ``text``, both as one text; or the dotted name of a function of both that returns the text. The
             replicas' machines need the policy's tokenizer too, under the policy's name.
         start_timeout: Seconds in which all replicas must be placed and have loaded the model.
-        request_timeout: Seconds in which a replica with requests must finish one, of at most the module's
-            ``max_tokens_per_forward`` tokens.
+        request_timeout: Seconds in which a replica with requests must finish one, of any rank and of at most the
+            module's ``max_tokens_per_forward`` tokens.
         max_restarts: How often each replica is started again.
 
     Raises:
@@ -97,6 +118,8 @@ class ModelPool:
             )
         for name, amount in (resources or {}).items():
             check_number(f"resources[{name!r}]", amount, minimum=0)
+        if ranks_per_replica > 1:
+            check_whole_gpus(resources)
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
         check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
         check_integer("max_restarts", max_restarts, minimum=0)
@@ -115,6 +138,7 @@ class ModelPool:
         self.request_timeout = request_timeout
         self.max_restarts = max_restarts
         self._replicas: list[Replica] = []
+        self._use: _Use | None = None  # of the replicas that were started last
         self._owned: list[Any] = []  # actors, on rank 0
         self._joined: JoinedRay | None = None
         self.top = 0
@@ -162,14 +186,17 @@ class ModelPool:
 
         Raises:
             ModelPoolError: On all ranks, if the replicas were not ready in time.
+            ValueError: If they were started for another role, or with other types.
         """
         if self.started:
+            self._check_use(_Use(role, weights, compute))
             return
         if role != "reward" and self.reads != "tokens":
             raise ValueError(f"reads={self.reads!r} is for reward models, and {self.model} is asked for {_ASKED[role]}")
         options = ReplicaOptions(
             self.model, role, weights, compute, self.attention, self.trust_remote_code, self.reads, policy
         )
+        self._use = _Use(role, weights, compute)
         prefix = f"{role}-{uuid.uuid4().hex[:8]}"
 
         def create() -> Any:
@@ -182,9 +209,20 @@ class ModelPool:
                 self._joined = JoinedRay(cluster, member=f"rank {get_rank()}")
             self._replicas = [Replica(name, _actor(name)) for name in names]
 
-        run_on_all_ranks(join, error_type=ModelPoolError)
-        if self.version:
-            self.refresh()
+        try:
+            run_on_all_ranks(join, error_type=ModelPoolError)
+            if self.version:
+                self.refresh()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_use(self, use: _Use) -> None:
+        if self._use is not None and use != self._use:
+            raise ValueError(
+                f"the replicas of {self.model} were started for {self._use}, and are asked for {use}: give each a "
+                "ModelPool of its own"
+            )
 
     def _create(self, options: ReplicaOptions, prefix: str) -> Any:
         import ray
@@ -193,6 +231,9 @@ class ModelPool:
         if isinstance(self.resources, ReservedResources):
             self.resources.check_processes(self.num_replicas, f"replica(s) of {self.model}")
         kept = {"max_restarts": self.max_restarts, "max_task_retries": -1}  # nothing is kept between two requests
+        # So that a replica says when it has finished something while it computes the next.
+        ray.method(concurrency_group=_STATUS)(ModelReplica.idle_seconds)
+        replica = ray.remote(concurrency_groups={_STATUS: 1})(ModelReplica)
         names = [f"{prefix}-{number}" for number in range(self.num_replicas)]
         for number, name in enumerate(names):
             named = {"name": name, "namespace": NAMESPACE} | kept
@@ -201,25 +242,33 @@ class ModelPool:
                 self._owned.append(head.remote(options, self._sharding()))
             else:
                 placed = actor_options(self.resources, number)
-                self._owned.append(ray.remote(ModelReplica).options(**placed, **named).remote(options))
-        loading = [actor.load.remote() for actor in self._owned]
-        ready, late = ray.wait(loading, num_returns=len(loading), timeout=self.start_timeout)
+                self._owned.append(replica.options(**placed, **named).remote(options))
         try:
-            if late:
-                raise ModelPoolError(
-                    f"{len(late)} of {self.num_replicas} replica(s) of {self.model} were not ready within "
-                    f"{self.start_timeout:g} s: Ray could not place them ({self.resources or 'any CPU'} "
-                    f"each; free are {_free(self.resources)}), or the model takes longer to load"
-                )
-            ray.get(ready)
-        except ray.exceptions.RayError as error:
-            self.close()
-            raise ModelPoolError(f"a replica could not load {self.model}: {cause_of(error)}") from error
-        except ModelPoolError:
+            self._wait_until_loaded()
+        except BaseException:
             self.close()
             raise
         log.info("%d replica(s) of %s are ready", self.num_replicas, self.model)
         return this_cluster(), names
+
+    def _wait_until_loaded(self) -> None:
+        """Load the model in all replicas; ModelPoolError as soon as one fails, or when the time is up."""
+        import ray
+
+        deadline = time.monotonic() + self.start_timeout
+        loading = [actor.load.remote() for actor in self._owned]
+        while loading:
+            ready, loading = ray.wait(loading, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise ModelPoolError(
+                    f"{len(loading)} of {self.num_replicas} replica(s) of {self.model} were not ready within "
+                    f"{self.start_timeout:g} s: Ray could not place them ({self.resources or 'any CPU'} "
+                    f"each; free are {_free(self.resources)}), or the model takes longer to load"
+                )
+            try:
+                ray.get(ready)
+            except ray.exceptions.RayError as error:
+                raise ModelPoolError(f"a replica could not load {self.model}: {cause_of(error)}") from error
 
     def _sharding(self) -> Sharding:
         """How a replica of several ranks is divided; ValueError without DeepSpeed's strategies."""
@@ -261,17 +310,20 @@ class ModelPool:
 
         Raises:
             ModelPoolError: On all ranks, if no replica is left.
+            ValueError: If a weight of the model is not among ``weights``, or has another shape.
         """
 
         def begin() -> None:
-            if get_rank() == 0 and self._moved is None:
-                self._moved = self._initial_weights(dtype)
+            if get_rank() == 0:
+                moved = self._initial_weights(dtype) if self._moved is None else self._moved
+                self._check_same_weights(moved, weights)
+                self._moved = {name: tensor.to(dtype) for name, tensor in moved.items()}  # a checkpoint's may differ
 
         run_on_all_ranks(begin, error_type=ModelPoolError)
         moved = self._moved or {}
         with torch.no_grad():
             for name, tensor in weights:
-                if name in moved:
+                if name in moved:  # on rank 0
                     moved[name].lerp_(tensor.to("cpu", dtype), alpha)
         self.version += 1
         if self.started:
@@ -280,6 +332,17 @@ class ModelPool:
     def _initial_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         model = load_causal_lm(self.model, dtype=dtype, trust_remote_code=self.trust_remote_code)
         return {name: tensor.clone() for name, tensor in ModuleWeights(model, check_finite=False)}
+
+    def _check_same_weights(self, moved: Mapping[str, Tensor], weights: WeightSource) -> None:
+        shapes = {info.name: tuple(info.shape) for info in weights.metadata()}
+        other = [name for name, tensor in moved.items() if shapes.get(name) != tuple(tensor.shape)]
+        if other:
+            found = shapes.get(other[0], "missing")
+            raise ValueError(
+                f"{self.model} cannot move towards the policy, which has other weights: {len(other)} of {len(moved)} "
+                f"(first: {other[0]!r} is {tuple(moved[other[0]].shape)} here and {found} there). Take a reference of "
+                "the policy's sizes, or leave ref_model_sync_steps out"
+            )
 
     def refresh(self) -> None:
         """Give the current weights to replicas that have others, as restarted ones do. A collective.
@@ -294,8 +357,8 @@ class ModelPool:
     def _refresh(self) -> dict[str, str]:
         """Send the weights where they are missing; returns why replicas are lost, by name."""
         failure: Exception | None = None
+        behind = self._replicas_behind()
         for _ in range(_SENDING_ATTEMPTS):
-            behind = self._replicas_behind()
             if not behind:
                 break
             try:
@@ -310,8 +373,10 @@ class ModelPool:
             except EngineError as error:
                 log.warning("weights of %s are sent again: %s", self.model, error)
                 failure = error
-        else:
-            raise ModelPoolError(f"the weights of {self.model} did not reach its replicas: {failure}") from failure
+            behind = self._replicas_behind()
+        if behind:
+            reason = failure or "they were restarted meanwhile"
+            raise ModelPoolError(f"the weights of {self.model} did not reach its replicas: {reason}") from failure
         if all(replica.lost for replica in self._replicas):
             raise ModelPoolError(no_replica_left(self.model, self._replicas))
         return {replica.name: replica.lost for replica in self._replicas if replica.lost}
@@ -321,16 +386,18 @@ class ModelPool:
         import ray
 
         asked = {one.actor.version.remote(): one for one in self._replicas if not one.lost}
-        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=self.request_timeout) if asked else ([], [])
-        behind = []
-        for ref in ready:
-            try:
-                if ray.get(ref) != self.version:
-                    behind.append(asked[ref])
-            except ray.exceptions.RayError as error:
-                asked[ref].lost = cause_of(error)
-        for ref in late:
-            asked[ref].lost = f"it finished nothing for {self.request_timeout:g} s"
+        waiting, behind = list(asked), []
+        while waiting:  # for what they were asked to compute before
+            ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=self.request_timeout)
+            for ref in ready:
+                try:
+                    if ray.get(ref) != self.version:
+                        behind.append(asked[ref])
+                except ray.exceptions.RayError as error:
+                    asked[ref].lost = cause_of(error)
+            waiting = [ref for ref in late if asked[ref].works(self.request_timeout)]
+            for ref in set(late) - set(waiting):
+                asked[ref].lost = finished_nothing(self.request_timeout)
         return behind
 
     def moved_state(self) -> dict[str, Any]:
@@ -340,8 +407,8 @@ class ModelPool:
     def load_moved_state(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`moved_state`, before :meth:`start`."""
         self.version = state["version"]
-        if get_rank() == 0 and self.version:
-            self._moved = {name: tensor.clone() for name, tensor in state["weights"].items()}
+        loaded = get_rank() == 0 and self.version > 0
+        self._moved = {name: tensor.clone() for name, tensor in state["weights"].items()} if loaded else None
 
     # ---------------------------------------------------------------- requests
 

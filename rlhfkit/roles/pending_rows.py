@@ -17,6 +17,8 @@ from rlhfkit.roles.replica import TokenRows
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
+_STATUS_SECONDS = 10.0
+"""Time in which a process that lives says when it has finished something."""
 _COUNTING = threading.RLock()
 """Held while the numbers of replicas' requests change, as threads that sample ask too; pools must be copied without."""
 
@@ -40,6 +42,18 @@ class Replica:
         self.last_finished = 0.0
         self.lost = ""
         """Why it gets no more requests."""
+
+    def works(self, limit: float) -> bool:
+        """Whether it has finished a request of any rank in the last ``limit`` seconds, and answers at all."""
+        import ray
+
+        try:
+            asked = self.actor.idle_seconds.options(max_task_retries=0).remote()
+            idle: float = ray.get(asked, timeout=min(limit, _STATUS_SECONDS))
+        except ray.exceptions.RayError:
+            return False
+        self.last_finished = max(self.last_finished, time.monotonic() - idle)
+        return idle <= limit
 
 
 class Replicas(Protocol):
@@ -166,10 +180,12 @@ class PendingRows:
 
     def _check_progress(self) -> None:
         """Send what a stuck replica has to others."""
+        limit = self._pool.request_timeout
         for replica in {id(one): one for _, one in self._running.values()}.values():
-            stuck = time.monotonic() - replica.last_finished > self._pool.request_timeout
+            # It may be computing what other ranks have asked for before.
+            stuck = time.monotonic() - replica.last_finished > limit and not replica.works(limit)
             if stuck:
-                self._give_up(replica, f"it finished nothing for {self._pool.request_timeout:g} s")
+                self._give_up(replica, finished_nothing(limit))
             if stuck or replica.lost:
                 for ref in [ref for ref, (_, one) in self._running.items() if one is replica]:
                     self._send(self._forget(ref)[0])
@@ -178,6 +194,11 @@ class PendingRows:
         if not replica.lost:
             log.warning("replica %s of %s gets no more requests: %s", replica.name, self._pool.model, reason)
         replica.lost = replica.lost or reason
+
+
+def finished_nothing(seconds: float) -> str:
+    """Why a replica that is stuck is given up."""
+    return f"it finished nothing for {seconds:g} s"
 
 
 def no_replica_left(model: str, replicas: Sequence[Replica]) -> str:

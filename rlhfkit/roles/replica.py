@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output
+from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output, unwrap
 from rlhfkit.models.distillation import likeliest_tokens
 from rlhfkit.models.heads import critic_values
-from rlhfkit.models.load import disable_dropout
+from rlhfkit.models.load import context_length, disable_dropout
 from rlhfkit.roles.replicas.reading import TextReading
 from rlhfkit.roles.replicas.weights import received
 from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
@@ -124,9 +124,18 @@ def compute_rows(
     Returns:
         (B, T-1) log-probs or values, 0 outside the mask; (B, T-1, 2 K) log-probs of the K likeliest tokens and their
         ids, which float32 holds exactly; or (B, 1) normalized scores.
+
+    Raises:
+        ValueError: If a text is longer than the context of the model that reads it.
     """
     if reading is not None:
         ids, lengths = reading.read(rows.input_ids, rows.lengths, rows.mask)
+        context = context_length(unwrap(model).config)
+        if context is not None and ids.shape[1] > context:
+            raise ValueError(
+                f"the text of a sample has {ids.shape[1]} tokens, and {options.model} reads at most {context}: lower "
+                "max_new_tokens, shorten what it reads with reads='my_package.write', or use one with a longer context"
+            )
         rows = replace(rows, input_ids=ids, lengths=lengths)
     sequences = _Sequences(rows, device)
     if options.role == "reward":
@@ -148,6 +157,11 @@ class ModelReplica:
         self._version = 0
         self._reading: TextReading | None = None
         self._receiver: WeightReceiver | None = None
+        self._last_finished = time.monotonic()
+
+    def idle_seconds(self) -> float:
+        """Seconds since it has finished a request, or was started. Ray calls it in a thread beside :meth:`compute`."""
+        return time.monotonic() - self._last_finished
 
     def load(self) -> int:
         """Load the model if that has not happened yet; returns the number of its parameters."""
@@ -193,6 +207,7 @@ class ModelReplica:
     def compute(self, rows: TokenRows) -> Answer | None:
         """Compute rows, and measure how long it takes; ``None`` if it has not the version of the weights."""
         if rows.version != self._version:
+            self._last_finished = time.monotonic()
             return None
         started = time.monotonic()
         self.load()
@@ -202,4 +217,5 @@ class ModelReplica:
         context: Any = torch.autocast(device.type, dtype=options.compute) if mixed else nullcontext()
         with context:
             values = compute_rows(self._model, rows, options, self._reading, device)
-        return Answer(values, time.monotonic() - started)
+        self._last_finished = time.monotonic()
+        return Answer(values, self._last_finished - started)

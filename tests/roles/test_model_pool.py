@@ -34,8 +34,11 @@ from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.modules.on_policy.preparation.placed_models import wait_for
 from rlhfkit.rewards import ModelReward
-from rlhfkit.roles import ModelPool, ModelPoolError
+from rlhfkit.roles import ModelPool, ModelPoolError, model_pool
+from rlhfkit.roles.replica import ReplicaOptions, TokenRows, compute_rows
+from rlhfkit.roles.replicas.reading import TextReading
 from rlhfkit.rollout import ModuleWeights
+from rlhfkit.rollout.errors import EngineError
 
 pytestmark = pytest.mark.ray
 
@@ -123,9 +126,51 @@ def test_what_a_stuck_replica_was_asked_others_compute_and_without_any_it_is_an_
         pool.close()
 
 
+def test_a_replica_that_computes_for_other_ranks_is_not_stuck(
+    folder: Path, pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this rank asks for waits behind what others have asked for, for longer than a request may take."""
+    import ray
+
+    def slow_down(replica: Any) -> None:
+        replica.load()
+        replica.slow = replica._model.register_forward_pre_hook(lambda *_: time.sleep(0.8))
+
+    batch, replica = rows(), pool._replicas[0]
+    monkeypatch.setattr(pool, "request_timeout", 3.0)
+    ray.get(replica.actor.__ray_call__.remote(slow_down))
+    try:
+        for wait in (
+            pool._replicas_behind,  # what is asked before weights are sent
+            lambda: pool.submit(batch, [torch.arange(len(batch))]).result(),
+        ):
+            others = [replica.actor.compute.remote(TokenRows.of(batch, [0])) for _ in range(5)]
+            started = time.monotonic()
+            found = wait()
+            assert time.monotonic() - started > 3.0
+            assert not replica.lost
+            del others
+    finally:
+        ray.get(replica.actor.__ray_call__.remote(lambda replica: replica.slow.remove()))
+    torch.testing.assert_close(found, expected(folder, batch), rtol=0, atol=1e-5)
+
+
+def test_a_pool_that_has_another_role_already_is_refused(pool: ModelPool) -> None:
+    """Its replicas would answer with the numbers of that role."""
+    pool.start("logprobs", **FLOAT32)
+    with pytest.raises(ValueError, match=r"were started for log-probs .*, and are asked for values .*of its own"):
+        pool.start("values", **FLOAT32)
+    with pytest.raises(ValueError, match=r"torch\.bfloat16"):
+        pool.start("logprobs", weights=torch.float32, compute=torch.bfloat16)
+
+
 def test_a_model_that_cannot_be_loaded_or_placed_is_an_error_at_once(tmp_path: Path, ray_session: None) -> None:
     with pytest.raises(ModelPoolError, match=r"could not load .*missing"):
         ModelPool(str(tmp_path / "missing")).start("logprobs", **FLOAT32)
+    with pytest.raises(ModelPoolError, match=r"could not load .*missing"):  # while there is no room for the second
+        ModelPool(str(tmp_path / "missing"), num_replicas=2, resources={"CPU": 3}, start_timeout=60.0).start(
+            "logprobs", **FLOAT32
+        )
     with pytest.raises(ModelPoolError, match=r"1 of 1 replica\(s\) .* within 1 s: .*'GPU': 64"):
         ModelPool("model", resources={"GPU": 64}, start_timeout=1.0).start("logprobs", **FLOAT32)
 
@@ -230,6 +275,66 @@ def test_a_pool_follows_a_policy_and_restarted_replicas_get_what_it_has_become(
     found = wait_for(resumed, resumed.submit(batch, [torch.arange(len(batch))]).result)
     resumed.close()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_model_moves_only_towards_one_of_its_sizes_and_from_what_a_checkpoint_says(
+    folder: Path, tmp_path: Path
+) -> None:
+    policy = load_causal_lm(str(tiny_model(tmp_path / "policy", seed=1)))
+    initial = dict(load_causal_lm(str(folder)).named_parameters())
+    pool = ModelPool(str(folder))
+    before = pool.moved_state()
+    pool.follow(ModuleWeights(policy), 1.0, dtype=torch.float32)
+    pool.load_moved_state(before)  # of a time when it had not moved
+    pool.follow(ModuleWeights(policy), 0.25, dtype=torch.float32)
+    assert pool.version == 1
+    for name, tensor in policy.named_parameters():
+        wanted = initial[name].lerp(tensor, 0.25)
+        torch.testing.assert_close(pool.moved_state()["weights"][name], wanted, rtol=0, atol=1e-6)
+    pool.follow(ModuleWeights(policy), 1.0, dtype=torch.bfloat16)  # resumed with another precision
+    assert {tensor.dtype for tensor in pool.moved_state()["weights"].values()} == {torch.bfloat16}
+    wider = ModelPool(str(tiny_model(tmp_path / "wider", key_heads=2)))
+    with pytest.raises(ValueError, match=r"other weights: 4 of 20 .*k_proj.* \(64, 64\) here and \(32, 64\) there"):
+        wider.follow(ModuleWeights(policy), 0.25, dtype=torch.float32)
+
+
+def test_weights_that_arrive_with_the_last_attempt_have_arrived(
+    pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[int] = []
+
+    def send(*_: Any, **__: Any) -> None:
+        attempts.append(1)
+        if len(attempts) < 4:
+            raise EngineError("a replica died")
+
+    monkeypatch.setattr(model_pool, "send_weights", send)
+    monkeypatch.setattr(pool, "_replicas_behind", lambda: [] if len(attempts) == 4 else pool._replicas)
+    assert pool._refresh() == {}
+    monkeypatch.setattr(pool, "_replicas_behind", lambda: pool._replicas)
+    attempts.clear()
+    with pytest.raises(ModelPoolError, match="did not reach its replicas: a replica died"):
+        pool._refresh()
+
+
+def test_what_a_reward_model_reads_has_a_token_and_fits_its_context(tmp_path: Path, folder: Path) -> None:
+    short = str(tiny_model(tmp_path / "short", context=8))
+    reading = TextReading("text", str(folder), short, False)
+    ids, lengths = reading.read(torch.tensor([[1, 1, 0], [5, 6, 7]]), torch.tensor([2, 3]), torch.ones(2, 2))
+    assert lengths.tolist() == [1, 3]  # of control tokens alone, which are no text
+    assert ids[1].tolist() == [5, 6, 7]
+    batch, options = rows(), ReplicaOptions(short, "reward", torch.float32, torch.float32, None, False, "text")
+    model = load_scalar_model(short)
+    given = TokenRows.of(batch, [1, 3])
+    assert compute_rows(model, given, options, reading, torch.device("cpu")).shape == (2, 1)
+    with pytest.raises(ValueError, match=r"has 12 tokens, and .*short reads at most 8"):
+        compute_rows(model, TokenRows.of(batch, [2]), options, reading, torch.device("cpu"))
+
+
+def test_ranks_of_a_replica_that_would_share_a_gpu_are_refused() -> None:
+    with pytest.raises(ValueError, match="whole GPUs, as NCCL does not share them"):
+        ModelPool("model", ranks_per_replica=2, resources={"GPU": 0.5})
+    ModelPool("model", resources={"GPU": 0.5})
 
 
 def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed(

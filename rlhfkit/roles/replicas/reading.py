@@ -37,7 +37,8 @@ class TextReading:
         rows = []
         for ids, length, chosen in zip(input_ids.tolist(), lengths.tolist(), mask, strict=True):
             begin = int(chosen.long().argmax()) + 1 if bool(chosen.any()) else length
-            rows.append(self._tokens(self._text(ids[:begin]), self._text(ids[begin:length])))
+            tokens = self._tokens(self._text(ids[:begin]), self._text(ids[begin:length]))
+            rows.append(tokens or [0])  # control tokens only, as a placeholder may have: no text, and a model needs one
         longest = max(map(len, rows))
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
         return padded, torch.tensor([len(row) for row in rows])

@@ -7,6 +7,7 @@ the ranks that have them (:mod:`rlhfkit.roles.replicas.shard`), which read their
 import asyncio
 import logging
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -72,6 +73,7 @@ class ShardedReplica:
         self._processes: dict[int, ShardProcess] = {}  # of ranks that have loaded the model
         self._version = 0
         self._failure = ""
+        self._last_finished = time.monotonic()
         self._changed = asyncio.Condition()
         self._thread: threading.Thread | None = None
 
@@ -199,6 +201,7 @@ class ShardedReplica:
             return
         found = self._rounds[place]
         found.finished.add(rank)
+        self._last_finished = time.monotonic()
         if found.kind == "rows" and rank < len(found.parts):
             assert value is not None
             # Ranks work at the same time, and the seconds of a replica are added up.
@@ -215,6 +218,10 @@ class ShardedReplica:
     async def processes(self) -> list[ShardProcess]:
         """The ranks that have loaded the model."""
         return [self._processes[rank] for rank in sorted(self._processes)]
+
+    async def idle_seconds(self) -> float:
+        """Seconds since a rank has finished something, or this actor was started."""
+        return time.monotonic() - self._last_finished
 
     async def version(self) -> int:
         """Version of the weights; 0 after a restart."""
