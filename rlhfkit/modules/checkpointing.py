@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import nn
+from torch import Tensor, nn
 
 from rlhfkit.checkpoints import ExactResume
 from rlhfkit.checkpoints.resume import attach_exact_resume
@@ -65,13 +65,7 @@ class CheckpointMixin(L.LightningModule):
         source = AdapterWeights(model, dtype=dtype) if adapter else ModuleWeights(model, dtype=dtype)
         weights = {name: tensor.cpu().clone() for name, tensor in source if self.global_rank == 0}
         if self.global_rank == 0:
-            bare: Any = unwrap(model)
-            if adapter:
-                save_adapter(bare, folder, weights)
-            elif isinstance(bare, ScalarModel):
-                bare.save_pretrained(folder, state_dict=weights)
-            else:
-                save_weights(bare, folder, weights)
+            write_pretrained(model, folder, weights, adapter=adapter)
             self.tokenizer.save_pretrained(folder)
         if self._trainer is not None:
             self._trainer.strategy.barrier()
@@ -126,3 +120,14 @@ class CheckpointMixin(L.LightningModule):
         if strict and wrong:
             raise RuntimeError(f"the checkpoint does not fit {self.model_name!r}: {wrong[:8]} are missing or unknown")
         return result
+
+
+def write_pretrained(model: nn.Module, folder: str | Path, weights: Mapping[str, Tensor], *, adapter: bool) -> None:
+    """Write full weights of a model, which may be wrapped, or those of its LoRA adapter, for ``from_pretrained``."""
+    bare: Any = unwrap(model)
+    if adapter:
+        save_adapter(bare, folder, weights)
+    elif isinstance(bare, ScalarModel):
+        bare.save_pretrained(folder, state_dict=weights)
+    else:
+        save_weights(bare, folder, weights)

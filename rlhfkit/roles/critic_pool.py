@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size, run_on_all_ranks
 from rlhfkit.protocols import StartsRanksOnRay
-from rlhfkit.ray_resources import ReservedResources
+from rlhfkit.ray_resources import ReservedResources, check_whole_gpus
 from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
 from rlhfkit.roles import critic_desk
 from rlhfkit.roles.critic_rank import CriticRun, run_rank
@@ -28,6 +28,8 @@ from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
+STRATEGIES = (*(f"rlhf_zero{stage}" for stage in range(4)), *(f"rlhf_zero{stage}_offload" for stage in (1, 2, 3)))
+"""Names of the strategies that can train a critic, which are registered where DeepSpeed is installed."""
 NAMESPACE = "rlhfkit-critics"
 """Ray's namespace of all desks."""
 _POLL_SECONDS = 1.0
@@ -54,7 +56,7 @@ class CriticPool:
         model: Folder or hub name of the initial model, as for ``PPOModule(critic=...)``; a picklable function that
             makes it; or ``None``: the policy's.
         num_ranks: Ranks that train it, whatever the number of the policy's ranks.
-        num_nodes: Machines that the ranks are on.
+        num_nodes: Machines that the ranks are on; a Placement has chosen them already.
         strategy: Name of the strategy: ``"rlhf_zero0"`` to ``"rlhf_zero3"``, and those with ``_offload``.
         strategy_arguments: More arguments of :class:`~rlhfkit.strategies.RLHFDeepSpeedStrategy`.
         resources: Ray resources of each rank: ``{"GPU": 1}``, ``{"CPU": 2}``, or your own; ``None``: the CPU of any
@@ -88,16 +90,19 @@ class CriticPool:
     ) -> None:
         check_integer("num_ranks", num_ranks, minimum=1)
         check_integer("num_nodes", num_nodes, minimum=1, maximum=num_ranks, why="each machine has a rank")
-        if not isinstance(strategy, str) or not strategy.startswith("rlhf_zero"):
-            raise ValueError(
-                f"strategy must be one of rlhf_zero0 to rlhf_zero3, or one of these with _offload, got {strategy!r}"
-            )
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
         if optimizer is not None and not isinstance(optimizer, str):
             raise TypeError(f"optimizer must be a name, as in 'adamw' or 'sgd', got {optimizer!r}")
         if optimizer_arguments and optimizer is None:
             raise ValueError("optimizer_arguments need an optimizer: name it, as in optimizer='sgd'")
         for name, amount in (resources or {}).items():
             check_number(f"resources[{name!r}]", amount, above=0)
+        if isinstance(resources, ReservedResources) and num_nodes > 1:
+            raise ValueError(
+                f"num_nodes={num_nodes}: a Placement has chosen the machines of the critic's ranks: leave it out, or "
+                "plan with Placement(critic=RoleResources(..., machines='spread'))"
+            )
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
         check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
         self.model = model
@@ -115,6 +120,8 @@ class CriticPool:
         self.request_timeout = request_timeout
         self.waited = 0.0
         """Seconds that this rank has waited for answers: what was not hidden behind the policy's update."""
+        self.trained = False
+        """Whether its ranks have been sent micro-batches since they started; on all training ranks."""
         self.weights: Mapping[str, Tensor] | None = None
         """After a fit, on rank 0: the trained weights, if they have at most 8 GB."""
         self.processes: list[tuple[str, int]] = []
@@ -164,15 +171,15 @@ class CriticPool:
 
             if get_rank() > 0:
                 self._joined = JoinedRay(cast(Any, cluster), member=f"rank {get_rank()}")
-            self._desk, self._sent = ray.get_actor(name, namespace=NAMESPACE), 0
+            self._desk, self._sent, self.trained = ray.get_actor(name, namespace=NAMESPACE), 0, False
 
-        run_on_all_ranks(join, **_ERRORS)
-        ready = self.ask("ready", None, what="the start")
         try:
+            run_on_all_ranks(join, **_ERRORS)
+            ready = self.ask("ready", None, what="the start")
             # Longer than the ranks themselves wait for room in the cluster: their error says what is missing.
             limit = self.start_timeout + _REPORT_SECONDS
             self.processes = run_on_all_ranks(lambda: ready.result(within=limit), **_ERRORS)[0]
-        except CriticPoolError:
+        except BaseException:
             self.close()
             raise
         if get_rank() == 0:
@@ -189,6 +196,8 @@ class CriticPool:
         run = dataclasses.replace(run, make_strategy=partial(kind, **arguments), num_nodes=self.num_nodes)
         if self.precision is not None:
             run = dataclasses.replace(run, precision=self.precision)
+        if self.num_ranks > 1 and not isinstance(self.resources, ReservedResources):
+            check_whole_gpus(self.resources)  # not earlier: a checkpoint has a Placement's parts of GPUs as numbers
         join_or_start_ray(object_store_memory=256 * 2**20)
         ray.cloudpickle.register_pickle_by_value(critic_desk)  # see that module's docstring
         desk = ray.remote(critic_desk.CriticDesk).options(
@@ -230,7 +239,7 @@ class CriticPool:
         stopped = self.ask("stop", None)
         run_on_all_ranks(lambda: stopped.result(), **_ERRORS)
         if self._ranks is not None:
-            self.weights = self._ranks.returned(_STOP_SECONDS)
+            self.weights = self._ranks.returned(self.request_timeout)
         self.close()
 
     # ---------------------------------------------------------------- requests
@@ -272,6 +281,23 @@ class CriticPool:
         import ray
 
         self._post("batch", [ray.put(slim(batch))], micro_batches)
+        self.trained = True
+
+    def fetch(self, stored: Any) -> Any:
+        """Get what a critic rank has put into Ray's object store, by its reference.
+
+        Raises:
+            CriticPoolError: If that rank has died since, or the object does not arrive in time.
+        """
+        import ray
+
+        try:
+            return ray.get(stored, timeout=self.request_timeout)
+        except ray.exceptions.RayError as error:
+            raise CriticPoolError(
+                f"what a critic rank has answered did not arrive: {_first_lines(error)} The run can be resumed from "
+                "its last checkpoint"
+            ) from error
 
     def save(self, folder: Path) -> "PendingAnswer":
         """Have the critic saved to a folder that all its ranks can write."""
@@ -364,6 +390,7 @@ class _Ranks:
     def __init__(self, run: Callable[..., Any], desk: Any) -> None:
         self._run, self._desk = run, desk
         self._result: Any = None
+        self._failure = ""
         self._ending = False
         self._actors: Sequence[Any] = ()
         self._thread = threading.Thread(target=self._watch, name="critic ranks", daemon=True)
@@ -375,15 +402,19 @@ class _Ranks:
         try:
             self._result = self._run(on_start=self._remember)
         except BaseException as error:  # the training ranks learn of it when they next wait
+            self._failure = _first_lines(error)
             if not self._ending and ray.is_initialized():
-                self._desk.fail.remote(_first_lines(error))
+                self._desk.fail.remote(self._failure)
 
     def _remember(self, actors: Sequence[Any]) -> None:
         self._actors = list(actors)
 
     def returned(self, seconds: float) -> Any:
-        """What rank 0 of the critic returned, when all have ended."""
+        """What rank 0 of the critic returned, when all have ended; ``None``, with a warning, if that fails."""
         self._thread.join(seconds)
+        late = f"they have not ended within {seconds:g} s" if self._thread.is_alive() else ""
+        if self._failure or late:
+            log.warning("the critic's ranks did not return its weights: %s", self._failure or late)
         return self._result
 
     def end(self) -> None:

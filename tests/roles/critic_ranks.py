@@ -14,6 +14,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from rlhfkit import PPOModule
+from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.strategies.checkpoint.directory import read_manifest
 
@@ -78,9 +79,9 @@ def train(folder: Path) -> dict[str, Any]:
     own = folder / f"rank{os.environ['LOCAL_RANK']}"  # ranks must not write the same model
     for place in (own, folder / "reference" / own.name):  # before there is a process group, in which rank 0 alone saves
         tiny_model(place / "model")
-    report: dict[str, Any] = {"reference": pool_ranks.train(folder / "reference")}
+    report: dict[str, Any] = {"reference": pool_ranks.train(folder / "reference"), "exported": 0.0}
 
-    def run(critic: CriticPool | None, strategy: str, callbacks: Any = (), **fit: Any) -> Any:
+    def run(critic: CriticPool | None, strategy: str, callbacks: Any = (), *, trained: Any = None, **fit: Any) -> Any:
         trainer, module, data, _ = setup_run(
             own,
             module=MomentumPPO,
@@ -92,7 +93,7 @@ def train(folder: Path) -> dict[str, Any]:
             use_distributed_sampler=False,
             gradient_clip_val=0.5,
         )
-        trainer.fit(module, datamodule=data, **fit)
+        trainer.fit(trained or module, datamodule=data, **fit)
         return module
 
     def pool(ranks: int, strategy: str) -> CriticPool:
@@ -114,6 +115,14 @@ def train(folder: Path) -> dict[str, Any]:
     straight = run(one, "rlhf_zero1", [save])
     report["deepspeed"] = difference(straight, one)
     report["files"] = [name for name in read_manifest(save.path)["files"] if name.startswith("module/critic/")]
+    straight.save_pretrained(folder / "after", child="critic")
+    if one.weights is not None:
+        exported = load_scalar_model(str(folder / "after"), new_head=False)
+        report["exported"] = max(differences(weights(exported), one.weights))
+    try:
+        run(None, "rlhf_zero1", trained=straight)
+    except CriticPoolError as error:
+        report["second"] = str(error)
     kill = KillOf(dying, 2, signal.SIGKILL)
     try:
         run(dying, "rlhf_zero1", [kill], ckpt_path=str(save.path))

@@ -6,18 +6,22 @@ all tests.
 
 import asyncio
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import StrategyRegistry
 from rl_runs import digits, setup_run
 from torch import Tensor
 
 from rlhfkit import PPOModule, RoleTimeline, RolloutCallback, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model
+from rlhfkit.ray_resources import ReservedResources
 from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.roles.critic_desk import CriticDesk, Request
+from rlhfkit.roles.critic_pool import STRATEGIES, _Ranks
 
 from .critic_ranks import CRITIC, KillOf, MomentumPPO, SaveAt, differences, weights
 
@@ -132,6 +136,8 @@ def test_two_training_ranks_have_the_same_critic_lose_it_with_an_error_and_resum
         assert "died" in report["error"]
         assert report["seconds"] < 60
         assert report["resumed"] == 0
+        assert "have ended with the last fit" in report["second"]  # on both ranks, of which one has weights
+        assert report["exported"] == 0  # of both ranks together, after the fit
 
 
 def test_a_critic_that_cannot_be_placed_or_loaded_is_an_error(tmp_path: Path, ray_session: None) -> None:
@@ -146,7 +152,12 @@ def test_a_critic_that_cannot_be_placed_or_loaded_is_an_error(tmp_path: Path, ra
     [
         ({"num_ranks": 0}, "num_ranks"),
         ({"num_nodes": 2}, "num_nodes must be .* each machine has a rank"),
-        ({"strategy": "ddp"}, "strategy must be one of rlhf_zero0 to rlhf_zero3"),
+        ({"strategy": "ddp"}, "strategy must be one of rlhf_zero0, .*, got 'ddp'"),
+        ({"strategy": "rlhf_zero5"}, "strategy must be one of rlhf_zero0, .*, got 'rlhf_zero5'"),
+        (
+            {"num_ranks": 2, "num_nodes": 2, "resources": ReservedResources({"CPU": 1}, "ab", [0, 1])},
+            "num_nodes=2: a Placement has chosen the machines",
+        ),
         ({"optimizer_arguments": {"momentum": 0.9}}, "need an optimizer"),
         ({"resources": {"GPU": 0}}, "resources"),
         ({"start_timeout": 0.0}, "start_timeout"),
@@ -156,6 +167,42 @@ def test_a_critic_that_cannot_be_placed_or_loaded_is_an_error(tmp_path: Path, ra
 def test_a_bad_argument_is_an_error_when_the_pool_is_made(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CriticPool(**arguments)
+
+
+def test_the_strategies_are_those_that_are_registered() -> None:
+    assert set(STRATEGIES) == {name for name in StrategyRegistry.available_strategies() if name.startswith("rlhf_")}
+
+
+def test_ranks_that_would_share_a_gpu_are_an_error_before_anything_starts(tmp_path: Path) -> None:
+    trainer, module, data = run(tmp_path, CriticPool(num_ranks=2, resources={"GPU": 0.5}))
+    with pytest.raises(ValueError, match="whole GPUs, as NCCL does not share them"):
+        trainer.fit(module, data)
+
+
+def test_an_answer_that_does_not_arrive_is_an_error_of_the_pool(ray_session: None) -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def answer(seconds: float) -> int:
+        time.sleep(seconds)
+        return 1
+
+    assert CriticPool().fetch(answer.remote(0.0)) == 1
+    with pytest.raises(CriticPoolError, match=r"what a critic rank has answered did not arrive: GetTimeout.*resumed"):
+        CriticPool(request_timeout=0.5).fetch(answer.remote(3.0))
+
+
+def test_weights_that_do_not_come_back_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Desk:
+        class fail:
+            @staticmethod
+            def remote(message: str) -> None: ...
+
+    def broken(**_: Any) -> None:
+        raise RuntimeError("no memory for the weights")
+
+    assert _Ranks(broken, Desk()).returned(10.0) is None
+    assert "did not return its weights: RuntimeError: no memory for the weights" in caplog.text
 
 
 def test_a_module_that_changes_the_critic_or_shares_its_backbone_is_refused() -> None:

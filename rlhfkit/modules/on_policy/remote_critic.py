@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import exchange_errors, get_rank
+from rlhfkit.distributed import exchange_errors, get_rank, run_on_all_ranks
 from rlhfkit.models.load import base_model_name
+from rlhfkit.modules.checkpointing import write_pretrained
 from rlhfkit.modules.critic import CriticModule
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.optimizers.schedules import ENDLESS
@@ -23,6 +24,7 @@ from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.roles.critic_pool import PendingAnswer
 from rlhfkit.roles.critic_rank import CriticRun
+from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
 
 T = TypeVar("T")
 _FILES = "critic_files"
@@ -65,7 +67,7 @@ class RemoteCritic:
                 "the checkpoint has no critic: it was saved by a run whose critic was in the module, or after the "
                 "critic's ranks had ended. Start a new run from exported weights"
             )
-        if restored is None and self.pool.weights is not None:
+        if restored is None and self.pool.trained:
             raise CriticPoolError(
                 "the ranks that trained the critic have ended with the last fit: continue it with fit(ckpt_path=...),"
                 " or export the critic with save_pretrained(child='critic') and start from CriticPool(folder)"
@@ -139,10 +141,8 @@ class RemoteCritic:
         values = torch.zeros(experience.action_mask.shape)
 
         def collect() -> None:
-            import ray
-
             for share in asked.result():
-                for number, found in (ray.get(share[get_rank()][0]) if get_rank() in share else {}).items():
+                for number, found in (self.pool.fetch(share[get_rank()][0]) if get_rank() in share else {}).items():
                     values[self._batches[number], : found.shape[1]] = found
 
         self._on_all(collect)
@@ -157,10 +157,10 @@ class RemoteCritic:
     def _on_all(self, step: Callable[[], T]) -> T:
         """Run a step that waits for the critic; if it fails on one rank, it ends, and all raise. A collective."""
         results: list[T] = []
-        failure: CriticPoolError | None = None
+        failure: Exception | None = None
         try:
             results.append(step())
-        except CriticPoolError as error:  # the other ranks are told below, then it is raised here
+        except Exception as error:  # the other ranks are told below, then it is raised here
             failure = error
         raised = exchange_errors(failure, error_type=CriticPoolError)
         if raised is not None:
@@ -180,7 +180,11 @@ class RemoteCritic:
             asked = self.pool.ask("export", {"folder": str(folder.absolute()), "options": options}, what="an export")
             self._on_all(asked.result)
             return
-        if self.pool.weights is None and get_rank() == 0:
+        run_on_all_ranks(lambda: self._export_kept(module, folder, **options) if get_rank() == 0 else None)
+
+    def _export_kept(self, module: OnPolicyModule, folder: Path, *, adapter: bool, dtype: torch.dtype | None) -> None:
+        """Write the weights that were kept after a fit. On rank 0 alone."""
+        if self.pool.weights is None:
             raise ValueError(
                 "the critic's ranks do not run, and rank 0 has no weights of theirs (it keeps those of at most 8 GB "
                 "after a fit): export in a callback's on_train_epoch_end, or run rlhfkit export on the folder "
@@ -188,10 +192,18 @@ class RemoteCritic:
             )
         trained = self._module_maker(module)()
         trained.configure_model()
-        if self.pool.weights is not None:
-            trained.critic.load_state_dict(self.pool.weights)
-        if get_rank() == 0:
-            trained.save_pretrained(folder, child="critic", **options)
+        trained.critic.load_state_dict(self.pool.weights)
+        kind = AdapterWeights if adapter else ModuleWeights
+        source = kind(trained.critic, dtype=dtype, check_finite=False)  # the check is a collective
+        weights = {name: tensor.clone() for name, tensor in source}
+        bad = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
+        if bad:
+            raise ValueError(
+                f"{len(bad)} of {len(weights)} weights of the critic are not finite (first: {bad[0]!r}): it has "
+                "diverged; lower critic_lr, and resume from the last checkpoint"
+            )
+        write_pretrained(trained.critic, folder, weights, adapter=adapter)
+        trained.tokenizer.save_pretrained(folder)
 
     def save_file(self, module: OnPolicyModule, checkpoint: dict[str, Any]) -> None:
         """Add the critic to a checkpoint that is one file, unless it is a folder. A collective."""
