@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhfkit.ray_resources import PlacementError, ReservedResources
@@ -234,6 +235,9 @@ class Placement:
         Returns:
             A :class:`~rlhfkit.ModelPool`; ``None`` with the trainer: the module makes a child of the model that it
             starts from.
+
+        Raises:
+            ValueError: If the plan lacks the role, or it is with the trainer and there are other arguments.
         """
         found = self._frozen("reference", model, arguments)
         return found if isinstance(found, ModelPool) else None
@@ -264,7 +268,7 @@ class Placement:
         Returns:
             A :class:`~rlhfkit.CriticPool`, whose ranks train it; with the trainer the model's name, for a child.
         """
-        found = self._own_processes("critic")
+        found = self._own_processes("critic", arguments)
         return model if found is None else CriticPool(model, num_ranks=found[0], resources=found[1], **arguments)
 
     def engines(self, **arguments: Any) -> VLLMPool:
@@ -300,15 +304,29 @@ class Placement:
         return pool
 
     def _frozen(self, role: str, model: str, arguments: dict[str, Any]) -> ModelPool | str:
-        found = self._own_processes(role)
+        found = self._own_processes(role, arguments)
         return model if found is None else ModelPool(model, num_replicas=found[0], resources=found[1], **arguments)
 
-    def _own_processes(self, role: str) -> tuple[int, Resources | None] | None:
-        """How many processes a role has, with which resources each; ``None`` with the trainer."""
+    def _own_processes(self, role: str, arguments: Mapping[str, Any]) -> tuple[int, Resources | None] | None:
+        """How many processes a role has, with which resources each; ``None`` with the trainer.
+
+        ``arguments`` are those of the pool that is made of it.
+        """
         reserved = self._placed(role)
         request = self.requests.roles[role]
         if request.shares == "trainer":
+            if arguments:
+                raise ValueError(
+                    f"Placement({role}='{WITH}trainer') makes a child of the module, which takes no "
+                    f"{', '.join(sorted(arguments))}: leave that out, or give the {role} processes of its own"
+                )
             return None
+        decided = sorted({"num_replicas", "num_ranks", "resources"} & set(arguments))
+        if decided:
+            raise ValueError(
+                f"Placement({role}=...) decides {', '.join(decided)}: leave it out, or say it in the plan with "
+                f"Placement({role}=RoleResources(...))"
+            )
         host = self.requests.roles[str(request.shares)] if request.own is None else request
         assert host.own is not None
         return host.own.processes, host.own.resources if reserved is None else reserved

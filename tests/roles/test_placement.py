@@ -109,6 +109,17 @@ def test_a_role_that_the_plan_lacks_is_refused() -> None:
         Placement(trainer=1, reference=1).teacher("model")
 
 
+def test_arguments_without_effect_are_refused() -> None:
+    shared = Placement(trainer=1, reward="with trainer", critic="with trainer", hold=False)
+    assert shared.reward("model") == "model"
+    with pytest.raises(ValueError, match=r"reward='with trainer'\) makes a child .*takes no reads: leave that out, or"):
+        shared.reward("model", reads="chat")
+    with pytest.raises(ValueError, match="takes no precision, strategy: leave"):
+        shared.critic("model", strategy="rlhf_zero3", precision="32")
+    with pytest.raises(ValueError, match=r"Placement\(reward=...\) decides num_replicas: leave it out"):
+        Placement(trainer=1, reward=2, hold=False).reward("model", num_replicas=3)
+
+
 def test_other_ranks_of_a_script_place_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     placement = Placement(trainer=2, engines=2, reference={"processes": 2, "resources": {"GPU": 1}})
