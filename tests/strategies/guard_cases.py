@@ -16,7 +16,7 @@ from strategies import toys
 from strategies.parity_cases import RANK, RANKS, fit, full_weights, weight_difference
 
 POISON = {3: "loss", 6: "critic gradient"}
-"""Of 12 micro-batches in windows of 2: the second and the fourth of six updates."""
+"""Of 10 micro-batches in windows of 2: the second and the fourth of five updates."""
 
 
 class Poisoned(toys.Toy):
@@ -77,11 +77,11 @@ def equal_tensors(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def guarded(strategy: Any, model: str, rank: int = RANK, ranks: int = RANKS, **options: Any) -> dict[str, Any]:
-    """Six updates, of which two are poisoned."""
+    """Five updates, of which two are poisoned."""
     module, watch, guard = Poisoned(model, critic=True), Watch(), NonFiniteGuard(max_skipped_updates=2)
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0} | options
     trainer = toys.trainer(strategy, ranks, callbacks=[guard, watch], **settings)
-    trainer.fit(module, Batches(toys.global_batches(12), rank, ranks))
+    trainer.fit(module, Batches(toys.global_batches(10), rank, ranks))
     return {
         "weights": watch.weights[-1],
         "report": {

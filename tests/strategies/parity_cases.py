@@ -53,7 +53,7 @@ class Spy(toys.pl.Callback):
         self.weights = full_weights(module, trainer.strategy, children)
 
 
-def fit(strategy: Any, *, batches: int = 8, trainer: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def fit(strategy: Any, *, batches: int = 4, trainer: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """One fit; ``strategy`` None means plain Lightning on one rank."""
     rank, ranks = RANK, RANKS
     if strategy is None:
@@ -88,7 +88,7 @@ def weight_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Te
 
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {},
-    "sgd, accumulate 3 of 8, clip": {
+    "sgd, accumulate 3 of 4, clip": {
         "optimizer": "sgd",
         "trainer": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
     },

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from strategies import ranks
-from strategies.behaviour_cases import DISCARDED
+from strategies.behaviour_cases import DISCARDED, EVALUATED
 
 pytestmark = pytest.mark.distributed
 STAGES = [0, 1, 2, 3]
@@ -24,7 +24,7 @@ def report(tmp_path_factory: Any, model_folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", [f"{stage}, bf16-true" for stage in STAGES] + ["3, bf16-mixed"])
 def test_bf16_stays_near_fp32(report: dict[str, Any], case: str) -> None:
     values = report["precision"][case]
-    # bf16 has 8 bits: weights of 0.1 round by up to 4e-4, and losses of about 4 moved by 2.3e-3 at most in 8 steps.
+    # bf16 has 8 bits: weights of 0.1 round by up to 4e-4, and losses of about 4 moved by 2.3e-3 at most in 4 steps.
     assert 0 < values["loss"] < 5e-3
     assert values["dtypes"] == ["torch.bfloat16"]
 
@@ -38,7 +38,7 @@ def test_batches_and_buffers_keep_their_dtypes_under_bf16(report: dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EVALUATED)
 def test_validation_before_between_and_after_fits_of_one_module(report: dict[str, Any], stage: int) -> None:
     values = report["evaluation"][str(stage)]
     assert values["expected"][0] - values["expected"][-1] > 0.1, "it must have learnt, else equality shows nothing"

@@ -178,7 +178,7 @@ def trainer(strategy: Any, ranks: int, **changes: Any) -> pl.Trainer:
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
-        "enable_model_summary": True,
+        "enable_model_summary": False,
         "use_distributed_sampler": False,
         "num_sanity_val_steps": 0,
     }
