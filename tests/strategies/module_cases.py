@@ -14,8 +14,8 @@ from rlhfkit.checkpoints import CheckpointError
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, full_weights, weight_difference
 
-STAGES = {"sft": (0, 2), "dpo": (1, 3), "grpo": (1, 2), "ppo": (0, 3)}
-"""At which stages each kind is trained: each stage with two kinds, one of them with samples of its own.
+STAGES = {"sft": 0, "dpo": 1, "grpo": 2, "ppo": 3}
+"""At which stage each kind is trained.
 
 What engines save does not depend on the module (resume_cases.py), nor what loaders and iterations save on the stage.
 """
@@ -78,19 +78,18 @@ def resume(folder: Path, place: str) -> dict[str, Any]:
     own.mkdir()
     write(own)
     report = {}
-    for kind, stages in STAGES.items():
-        for stage in stages:
-            path = Path(place) / f"{kind}-{stage}.ckpt"
-            straight, rest = Keep(2, path), Keep(0, None)
-            trainer, module, data = prepared(kind, own, f"rlhf_zero{stage}", straight, 2)
-            trainer.fit(module, data)
-            trainer, module, data = prepared(kind, own, f"rlhf_zero{stage}", rest, 2)
-            trainer.fit(module, data, ckpt_path=path)
-            report[f"{kind}, stage {stage}"] = {
-                "losses": [straight.losses, rest.losses],
-                "weight": weight_difference(straight.weights, rest.weights) if RANK == 0 else 0.0,
-                "moved": straight.losses[0] != straight.losses[-1],
-            }
+    for kind, stage in STAGES.items():
+        path = Path(place) / f"{kind}.ckpt"
+        straight, rest = Keep(2, path), Keep(0, None)
+        trainer, module, data = prepared(kind, own, f"rlhf_zero{stage}", straight, 2)
+        trainer.fit(module, data)
+        trainer, module, data = prepared(kind, own, f"rlhf_zero{stage}", rest, 2)
+        trainer.fit(module, data, ckpt_path=path)
+        report[kind] = {
+            "losses": [straight.losses, rest.losses],
+            "weight": weight_difference(straight.weights, rest.weights) if RANK == 0 else 0.0,
+            "moved": straight.losses[0] != straight.losses[-1],
+        }
     return report
 
 
@@ -99,9 +98,9 @@ def other_ranks(folder: Path, place: str) -> dict[str, str]:
     write(folder)
     report = {}
     for kind in ("sft", "grpo"):
-        trainer, module, data = prepared(kind, folder, "rlhf_zero2", Keep(0, None), 4)
+        trainer, module, data = prepared(kind, folder, f"rlhf_zero{STAGES[kind]}", Keep(0, None), 4)
         try:
-            trainer.fit(module, data, ckpt_path=Path(place) / f"{kind}-2.ckpt")
+            trainer.fit(module, data, ckpt_path=Path(place) / f"{kind}.ckpt")
             report[kind] = "no error"
         except (CheckpointError, ValueError) as error:
             report[kind] = f"{type(error).__name__}: {error}"

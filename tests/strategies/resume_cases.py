@@ -25,6 +25,14 @@ class SaveAt(toys.pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SaveFirstEnd(ModelCheckpoint):
+    """Saves ``end.ckpt`` after the first epoch only."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            super().on_train_epoch_end(trainer, module)
+
+
 def run(
     strategy: Any, model: str, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any
 ) -> tuple[Any, Spy]:
@@ -45,10 +53,10 @@ def resume(folder: Path, model: str, stages: list[int], precisions: list[str]) -
     for stage, precision in ((s, p) for s in stages for p in precisions if p == "32-true" or s < 2):
         options: dict[str, Any] = {"trainer": {"precision": precision}, "batches": 4}
         name, place = f"rlhf_zero{stage}", folder / f"stage{stage}-{precision}"
-        saves = [SaveAt(2, place / "middle.ckpt"), SaveAt(3, place / "window.ckpt")]
-        straight, kept = run(name, model, 2, saves, **options)
-        saver = ModelCheckpoint(dirpath=place, filename="end", save_on_train_epoch_end=True)
-        run(name, model, 1, [saver], **options | {"trainer": options["trainer"] | {"enable_checkpointing": True}})
+        saver = SaveFirstEnd(dirpath=place, filename="end", save_on_train_epoch_end=True)
+        saves = [SaveAt(2, place / "middle.ckpt"), SaveAt(3, place / "window.ckpt"), saver]
+        saving = options | {"trainer": options["trainer"] | {"enable_checkpointing": True}}
+        straight, kept = run(name, model, 2, saves, **saving)
         moments = {"end": 4, "middle": 2} | ({"window": 2} if stage >= 2 else {})
         for moment, done in moments.items():
             resumed, spy = run(name, model, 2, [], place / f"{moment}.ckpt", **options)

@@ -17,11 +17,11 @@ from strategies.async_cases import same
 
 pytestmark = pytest.mark.distributed
 
-STAGE_CHANGES = {(2, 2): [(0, 3), (3, 0), (1, 2), (2, 3), (3, 1)], (1, 2): [(0, 2), (1, 0), (3, 2)], (2, 1): [(1, 3)]}
+STAGE_CHANGES = {(2, 2): [(0, 3), (2, 3), (3, 1)], (1, 2): [(0, 2), (3, 0)], (2, 1): [(1, 3)]}
 """Ranks that saved and ranks that resume, to pairs of their ZeRO stages; each stage is left and entered."""
 
 MUON = 5e-5
-"""Losses and weights may differ by this: torch's Muon rounds its momentum to bfloat16. A lost momentum is 1e-2 off."""
+"""Losses and weights may differ by this: torch's Muon rounds its momentum to bfloat16. Lost momenta are 1e-3 off."""
 
 Reports = dict[tuple[int, int], dict[str, Any]]
 """(Ranks that saved, ranks that resumed) to what happened in each case."""
@@ -80,10 +80,10 @@ def test_a_run_goes_on_with_another_number_of_ranks_as_with_the_same(
     same, other = reports[saved, saved][case], reports[saved, 3 - saved][case]
     # Two engines, groups of different learning rate and weight decay, a schedule, Adam's moments and a buffer.
     assert other["losses"] == pytest.approx(same["losses"], abs=tolerance)
-    assert len(other["losses"]) == 6
+    assert len(other["losses"]) == 2
     assert other["rates"] == same["rates"]
-    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (4, 2)
-    assert other["seen"] == same["seen"] == 8, "a buffer that counts batches"
+    assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (2, 1)
+    assert other["seen"] == same["seen"] == 4, "a buffer that counts batches"
     assert weight_difference(root, saved, name) <= tolerance
 
 
@@ -101,7 +101,7 @@ def test_a_run_goes_on_at_another_zero_stage_as_at_the_same(
         assert other.get("error") is None
         assert other["losses"] == pytest.approx(same["losses"], abs=tolerance), (optimizer, before, after)
         assert other["rates"] == same["rates"]
-        assert (other["steps"], other["epoch"], other["seen"]) == (4, 2, 8)
+        assert (other["steps"], other["epoch"], other["seen"]) == (2, 1, 4)
         files = (f"{saved}-{saved}/{folder}{before}-middle.pt", f"{saved}-{count}/{folder}{before}-to-{after}.pt")
         weights = [torch.load(root / file) for file in files]
         off = max((weights[0][key].double() - weights[1][key].double()).abs().max().item() for key in weights[0])

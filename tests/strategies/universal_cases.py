@@ -108,7 +108,7 @@ def save(folder: Path, model: str, place: str, tied: str) -> None:
 def resume(
     folder: Path, model: str, place: str, tied: str, saved_by: int, stage_changes: list[list[int]]
 ) -> dict[str, Any]:
-    """The second epoch of what another (or the same) number of ranks began, also at another ZeRO stage."""
+    """The rest of what another (or the same) number of ranks began, also at another ZeRO stage."""
     report: dict[str, Any] = {}
     cases: list[tuple[str, str, int, dict[str, Any]]] = []
     cases += [(f"stage {stage}", f"{stage}", stage, {}) for stage in STAGES]
@@ -173,7 +173,8 @@ def attempt(stage: int, path: Path, kept: Path, **options: Any) -> dict[str, Any
     """One resume, or its error."""
     before = {str(file): file.stat().st_mtime_ns for file in path.rglob("*")}
     try:
-        module, spy, trainer = run(stage, options.pop("model"), 2, [], path, **options)
+        epochs = 2 if path.stem == "end" else 1
+        module, spy, trainer = run(stage, options.pop("model"), epochs, [], path, **options)
     except CheckpointError as error:
         return {"error": str(error), "left": sorted(os.listdir(path.parent))}
     if RANK == 0:
