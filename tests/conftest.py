@@ -13,6 +13,9 @@ from typing import Any
 # Engines, tests and ranks share a few cores: one thread each is faster than many that wait for one another, by far for
 # models this small. OpenMP reads it when torch is imported, so it comes first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray would start processes for a driver's first tasks, and those of most tests are actors with variables of their own,
+# which need other processes.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import hypothesis
 import pytest

@@ -81,11 +81,14 @@ def wait_for_ever(folder: str) -> None:
     time.sleep(300)
 
 
-def drive(folder: str) -> None:
-    """A driver that is interrupted: two ranks under the suite's Ray (RAY_ADDRESS)."""
+def drive(folder: Path, address: str) -> None:
+    """A driver, itself forked, that is interrupted: two ranks under the suite's Ray."""
     from rlhfkit.strategies.ray.launcher import RayLauncher
 
-    launcher(RayLauncher).launch(wait_for_ever, folder)
+    # Tests that a shell runs in the background would have it ignore the signal, as they do themselves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["RAY_ADDRESS"] = address
+    launcher(RayLauncher).launch(wait_for_ever, str(folder))
 
 
 def note_place(folder: str) -> None:
@@ -94,20 +97,21 @@ def note_place(folder: str) -> None:
     (Path(folder) / f"place_{rank()}").write_text(" ".join(os.environ[name] for name in names))
 
 
-def drive_two_machines(folder: str) -> None:
-    """Three ranks on Ray nodes of one and of two cores, which stand for machines; then one rank on each."""
+def drive_two_machines(folder: Path) -> None:
+    """A driver, itself forked: three ranks on Ray nodes of one and two cores, as machines; then one rank on each."""
     import ray
     from ray.cluster_utils import Cluster
 
     from rlhfkit.strategies.ray.launcher import RayLauncher
 
+    os.environ.pop("RAY_ADDRESS", None)
     cluster = Cluster()
-    cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+    cluster.add_node(num_cpus=1, include_dashboard=False, include_log_monitor=False, object_store_memory=80 * 2**20)
     cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20)
     try:
         ray.init(address=cluster.address, log_to_driver=False)
         for ranks in (3, 2):
-            (Path(folder) / str(ranks)).mkdir()
+            (folder / str(ranks)).mkdir()
             kind = launcher(RayLauncher, num_ranks=ranks, num_nodes=2, resources_per_rank={"CPU": 1})
             kind.launch(note_place, f"{folder}/{ranks}")
     finally:
@@ -154,6 +158,3 @@ GRPO: dict[str, Any] = {
     "devices": 2,
     "use_distributed_sampler": False,
 }
-
-if __name__ == "__main__":
-    {"drive": drive, "drive_two_machines": drive_two_machines}[sys.argv[1]](sys.argv[2])

@@ -5,8 +5,6 @@ Covers strategies/ray/launcher.py, ray/environment.py, ray/placement.py and ray/
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ from rlhfkit.strategies.ray.environment import RayEnvironment
 from rlhfkit.strategies.ray.launcher import RayLauncher
 from rlhfkit.strategies.ray.placement import PlacementError, placement_strategy
 from rlhfkit.strategies.ray.ranks import RankError, rank_environments
-from strategies import ray_cases
+from strategies import ranks, ray_cases
 
 
 def make_trainer(devices: Any = 2, *, accelerator: str = "cpu", num_nodes: int = 1, **arguments: Any) -> L.Trainer:
@@ -230,37 +228,31 @@ def test_ctrl_c_in_the_driver_leaves_no_rank(ray_session: None, tmp_path: Path) 
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    driver = subprocess.Popen(
-        [sys.executable, ray_cases.__file__, "drive", str(tmp_path)],
-        env=os.environ | {"RAY_ADDRESS": address},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        # Tests that a shell runs in the background would have it ignore the signal, as they do themselves.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    (driver,) = ranks.start("strategies.ray_cases:drive", 1, tmp_path, address=address)
+    log = tmp_path / "rank_0.log"
     try:
         deadline = time.monotonic() + 90
         while len(list(tmp_path.glob("pid_*"))) < 2:
-            assert driver.poll() is None, driver.communicate()[0].decode()[-3000:]
+            assert driver.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        driver.send_signal(signal.SIGINT)
-        output = driver.communicate(timeout=30)[0].decode()
+        os.kill(driver.pid, signal.SIGINT)
+        deadline = time.monotonic() + 30
+        while driver.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     finally:
         driver.kill()
-    assert output.rstrip().endswith("KeyboardInterrupt")
+    assert log.read_text().rstrip().endswith("KeyboardInterrupt")
     assert alive(tmp_path) == []
 
 
 @pytest.mark.ray
 def test_ranks_are_numbered_machine_by_machine(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [sys.executable, ray_cases.__file__, "drive_two_machines", str(tmp_path)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert process.returncode == 0, process.stderr[-3000:]
+    ranks.run("strategies.ray_cases:drive_two_machines", 1, tmp_path, timeout=120)
 
-    def places(ranks: int) -> list[list[str]]:
-        return [(tmp_path / str(ranks) / f"place_{rank}").read_text().split() for rank in range(ranks)]
+    def places(count: int) -> list[list[str]]:
+        return [(tmp_path / str(count) / f"place_{rank}").read_text().split() for rank in range(count)]
 
     packed = [tuple(map(int, place[:3])) for place in places(3)]
     assert packed in ([(0, 0, 1), (1, 0, 2), (1, 1, 2)], [(0, 0, 2), (0, 1, 2), (1, 0, 1)])

@@ -181,6 +181,7 @@ def start_a_cluster() -> None:
         address="local", num_cpus=16, num_gpus=8, include_dashboard=False, object_store_memory=80 * 2**20,
         log_to_driver=False,
     )  # fmt: skip
+    ray._private.worker._global_node.kill_log_monitor()  # nobody wants the logs
     print(json.dumps({"address": ray.get_runtime_context().gcs_address}), flush=True)
     for line in sys.stdin:
         launcher = RayLauncher(

@@ -123,12 +123,8 @@ def test_what_travels_by_handle_is_every_tensor_once_in_order_in_line_and_fits(
 
 
 @pytest.mark.ray
-def test_engines_apart_spread_over_the_machines_of_an_existing_cluster() -> None:
-    script = Path(__file__).with_name("two_machines.py")
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.strip().splitlines()[-1])
+def test_engines_apart_spread_over_the_machines_of_an_existing_cluster(tmp_path: Path) -> None:
+    (report,) = ranks.run("rollout.remote.two_machines:place_engines", 1, tmp_path, timeout=150)
     assert report["machines"] == 2
     assert report["divided"] == [2, 1]  # two bundles of one core, for one engine
     assert not report["loopback"]  # engines of another machine must reach the trainer

@@ -1,24 +1,26 @@
-"""A Ray cluster of two machines with one core each, which are processes here; run as a script that uses it."""
+"""A Ray cluster of two machines with one core each, which are processes here, and a process that uses it."""
 
-import json
 import os
 import time
+from pathlib import Path
+from typing import Any
 
 from ray.cluster_utils import Cluster
 
 
-def main() -> None:
-    """Place engines on it, and print the outcome."""
+def place_engines(folder: Path) -> dict[str, Any]:
+    """Place engines on it, and return the outcome; started by ``strategies/ranks.py``."""
     import ray
 
     from rlhfkit.ray_session import cluster_address
     from rlhfkit.rollout.errors import EngineError
     from rlhfkit.rollout.remote.placement import DedicatedPlacement, start_ray_for_engines
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=1)
     os.environ["RAY_ADDRESS"] = cluster.address
-    report: dict[str, object] = {}
+    report: dict[str, Any] = {}
     try:
         start_ray_for_engines(num_cpus=1)
         cluster.wait_for_nodes()
@@ -48,8 +50,4 @@ def main() -> None:
     finally:
         ray.shutdown()
         cluster.shutdown()
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report
