@@ -1,7 +1,5 @@
 """Engines over several machines, and what ends them."""
 
-import json
-import os
 import subprocess
 import sys
 import threading
@@ -9,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from strategies import ranks
 
 from rlhfkit.rollout.vllm.machines import WorkerMachines
 
@@ -45,15 +44,9 @@ def test_an_engine_ends_with_any_of_its_machines(ray_session: None, error: str |
 
 @pytest.mark.ray
 @pytest.mark.vllm
-def test_an_engine_over_two_machines_computes_with_the_weights_it_is_sent(vllm_model: Path) -> None:
+def test_an_engine_over_two_machines_computes_with_the_weights_it_is_sent(vllm_model: Path, tmp_path: Path) -> None:
     """Two Ray nodes with one core each, and tensor parallelism over both; then a worker of the second one dies."""
-    script = Path(__file__).with_name("two_machine_engine.py")
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, script, vllm_model], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.strip().splitlines()[-1])
+    (report,) = ranks.run("rollout.vllm.two_machine_engine:serve", 1, tmp_path, timeout=290, model=str(vllm_model))
     assert report["machines"] == 2
     assert max(report["differences"]) < 1e-5  # float32 on both sides; what is left is the order of summation
     assert "machine 1 of the engine is lost: a worker has ended" in report["lost"]

@@ -1,11 +1,6 @@
-"""An engine of two processes on a Ray cluster of two machines with one core each, which are processes here.
+"""An engine of two processes on a Ray cluster of two machines with one core each, which are processes here."""
 
-Run as a script: ``two_machine_engine.py FOLDER``, where a model is saved.
-"""
-
-import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,15 +9,16 @@ import torch
 from ray.cluster_utils import Cluster
 
 
-def main(folder: Path) -> None:
-    """Send weights twice, score each time, and kill a worker of the second machine; print what has happened."""
+def serve(folder: Path, model: str) -> dict[str, Any]:
+    """Send weights twice, score each time, and kill a worker of the second machine; return what has happened."""
     import ray
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=1)
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
-        print(json.dumps(use_engine(folder)))
+        return use_engine(Path(model))
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -87,7 +83,3 @@ def lose_a_worker(handle: Any) -> dict[str, Any]:
             return {"lost": str(error), "seconds": time.monotonic() - start}
         time.sleep(0.2)
     return {"lost": ""}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
