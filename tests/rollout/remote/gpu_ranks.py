@@ -1,4 +1,4 @@
-"""Training ranks on a machine that pretends to have eight GPUs, and where engines would go beside them."""
+"""Training ranks on a machine that pretends to have four GPUs, and where engines would go beside them."""
 
 import dataclasses
 import json
@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-ENGINES = 4
+GPUS = 4
+"""A reservation starts a process for each, several times in a test."""
+ENGINES = 2
 
 
 def pretend_gpus(uuid: str | None = None) -> None:
-    """Have torch see the GPUs that ``CUDA_VISIBLE_DEVICES`` names, else eight; this rank uses that of its number.
+    """Have torch see the GPUs that ``CUDA_VISIBLE_DEVICES`` names, else all; this rank uses that of its number.
 
     The driver reports no UUIDs but this one.
     """
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",") if name]
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",") if name]
     cuda: Any = torch.cuda
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: len(named)
@@ -59,7 +61,7 @@ def place_engines() -> dict[str, Any]:
         if locations[1].uuid is not None:
             report["beside"] = beside(locations[1])
         pool.connect_to_ray(locations)  # engines that could not be started do not keep their devices
-        pool.devices.num_engines = 7
+        pool.devices.num_engines = ENGINES + 1
         pool.placements(report["device"], locations)
     except EngineError as error:
         report["error"] = str(error)
@@ -69,7 +71,7 @@ def place_engines() -> dict[str, Any]:
 
 
 def held_when_released_late(pool: Any, locations: list[Any]) -> list[str]:
-    """Which of the ranks' GPUs are held by a reservation that begins while another actor has all eight for a second."""
+    """Which of the ranks' GPUs are held by a reservation that begins while another actor has all for a second."""
     import threading
 
     import ray
@@ -78,7 +80,7 @@ def held_when_released_late(pool: Any, locations: list[Any]) -> list[str]:
     from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
 
     pool.devices.close()
-    other = ray.remote(GPUHolder).options(num_cpus=0, num_gpus=8).remote()
+    other = ray.remote(GPUHolder).options(num_cpus=0, num_gpus=GPUS).remote()
     ray.get(other.gpus.remote(), timeout=100)
     release = threading.Timer(1.0, ray.kill, [other])
     release.start()
@@ -172,13 +174,13 @@ def place_on_ray() -> str:
 
 
 def start_a_cluster() -> None:
-    """A Ray node that declares eight GPUs; ranks of its own first, then it waits for others until stdin ends."""
+    """A Ray node that declares four GPUs; ranks of its own first, then it waits for others until stdin ends."""
     import ray
 
     from rlhfkit.strategies.ray.launcher import RayLauncher
 
     ray.init(
-        address="local", num_cpus=16, num_gpus=8, include_dashboard=False, object_store_memory=80 * 2**20,
+        address="local", num_cpus=16, num_gpus=GPUS, include_dashboard=False, object_store_memory=80 * 2**20,
         log_to_driver=False,
     )  # fmt: skip
     ray._private.worker._global_node.kill_log_monitor()  # nobody wants the logs
