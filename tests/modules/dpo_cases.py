@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,15 @@ def fit(
     *,
     ranks: int = 1,
     module: dict[str, Any] | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    resume: str | None = None,
     **arguments: Any,
 ) -> Steps:
     """One run in steps of 8 pairs, however they are split, against another model unless ``module`` says otherwise."""
     steps = Steps()
     options = {"lr": LR, "ref_model": str(folder / "reference")} | KNOBS | (module or {})
-    run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
-    run.fit(PlainDPO(str(folder / "model"), **options), data(folder, STEP // accumulate // ranks))
+    run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps, *callbacks], devices=ranks, **arguments)
+    run.fit(PlainDPO(str(folder / "model"), **options), data(folder, STEP // accumulate // ranks), ckpt_path=resume)
     return steps
 
 
@@ -131,15 +134,16 @@ def by_hand(folder: Path, epochs: int = 2) -> tuple[list[float], dict[str, torch
 FOLLOWING: dict[str, Any] = {"ref_model": None, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero2": ("rlhf_zero2", 2, {}),
-    "zero3": ("rlhf_zero3", 4, {}),
-    "zero2, computed before": ("rlhf_zero2", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
+    "zero3": ("rlhf_zero3", 1, {}),
     "zero3, computed before": ("rlhf_zero3", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
-    "zero2, following": ("rlhf_zero2", 2, FOLLOWING),
     "zero3, following": ("rlhf_zero3", 2, FOLLOWING),
-    "ddp, following": ("ddp", 2, FOLLOWING),
+    "ddp, following": ("ddp", 1, FOLLOWING),
     "ddp, computed before": ("ddp", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
 }
-"""Strategy, micro-batches per step and rank, and arguments of the module."""
+"""Strategy, micro-batches per step and rank, and arguments of the module.
+
+At ZeRO 2 KTO's log-probs are computed before, and references of ranks that share forward passes follow (mesh_ranks.py).
+"""
 
 
 def on_ranks(folder: Path, model: str) -> dict[str, Any]:
@@ -147,26 +151,18 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for name, (strategy, accumulate, options) in CASES.items():
         cache = {"ref_cache": str(folder / name)} if "precompute_ref_log_probs" in options else {}
-        steps = fit(Path(model), accumulate, ranks=RANKS, strategy=strategy, num_nodes=1, module=options | cache)
+        saving: dict[str, Any] = {}
+        if name == "zero3, following":  # a reference that moves, in shards
+            saver = ModelCheckpoint(folder / "saved", filename="{epoch}", save_top_k=-1)
+            saving = {"callbacks": [saver], "enable_checkpointing": True}
+        shared: dict[str, Any] = {"ranks": RANKS, "strategy": strategy, "num_nodes": 1, "module": options | cache}
+        steps = fit(Path(model), accumulate, **shared, **saving)
         report[name] = steps.losses
         if steps.weights:
             torch.save([steps.weights, steps.reference], folder / f"{name}.pt")
-    report["stopped and resumed"] = resumed(folder, model)
-    fifty = {"strategy": "ddp", "num_nodes": 1, "max_steps": 50, "max_epochs": -1}
-    steps = fit(Path(model), 2, ranks=RANKS, **fifty)
+        if saving:
+            rest = fit(Path(model), accumulate, **shared, resume=str(folder / "saved" / "epoch=0.ckpt"))
+            report["stopped and resumed"] = rest.losses
+    steps = fit(Path(model), 1, ranks=RANKS, strategy="ddp", num_nodes=1, max_steps=50, max_epochs=-1)
     report["fifty steps"], report["metrics"] = steps.losses, steps.metrics
     return report
-
-
-def resumed(folder: Path, model: str) -> list[float]:
-    """Losses of the second epoch of a stopped run whose reference moves, in shards."""
-    saving = {"enable_checkpointing": True, "strategy": "rlhf_zero3", "num_nodes": 1, "devices": RANKS}
-    for epochs, checkpoint in ((1, None), (2, str(folder / "saved" / "epoch=0.ckpt"))):
-        steps = Steps()
-        keeping = ModelCheckpoint(folder / "saved", filename="{epoch}", save_top_k=-1)
-        run = trainer(
-            Path(model), accumulate_grad_batches=2, callbacks=[steps, keeping], **saving | {"max_epochs": epochs}
-        )
-        module = PlainDPO(str(Path(model) / "model"), lr=LR, **KNOBS | FOLLOWING)
-        run.fit(module, data(Path(model), STEP // 2 // RANKS), ckpt_path=checkpoint)
-    return steps.losses

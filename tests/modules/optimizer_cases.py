@@ -63,9 +63,10 @@ def put_together(strategy: Any) -> list[torch.Tensor]:
 
 
 def learn(
-    folder: Path, model: str, name: str, strategy: Any, *, epochs: int = 2, resume: Path | None = None, **options: Any
-) -> dict[str, Any]:
-    """What a run shows, or its error; it is saved as ``<name>.ckpt`` if it stops after one epoch."""
+    folder: Path, model: str, name: str, strategy: Any, *, saved: Path | None = None, resume: Path | None = None,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What a run of two epochs shows, or its error; ``saved``: where to save it after the first."""
     keep = Keep()
     seed_everything(1, verbose=False)
     ranks = 1 if strategy == "auto" else WORLD
@@ -75,7 +76,7 @@ def learn(
     plain: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=2, enable_checkpointing=False,
-        default_root_dir=str(folder), callbacks=[keep, *([StopAfter(folder / f"{name}.ckpt")] if epochs == 1 else [])],
+        default_root_dir=str(folder), callbacks=[keep, *([] if saved is None else [SaveFirst(saved)])],
         use_distributed_sampler=False, **plain, **TRAINERS.get(name, {}), **options,
     )  # fmt: skip
     try:
@@ -85,15 +86,15 @@ def learn(
     return keep.seen
 
 
-class StopAfter(L.Callback):
-    """Saves the run after the first epoch and stops it."""
+class SaveFirst(L.Callback):
+    """Saves the run after the first epoch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-        trainer.should_stop = True
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -116,14 +117,15 @@ def gathered(result: dict[str, Any]) -> int:
 def on_ranks(folder: Path, model: str, cases: list[list[Any]], resumed: list[list[Any]]) -> dict[str, Any]:
     """Each case (name of the optimizer, strategy, arguments of the Trainer) beside one rank without DeepSpeed.
 
-    ``resumed``: cases that are stopped after an epoch and go on, beside runs that do not stop.
+    ``resumed``: cases of which a new run goes on after the first epoch of the straight one.
     """
     torch.set_num_threads(1)
     plain: dict[str, Any] = {}
     report = {}
     kept: dict[str, Any] = {}
     for name, strategy, options in cases:
-        result = learn(folder, model, name, strategy, **options)
+        saved = folder / f"{name}, {strategy}.ckpt" if [name, strategy] in resumed and not options else None
+        result = learn(folder, model, name, strategy, saved=saved, **options)
         key = f"{name}, {strategy}" + (f", {options}" if options else "")
         kept[key] = result
         if "error" in result:
@@ -144,8 +146,7 @@ def on_ranks(folder: Path, model: str, cases: list[list[Any]], resumed: list[lis
         }
     for name, strategy in resumed:
         straight = kept[f"{name}, {strategy}"]
-        learn(folder, model, name, strategy, epochs=1)
-        after = learn(folder, model, name, strategy, resume=folder / f"{name}.ckpt")
+        after = learn(folder, model, name, strategy, resume=folder / f"{name}, {strategy}.ckpt")
         report[f"{name}, {strategy}, resumed"] = {
             "losses": after["losses"] == straight["losses"][3:],
             "rates": after["rates"] == straight["rates"][3:],

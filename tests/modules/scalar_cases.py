@@ -135,10 +135,10 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
     """What one rank runs: losses of both kinds and their validation, in one process group."""
     report: dict[str, Any] = {}
     for kind, strategy, accumulate, epochs in (
-        ("reward", "rlhf_zero2", 2, 4),
-        ("reward", "rlhf_zero3", 1, 4),
-        ("reward", "ddp", 2, EPOCHS),
-        ("process", "rlhf_zero3", 2, 4),
+        ("reward", "rlhf_zero2", 2, 2),
+        ("reward", "rlhf_zero3", 1, 2),
+        ("reward", "ddp", 1, EPOCHS),
+        ("process", "rlhf_zero3", 2, 2),
         ("process", "ddp", 2, EPOCHS),
     ):
         exact = {"precision": "64-true" if strategy == "ddp" else "32-true"}

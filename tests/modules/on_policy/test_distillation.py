@@ -192,6 +192,7 @@ def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
             module_arguments={"teacher": f"{data}/teacher", "lr": LR} | knobs,
             rollouts=RolloutCallback(sampling=sampling()),
             callbacks=[Measure()],
+            max_epochs=1 if knobs else 2,  # the first teacher also follows the student's second samples
             strategy="rlhf_zero3" if world > 1 else "auto",
             devices=world,
             use_distributed_sampler=False,

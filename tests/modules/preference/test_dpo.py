@@ -63,12 +63,11 @@ def test_training_is_the_loop_by_hand_however_it_is_split(
 
 def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
     runs, metrics = {}, {}
-    for attention in (None, "eager"):
-        for accumulate in (1, 2, 4):
-            options = {"attention": attention, "lr": 5e-3}
-            run = dpo_cases.fit(folder, accumulate, module=options, max_steps=50, max_epochs=-1, precision="64-true")
-            runs[attention, accumulate] = windows(run.losses, accumulate)
-            metrics[attention, accumulate] = run.metrics
+    for attention, accumulate in ((None, 1), (None, 4), ("eager", 2)):
+        options = {"attention": attention, "lr": 5e-3}
+        run = dpo_cases.fit(folder, accumulate, module=options, max_steps=50, max_epochs=-1, precision="64-true")
+        runs[attention, accumulate] = windows(run.losses, accumulate)
+        metrics[attention, accumulate] = run.metrics
     first = runs[None, 1]
     assert len(first) == 50
     assert first[-1] < 0.9 * first[0]
@@ -87,11 +86,14 @@ def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, expec
     both = [sum(pair) / 2 for pair in zip(*(report["fifty steps"] for report in reports), strict=True)]
     alone = dpo_cases.fit(folder, max_steps=50, max_epochs=-1)
     assert len(alone.losses) == 50
-    assert windows(both, 2) == pytest.approx(alone.losses, rel=1e-4)
+    assert both == pytest.approx(alone.losses, rel=1e-4)
     for report in reports:
         assert report["metrics"] == pytest.approx(alone.metrics, rel=1e-3)
+    runs: dict[str, Any] = {}
     for name, (_, accumulate, options) in CASES.items():
-        alone = dpo_cases.fit(folder, module={"ref_model": None} | options if options else {})
+        if str(options) not in runs:
+            runs[str(options)] = dpo_cases.fit(folder, module={"ref_model": None} | options if options else {})
+        alone = runs[str(options)]
         both = [sum(pair) / 2 for pair in zip(*(report[name] for report in reports), strict=True)]
         assert windows(both, accumulate) == pytest.approx(alone.losses, rel=1e-4)
         weights, reference = torch.load(tmp_path / f"{name}.pt")

@@ -62,7 +62,7 @@ def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batche
     first = kto_cases.fit(folder, 1, precision="64-true", **FIFTY)
     assert len(first.losses) == 50
     assert first.losses[-1] < 0.95 * first.losses[0]
-    for attention, accumulate in ((None, 2), (None, 4), ("eager", 1), ("eager", 4)):
+    for attention, accumulate in ((None, 4), ("eager", 2)):
         run = kto_cases.fit(folder, accumulate, knobs={"attention": attention}, precision="64-true", **FIFTY)
         assert run.kl == pytest.approx(first.kl, rel=1e-5)
         assert summed(run.losses, accumulate) == pytest.approx(first.losses, rel=1e-5)
@@ -76,7 +76,7 @@ def test_two_ranks_of_deepspeed_train_as_one(folder: Path, expected: Any, tmp_pa
     fifty, (first, second) = kto_cases.fit(folder, 1, **FIFTY), [report.pop("fifty steps") for report in reports]
     assert first["kl"] == pytest.approx(fifty.kl, rel=1e-4)
     both = [sum(pair) / 2 for pair in zip(first["losses"], second["losses"], strict=True)]
-    assert summed(both, 2) == pytest.approx(fifty.losses, rel=1e-4)
+    assert both == pytest.approx(fifty.losses, rel=1e-4)
     for rank in reports:
         for report in rank.values():
             assert report["kl"] == pytest.approx(points, rel=1e-4)

@@ -35,9 +35,7 @@ def expected(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "attention"), [(1, None), (2, None), (4, None), (1, "eager"), (2, "eager"), (4, "eager")]
-)
+@pytest.mark.parametrize(("accumulate", "attention"), [(1, None), (4, None), (2, "eager")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_52_steps_are_the_loop_by_hand_however_they_are_split(
     folder: Path, expected: dict[str, Any], kind: str, accumulate: int, attention: str | None
@@ -75,7 +73,7 @@ def test_two_ranks_train_for_52_steps_and_validate_as_one(
         saved = scalar_cases.module(folder, kind)
         saved.model_name = str(folder / f"{kind} of two ranks")
         saved.configure_model()
-        _, trained = scalar_cases.fit(folder, kind, 1, max_epochs=4)
+        _, trained = scalar_cases.fit(folder, kind, 1, max_epochs=2)
         for name, tensor in saved.policy.state_dict().items():
             torch.testing.assert_close(tensor, trained.policy.state_dict()[name], rtol=1e-4, atol=2e-5)
 

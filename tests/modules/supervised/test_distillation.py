@@ -77,7 +77,7 @@ def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batche
     first = cases.fit(folder, 1, {}, **cases.FIFTY).losses
     assert len(first) == 50
     assert first[-1] < 0.95 * first[0]
-    for attention, accumulate in ((None, 2), (None, 4), ("eager", 1), ("eager", 4)):
+    for attention, accumulate in ((None, 4), ("eager", 2)):
         losses = cases.fit(folder, accumulate, {"attention": attention}, **cases.FIFTY).losses
         windows = [sum(losses[at : at + accumulate]) for at in range(0, len(losses), accumulate)]
         assert windows == pytest.approx(first, rel=1e-5)

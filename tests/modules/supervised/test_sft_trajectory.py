@@ -50,10 +50,10 @@ def test_packing_and_micro_batches_change_nothing(
 def test_two_ranks_change_nothing(
     folder: Path, expected: list[float], metrics: dict[str, float], tmp_path: Path
 ) -> None:
-    """All of padded and packed with 1, 2 and 4 micro-batches, and a token budget, in one launch."""
+    """Packed in two micro-batches, padded in one, and in a token budget, in one launch."""
     budget = sft_cases.trajectory(folder, "sdpa", 4, budget=True)
     for report in ranks.run("modules.sft_cases:on_ranks", 2, tmp_path, place=str(folder)):
-        assert len(report) == 8
+        assert len(report) == 4
         assert report.pop("metrics") == pytest.approx(metrics, rel=1e-5)
         assert report.pop("budget") == pytest.approx(budget, rel=1e-6)
         for losses in report.values():
