@@ -69,7 +69,7 @@ def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
         {
             "kind": kind,
             "setting": draw.randrange(len(KINDS[kind][2])),
-            "size": draw.choice([1, 2, 4]),
+            "size": draw.choice([2, 4]),  # rows of a micro-batch; a step has 8
             "attention": draw.choice([None, "sdpa"]),
             "order": draw.randrange(99),
             "strategy": draw.choice(["ddp", "rlhf_zero1", "rlhf_zero2", "rlhf_zero3"]),

@@ -70,10 +70,10 @@ def fit(folder: Path, *, epochs: int = 3, resume: Any = None, cap: int | None = 
 
 ON_RANKS: dict[str, dict[str, Any]] = {
     "two updates": {"epochs": 2},
-    "two updates, PPO": {"epochs": 2, **PPO_ARGUMENTS},
-    "one update": {"epochs": 2, "updates": 1, "module_arguments": {"advantages": "remax_advantages"}},
+    "two updates, PPO": {"epochs": 2, "max_epochs": 1, **PPO_ARGUMENTS},
+    "one update": {"epochs": 2, "max_epochs": 1, "updates": 1, "module_arguments": {"advantages": "remax_advantages"}},
     "capped": {"epochs": 2, "cap": 30},
-    "two updates, pairs": {"epochs": 2, **PAIRS_ARGUMENTS},
+    "two updates, pairs": {"epochs": 2, "max_epochs": 1, **PAIRS_ARGUMENTS},
     "capped, pairs": {"epochs": 2, "cap": 100, **PAIRS_ARGUMENTS},
 }
 

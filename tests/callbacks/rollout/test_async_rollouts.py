@@ -314,8 +314,10 @@ def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:
         watch = Watch()
         reward = digits if name == "plain" else only_odd
         rollouts = RolloutCallback(reward, sampling=SAMPLING, max_staleness=1, **arguments)
+        epochs = 4 if name == "plain" else 3
+        micro = {"micro_batch_size": 4}
         trainer, module, data, _ = setup_run(
-            folder, rollouts=rollouts, callbacks=[watch], data_arguments={"micro_batch_size": 4}, max_epochs=4, **ranks
+            folder, rollouts=rollouts, callbacks=[watch], data_arguments=micro, max_epochs=epochs, **ranks
         )
         trainer.fit(module, data)
         report[name] = {"prompts": watch.prompts, "rewards": watch.rewards, "ages": watch.ages}
