@@ -61,13 +61,13 @@ def module_arguments(mode: str, model: str, reward: str) -> dict[str, Any]:
 
 
 def fit(folder: Path, model: str, mode: str, pool: VLLMPool, strategy: Any, reward: str = "") -> None:
-    """Three iterations; every rank writes a report beside ``folder / mode``."""
+    """Two iterations; every rank writes a report beside ``folder / mode``."""
     folder.mkdir(parents=True, exist_ok=True)
     data_folder = folder / f"data{os.environ.get('LOCAL_RANK', '')}"
     data_folder.mkdir(exist_ok=True)
     rollouts = RolloutCallback(digits, engine=pool, sampling=SAMPLING, **MODES[mode])
     trainer = L.Trainer(
-        accelerator="cpu", strategy=strategy, devices=2, max_epochs=3, logger=False, enable_checkpointing=False,
+        accelerator="cpu", strategy=strategy, devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         callbacks=[rollouts, Invariants(), Keep(folder / mode.replace(" ", "_"))],
     )  # fmt: skip
