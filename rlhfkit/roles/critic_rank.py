@@ -128,6 +128,10 @@ class CriticWork(L.Callback):
 
     # ------------------------------------------------------------------ between two optimizer steps
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Train until the training ranks say stop: the length of the run was for the learning rates, which have it."""
+        trainer.fit_loop.max_epochs = -1
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Answer requests until the first step."""
         self._trainer = trainer

@@ -8,10 +8,12 @@ import asyncio
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from rl_runs import digits, setup_run
 from torch import Tensor
@@ -22,6 +24,7 @@ from rlhfkit.ray_resources import ReservedResources
 from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.roles.critic_desk import CriticDesk, Request
 from rlhfkit.roles.critic_pool import STRATEGIES, _Ranks
+from rlhfkit.roles.critic_rank import CriticLoader, CriticWork
 
 from .critic_ranks import CRITIC, KillOf, MomentumPPO, SaveAt, differences, weights
 
@@ -248,6 +251,39 @@ def test_micro_batches_of_all_ranks_are_divided_in_the_order_of_training_and_eac
         ]
         assert len(found) == each * receivers
         assert own[0].scale == each * receivers / 4
+
+
+def test_a_critic_trains_on_when_the_run_turns_out_longer(tmp_path: Path) -> None:
+    """A callback may raise ``max_epochs``; the number of steps that the critic was told is for its learning rates."""
+
+    class Ordered(CriticWork):
+        """Reads its requests from a list, not from a desk."""
+
+        def _read(self) -> Request:
+            self._place += 1
+            return Request(self._place, "batches", [None], 1, 1.0) if self._place <= 3 else Request(4, "stop", [])
+
+        def _send(self, request: Request, value: Any) -> None:
+            pass
+
+        def _keep_weights(self, trainer: L.Trainer) -> None:
+            pass
+
+        def next_batch(self) -> Any:
+            return torch.ones(1, 32)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            pass
+
+    module = BoringModel()
+    work = Ordered(cast(Any, module), None, 0)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=2, callbacks=[work], default_root_dir=str(tmp_path), enable_model_summary=False,
+        **quiet,
+    )  # fmt: skip
+    trainer.fit(module, train_dataloaders=CriticLoader(work))
+    assert trainer.global_step == 3
 
 
 def test_everybody_who_waits_learns_of_a_failure() -> None:
