@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 def test_the_demo_learns_and_draws_its_curves(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "tutorials" / "grpo_arithmetic.py", "--folder", tmp_path, "--iterations", "60"]
+    command = [sys.executable, ROOT / "tutorials" / "grpo_arithmetic.py", "--folder", tmp_path, "--iterations", "35"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -22,5 +22,5 @@ def test_the_demo_learns_and_draws_its_curves(tmp_path: Path) -> None:
     curves = Path(re.findall(r"curves: (.+)", done.stdout)[0])
     assert curves.read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "grpo_model" / "model.safetensors").is_file()
-    assert (curves.parent / "metrics.csv").read_text().count("\n") > 60
+    assert (curves.parent / "metrics.csv").read_text().count("\n") > 35
     assert "completion" in done.stdout  # the table of samples

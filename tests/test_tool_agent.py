@@ -16,7 +16,7 @@ def test_a_random_model_learns_to_ask_a_tool_and_to_say_what_it_was_told(
     monkeypatch.syspath_prepend(str(TUTORIALS))
     threads = torch.get_num_threads()
     try:
-        found = importlib.import_module("tool_agent").main(["--folder", str(tmp_path), "--iterations", "45"])
+        found = importlib.import_module("tool_agent").main(["--folder", str(tmp_path), "--iterations", "35"])
     finally:
         torch.set_num_threads(threads)
     assert found["asks"] > 0.9

@@ -47,7 +47,7 @@ def run(name: str, world: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 def test_one_round_improves_the_policy(
     name: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, after = run(name, world, tmp_path, capsys, "--rounds", "1", "--samples", "4")
+    before, after = run(name, world, tmp_path, capsys, "--rounds", "1", "--samples", "2")
     assert after >= before + 5
 
 

@@ -32,7 +32,7 @@ def fit(setting: Setting, folder: Path, kind: str, strategy: Any, **arguments: A
         module, data = with_sgd(GRPOModule)(model, lr=0.05), Prompts()
     else:
         module, data = with_sgd(DPOModule)(model, lr=0.05), Answers("pairs")
-    plain = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+    plain = {"max_epochs": setting.size(2, 1), "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     run = trainer(setting, folder, **plain | {"strategy": strategy, "callbacks": callbacks} | arguments)
     run.fit(module, data)
     return published, run

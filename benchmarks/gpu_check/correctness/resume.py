@@ -29,7 +29,7 @@ def run(setting: Setting, folder: Path, kind: str, save: Any, resume: Path | Non
         module, data = GRPOModule(model, lr=1e-3, kl_coef=0.05), Prompts()
         sampling = SamplingSpec(group_size=4, max_new_tokens=8)
         callbacks.insert(0, RolloutCallback(digits, sampling=sampling))
-    fit = trainer(setting, folder, max_epochs=3, accumulate_grad_batches=2, callbacks=callbacks)
+    fit = trainer(setting, folder, max_epochs=setting.size(3, 2), accumulate_grad_batches=2, callbacks=callbacks)
     fit.fit(module, data, ckpt_path=None if resume is None else str(resume))
     return weights_of(module)
 

@@ -34,12 +34,15 @@ class Run:
 
 
 def train(setting: Setting, model: Path, make: Callable[[str], Any], kind: str, **arguments: Any) -> Run:
-    """Four steps of supervised or preference training, or two iterations of two updates with ``kind="prompts"``."""
+    """Four steps of supervised or preference training, or two iterations of two updates with ``kind="prompts"``.
+
+    Half of them with small shapes.
+    """
     from benchmarks.gpu_check.runs import Answers, FirstWeights, Prompts, digits, trainer, weights_of
     from rlhfkit import RolloutCallback, SamplingSpec
 
     module, rollouts, options = make(str(model)), None, arguments.pop("rollouts", {})
-    arguments = {"accumulate_grad_batches": 2, "max_epochs": 2, "gradient_clip_val": 1.0} | arguments
+    arguments = {"accumulate_grad_batches": 2, "max_epochs": setting.size(2, 1), "gradient_clip_val": 1.0} | arguments
     if kind == "prompts":
         rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8), **options)
         arguments["callbacks"] = [rollouts]
