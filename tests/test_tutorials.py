@@ -108,7 +108,7 @@ def test_the_notebook_goes_from_demonstrations_to_ppo_in_fewer_steps(monkeypatch
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TUTORIALS.parent), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(TUTORIALS / "sft_reward_ppo.ipynb", as_version=4)
     [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    parameters.source = "sft_epochs, reward_epochs, ppo_iterations = 12, 2, 20"
+    parameters.source = "sft_epochs, reward_epochs, ppo_iterations = 12, 2, 13"
     NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(TUTORIALS)}}).execute()
     found = stages(notebook)
     assert found["SFT"][0] > found["random"][0] + 5

@@ -61,7 +61,9 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
     return found
 
 
-def ignored(kind: type, rows: Rows, least: Mapping[str, Any], observe: Observe, names: list[str]) -> list[str]:
+def ignored(
+    kind: type, rows: Rows, least: Mapping[str, Any], observe: Observe, names: list[str], first: Any = None
+) -> list[str]:
     """Of some arguments of a class, those that make no difference, or an error where none was expected.
 
     Args:
@@ -70,15 +72,16 @@ def ignored(kind: type, rows: Rows, least: Mapping[str, Any], observe: Observe, 
         least: Arguments that every run has.
         observe: Runs it.
         names: The arguments.
+        first: What ``observe`` has shown of the class with ``least``; ``None``: not observed yet.
     """
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {} if first is None else {_key(least, {}, False): first}
     found = []
     for name in names:
         row = rows[name]
         if isinstance(row, Unseen):
             continue
         given = {**least, **row.given}
-        key = repr((sorted(given.items(), key=str), sorted(row.around.items(), key=str), row.built))
+        key = _key(given, row.around, row.built)
         if key not in seen:
             seen[key] = observe(kind, given, row.around, row.built)
         changed = observe(kind, {**given, name: row.value}, row.around, row.built)
@@ -88,3 +91,8 @@ def ignored(kind: type, rows: Rows, least: Mapping[str, Any], observe: Observe, 
         elif changed == seen[key]:
             found.append(name)
     return found
+
+
+def _key(given: Mapping[str, Any], around: Mapping[str, Any], built: bool) -> str:
+    """What a run is found again by."""
+    return repr((sorted(given.items(), key=str), sorted(around.items(), key=str), built))

@@ -165,5 +165,5 @@ def seen_in_full(kind: type, observe: Any) -> None:
     first, again = (observe(kind, LEAST[kind], {}, False) for _ in range(2))
     assert first == again
     assert not isinstance(first, dict) or "error" not in first
-    found = ignored(kind, TABLE[kind], LEAST[kind], observe, list(TABLE[kind]))
+    found = ignored(kind, TABLE[kind], LEAST[kind], observe, list(TABLE[kind]), first)
     assert not found, "\n".join(found)
