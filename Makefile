@@ -13,8 +13,7 @@ GPU_PYTHON ?= python
 CHECK ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Modules are compiled when they are first imported: most of the 30,000 never are, and to compile them takes half a minute.
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 SUITES ?= tests/losses tests/models tests/modules tests/datamodules
 CPU_INDEX := $(shell sed -n 's/^--extra-index-url //p' requirements/cpu.txt)
 TORCH := $(shell sed -n 's/^torch==\(.*\)+cpu$$/\1/p' requirements/cpu.txt)
