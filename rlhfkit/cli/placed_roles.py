@@ -120,8 +120,8 @@ def _place_engine(config: Any, placement: Placement) -> None:
     arguments.engine = placement.engines(**given)
 
 
-def _place_ranks(trainer: Any, placement: Placement) -> None:
-    """Give the Trainer the plan's devices, and with ``launcher="ray"`` a strategy that starts its ranks there."""
+def _place_ranks(trainer: "Namespace", placement: Placement) -> None:
+    """Give the Trainer's arguments the plan's devices, and with ``launcher="ray"`` a strategy that starts its ranks."""
     machines = 1 if placement.launcher == "ray" else trainer.num_nodes
     devices = placement.devices // machines
     if placement.devices % machines or str(trainer.devices) not in ("auto", str(devices)):

@@ -79,7 +79,7 @@ def take_out(names: Iterable[str], given: MutableMapping[str, Any], kind: type) 
     """
     defaults: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
-        if "__init__" in vars(base):
+        if "__init__" in vars(base):  # mypy warns of __init__ of a class; that of exactly this class is meant
             defaults |= {one.name: one.default for one in inspect.signature(base.__init__).parameters.values()}  # type: ignore[misc]
     changed = []
     for name in sorted({*names} & {*given}):
@@ -98,7 +98,7 @@ def drop_hyperparameters(names: Iterable[str], module: L.LightningModule, kind: 
     """
     own: set[str] = set()
     for below in type(module).__mro__[: type(module).__mro__.index(kind)]:
-        if "__init__" in vars(below):
+        if "__init__" in vars(below):  # mypy: as above
             own |= inspect.signature(below.__init__).parameters.keys()  # type: ignore[misc]
     for name in {*names} - own:
         module.hparams.pop(name, None)

@@ -42,6 +42,7 @@ class FrozenCritic:
 
 def check_frozen_settings(kind: type, **given: Any) -> None:
     """Raise ValueError if an argument of ``kind``'s constructor says how a critic is trained that is not."""
+    # mypy warns of __init__ of a class that may be a subclass; that of exactly this class is meant.
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     changed = [name for name, value in given.items() if value != parameters[name].default]
     if changed:
