@@ -21,6 +21,8 @@ RESIZING_FACTORIES = (
     *("randperm", "randperm.generator", "tril_indices", "triu_indices"),
 )
 COPIES = ("aten::copy_", "aten::_to_copy", "aten::_copy_from")
+# Kernels that take addresses: a scalar on the CPU, which other operations take, is an illegal memory access.
+FUSED_STEPS = ("aten::_fused_adam_", "aten::_fused_adamw_")
 
 
 class DeviceMix(RuntimeError):
@@ -161,7 +163,7 @@ def _note_copy(name: str, args: Any, kwargs: dict[str, Any], to_device: bool) ->
 
 
 def _check_devices(function: Any, args: Any, simulated: list[Any], others: list[Tensor], generator: Any) -> None:
-    """Raise where CUDA refuses tensors or generators of two devices; it takes CPU indices, and CPU scalars."""
+    """Raise where CUDA refuses tensors or generators of two devices. It takes CPU indices, and mostly CPU scalars."""
     name = function._schema.name
     full = f"{name}.{function._overloadname}"
     if simulated and generator is not None and generator.device.type == "cpu":
@@ -174,7 +176,7 @@ def _check_devices(function: Any, args: Any, simulated: list[Any], others: list[
         if allowed:
             note_wait("copy to the device")
     else:
-        allowed = all(other.dim() == 0 for other in others)
+        allowed = name not in FUSED_STEPS and all(other.dim() == 0 for other in others)
     if not allowed:
         shapes = [[list(one.shape) for one in kind] for kind in (simulated, others)]
         place = "{}:{}".format(*calling_place())

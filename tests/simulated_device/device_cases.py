@@ -5,14 +5,16 @@ import gc
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from strategies.toys import save_tiny_llama
-from torch import nn
+from torch import Tensor, nn
 
 from rlhfkit.losses.metrics import mean_metric
 from rlhfkit.models import load_causal_lm
+from rlhfkit.strategies.checkpoint import stages, universal
 from simulated_device import record_host_waits, register
 from simulated_device.device import SimulatedTensor
 
@@ -20,7 +22,14 @@ from simulated_device.device import SimulatedTensor
 def device_behaviour(folder: Path) -> dict[str, Any]:
     """Entry point: everything that ``test_device.py`` asserts."""
     register()
-    return {"waits": waits(), "errors": errors(), "training": training(), "offloaded": offloaded(folder)}
+    return {
+        "waits": waits(),
+        "errors": errors(),
+        "training": training(),
+        "offloaded": offloaded(folder),
+        "resumed": resumed(folder),
+        "resumed at stage 3": resumed_at_stage_3(),
+    }
 
 
 def waits() -> dict[str, list[str]]:
@@ -63,6 +72,7 @@ def errors() -> dict[str, str]:
         "mix": lambda: x + torch.ones(2),
         "generator": lambda: torch.rand(2, device=device, generator=torch.Generator()),
         "numpy": lambda: x.numpy(),
+        "fused step counted on the CPU": lambda: fused_step(torch.ones(3, device=device), torch.zeros(())),
     }
     messages = {}
     for name, operation in refused.items():
@@ -71,6 +81,15 @@ def errors() -> dict[str, str]:
         except (RuntimeError, TypeError) as error:
             messages[name] = f"{type(error).__name__}: {error}"
     return messages
+
+
+def fused_step(parameter: Tensor, step: Tensor) -> None:
+    """A step of torch's fused AdamW with a given counter."""
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[parameter] = {"step": step} | moments
+    optimizer.step()
 
 
 def training() -> dict[str, Any]:
@@ -113,3 +132,77 @@ def offloaded(folder: Path) -> dict[str, Any]:
         gradients = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
         found["with" if offload else "without"] = {"left": left, "gradients": [g.tolist() for g in gradients]}
     return found
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """A network on the device continues from a converted checkpoint, as on another number of ranks.
+
+    Returns the numbers of two steps with the checkpoint in between on the CPU, without one, and on the device, with
+    one, and where the counters of steps are and of which type.
+    """
+    device = register()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        inputs = torch.randn(5, 4)
+
+    def optimizer_of(network: nn.Module) -> torch.optim.AdamW:
+        weights = [p for p in network.parameters() if p.dim() > 1]
+        biases = [p for p in network.parameters() if p.dim() == 1]
+        return torch.optim.AdamW([{"params": weights, "fused": True}, {"params": biases, "weight_decay": 0.0}], lr=0.1)
+
+    def step(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        network(inputs.to(next(network.parameters()).device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    straight, moved = network, copy.deepcopy(network).to(device)
+    step(straight, optimizer := optimizer_of(straight))
+    source = folder / "saved"
+    source.mkdir()
+    state = {"module": straight.state_dict(), "optimizer": optimizer.state_dict(), "ds_version": "0.19.8"}
+    torch.save(state, source / "mp_rank_00_model_states.pt")
+
+    class Engine(SimpleNamespace):
+        """Of stage 0, where DeepSpeed's engine has these and nothing is sharded."""
+
+        def zero_optimization(self) -> bool:
+            return False
+
+        def zero_optimization_stage(self) -> int:
+            return 0
+
+        def fp16_enabled(self) -> bool:
+            return False
+
+    own = optimizer_of(moved)
+    engine: Any = Engine(
+        module=moved, optimizer=own, basic_optimizer=own, global_steps=0, global_samples=0, skipped_steps=0
+    )
+    stages.convert_stage_0(source, folder / "converted" / "tag", stages.parameter_names(engine))
+    universal.load_converted(engine, folder / "converted", "tag")
+    counters = {name: own.state[parameter]["step"] for name, parameter in moved.named_parameters()}
+    places = {name: [counter.device.type, str(counter.dtype)] for name, counter in counters.items()}
+    step(straight, optimizer)
+    step(moved, own)
+    weights = [[parameter.tolist() for parameter in one.parameters()] for one in (straight, moved)]
+    counted = sorted({int(counter) for counter in counters.values()})
+    return {"weights": weights, "counters": places, "counted": counted}
+
+
+def resumed_at_stage_3() -> dict[str, list[str]]:
+    """Where steps are counted after DeepSpeed has given three parts of two groups one counter, on the CPU."""
+    device = register()
+    parts = [nn.Parameter(torch.ones(3, device=device)) for _ in range(3)]
+    # At stage 3 DeepSpeed's groups have parameters only during a step.
+    base = torch.optim.AdamW([{"params": parts[:2], "capturable": True}, {"params": parts[2:]}])
+    for group in base.param_groups:
+        group["params"] = []
+    counter = torch.tensor(7.0, dtype=torch.float64)
+    base.state.update({part: {"step": counter} for part in parts})
+    optimizer = SimpleNamespace(fp32_partitioned_groups_flat=parts, sub_group_to_group_id={0: 0, 1: 0, 2: 1})
+    engine: Any = SimpleNamespace(zero_optimization_stage=lambda: 3, optimizer=optimizer, basic_optimizer=base)
+    universal._place_steps(engine)
+    counters = [base.state[part]["step"] for part in parts]
+    assert len({id(one) for one in (counter, *counters)}) == 4
+    return {"places": [one.device.type for one in counters], "types": [str(one.dtype) for one in counters]}

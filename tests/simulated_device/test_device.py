@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from strategies import ranks
 
 pytestmark = pytest.mark.distributed
@@ -40,6 +41,8 @@ def test_tensors_of_two_devices_do_not_mix(found: dict[str, Any]) -> None:
     errors = found["errors"]
     assert errors["mix"].startswith("DeviceMix: aten::add of tensors [[2]] on sim and [[2]] on the CPU")
     assert errors["generator"].startswith("DeviceMix: aten::uniform_ on sim with a generator on the CPU")
+    # torch takes it, and the kernel of CUDA reads an address of the CPU.
+    assert errors["fused step counted on the CPU"].startswith("DeviceMix: aten::_fused_adamw_ of tensors")
     assert errors["numpy"].startswith("TypeError: can't convert a sim tensor to numpy")
 
 
@@ -52,3 +55,27 @@ def test_offloaded_checkpoints_leave_the_device_and_come_back_for_the_same_numbe
     without, offloaded = found["offloaded"]["without"], found["offloaded"]["with"]
     assert without["left"] - offloaded["left"] == 2
     assert offloaded["gradients"] == without["gradients"]
+
+
+def test_a_fused_optimizer_that_resumes_from_a_converted_checkpoint_counts_its_steps_on_the_device(
+    found: dict[str, Any],
+) -> None:
+    # rlhfkit/strategies/checkpoint/universal.py: DeepSpeed leaves the counters on the CPU.
+    resumed = found["resumed"]
+    straight, moved = resumed["weights"]
+    for expected, weights in zip(straight, moved, strict=True):
+        torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-7)
+    assert resumed["counted"] == [2]
+    assert resumed["counters"] == {
+        "0.weight": ["sim", "torch.float32"],
+        "0.bias": ["cpu", "torch.float32"],
+        "2.weight": ["sim", "torch.float32"],
+        "2.bias": ["cpu", "torch.float32"],
+    }
+
+
+def test_at_stage_3_a_converted_checkpoint_gives_each_part_a_counter_where_its_kernel_reads_it(
+    found: dict[str, Any],
+) -> None:
+    places, types = found["resumed at stage 3"]["places"], found["resumed at stage 3"]["types"]
+    assert (places, types) == (["sim", "sim", "cpu"], ["torch.float32", "torch.float32", "torch.float64"])

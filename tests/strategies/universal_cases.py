@@ -48,7 +48,7 @@ class TwoGroups(toys.Toy):
             [
                 {"params": matrices, "weight_decay": 0.3, "lr": 3e-3, **({"kind": "matrices"} if muon else {})},
                 {"params": vectors, "weight_decay": 0.0, "lr": 1e-3, "betas": (0.8, 0.95)},
-                {"params": self.critic.parameters(), "lr": 2e-3},
+                {"params": self.critic.parameters(), "lr": 2e-3, "fused": True},
             ]
         )
         plan["lr_scheduler"]["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -65,14 +65,14 @@ def restore(engine: "DeepSpeedEngine") -> None:
     base: Any = engine.basic_optimizer
     for number, group in enumerate(base.param_groups):
         if group.pop(_MARK, False):
-            for tensor in _tensors(engine, number):
+            for tensor in updated_tensors(engine, number):
                 base.state[tensor] = {MOMENTUM: base.state[tensor]["exp_avg"]}
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         engine.optimizer._hp_optimizer_states_linked = False  # it would keep the second moments
 
 
-def _tensors(engine: "DeepSpeedEngine", number: int) -> list[Tensor]:
-    """What the optimizer updates of a group; at stage 3 DeepSpeed puts it into the group for each step only."""
+def updated_tensors(engine: "DeepSpeedEngine", number: int) -> list[Tensor]:
+    """Return what the optimizer updates of a group; at stage 3 DeepSpeed puts it into the group for each step only."""
     optimizer: Any = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         flats = enumerate(optimizer.fp32_partitioned_groups_flat)

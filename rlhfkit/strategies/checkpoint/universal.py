@@ -190,11 +190,25 @@ def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
         for key in own.keys() - saved.keys():
             del own[key]
         own.update({key: value for key, value in saved.items() if key != "params"})
-    for state in engine.basic_optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].clone()
+    _place_steps(engine)
     momentum.restore(engine)
     _load_buffers(engine, folder / tag)
+
+
+def _place_steps(engine: "DeepSpeedEngine") -> None:
+    """Give each state a step counter of its own, where the kernels of its group read it.
+
+    deepspeed 0.19.8 leaves the counters on the CPU, one for many parameters. Fused and capturable kernels take the
+    address of a float32 counter on the parameter's device; on a GPU another one is an illegal memory access.
+    """
+    base = engine.basic_optimizer
+    for number, group in enumerate(base.param_groups):
+        on_device = group.get("fused") or group.get("capturable")
+        for tensor in momentum.updated_tensors(engine, number):
+            state = base.state.get(tensor, {})
+            step = state.get("step")
+            if isinstance(step, torch.Tensor):
+                state["step"] = step.to(tensor.device, torch.float32, copy=True) if on_device else step.clone()
 
 
 def _load_universal(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
