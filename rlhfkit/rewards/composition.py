@@ -1,6 +1,7 @@
 """The weighted sum of several rewards, each normalised on its own if asked."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -15,6 +16,7 @@ from rlhfkit.rewards.base import (
     answer_reader,
     evaluate,
     reward_metrics,
+    reward_name,
     tell_progress,
 )
 from rlhfkit.validation import check_number
@@ -99,8 +101,18 @@ class WeightedSum:
         return list(self.rewards)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of all parts, see :func:`~rlhfkit.rewards.base.reward_metrics`."""
-        return {name: value for reward in self.rewards.values() for name, value in reward_metrics(reward).items()}
+        """Metrics of all parts, see :func:`~rlhfkit.rewards.base.reward_metrics`.
+
+        ``<part>/`` stands before those of parts whose rewards have one name, and before metrics of one name.
+        """
+        found = {part: reward_metrics(reward) for part, reward in self.rewards.items()}
+        rewards = Counter(map(reward_name, self.rewards.values()))
+        names = Counter(name for metrics in found.values() for name in metrics)
+        return {
+            name if rewards[reward_name(self.rewards[part])] == names[name] == 1 else f"{part}/{name}": value
+            for part, metrics in found.items()
+            for name, value in metrics.items()
+        }
 
     def answer_reader(self) -> AnswerReader | None:
         """Return that of the first part that has one."""

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rlhfkit.data.types import Sample
@@ -114,7 +116,8 @@ class RepetitionPenalty:
     """0 for a completion without repetitions, down to ``-penalty`` for one that says the same again and again.
 
     ``-penalty (1 - distinct n-grams / n-grams)``, as in Open R1 and TRL, which count words where this counts tokens
-    unless ``words``. Yeo et al. (2025, arXiv:2502.03373) penalise repeated n-grams of 40 tokens, token by token.
+    unless ``words``. In episodes only what the policy wrote counts, turn by turn. Yeo et al. (2025, arXiv:2502.03373)
+    penalise repeated n-grams of 40 tokens, token by token.
 
     Example::
 
@@ -139,12 +142,34 @@ class RepetitionPenalty:
         self.words = words
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """Score samples; one shorter than an n-gram gets 0."""
-        return [self._score(sample.text.lower().split() if self.words else sample.token_ids) for sample in samples]
+        """Score samples; one shorter than an n-gram gets 0.
 
-    def _score(self, units: Sequence[Any]) -> float:
-        total = len(units) - self.ngram + 1
-        if total <= 0:
-            return 0.0
-        distinct = len({tuple(units[start : start + self.ngram]) for start in range(total)})
-        return -self.penalty * (1 - distinct / total)
+        Raises:
+            ValueError: If words are to be counted in a text of which the environment wrote a part.
+        """
+        return [self._score(_policy_words(sample) if self.words else _policy_tokens(sample)) for sample in samples]
+
+    def _score(self, turns: Sequence[Sequence[Any]]) -> float:
+        ngrams = [
+            tuple(turn[start : start + self.ngram]) for turn in turns for start in range(len(turn) - self.ngram + 1)
+        ]
+        return -self.penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
+
+
+def _policy_tokens(sample: Sample) -> list[list[int]]:
+    """The tokens that the policy chose, turn by turn: no n-gram lies across what an environment wrote."""
+    if sample.action_mask is None:
+        return [sample.token_ids]
+    runs = groupby(zip(sample.token_ids, sample.action_mask, strict=True), key=itemgetter(1))
+    return [[token for token, _ in run] for chosen, run in runs if chosen]
+
+
+def _policy_words(sample: Sample) -> list[list[str]]:
+    text = sample.text
+    if sample.num_action_tokens < sample.num_tokens and text != sample.info.get("last_text"):
+        raise ValueError(
+            f"RepetitionPenalty(words=True) would count what the environment wrote into the text of prompt "
+            f"{sample.prompt.index}: count tokens (words=False), of which it takes the policy's only, or use "
+            "OnLastTurn(RepetitionPenalty(words=True))"
+        )
+    return [text.lower().split()]

@@ -78,3 +78,22 @@ def test_parts_tell_about_themselves_and_ranks_that_scored_nothing_do_not_count(
 
     assert reward_metrics(WeightedSum(judge=Judge(), flat=part("flat"))) == {"reward/judge_latency": 2.0}
     assert mean_metrics([{"a": 1.0}, {}, {"a": 2.0, "b": 5.0}]) == {"a": 1.5, "b": 5.0}
+
+
+def test_metrics_of_parts_with_one_name_are_all_kept() -> None:
+    class Judge:
+        def __init__(self, latency: float, name: str, metric: str = "latency") -> None:
+            self.latency, self.name, self.metric = latency, name, metric
+
+        def __call__(self, batch: list[Sample]) -> list[float]:
+            return [0.0] * len(batch)
+
+        def metrics(self) -> dict[str, float]:
+            return {self.metric: self.latency} if self.latency else {}
+
+    reward = WeightedSum(a=Judge(1.0, "judge"), b=Judge(0.0, "judge"), c=Judge(3.0, "other", "seconds"))
+    assert reward_metrics(reward) == {"a/latency": 1.0, "seconds": 3.0}  # also where b has nothing to report
+    reward.rewards["b"].latency = 2.0
+    assert reward_metrics(reward) == {"a/latency": 1.0, "b/latency": 2.0, "seconds": 3.0}
+    distinct = WeightedSum(a=Judge(1.0, "one"), b=Judge(2.0, "two"))
+    assert reward_metrics(distinct) == {"a/latency": 1.0, "b/latency": 2.0}

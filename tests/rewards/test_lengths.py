@@ -56,6 +56,19 @@ def test_repetition_is_the_share_of_repeated_ngrams(tokens: list[int], penalty: 
     assert RepetitionPenalty(words=True)([words]) == [pytest.approx(penalty)]
 
 
+def test_what_an_environment_wrote_is_no_repetition_of_the_policys() -> None:
+    """Two turns, (1, 2, 3) and (1, 2, 3, 4), around 30 equal tokens of a tool: of 3 n-grams 1 is repeated."""
+    tokens = [1, 2, 3, *[7] * 30, 1, 2, 3, 4]
+    episode = sample("a b c " + "x " * 30 + "a a a a", tokens)
+    episode.action_mask = [True] * 3 + [False] * 30 + [True] * 4
+    assert RepetitionPenalty()([episode]) == [pytest.approx(-1 / 3)]
+    assert RepetitionPenalty(ngram=5)([episode]) == [0.0]  # no turn is as long
+    with pytest.raises(ValueError, match=r"environment wrote into the text of prompt 3: count tokens \(words"):
+        RepetitionPenalty(words=True)([episode])
+    episode.info["last_text"] = "a a a a"
+    assert OnLastTurn(RepetitionPenalty(words=True))([episode]) == [pytest.approx(-1 / 2)]
+
+
 class Growing:
     """A weight that grows with the steps of training."""
 
