@@ -34,13 +34,11 @@ class ProgramEvaluation:
     """Evaluates one program (``program``: its source) on its tests, with calls of its sandbox's worker.
 
     ``timeout`` is the limit of one run in seconds: one input, or all calls or assertions together.
-    ``own_pid_namespace`` says whether the sandbox has a PID namespace.
     """
 
     call_worker: CallWorker
     program: str
     timeout: float
-    own_pid_namespace: bool
     timed_out: bool = False
     """Whether a run took too long; the tests after it count as failed."""
     seconds: float = 0.0
@@ -115,9 +113,7 @@ class ProgramEvaluation:
     def _text(self, job: dict[str, Any]) -> str | None:
         """Return the program's answer to a job."""
         left = max(self._deadline - time.monotonic(), 0.0)
-        outcome = self.call_worker(
-            {**job, "seconds": left, "own_pid_namespace": self.own_pid_namespace}, left + STARTUP_SECONDS
-        )
+        outcome = self.call_worker({**job, "seconds": left}, left + STARTUP_SECONDS)
         match outcome.value:
             case {"text": str() | None as text, "timeout": bool() as timed_out} if outcome.status == "ok":
                 self.timed_out = self.timed_out or timed_out

@@ -166,10 +166,9 @@ class CodeExecution:
 
     def _evaluate(self, sample: Sample, tests: ProgramTests, program: str, call_worker: CallWorker) -> float | None:
         """Return the reward of one program; runs in a thread and a sandbox of its own."""
-        own_pid_namespace = "processes" in (self.sandbox.isolation or ())
         setup = str(sample.prompt.metadata.get(self.setup) or "") if self.setup is not None else ""
         code = f"{setup}\n{program}" if setup else program
-        evaluation = ProgramEvaluation(call_worker, code, self.timeout, own_pid_namespace)
+        evaluation = ProgramEvaluation(call_worker, code, self.timeout)
         try:
             passed = evaluation.count_passed(tests, self.compare)
         except SandboxError as failure:

@@ -90,15 +90,8 @@ class PythonTool:
         Raises:
             RuntimeError: If the sandbox cannot run it, or isolation is missing.
         """
-        sandbox = self._execution.sandbox
-        job = {
-            "do": "run",
-            "program": _WRAPPED.format(source=code),
-            "input": "",
-            "seconds": self.timeout,
-            "own_pid_namespace": "processes" in (sandbox.isolation or ()),
-        }
-        result = sandbox.run(job, timeout=self.timeout + STARTUP_SECONDS)
+        job = {"do": "run", "program": _WRAPPED.format(source=code), "input": "", "seconds": self.timeout}
+        result = self._execution.sandbox.run(job, timeout=self.timeout + STARTUP_SECONDS)
         if result.status != "ok":
             return f"Error: the program was ended: {result.status}: {result.message}"
         if result.value["timeout"]:

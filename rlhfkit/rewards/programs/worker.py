@@ -21,12 +21,13 @@ _SET_DUMPABLE = 4
 _POLL = 0.02  # seconds between two checks whether a program has ended
 
 
-def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def runner(layers: list[str], packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the function that executes jobs.
 
-    ``packages`` are folders of installed packages, separated as in ``PATH``; ``output_limit`` is the maximum size of an
-    output or an answer in bytes.
+    ``layers`` are the active isolation layers, ``packages`` folders of installed packages, separated as in ``PATH``;
+    ``output_limit`` is the maximum size of an output or an answer in bytes.
     """
+    all_mine = "trainer" in layers  # every process that can be signalled from here belongs to this sandbox
     if sys.platform == "linux":  # deny the program access to this process: ptrace, /proc/.../mem, pidfd_getfd
         ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     programs: list[_Program] = []
@@ -38,7 +39,7 @@ def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[
         """
         deadline = time.monotonic() + job.get("seconds", 0.0)
         if job["do"] == "run":
-            program = _Program(packages, "run", job["own_pid_namespace"])
+            program = _Program(packages, "run", all_mine)
             try:
                 return program.run(job["program"], job["input"].encode(errors="replace"), output_limit, deadline)
             finally:
@@ -46,7 +47,7 @@ def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[
         if job["do"] == "open":
             while programs:
                 programs.pop().end()
-            programs.append(_Program(packages, job["mode"], job["own_pid_namespace"]))
+            programs.append(_Program(packages, job["mode"], all_mine))
             return programs[0].ask(job["program"], output_limit, deadline)
         if job["do"] == "ask" and programs:
             return programs[0].ask(job["line"], output_limit, deadline)
@@ -60,11 +61,11 @@ def runner(packages: str, output_limit: int) -> Callable[[dict[str, Any]], dict[
 class _Program:
     """An interpreter with a program; ``mode`` is the driver's.
 
-    ``own_pid_namespace``: whether all processes that can be signalled from here belong to the sandbox.
+    ``all_mine``: whether all processes that can be signalled from here belong to the sandbox.
     """
 
-    def __init__(self, packages: str, mode: str, own_pid_namespace: bool) -> None:
-        self.own_pid_namespace = own_pid_namespace
+    def __init__(self, packages: str, mode: str, all_mine: bool) -> None:
+        self.all_mine = all_mine
         reading, self.requests = os.pipe()
         self.answers, writing = os.pipe()
         stdin, self.input = os.pipe()
@@ -113,7 +114,7 @@ class _Program:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        if self.own_pid_namespace:
+        if self.all_mine:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(-1, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):

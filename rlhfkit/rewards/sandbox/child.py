@@ -182,7 +182,8 @@ def _run_worker(settings: dict[str, Any], channel: ModuleType, confinement: Modu
         if setup["path"]:
             sys.path[:] = setup["path"]
         try:
-            function = getattr(load_file(setup["program"]), setup["factory"])(*pickle.loads(setup["arguments"]))
+            factory = getattr(load_file(setup["program"]), setup["factory"])
+            function = factory(layers, *pickle.loads(setup["arguments"]))
         except BaseException as error:
             trainer.write(_encode({"status": "error", "message": _describe(error)}, trainer.largest))
             return

@@ -89,7 +89,8 @@ class CallResult:
 class WorkerSpec:
     """What a sandbox runs: a factory in a Python file that returns the function to call.
 
-    The file is loaded by path, without its package.
+    The file is loaded by path, without its package. The factory gets the list of active isolation layers, and then
+    ``arguments``.
     """
 
     name: str
@@ -97,7 +98,7 @@ class WorkerSpec:
     program: Path
     factory: str
     arguments: tuple[Any, ...] = ()
-    """Arguments of the factory; pickled."""
+    """Further arguments of the factory; pickled."""
     trusted: bool = True
     """Whether it may read whatever the trainer can. If not, it reads the interpreter, the packages, and ``files``."""
     files: tuple[Path, ...] = ()

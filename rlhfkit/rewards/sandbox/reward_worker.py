@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def scorer(reward: str | Callable[..., Any]) -> Callable[[list[dict[str, Any]]], list[float | None]]:
+def scorer(
+    _layers: list[str], reward: str | Callable[..., Any]
+) -> Callable[[list[dict[str, Any]]], list[float | None]]:
     """Return a function that scores samples with a reward, a callable or its dotted name."""
     function = pkgutil.resolve_name(reward) if isinstance(reward, str) else reward
 

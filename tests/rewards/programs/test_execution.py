@@ -140,6 +140,39 @@ def test_programs_do_not_see_answers_secrets_or_one_another(
         assert not (tmp_path / "out").exists()
 
 
+LEAVES_A_DAEMON = """
+import fcntl, os
+number, lock = input(), open("lock", "w")
+if number == "1":
+    ready, go = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.write(go, b"x")
+            for pipe in (0, 1, 2): os.close(pipe)
+            import time
+            time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+    print("started")
+else:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        print("gone")
+    except OSError:
+        print("still there")
+"""
+
+
+def test_what_one_run_leaves_behind_ends_before_the_next_in_the_first_call_too() -> None:
+    """Every process of a program is killed if none outside of its sandbox can be signalled."""
+    new = CodeExecution(workers=1)
+    tests = {"inputs": ["1\n", "2\n"], "outputs": ["started", "gone"]}
+    assert [new([sample(LEAVES_A_DAEMON, tests)]) for _ in range(2)] == [[1.0], [1.0]]
+    new.close()
+
+
 def test_a_program_that_ends_its_sandbox_follows_the_policy(caplog: pytest.LogCaptureFixture) -> None:
     eats = "import os, time\nfor _ in range(4): os.fork()\neaten = b'x' * (100 << 20)\ntime.sleep(9)"
     with pytest.raises(RewardError, match=r"prompt 4, sample 0 could not be run to its end: died: .* GiB of memory"):
@@ -152,9 +185,7 @@ def test_a_program_that_ends_its_sandbox_follows_the_policy(caplog: pytest.LogCa
     "value", [None, 1, {}, {"text": 1, "timeout": False}, {"text": "a"}, {"text": "", "timeout": 0}]
 )
 def test_what_no_worker_of_ours_answers_is_an_error(value: object) -> None:
-    examination = ProgramEvaluation(
-        lambda job, timeout: CallResult("ok", value), ADD, timeout=1.0, own_pid_namespace=False
-    )
+    examination = ProgramEvaluation(lambda job, timeout: CallResult("ok", value), ADD, timeout=1.0)
     with pytest.raises(SandboxError, match="its sandbox answered"):
         examination.count_passed(ProgramTests(assertions=("assert add(1, 2) == 3",)), same_output)
 

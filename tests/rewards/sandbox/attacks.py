@@ -172,7 +172,7 @@ def main() -> None:
             "trainer": os.getpid(), "data": f"{folder}/data.jsonl", "port": server.getsockname()[1], "address": address,
             "marker": marker, "secret": backwards,
         }  # fmt: skip
-        job = {"do": "run", "input": json.dumps(target), "seconds": 20.0, "own_pid_namespace": False}
+        job = {"do": "run", "input": json.dumps(target), "seconds": 20.0}
         options = {"workers": 1, "timeout": 40.0, "limits": limits, "backend": backend, "fresh_process": True}
         one = SandboxPool(work, allow_partial_isolation=True, **options)
         outcome = one.run({**job, "program": ATTACKS})

@@ -184,7 +184,7 @@ class Look:
         }
 
 
-def look(where: str) -> Look:
+def look(layers: list[str], where: str) -> Look:
     """Factory of a worker."""
     return Look(where)
 
@@ -196,6 +196,6 @@ def digits_or_death(samples: list[Any]) -> list[float]:
     return [sum(character.isdigit() for character in sample.text) / 8 for sample in samples]
 
 
-def of_no_judge() -> Any:
+def of_no_judge(layers: list[str]) -> Any:
     """Factory of a worker that has been taken over."""
     return lambda job: 7.0
