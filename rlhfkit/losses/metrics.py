@@ -91,13 +91,31 @@ def weighted_metric(value: Tensor | float, weight: Tensor | float) -> Tensor:
 
     Args:
         value: Scalar; may be anything where the weight is 0.
-        weight: Scalar, number of items (tokens, pairs) in the mean. 1 for a share of a loss that has the
-            ``denominator`` of its optimizer step: micro-batches then have equal weight.
+        weight: Scalar, number of items (tokens, pairs) in the mean.
     """
     value = full_precision(torch.as_tensor(value).detach())
     # A number is filled in on the device: a copy would make the host wait.
     weight = weight.to(value.device) if isinstance(weight, Tensor) else torch.full((), weight, device=value.device)
     return sums_metric(_ratio, select(value * weight, weight > 0), weight)
+
+
+def share_metric(
+    value: Tensor, count: Tensor | float, denominator: Tensor | float | None, *, exponential: bool = False
+) -> Tensor:
+    """Mean over all data of a loss that is divided by the ``denominator`` of its optimizer step.
+
+    The plain mean of such losses over micro-batches is wrong where there are fewer of them than the denominator was
+    divided by, as in the last window of an epoch.
+
+    Args:
+        value: Scalar, the sum over this part of the data divided by ``denominator``.
+        count: Scalar, number of items (tokens, pairs) in that sum.
+        denominator: Items of the optimizer step per averaged micro-batch; ``None``: ``count``.
+        exponential: The exponential of the mean instead, e.g. a perplexity.
+    """
+    total = full_precision(value.detach()) * (count if denominator is None else denominator)
+    items = count.to(total.device) if isinstance(count, Tensor) else total.new_full((), count)
+    return sums_metric(_exp_ratio if exponential else _ratio, total, items)
 
 
 def exp_mean_metric(values: Tensor, mask: Tensor) -> Tensor:

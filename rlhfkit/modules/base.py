@@ -427,12 +427,19 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
     def log_means(self, metrics: Mapping[str, Tensor]) -> None:
         """Log detached scalars as plain means over micro-batches and ranks of the epoch (in RL: iteration).
 
-        Exact for losses and other values that are divided by the ``denominator`` of their optimizer step.
+        Exact for values that are divided by the ``denominator`` of their optimizer step where each step has equally
+        many micro-batches, as in RL; :func:`~rlhfkit.losses.metrics.share_metric` is exact for any number.
         """
         self.log_dict(dict(metrics), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
 
     def log_metrics(
-        self, metrics: Mapping[str, Tensor], weight: Tensor | float, *, prefix: str = "", suffix: str = ""
+        self,
+        metrics: Mapping[str, Tensor],
+        weight: Tensor | float,
+        *,
+        prefix: str = "",
+        suffix: str = "",
+        prog_bar: bool = False,
     ) -> None:
         """Log metrics of a micro-batch, reduced over the epoch (of training or validation) and all ranks.
 
@@ -443,6 +450,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             weight: Weight of this micro-batch in the average of plain scalars: its trained tokens, or pairs.
             prefix: Put before each name.
             suffix: Put after each name.
+            prog_bar: Show them on the progress bar.
         """
         if self._trainer is None:
             return
@@ -457,15 +465,22 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             epoch_metric.update(metric)
             if begins:  # it is read when the epoch ends, and Lightning 2.6 takes 0.3 ms for every call
                 self.log(
-                    key, epoch_metric, on_step=False, on_epoch=True, batch_size=1, metric_attribute="_epoch_metrics"
+                    key,
+                    epoch_metric,
+                    prog_bar=prog_bar,
+                    on_step=False,
+                    on_epoch=True,
+                    batch_size=1,
+                    metric_attribute="_epoch_metrics",
                 )
 
-    def log_step(self, metrics: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
+    def log_step(self, metrics: Mapping[str, Tensor], weight: Tensor | float) -> None:
         """Log metrics before the optimizer's step, reduced over the step's micro-batches and all ranks.
 
         Args:
             metrics: Detached scalars by name, the same names in every micro-batch; ``loss`` is on the progress bar.
-            weight: Weight of this micro-batch in the average of plain scalars; 1 for shares of a mean over the step.
+            weight: Weight of this micro-batch in the average of plain scalars: its trained tokens, or pairs. A loss
+                that is divided by the step's denominator is a :func:`~rlhfkit.losses.metrics.share_metric`.
         """
         if self._trainer is not None:
             step = (id(self.trainer), self.trainer.global_step)

@@ -7,7 +7,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from arguments import learning
 from rl_runs import setup_run
+from step_cases import KINDS, rows_of
 from tiny_models import tiny_model
 
 from rlhfkit import (
@@ -21,6 +23,8 @@ from rlhfkit import (
     SamplingSpec,
     SFTDataModule,
     SFTModule,
+    StepwiseDataModule,
+    UnpairedPreferenceDataModule,
 )
 from rlhfkit.losses import LossOutput, max_metric
 from rlhfkit.models import PolicyOutput
@@ -121,6 +125,46 @@ def test_rewards_and_losses_of_a_step_are_those_of_all_its_pairs(tmp_path: Path)
             assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+SOURCES: dict[str, Any] = {
+    "texts": SFTDataModule,
+    "pairs": PreferenceDataModule,
+    "unpaired": UnpairedPreferenceDataModule,
+    "steps": StepwiseDataModule,
+}
+
+
+@pytest.mark.parametrize("kind", ["sft", "distillation", "dpo", "kto", "reward", "process"])
+def test_the_loss_of_a_short_last_window_is_that_of_its_rows(kind: str, tmp_path: Path) -> None:
+    """16 rows in steps of 6, 6 and 4, in micro-batches of one row or of the whole step."""
+    learning.prepare(tmp_path)
+    module, data, settings = KINDS[kind]
+    # The reference point of KTO pairs the answers of a micro-batch.
+    more = settings[1 if kind == "kto" else 0].copy()
+    if kind == "distillation":
+        more["teacher"] = str(tmp_path / "other")
+    logged: dict[int, Any] = {}
+    for size in (6, 1):
+        steps = Steps()
+        run = dpo_cases.trainer(tmp_path, accumulate_grad_batches=6 // size, callbacks=[steps], max_epochs=1)
+        torch.manual_seed(0)
+        source = SOURCES[data](rows_of(data, None), micro_batch_size=size, shuffle=False)
+        run.fit(module(str(tmp_path / "model"), lr=1e-3, **more), source)
+        logged[size] = [*steps.steps, {name: float(value) for name, value in run.callback_metrics.items()}]
+    assert [len(steps) for steps in logged.values()] == [4, 4]
+    for step, expected in zip(logged[1], logged[6], strict=True):
+        assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_step_of_fewer_batches_than_the_window_logs_the_loss_of_their_tokens(tmp_path: Path) -> None:
+    """As with fast_dev_run and limit_train_batches: Lightning steps after one of four micro-batches."""
+    sft_cases.prepare(tmp_path)
+    run = sft_cases.trainer(tmp_path, max_steps=1, limit_train_batches=1, accumulate_grad_batches=4)
+    data = SFTDataModule(str(tmp_path / "data.jsonl"), micro_batch_size=2, cache_dir=tmp_path / "cache")
+    run.fit(SFTModule(str(tmp_path / "model"), lr=1e-9), data)
+    logged = run.callback_metrics
+    assert float(logged["loss"]) == pytest.approx(float(logged["sft/nll_epoch"]), rel=1e-6)
+
+
 def test_least_and_largest_rewards_of_an_epoch_are_those_of_all_pairs(tmp_path: Path) -> None:
     dpo_cases.prepare(tmp_path)
     logged = []
@@ -186,3 +230,27 @@ def test_every_validation_has_the_metrics_of_all_its_rows_and_of_no_other(tmp_pa
     assert seen[4] == seen[5] == pytest.approx(seen[3])
     for one in seen:
         assert one["val/perplexity"] == pytest.approx(math.exp(one["val/nll"]))
+
+
+class Tokens(L.Callback):
+    """Sum of the losses and number of the trained tokens of the validation batches."""
+
+    def __init__(self) -> None:
+        self.loss, self.tokens = 0.0, 0
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *place: Any) -> None:
+        logprobs = torch.log_softmax(module.policy(batch.input_ids, batch.attention_mask).logits[:, :-1], -1)
+        chosen = logprobs.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+        self.loss -= float(chosen[batch.loss_mask].sum())
+        self.tokens += int(batch.loss_mask.sum())
+
+
+def test_a_limited_validation_has_the_mean_of_the_tokens_that_it_saw(tmp_path: Path) -> None:
+    sft_cases.prepare(tmp_path)
+    tokens, path = Tokens(), str(tmp_path / "data.jsonl")
+    run = sft_cases.trainer(tmp_path, limit_val_batches=2, callbacks=[tokens])
+    data = SFTDataModule(path, validation_data=path, micro_batch_size=2, cache_dir=tmp_path / "cache")
+    found = run.validate(SFTModule(str(tmp_path / "model"), attention="sdpa"), data, verbose=False)[0]
+    expected = tokens.loss / tokens.tokens
+    assert found["val/loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)

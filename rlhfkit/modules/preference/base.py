@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data.formats.preferences import PreferenceBatch
 from rlhfkit.losses import LossOutput, gradient_scope, sequence_logprobs
+from rlhfkit.losses.metrics import share_metric
 from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
@@ -94,8 +95,8 @@ class PreferenceModule(PolicyModule):
         out = self.training_output(batch)
         result = self.with_head_gradient(self.loss(batch, out), out)
         result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
-        self.log_step({"loss": result.loss.detach()})
-        self.log_step(result.metrics, pairs)
+        loss = share_metric(result.loss, pairs, batch.pair_denominator)
+        self.log_step({"loss": loss, **result.metrics}, pairs)
         self.log_metrics(result.metrics, pairs, suffix="_epoch")
         return result.loss
 
@@ -104,7 +105,8 @@ class PreferenceModule(PolicyModule):
         pairs = batch.pair_mask.sum()
         batch = self.prepare(batch)
         result = self.loss(batch, self.policy_output(batch))
-        self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
+        loss = share_metric(result.loss, pairs, batch.pair_denominator)
+        self.log_metrics({"loss": loss}, pairs, prefix="val/", prog_bar=True)
         self.log_metrics(result.metrics, pairs, prefix="val/")
 
     def predict_step(self, batch: PreferenceBatch, batch_idx: int) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from rlhfkit.data.formats.preferences import PreferenceExample
 from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch, UnpairedExamples
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
+from rlhfkit.losses.metrics import share_metric
 from rlhfkit.losses.preference.kto import KTOLossType
 from rlhfkit.models import LoRA, policy_output
 from rlhfkit.models.load import disable_dropout
@@ -198,6 +199,12 @@ class KTOModule(ReferenceModule):
         self._sums = self._sums.to(self.device) + _class_sums(result.metrics)
         return result
 
+    @staticmethod
+    def _loss_metric(batch: UnpairedBatch, loss: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The loss as a mean over answers, and their number."""
+        answers = batch.loss_mask.any(-1).sum()
+        return {"loss": share_metric(loss, answers, batch.sequence_denominator)}, answers
+
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self) -> None:
@@ -230,7 +237,7 @@ class KTOModule(ReferenceModule):
         out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
         result = self._evaluated(batch, self.answer_logprobs(batch, out.logprobs), self.kl)
         result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
-        self.log_step({"loss": result.loss.detach()})
+        self.log_step(*self._loss_metric(batch, result.loss))
         if "aux_loss" in result.metrics:
             self.log_step({"aux_loss": result.metrics["aux_loss"]}, batch.loss_mask.sum())
         return result.loss
@@ -250,7 +257,7 @@ class KTOModule(ReferenceModule):
             self._validation_kl = self.kl_estimate(batch.mismatched)
         logprobs = self._answer_logprobs(self.policy, batch)
         loss = self._evaluated(batch, logprobs, self._validation_kl.to(self.device)).loss
-        self.log("val/loss", loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
+        self.log_metrics(*self._loss_metric(batch, loss), prefix="val/", prog_bar=True)
 
     def on_validation_epoch_end(self) -> None:
         """Log means over the validation answers."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput
+from rlhfkit.losses.metrics import share_metric
 from rlhfkit.models import load_scalar_model
 from rlhfkit.models.heads import scalar_forward
 from rlhfkit.modules.base import PolicyModule
@@ -90,6 +91,11 @@ class ScalarModule(PolicyModule):
 
     # ------------------------------------------------------------------ steps
 
+    def _loss_metric(self, batch: TokenBatch, loss: Tensor, count: Tensor) -> dict[str, Tensor]:
+        """The loss as a mean over cases, of which the batch has ``count``."""
+        denominator = batch.token_denominator if self.stepwise else batch.sequence_denominator
+        return {"loss": share_metric(loss, count, denominator)}
+
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""
         self._router_loss = None
@@ -97,7 +103,7 @@ class ScalarModule(PolicyModule):
         result = self.loss(batch, out)
         count = self.number_of_cases(batch, out)
         result = self.with_router_loss(result, self._router_loss, count > 0)
-        self.log_step({"loss": result.loss.detach()})
+        self.log_step(self._loss_metric(batch, result.loss, count), count)
         self.log_metrics(result.metrics, count)
         return result.loss
 
@@ -110,7 +116,8 @@ class ScalarModule(PolicyModule):
         out = self.scores(batch)
         self.update_metrics(batch, out)
         result = self.loss(batch, out)
-        self.log("val/loss", result.loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
+        count = self.number_of_cases(batch, out)
+        self.log_metrics(self._loss_metric(batch, result.loss, count), count, prefix="val/", prog_bar=True)
 
     def update_metrics(self, batch: Any, out: Tensor) -> None:
         """Add a validation batch, with its :meth:`scores`, to accuracy and calibration."""

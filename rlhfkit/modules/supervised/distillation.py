@@ -14,6 +14,7 @@ from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.distributed import all_reduce, exchange_errors
 from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
+from rlhfkit.losses.metrics import share_metric
 from rlhfkit.models import LoRA, unwrap
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
@@ -220,7 +221,7 @@ class DistillationModule(PolicyModule):
         return torch.stack([divergence, cross_entropy_loss(logprobs[None], mask, denominator=denominator).loss])
 
     def loss(self, batch: TokenBatch) -> LossOutput:
-        """The loss of one micro-batch; its metrics are shares of the step's mean divergence and cross-entropy."""
+        """The loss of one micro-batch; its metrics are mean divergence and cross-entropy of the trained tokens."""
         if self._comparison is not None:
             return self._text_loss(batch, self._comparison)
         mask = batch.loss_mask
@@ -236,9 +237,9 @@ class DistillationModule(PolicyModule):
             router_aux_loss=self.balances_routers,
         )
         share = self.distillation_coef
-        parts = {"distillation/divergence": divergence.detach()}
+        parts = {"distillation/divergence": share_metric(divergence, mask.sum(), denominator)}
         if share < 1.0:
-            parts["distillation/cross_entropy"] = cross_entropy.detach()
+            parts["distillation/cross_entropy"] = share_metric(cross_entropy, mask.sum(), denominator)
         result = LossOutput(share * divergence + (1.0 - share) * cross_entropy, parts)
         return self.with_router_loss(result, router_loss, mask)
 
@@ -267,8 +268,8 @@ class DistillationModule(PolicyModule):
             router_aux_loss=self.balances_routers,
         )
         names = ("divergence", "unmatched", "cross_entropy")[: len(sums)]
-        parts = {f"distillation/{name}": value.detach() for name, value in zip(names, sums, strict=True)}
-        parts["distillation/aligned_fraction"] = found.aligned.sum() / denominator
+        values = dict(zip(names, sums, strict=True)) | {"aligned_fraction": found.aligned.sum() / denominator}
+        parts = {f"distillation/{name}": share_metric(value, mask.sum(), denominator) for name, value in values.items()}
         loss = share * (sums[0] + self.unmatched_weight * sums[1])
         if share < 1.0:
             loss = loss + (1.0 - share) * sums[2]
@@ -387,12 +388,16 @@ class DistillationModule(PolicyModule):
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""
         loss, parts = self.loss(batch)
-        self.log_step({"loss": loss.detach()})
-        self.log_means({f"{name}_epoch": value for name, value in parts.items()})
+        tokens = batch.loss_mask.sum()
+        self.log_step({"loss": share_metric(loss, tokens, batch.token_denominator)}, tokens)
+        self.log_metrics(parts, tokens, suffix="_epoch")
         return loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
         """Log the mean loss over the validation tokens."""
         loss, parts = self.loss(batch)
-        self.log("val/loss", loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
-        self.log_means({f"val/{name}": value for name, value in parts.items()})
+        tokens = batch.loss_mask.sum()
+        self.log_metrics(
+            {"loss": share_metric(loss, tokens, batch.token_denominator)}, tokens, prefix="val/", prog_bar=True
+        )
+        self.log_metrics(parts, tokens, prefix="val/")

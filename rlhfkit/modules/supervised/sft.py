@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.losses import LossOutput, aggregate, cross_entropy_loss, dft_loss, gradient_scope
+from rlhfkit.losses.metrics import share_metric
 from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optimizers.schedules import Schedule
@@ -111,24 +112,22 @@ class SFTModule(PolicyModule):
             out = self.training_output(batch)
         result = self.with_head_gradient(self.loss(batch, out), out)
         result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
-        self.log_step({"loss": result.loss.detach()})
-        self.log_metrics(result.metrics, batch.loss_mask.sum(), suffix="_epoch")
-        self.log_metrics(self.token_metrics(batch, out), batch.loss_mask.sum(), prefix="sft/")
+        tokens = batch.loss_mask.sum()
+        self.log_step({"loss": share_metric(result.loss, tokens, batch.token_denominator)}, tokens)
+        self.log_metrics(result.metrics, tokens, suffix="_epoch")
+        self.log_metrics(self.token_metrics(batch, out), tokens, prefix="sft/")
         return result.loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        """Log mean loss and negative log-likelihood over all validation tokens."""
+        """Log mean loss, negative log-likelihood and perplexity over all validation tokens."""
         out = self.policy_output(batch)
-        nll = cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator).loss
-        losses = {"val/loss": self.loss(batch, out).loss, "val/nll": nll}
-        self.log_metrics(self.token_metrics(batch, out), batch.loss_mask.sum(), prefix="val/")
-        self.log_dict(losses, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=1)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the perplexity, which is not a mean over batches."""
-        nll = self.trainer.callback_metrics.get("val/nll")
-        if nll is not None:
-            self.log("val/perplexity", nll.exp())
+        tokens, denominator = batch.loss_mask.sum(), batch.token_denominator
+        nll = cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=denominator).loss
+        losses = {"loss": self.loss(batch, out).loss, "nll": nll}
+        shares = {name: share_metric(value, tokens, denominator) for name, value in losses.items()}
+        self.log_metrics(shares, tokens, prefix="val/", prog_bar=True)
+        perplexity = share_metric(nll, tokens, denominator, exponential=True)
+        self.log_metrics(self.token_metrics(batch, out) | {"perplexity": perplexity}, tokens, prefix="val/")
 
     def predict_step(self, batch: TokenBatch, batch_idx: int) -> list[Tensor]:
         """Log-probs of the trained tokens of each sequence."""
