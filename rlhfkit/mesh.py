@@ -10,6 +10,7 @@ ranks as without one. What differs is how many tokens fit: a row may be as long 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -118,7 +119,7 @@ class ForwardGroup:
 
     @classmethod
     def create(cls, mesh: Mesh, sequence_parallel: SequenceParallel = "ulysses") -> "ForwardGroup":
-        """Make the process groups. A collective of all ranks, on the backend of the default group."""
+        """Make the process groups and connect their ranks. A collective of all, on the default group's backend."""
         members = _own_group(mesh.forward_groups(), mesh.rank)
         sequence = _own_group(mesh.sequence_groups(), mesh.rank)
         tensor = _own_group(mesh.tensor_groups(), mesh.rank)
@@ -144,7 +145,19 @@ def _own_group(all_ranks: list[list[int]], rank: int, backend: str | None = None
         made = dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None
         if rank in ranks:
             own = made
+    if own is not None:
+        _connect(own)
     return own
+
+
+def _connect(group: Any) -> None:
+    """Run a first collective of all members, in which NCCL connects them.
+
+    All of them must make its first call. A ring's exchange may be made by some only: a packed row whose sequences end
+    where a rank's tokens end leaves ranks without a message, and the others would wait for them.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 # ---------------------------------------------------------------- which mesh a run and a model have

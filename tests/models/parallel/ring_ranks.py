@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 import rlhfkit.models.parallel.ring_plan
 from models.parallel.ring_models import differences as differences_of_models
 from models.parallel.ring_models import zero
+from rlhfkit.mesh import ForwardGroup, Mesh
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import packed_attention
 from rlhfkit.models.parallel.ring import Ring, ring_attention
@@ -113,3 +115,32 @@ def everything(**_: Any) -> dict[str, dict[str, float]]:
     for stage in (2, 3):
         found["engines"] |= zero(stage)
     return found
+
+
+def calls_of_groups(**_: Any) -> dict[str, list[str]]:
+    """What this rank calls, in order, by process group of a mesh of 2 sequence and 2 tensor ranks, and of 4 and 1.
+
+    Then the row of a ring of four: two sequences that one rank has, and one of two ranks.
+    """
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=4)
+    calls: dict[str, list[str]] = {}
+
+    def recorded(name: str) -> Callable[..., Any]:
+        function = getattr(dist, name)
+
+        def call(first: Any, *arguments: Any, **options: Any) -> Any:
+            group = first[0].group if name == "batch_isend_irecv" else options.get("group")
+            calls.setdefault("default" if group is None else group.group_name, []).append(name)
+            return function(first, *arguments, **options)
+
+        return call
+
+    for name in ("all_reduce", "batch_isend_irecv", "all_to_all_single", "all_gather_object", "broadcast"):
+        setattr(dist, name, recorded(name))
+    ForwardGroup.create(Mesh(rank, 4, sequence=2, tensor=2))
+    group = ForwardGroup.create(Mesh(rank, 4, sequence=4), "ring").sequence
+    layout = PackedLayout.from_lengths([9, 9, 18], CPU)
+    in_ring(Ring.of_group(layout, list(torch.arange(36).chunk(4)), group), tensors((1, 1), 36, torch.float32), None)
+    calls["ring"] = calls.get(group.group_name, [])
+    return calls

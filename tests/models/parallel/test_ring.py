@@ -3,6 +3,7 @@
 Covers ring_attention.py.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,18 @@ def test_sharded_engines_get_the_same_gradients(found: dict[str, dict[str, float
     # float32; relative to the largest gradient.
     assert set(found["engines"]) == {"ZeRO 2", "ZeRO 3"}
     assert {name: far for name, far in found["engines"].items() if not far < 2e-6} == {}
+
+
+def test_the_first_call_of_each_group_is_made_by_all_of_its_ranks(tmp_path: Path) -> None:
+    # NCCL connects the ranks of a group in its first call: one that only some of them make would wait for the others.
+    calls: list[dict[str, Any]] = ranks.run("models.parallel.ring_ranks:calls_of_groups", ranks=4, folder=tmp_path)
+    rings = [of_rank.pop("ring") for of_rank in calls]
+    assert ["batch_isend_irecv" in ring for ring in rings] == [False, False, True, True]
+    groups = {name for of_rank in calls for name in of_rank}
+    assert len(groups) == (1 + 2 + 2) + (1 + 1), "of members, sequence ranks and tensor ranks, of both meshes"
+    for name in groups:
+        assert {of_rank[name][0] for of_rank in calls if name in of_rank} == {"all_reduce"}, name
+    assert [len(of_rank) for of_rank in calls] == [5] * 4
 
 
 @pytest.mark.parametrize("window", [None, 5])
