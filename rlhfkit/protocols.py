@@ -228,6 +228,15 @@ class ChecksPrompts(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksColumns(Protocol):
+    """A DataModule that knows before a run which columns its prompts have."""
+
+    def check_columns(self, reader: str, *, answer: bool, columns: Sequence[str], validation: bool = False) -> None:
+        """Raise ValueError if ``reader``, a reward, reads an answer or columns that the prompts do not have."""
+        ...
+
+
 # ---------------------------------------------------------------------------------- what DataModules and callbacks ask
 
 

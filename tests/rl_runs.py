@@ -76,8 +76,7 @@ def setup_run(
     made = module(str(model), **({"lr": 1e-3} | (module_arguments or {})))
     data = datamodule(
         prompts_file(folder),
-        answer="answer",
-        **({"rollout_batch_size": 8, "micro_batch_size": 8} | (data_arguments or {})),
+        **({"answer": "answer", "rollout_batch_size": 8, "micro_batch_size": 8} | (data_arguments or {})),
     )
     rollouts = rollouts or RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
     trainer = L.Trainer(

@@ -34,6 +34,7 @@ CASES = [
     (protocols.PromptQueue, IterationQueue),
     (protocols.PromptSource, PromptDataModule),
     (protocols.ChecksPrompts, PromptDataModule),
+    (protocols.ChecksColumns, PromptDataModule),
     (protocols.PretrainingSource, PromptDataModule),
     (protocols.ExperienceSource, RolloutCallback),
     (protocols.MixedDataset, MixedExamples),

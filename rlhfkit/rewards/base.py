@@ -8,6 +8,7 @@ runs it in a process that can be killed.
 
 import asyncio
 import functools
+import importlib.util
 import inspect
 import itertools
 import logging
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -51,7 +53,8 @@ class Reward(Protocol):
     """A callable that scores samples.
 
     A class may also implement :class:`NamedReward`, :class:`RewardWithMetrics`, :class:`RewardWithProgress`,
-    :class:`RewardWithAnswers`, :class:`CompositeReward` or :class:`TimeBoundedReward`.
+    :class:`RewardWithAnswers`, :class:`RewardWithNeeds`, :class:`WrapsRewards`, :class:`CompositeReward` or
+    :class:`TimeBoundedReward`.
 
     Example::
 
@@ -136,6 +139,48 @@ class RewardWithAnswers(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a reward needs, which ``RolloutCallback.setup`` checks before any model is loaded."""
+
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Modules that it imports, each with what ``pip install`` is given for it: ``{"math_verify": "rlhfkit[math]"}``."""
+    answer: bool = False
+    """Whether it reads ``sample.prompt.answer``, so that ``PromptDataModule(answer=...)`` must name a column."""
+    columns: tuple[str, ...] = ()
+    """Columns of the data that it reads in ``sample.prompt.metadata``."""
+
+
+@runtime_checkable
+class RewardWithNeeds(Protocol):
+    """A reward that states what it needs; :func:`needs` marks a function.
+
+    Example::
+
+        class Translation:
+            needs = Needs(packages={"sacrebleu": "sacrebleu"}, answer=True)
+
+            def __call__(self, samples):
+                import sacrebleu
+
+                return [sacrebleu.sentence_bleu(one.text, [one.prompt.answer]).score for one in samples]
+    """
+
+    @property
+    def needs(self) -> Needs:
+        """What it needs."""
+        ...
+
+
+@runtime_checkable
+class WrapsRewards(Protocol):
+    """A reward that calls others."""
+
+    def inner_rewards(self) -> Sequence[Any]:
+        """Return the others."""
+        ...
+
+
 @runtime_checkable
 class TimeBoundedReward(Protocol):
     """A reward whose calls always return in time, or that calls another reward with :func:`evaluate`."""
@@ -214,6 +259,42 @@ def reads_answers(read: AnswerReader) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def needs(
+    *, packages: Mapping[str, str] | None = None, answer: bool = False, columns: Sequence[str] = ()
+) -> Callable[[F], F]:
+    """Mark a reward function with its :class:`Needs`: ``@needs(packages={"sympy": "sympy"}, columns=["unit"])``."""
+    stated = Needs(dict(packages or {}), answer, tuple(columns))
+
+    def mark(function: F) -> F:
+        function.needs = stated  # type: ignore[attr-defined]  # functions take attributes
+        return function
+
+    return mark
+
+
+def reward_needs(reward: Any) -> list[tuple[str, Needs]]:
+    """Return the needs of a reward and of those that it calls, each with the name of its reward."""
+    if isinstance(reward, functools.partial):
+        return reward_needs(reward.func)
+    own = [(reward_name(reward), reward.needs)] if isinstance(reward, RewardWithNeeds) else []
+    inner = reward.inner_rewards() if isinstance(reward, WrapsRewards) else ()
+    return [need for need in own if isinstance(need[1], Needs)] + [need for one in inner for need in reward_needs(one)]
+
+
+def check_packages(reward: Any) -> None:
+    """Raise ImportError, with the command to install them, if packages that a reward needs are missing."""
+    missing = [
+        (name, module, install)
+        for name, stated in reward_needs(reward)
+        for module, install in stated.packages.items()
+        if importlib.util.find_spec(module) is None
+    ]
+    if missing:
+        what = " and ".join(f"{name} needs {module}" for name, module, _ in missing)
+        command = " ".join(f"'{install}'" for install in dict.fromkeys(install for *_, install in missing))
+        raise ImportError(f"{what}, not installed here: pip install {command}")
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -100,6 +100,10 @@ class WeightedSum:
         """Names of the parts, in the order given."""
         return list(self.rewards)
 
+    def inner_rewards(self) -> list[Reward]:
+        """Return the parts."""
+        return list(self.rewards.values())
+
     def metrics(self) -> dict[str, float]:
         """Metrics of all parts, see :func:`~rlhfkit.rewards.base.reward_metrics`.
 

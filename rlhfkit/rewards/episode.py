@@ -87,6 +87,10 @@ class OnLastTurn:
         self.reward = reward
         self.name = reward_name(reward)
 
+    def inner_rewards(self) -> list[Reward]:
+        """Return the inner reward."""
+        return [self.reward]
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the inner reward, see :func:`~rlhfkit.rewards.base.reward_metrics`."""
         return reward_metrics(self.reward)

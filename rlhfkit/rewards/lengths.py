@@ -99,6 +99,10 @@ class CosineLength:
         share = min(length / self.max_length, 1.0)
         return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
 
+    def inner_rewards(self) -> list[Reward]:
+        """Return ``correct``."""
+        return [self.correct]
+
     def metrics(self) -> dict[str, float]:
         """Metrics of ``correct``."""
         return reward_metrics(self.correct)

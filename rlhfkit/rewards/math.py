@@ -5,7 +5,6 @@ compares it with SymPy. Its time limits are signal alarms, which work in a main 
 be interrupted at all, so it runs in child processes (:mod:`rlhfkit.rewards.sandbox`) that can be killed.
 """
 
-import importlib.util
 import logging
 import os
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import AnswerReader, reads_answers
+from rlhfkit.rewards.base import AnswerReader, Needs, check_packages, needs, reads_answers
 from rlhfkit.rewards.benchmarks import voted_answer
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.rules import required_answer
@@ -22,6 +21,8 @@ from rlhfkit.rewards.sandbox import CallResult, SandboxPool, WorkerSpec
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
+
+_NEEDS = Needs(packages={"math_verify": "rlhfkit[math]"}, answer=True)
 
 
 class MathMatch:
@@ -33,6 +34,8 @@ class MathMatch:
 
     time_bounded: ClassVar[bool] = True
     """Every call returns in time."""
+
+    needs: ClassVar[Needs] = _NEEDS
 
     def __init__(self, *, timeout: int = 5, workers: int | None = None) -> None:
         """Set the limits; no process is started before the first call.
@@ -48,8 +51,7 @@ class MathMatch:
         """
         check_integer("timeout", timeout, minimum=1, why="it is in seconds")
         check_integer("workers", workers, minimum=1, optional=True)
-        if importlib.util.find_spec("math_verify") is None:
-            raise ImportError("math_match needs math-verify: pip install 'rlhfkit[math]'")
+        check_packages(self)
         work = WorkerSpec(
             name="math-verify",
             program=Path(__file__).with_name("math_worker.py"),
@@ -112,6 +114,7 @@ def _shared() -> MathMatch:
     return MathMatch()
 
 
+@needs(packages=_NEEDS.packages, answer=True)
 @reads_answers(_voted)
 def math_match(samples: Sequence[Sample]) -> list[float | None]:
     """1 where the completion's final answer equals the reference answer mathematically, else 0.

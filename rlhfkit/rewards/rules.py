@@ -3,10 +3,10 @@
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import AnswerReader, reads_answers
+from rlhfkit.rewards.base import AnswerReader, Needs, needs, reads_answers
 from rlhfkit.validation import check_integer
 
 
@@ -27,6 +27,8 @@ class ExactMatch:
 
         ExactMatch(pattern=r"The answer is (.+?)\.", ignore_case=True)
     """
+
+    needs: ClassVar[Needs] = Needs(answer=True)
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class ExactMatch:
         return text.strip()
 
 
+@needs(answer=True)
 @reads_answers(lambda sample: sample.text.strip())
 def exact_match(samples: Sequence[Sample]) -> list[float]:
     """1 where the completion, without white space at its ends, is the reference answer, else 0.

@@ -121,6 +121,10 @@ class WorkerReward:
         # Stop the processes when the reward is collected or Python exits; but not in a fork, which does not own them.
         weakref.finalize(self, _end_own, self._processes, os.getpid())
 
+    def inner_rewards(self) -> list[Reward]:
+        """Return the reward, which runs in the processes."""
+        return [self.reward]
+
     def answer_reader(self) -> AnswerReader | None:
         """Return that of the reward; it reads in this process."""
         return answer_reader(self.reward)

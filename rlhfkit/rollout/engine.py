@@ -349,6 +349,17 @@ class RolloutEngine(Protocol):
         """
         return
 
+    def check_model(self, model: str, *, trust_remote_code: bool = False) -> None:
+        """Check that the engine can serve a model on this machine, by its configuration alone. Nothing by default.
+
+        ``RolloutCallback`` calls it on every rank before a model is loaded; arguments are those of :meth:`start`.
+
+        Raises:
+            ImportError: If a package is missing.
+            EngineError: If the engine cannot run the model.
+        """
+        return
+
     @abstractmethod
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False

@@ -24,6 +24,9 @@ Doubled after each further failure, up to a minute, and at least as long as the 
 """
 
 
+CLIENT_PACKAGES = {"httpx": "rlhfkit[server]", "tenacity": "rlhfkit[server]"}
+"""Modules that classes with :func:`make_client` import, each with what ``pip install`` is given for it."""
+
 MAX_RETRY_AFTER = 3600.0
 """Maximum number of seconds taken from a server's ``Retry-After``."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 
@@ -12,17 +13,34 @@ import torch
 
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.rewards import (
+    ChatJudge,
+    CodeExecution,
+    CosineLength,
     ExactMatch,
     FormatReward,
+    OnLastTurn,
+    PairwiseReward,
+    RemoteReward,
     Reward,
+    SandboxedReward,
     WeightedSum,
+    WorkerReward,
     evaluate,
     exact_match,
+    math_match,
     reward_metrics,
     reward_name,
     score_samples,
 )
-from rlhfkit.rewards.base import CompositeReward, RewardWithMetrics, part_names
+from rlhfkit.rewards.base import (
+    CompositeReward,
+    Needs,
+    RewardWithMetrics,
+    check_packages,
+    needs,
+    part_names,
+    reward_needs,
+)
 
 
 def samples(count: int = 3) -> list[Sample]:
@@ -284,3 +302,53 @@ def test_a_class_may_declare_a_name_parts_and_metrics() -> None:
     assert (part_names(exact_match), reward_metrics(exact_match)) == (["exact_match"], {})
     assert isinstance(Pair(), CompositeReward)
     assert not isinstance(exact_match, CompositeReward | RewardWithMetrics)
+
+
+MATH = Needs(packages={"math_verify": "rlhfkit[math]"}, answer=True)
+CLIENT = Needs(packages={"httpx": "rlhfkit[server]", "tenacity": "rlhfkit[server]"})
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (by_index, {}),
+        (math_match, {"math_match": MATH}),
+        (functools.partial(math_match), {"math_match": MATH}),
+        (exact_match, {"exact_match": Needs(answer=True)}),
+        (CodeExecution(tests="cases"), {"code_execution": Needs(columns=("cases",))}),
+        (RemoteReward("http://127.0.0.1:1"), {"remote_reward": CLIENT}),
+        (
+            PairwiseReward(ChatJudge("http://127.0.0.1:1/v1", model="judge"), against="answer"),
+            {"chat_judge_win_rate": Needs(answer=True), "chat_judge": CLIENT},
+        ),
+        (
+            WeightedSum(last=OnLastTurn(math_match), short=CosineLength(ExactMatch(), max_length=8)),
+            {"math_match": MATH, "exact_match": Needs(answer=True)},
+        ),
+        (SandboxedReward(math_match), {"math_match": MATH}),
+        (WorkerReward(math_match), {"math_match": MATH}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_needs_are_those_of_the_reward_and_of_all_that_it_calls(reward: object, expected: dict[str, Needs]) -> None:
+    assert dict(reward_needs(reward)) == expected
+
+
+def test_missing_packages_are_named_with_the_line_that_installs_all_of_them() -> None:
+    @needs(packages={"no_such_package": "no-such-package>=2", "torch": "torch"})
+    def unit(batch: list[Sample]) -> list[float]:
+        return by_index(batch)
+
+    class Other:
+        needs = Needs(packages={"nor_this": "rlhfkit[other]"})
+
+        def __call__(self, batch: list[Sample]) -> list[float]:
+            return by_index(batch)
+
+    check_packages(math_match)  # which is installed for the tests
+    message = (
+        "unit needs no_such_package and other needs nor_this, not installed here: "
+        "pip install 'no-such-package>=2' 'rlhfkit[other]'"
+    )
+    with pytest.raises(ImportError, match=re.escape(message)):
+        check_packages(WeightedSum(unit=unit, math=math_match, other=Other()))

@@ -1,6 +1,7 @@
 """Grading mathematics: equal values match, nothing hangs, no process is left behind. Covers ``math_worker.py`` too."""
 
 import concurrent.futures
+import importlib.util
 import os
 import pickle
 import signal
@@ -109,7 +110,7 @@ def test_shared_function_and_missing_answer() -> None:
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'rlhfkit\[math\]'"):
         MathMatch()
 

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
-from rlhfkit.callbacks.rollout.checks import check_learner, check_prompts, check_replay, check_whole_iterations
+from rlhfkit.callbacks.rollout.checks import (
+    check_learner,
+    check_prompts,
+    check_replay,
+    check_reward,
+    check_whole_iterations,
+)
 from rlhfkit.callbacks.rollout.device_phases import DevicePhases
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.metrics import iteration_metrics, staleness_metrics
@@ -407,6 +413,9 @@ class RolloutCallback(Callback):
         self._inside_iteration = False
         self.engine.version = None  # equal steps of two runs, or of two checkpoints, are not equal weights
         prompts_of(trainer)
+        check_reward(trainer, self.reward, fit=stage == "fit")
+        module = policy_of(trainer)
+        self.engine.check_model(module.model_name, trust_remote_code=module.trust_remote_code)
         for sampling in self.validation.ways.values():
             check_prompts(trainer, policy_of(trainer), self.engine, sampling, validation=True)
         if stage == "fit":

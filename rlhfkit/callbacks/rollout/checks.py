@@ -10,8 +10,10 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
+from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.models.load import base_model_name, context_length, load_config, stop_token_ids
 from rlhfkit.protocols import (
+    ChecksColumns,
     ChecksEngine,
     ChecksPrompts,
     CorrectsOffPolicy,
@@ -19,8 +21,29 @@ from rlhfkit.protocols import (
     GenerativeModule,
     datamodule_of,
 )
+from rlhfkit.rewards.base import check_packages, reward_needs
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.replay_buffer import ReplayBuffer
+
+
+def check_reward(trainer: L.Trainer, reward: Any, *, fit: bool) -> None:
+    """Check that what a reward needs is there: packages, and columns of validation and, to ``fit``, training data.
+
+    A collective.
+
+    Raises:
+        ImportError: If a package is missing here.
+        RuntimeError: If one is missing on another rank.
+        ValueError: If the data has no answers, or not the columns that it reads.
+    """
+    run_on_all_ranks(lambda: check_packages(reward))
+    data = datamodule_of(trainer)
+    if not isinstance(data, ChecksColumns):
+        return
+    validated = isinstance(data, ChecksPrompts) and data.has_validation_prompts
+    for name, needs in reward_needs(reward):
+        for validation in [False] * fit + [True] * validated:
+            data.check_columns(name, answer=needs.answer, columns=needs.columns, validation=validation)
 
 
 def check_prompts(

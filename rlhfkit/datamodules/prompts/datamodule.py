@@ -5,7 +5,7 @@ The cursor is state of the DataModule because Lightning restores a loader's stat
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -294,6 +294,41 @@ class PromptDataModule(L.LightningDataModule):
         if not validation:
             self._order = None  # some rows may be gone
             self._check_count()
+
+    def check_columns(self, reader: str, *, answer: bool, columns: Sequence[str], validation: bool = False) -> None:
+        """Check that the prompts have what a reward reads, before anything is generated.
+
+        Args:
+            reader: Name of the reward, for messages.
+            answer: Whether it reads ``prompt.answer``.
+            columns: What it reads in ``prompt.metadata``.
+            validation: Check the validation prompts instead of the training prompts.
+
+        Raises:
+            ValueError: If no column of answers was named, or a column does not exist.
+        """
+        for source, found in self._columns(validation):
+            if answer and self.answer is None:
+                raise ValueError(
+                    f"reward {reader!r} compares with the prompts' answers, and no column of answers was named: give "
+                    f"{type(self).__name__}(answer=...); {describe(source)} has the columns {', '.join(found)}"
+                )
+            left = [name for name in found if name not in (self.prompt, self.answer)]
+            missing = [name for name in columns if name not in left]
+            if missing:
+                taken = [name for name in missing if name in found]
+                used = f" ({', '.join(taken)} is read as the prompt or answer)" if taken else ""
+                raise ValueError(
+                    f"reward {reader!r} reads the column {missing[0]!r} of the prompts' metadata, which "
+                    f"{describe(source)} does not have{used}; it has {', '.join(left) or 'none'}"
+                )
+
+    def _columns(self, validation: bool) -> list[tuple[Source, list[str]]]:
+        """Each source of the prompts, with its columns."""
+        rows = self._opened(self._validation_rows if validation else self._rows)
+        if isinstance(rows, MixedPrompts):  # its prompts have the name of their source
+            return [(part.source, sorted({*part.rows.column_names, "source"})) for part in rows.parts]
+        return [(rows.source, list(rows.rows.column_names))]
 
     @property
     def _description(self) -> str:

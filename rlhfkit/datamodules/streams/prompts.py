@@ -145,6 +145,14 @@ class StreamingPromptDataModule(PromptDataModule):
         self._limits, self._vocabulary = [*self._limits, (longest, reason)], vocabulary
         self._opened_stream().restart()
 
+    def _columns(self, validation: bool) -> list[tuple[Any, list[str]]]:
+        """Each source of the prompts, with the columns of its first row."""
+        if validation:
+            return super()._columns(validation)
+        source = ["source"] if isinstance(self.data, Mixture) else []
+        heads = [one.reader.head for one in self._sources]
+        return [(one, [*head.column_names, *source]) for one, head in zip(list_sources(self.data), heads, strict=True)]
+
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def _opened_stream(self) -> PromptStream:

@@ -5,12 +5,12 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlhfkit.rewards.base import RewardError
+from rlhfkit.rewards.base import Needs, RewardError
 from rlhfkit.rewards.judges.pairwise import Pair
 from rlhfkit.serving.access import AccessToken
-from rlhfkit.serving.endpoints import InvalidResponse, ServerUnavailable, make_client, post
+from rlhfkit.serving.endpoints import CLIENT_PACKAGES, InvalidResponse, ServerUnavailable, make_client, post
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class ChatJudge:
     Raises:
         ValueError: If an argument is out of range.
     """
+
+    needs: ClassVar[Needs] = Needs(packages=CLIENT_PACKAGES)
 
     def __init__(
         self,

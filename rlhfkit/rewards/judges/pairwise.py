@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal, Protocol, cast
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import reward_metrics, reward_name
+from rlhfkit.rewards.base import Needs, reward_metrics, reward_name
 
 Pair = tuple[Sample, Sample]
 """Two answers to one prompt."""
@@ -110,6 +110,15 @@ class PairwiseReward:
             for rows in groups.values()
             for row, other in combinations(rows, 2)
         ]
+
+    @property
+    def needs(self) -> Needs:
+        """The prompts' answers with ``against="answer"``, else nothing."""
+        return Needs(answer=self.against == "answer")
+
+    def inner_rewards(self) -> list[Any]:
+        """Return the judge, which may have needs too."""
+        return [self.judge]
 
     def metrics(self) -> dict[str, float]:
         """Share of comparisons that came out alike in both orders since the last call, and the judge's metrics."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.rewards.base import OnFailure, check_on_failure, reward_after_failure
+from rlhfkit.rewards.base import Needs, OnFailure, check_on_failure, reward_after_failure
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.programs.evaluation import STARTUP_SECONDS, CallWorker, ProgramEvaluation, SandboxError
 from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, parse_tests, same_output
@@ -190,6 +190,11 @@ class CodeExecution:
                     "or as inputs and outputs; those are evaluated outside",
                     *(self.name, len(free), test.count, sample.prompt.index, free[0][:200]),
                 )
+
+    @property
+    def needs(self) -> Needs:
+        """The column of the tests; that of the setup code may be missing."""
+        return Needs(columns=(self.tests,))
 
     def metrics(self) -> dict[str, float]:
         """Metrics per program since the last call, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""

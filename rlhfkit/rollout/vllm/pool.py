@@ -18,9 +18,11 @@ from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.vllm.adapter_slot import NO_LORA, adapter_arguments
 from rlhfkit.rollout.vllm.arguments import (
+    check_head_size,
     check_vllm_sampling,
     engine_arguments,
     engine_environment,
+    has_cpu_build,
     sample_request,
     vllm_resume_problem,
 )
@@ -293,18 +295,30 @@ class VLLMPool(RemoteEnginePool):
 
     # ---------------------------------------------------------------- sampling
 
-    def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
-        """Read the model's end-of-sequence tokens.
+    def check_model(self, model: str, *, trust_remote_code: bool = False) -> None:
+        """Check that vLLM is here and can run the model.
 
         Raises:
             ImportError: If Ray or vLLM is missing.
-            EngineError: If the model cannot be divided over an engine's processes.
+            EngineError: If the model cannot be divided over an engine's processes, or vLLM's build for CPUs cannot
+                compute its attention.
         """
         _require_packages()
-        from rlhfkit.models.load import load_config, load_tokenizer, stop_token_ids
+        from rlhfkit.models.load import load_config
 
+        on_cpu = self.device == "cpu" or (self.device is None and has_cpu_build())
+        if not on_cpu and self.processes_per_engine == 1:
+            return  # vLLM may know models that Transformers does not
+        config = load_config(model, trust_remote_code=trust_remote_code)
         if self.processes_per_engine > 1:
-            self.parallelism.check_model(load_config(model, trust_remote_code=trust_remote_code))
+            self.parallelism.check_model(config)
+        if on_cpu:
+            check_head_size(config)
+
+    def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
+        """Check the model, see :meth:`check_model`, and read its end-of-sequence tokens."""
+        self.check_model(model, trust_remote_code=trust_remote_code)
+        from rlhfkit.models.load import load_tokenizer, stop_token_ids
 
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._stop_token_ids = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)

@@ -80,6 +80,10 @@ class EngineWrapper(RolloutEngine):
         """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
         self.engine.start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
 
+    def check_model(self, model: str, *, trust_remote_code: bool = False) -> None:
+        """Check that the engine can serve a model; see :meth:`RolloutEngine.check_model`."""
+        self.engine.check_model(model, trust_remote_code=trust_remote_code)
+
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
         """Prepare log-probs; see :meth:`RolloutEngine.configure_logprobs`."""
         return self.engine.configure_logprobs(sampling)

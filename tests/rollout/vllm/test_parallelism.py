@@ -3,6 +3,8 @@
 ``test_plugin.py`` compares the processes and their ranks with vLLM's own count.
 """
 
+import ast
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from rlhfkit import VLLMPool
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.vllm.actor import VLLMActor
+from rlhfkit.rollout.vllm.arguments import CPU_HEAD_SIZES, check_head_size, has_cpu_build
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 
 LLAMA = LlamaConfig(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=4)
@@ -114,3 +117,31 @@ def test_weights_are_counted_per_process_and_compared_with_its_gpu(tmp_path: Pat
 def test_every_process_counts_where_devices_are_given_out() -> None:
     pool = VLLMPool(2, 2, pipeline_parallel_size=3, data_parallel_size=2)
     assert pool.processes_per_engine == 12
+
+
+def test_head_sizes_are_those_of_vllms_attention_on_cpus() -> None:
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    source = (Path(vllm.origin).parent / "v1/attention/backends/cpu_attn.py").read_text()  # importing it takes seconds
+    [function] = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes"
+    ]
+    [returned] = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    assert returned is not None
+    assert ast.literal_eval(returned) == list(CPU_HEAD_SIZES)
+    assert has_cpu_build()  # with which the tests run
+
+
+def test_heads_of_other_sizes_are_refused_on_cpus_only(tmp_path: Path) -> None:
+    check_head_size(LLAMA)  # 4096 / 8
+    check_head_size(LlamaConfig(hidden_size=64, num_attention_heads=8, head_dim=64))
+    small = LlamaConfig(hidden_size=64, num_attention_heads=8)
+    small.save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="have 8: use LocalEngine"):
+        VLLMPool().check_model(str(tmp_path))
+    with pytest.raises(EngineError, match="have 8: use LocalEngine"):
+        VLLMPool(2, device="cpu").check_model(str(tmp_path))
+    VLLMPool(device="cuda").check_model(str(tmp_path))
