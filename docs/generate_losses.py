@@ -12,12 +12,13 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import rlhfkit.losses
+from rlhfkit.modules.on_policy.presets import PRESETS
 
 PAGE = Path(__file__).with_name("losses.md")
 # Modules in the order of the page; others follow by name.
@@ -80,12 +81,31 @@ What they have in common:
 Arguments that are `None` by default, and `mask`, `denominator` and `max_length`, are left out of the tables.
 """
 
+DIVISORS = """\
+## What a policy loss is divided by
+
+A sample whose reward is missing (`None`), or that was cut off under `mask_truncated=True`, is a row without a trained
+token. The function counts in the tensors that it is given, a module over the whole optimizer step; both count the same.
+"""
+DIVIDED_BY = {
+    "token-mean": ("trained tokens", "is not counted"),
+    "sequence-mean-token-mean": ("rows with a trained token, and in each row its trained tokens", "is not counted"),
+    "sequence-mean-token-sum": ("rows with a trained token", "is not counted"),
+    "constant-length": ("all rows times `max_length`, as in TRL", "is counted"),
+}
+OTHER_DIVISORS = """\
+`bnpo_loss` divides by the tokens of the micro-batch. Critics (`value_loss`) and supervised losses divide by trained
+tokens, process rewards by labelled steps, losses of pairs by pairs of which both answers have a token, KTO and BCO by
+answers. The KL penalty and the entropy bonus are divided as the policy loss beside them is. Tokens that clips, filters
+and importance weights set to 0 are counted.
+"""
+
 
 def render() -> str:
     """The whole page."""
     public = {name: getattr(rlhfkit.losses, name) for name in rlhfkit.losses.__all__}
     functions = {name: value for name, value in public.items() if inspect.isfunction(value)}
-    parts = [HEADER]
+    parts = [HEADER, DIVISORS, _divisors(), OTHER_DIVISORS]
     for module in _modules(functions):
         members = [name for name, value in functions.items() if value.__module__ == module.__name__]
         parts.append(f"## {_heading(module)}\n\n{_markdown(_first_line(module))}\n")
@@ -98,6 +118,27 @@ def render() -> str:
     others = sorted(set(public) - set(functions))
     parts.append("## Types and registries\n\n" + ", ".join(f"`{name}`" for name in others) + "\n")
     return "\n".join(parts)
+
+
+def _divisors() -> str:
+    """The table of aggregations with the losses and presets that use them."""
+    presets = {name: rlhfkit.losses.__dict__[str(preset["policy_loss"])] for name, preset in PRESETS.items()}
+    losses = [rlhfkit.losses.__dict__[name] for name in rlhfkit.losses.__all__ if name.endswith("_loss")]
+    rows = []
+    for aggregation, (divisor, untrained) in DIVIDED_BY.items():
+        of_policies = [loss for loss in losses if {"old_logprobs", "aggregation"} <= _parameters(loss).keys()]
+        using = [loss for loss in of_policies if _parameters(loss)["aggregation"].default == aggregation]
+        named = ", ".join(f"`{loss.__name__}`" for loss in using)
+        of_presets = ", ".join(f"`{name}`" for name, loss in presets.items() if loss in using)
+        links = ", ".join(dict.fromkeys(_links(loss).split(", ")[0] for loss in using if _links(loss)))
+        rows.append([f"`{aggregation}`", divisor, untrained, named, of_presets, links])
+    return _table(
+        ["`aggregation`", "Divides by", "A row without a trained token", "Default of", "Presets", "Papers"], rows
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def formula(function: Callable[..., Any]) -> str:

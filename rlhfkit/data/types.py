@@ -272,8 +272,15 @@ class Experience(PaddedBatch):
     """(B,) int64, which row of the iteration each one is; ``None``: the rows are the iteration, in order."""
     iteration: IterationSummary | None = None
     """What every rank knows of all rows of the iteration; ``None``: these rows are all, or a micro-batch of them."""
+    step_rows: float | None = None
+    """Rows of the whole optimizer step, also those without a trained token, all micro-batches and ranks."""
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by it so that its log-probs are those of the sampler."""
+
+    @property
+    def row_denominator(self) -> float | None:
+        """Denominator of an exact mean over all rows, the step's rows per averaged micro-batch; ``None`` if unknown."""
+        return None if self.step_rows is None else max(self.step_rows, 1.0) / self.step_micro_batches
 
     @property
     def prompt_lengths(self) -> Tensor:

@@ -216,9 +216,9 @@ class IterationPlanner:
 class MicroBatches(Sequence[Experience]):
     """This rank's micro-batches of an iteration, in training order; each is selected when it is asked for.
 
-    Until then rows are kept without padding. Making it is a collective: ``counts`` (2, updates) are the trained tokens,
-    and the sequences that have some, of each optimizer step on all ranks. ``averaged`` micro-batches on all ranks are
-    averaged in an optimizer step.
+    Until then rows are kept without padding. Making it is a collective: ``counts`` (3, updates) are the trained tokens,
+    the sequences that have some, and all sequences of each optimizer step on all ranks. ``averaged`` micro-batches on
+    all ranks are averaged in an optimizer step.
     """
 
     def __init__(self, experience: Experience, planned: Sequence[MicroBatch], averaged: int, *, group: Any) -> None:
@@ -229,8 +229,8 @@ class MicroBatches(Sequence[Experience]):
         place = {row: number for number, row in enumerate(experience.own_rows.tolist())}
         self._places = [[place[row] for row in each.rows] for each in planned]
         trained, updates = experience.action_mask, 1 + max(each.update for each in planned)
-        sizes = torch.stack([trained.sum(-1), trained.any(-1)]).double()
-        self.counts = torch.zeros(2, updates, dtype=torch.float64)
+        sizes = torch.stack([trained.sum(-1), trained.any(-1), torch.ones_like(trained[:, 0])]).double()
+        self.counts = torch.zeros(3, updates, dtype=torch.float64)
         for each, places in zip(planned, self._places, strict=True):
             if each.trained:
                 self.counts[:, each.update] += sizes[:, places].sum(-1)
@@ -256,13 +256,14 @@ class MicroBatches(Sequence[Experience]):
             batch = batch.placeholder()
         elif not self._planned[number].trained:
             batch = dataclasses.replace(batch, action_mask=torch.zeros_like(batch.action_mask))
-        tokens, sequences = self.counts[:, update].tolist()
+        tokens, sequences, rows = self.counts[:, update].tolist()
         return dataclasses.replace(
             batch,
             # The first update's old log-probs are the policy's own.
             old_logprobs=None if update == 0 else batch.old_logprobs,
             step_tokens=tokens,
             step_sequences=sequences,
+            step_rows=rows,
             step_micro_batches=self._averaged,
             rows=None,
             iteration=None,

@@ -254,10 +254,12 @@ class PolicyLossModule(AdvantageModule):
 
     def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:
         """Arguments of :func:`~rlhfkit.losses.aggregate` for the terms of the loss, exact over the optimizer step."""
-        by_tokens = self.policy_loss.aggregation == "token-mean"
+        aggregation = self.policy_loss.aggregation
+        # As aggregate() counts: the divisor of constant-length does not depend on how many rows are trained on.
+        counts = {"token-mean": batch.token_denominator, "constant-length": batch.row_denominator}
         return {
-            "aggregation": self.policy_loss.aggregation,
-            "denominator": batch.token_denominator if by_tokens else batch.sequence_denominator,
+            "aggregation": aggregation,
+            "denominator": counts.get(aggregation, batch.sequence_denominator),
             "max_length": self.max_length,
         }
 

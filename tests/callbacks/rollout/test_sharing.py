@@ -67,6 +67,7 @@ class TestOneProcess:
         assert len(batches) == 2
         assert [batch.step_tokens for batch in batches] == [3.0, 3.0]
         assert [batch.step_sequences for batch in batches[0:2]] == [2.0, 2.0]
+        assert [batch.step_rows for batch in batches[0:2]] == [2.0, 2.0]
         assert batches[1].group.tolist() == [4, 4]
         assert all(batch.rows is None and batch.iteration is None for batch in batches)
 

@@ -17,7 +17,9 @@ from torch import Tensor
 
 import rlhfkit.losses
 from rlhfkit import GRPOModule, KLControl, OnPolicyDistillationModule, PPOModule, RolloutCallback, SamplingSpec, presets
+from rlhfkit.callbacks.rollout.micro_batching import MicroBatches
 from rlhfkit.data import Experience
+from rlhfkit.data.packing import MicroBatch
 from rlhfkit.losses import (
     LossOutput,
     decoupled_ppo_loss,
@@ -32,6 +34,7 @@ from rlhfkit.losses import (
     gspo_loss,
     importance_weights,
     kl_estimate,
+    kl_loss,
     opo_advantages,
     pass_at_k_advantages,
     ppo_loss,
@@ -77,6 +80,7 @@ def experience(seed: int = 0) -> Experience:
         ref_logprobs=old + torch.where(action_mask, noise(0.2), 0.0),
         step_tokens=40.0,
         step_sequences=9.0,
+        step_rows=10.0,
         step_micro_batches=2,
     )
 
@@ -101,7 +105,7 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
             return grpo_loss(logprobs, old, standard, mask, ref_logprobs=reference, kl_coef=0.04, denominator=4.5).loss
         case "dr_grpo":
             centred = group_advantages(rewards, group, scale="none")
-            return dr_grpo_loss(logprobs, old, centred, mask, max_length=6, denominator=sequences).loss
+            return dr_grpo_loss(logprobs, old, centred, mask, max_length=6, denominator=5.0).loss  # of all rows
         case "gpg":
             return gpg_loss(logprobs, old, gpg_advantages(rewards, group), mask, denominator=tokens).loss
         case "remax":
@@ -163,6 +167,46 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     named = f"{name}_loss" if hasattr(rlhfkit.losses, f"{name}_loss") else "ppo_loss"
     named = "reinforce_loss" if name == "remax" else named
     assert module.hparams["policy_loss"].endswith(f".{named}")  # a preset calls the loss of its name
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_them(name: str) -> None:
+    """One reward is missing and two answers are cut off, one of them alone in its micro-batch."""
+    compares_tokens_of_a_batch = name in ("clip_cov", "kl_cov")
+    split = [[0, 1, 2, 3, 4, 5]] if compares_tokens_of_a_batch else [[0], [1, 2], [3, 5], [4]]
+    preset, longest = presets.PRESETS[name], {"max_length": 6} if name == "dr_grpo" else {}
+    module = GRPOModule("anywhere", **preset, **longest, mask_truncated=True, entropy_coef=0.01)
+    batch = experience()
+    batch.reward_parts = {"greedy": torch.full((6,), 0.3)}
+    batch.rewards[1], batch.action_mask[1] = torch.nan, False
+    batch.truncated[3:5] = True
+    batch = module.mask_truncated_samples(module.compute_advantages(batch))
+    assert batch.action_mask.any(-1).tolist() == [True, False, True, False, False, True]
+    logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
+    logprobs.requires_grad_()
+    entropy = torch.rand(6, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    kl = {"kl_coef": module.kl_coef, "kl_estimator": module.kl_estimator} if name == "grpo" else {}
+    kl |= {"ref_logprobs": batch.ref_logprobs} if kl else {}
+    if not module.hparams["kl_coef"]:
+        batch.ref_logprobs = None
+    planned = [MicroBatch(rows, update=1) for rows in split]  # the first update has no old log-probs
+    made: Any = 0.0
+    torch.manual_seed(0)  # Clip-Cov draws
+    for rows, part in zip(split, MicroBatches(batch, planned, len(split), group=None), strict=True):
+        width = part.action_mask.shape[1]
+        made = made + module.loss(part, PolicyOutput(logprobs[rows, :width], entropy[rows, :width])).loss / len(split)
+    torch.manual_seed(0)
+    pure: Any = getattr(rlhfkit.losses, preset["policy_loss"])
+    kl |= {"rollout_logprobs": batch.rollout_logprobs} if name in ("dppo", "decoupled_ppo") else {}
+    mask, reduction = batch.action_mask, {"aggregation": module.policy_loss.aggregation} | longest
+    expected = pure(logprobs, batch.old_logprobs, batch.advantages, mask, **longest, **kl).loss
+    expected = expected + entropy_bonus(entropy, mask, coef=0.01, **reduction).loss
+    if name == "reinforce++-baseline":
+        expected = expected + kl_loss(logprobs, batch.ref_logprobs, mask, coef=0.01, estimator="k2").loss
+    torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-9)
+    gradients = [torch.autograd.grad(one, logprobs)[0] for one in (made, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
+    assert gradients[0].abs().sum() > 0
 
 
 def test_the_optimal_token_baseline_is_reached_by_name_and_reads_the_engines_log_probs() -> None:
