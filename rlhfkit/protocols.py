@@ -272,6 +272,22 @@ class HasTokenizer(Protocol):
 
 
 @runtime_checkable
+class TakesTokenizer(Protocol):
+    """A module that uses a DataModule's tokenizer for the whole run."""
+
+    def take_tokenizer(self, tokenizer: Any, giver: str) -> None:
+        """Use it in place of the model's own; ValueError if another was given before, by another ``giver``."""
+        ...
+
+
+@runtime_checkable
+class HasChatTemplate(Protocol):
+    """A DataModule that gives arguments to the chat template, which later turns of its prompts need too."""
+
+    chat_template_kwargs: Mapping[str, Any]
+
+
+@runtime_checkable
 class HasModelLimits(Protocol):
     """A module with limits, by which a DataModule refuses text that the model cannot take."""
 

@@ -28,6 +28,8 @@ CASES = [
     (protocols.ExperienceLearner, GRPOModule),
     (protocols.CorrectsOffPolicy, GRPOModule),
     (protocols.HasTokenizer, SFTModule),
+    (protocols.TakesTokenizer, SFTModule),
+    (protocols.HasChatTemplate, PromptDataModule),
     (protocols.HasModelLimits, SFTModule),
     (protocols.SavesPretrained, SFTModule),
     (protocols.ChecksRows, SFTModule),

@@ -71,6 +71,7 @@ def export(
         if model is not None:
             hyperparameters["model"] = model
         made = _module([module] if module else about[CLASSES], hyperparameters)
+        made.restore_tokenizer(about)
         _build(made, child)
         _load(made, child, weights, path)
         start, trusted = base_model_name(hyperparameters["model"]), bool(hyperparameters.get("trust_remote_code"))

@@ -1,6 +1,6 @@
 """DataModules: files of the user become prompts for reinforcement learning or examples for supervised training.
 
-May import: data, ``protocols.py``, ``validation.py``; never callbacks, modules or strategies.
+May import: data, models, ``protocols.py``, ``validation.py``; never callbacks, modules or strategies.
 Start at :mod:`rlhfkit.datamodules.sft`; for reinforcement learning at :mod:`rlhfkit.datamodules.prompts.datamodule`.
 """
 

@@ -13,14 +13,8 @@ from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokens
 from rlhfkit.datamodules.tokenization.columns import SUPERVISED, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
-from rlhfkit.datamodules.tokenization.sources import (
-    Source,
-    check_columns,
-    describe,
-    load_tokenizer,
-    no_loader,
-    read_rows,
-)
+from rlhfkit.datamodules.tokenization.run_tokenizer import RunTokenizer
+from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, no_loader, read_rows
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 from rlhfkit.mesh import Mesh, mesh_of
 from rlhfkit.protocols import HasModelLimits
@@ -128,7 +122,8 @@ class SFTDataModule(L.LightningDataModule):
                 ``"refuse"`` or ``"escape"``. ``None``: escape them in chat messages, where they could end or forge a
                 turn, and keep them in plain text; see
                 :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
-            tokenizer: A tokenizer or its name; ``None``: the LightningModule's attribute ``tokenizer``.
+            tokenizer: A tokenizer or its name, which the whole run then uses, exports included; ``None``: the
+                LightningModule's attribute ``tokenizer``.
             cache_dir: Folder of the cache of tokenised examples, see
                 :class:`~rlhfkit.datamodules.tokenization.cache.TokenCache`.
             num_proc: Processes that tokenise.
@@ -174,6 +169,7 @@ class SFTDataModule(L.LightningDataModule):
         check_special_tokens_in_text(special_tokens_in_text)
         self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
+        self._run_tokenizer = RunTokenizer(self)
         self.token_cache = TokenCache(cache_dir, num_proc)
         self.examples: TokenizedDataset | None = None
         """The training examples, after ``setup``."""
@@ -199,9 +195,9 @@ class SFTDataModule(L.LightningDataModule):
                 row has a token to learn, or ``max_tokens_per_micro_batch`` is too small for a row.
         """
         self._check_capacity()
+        tokenizer = self._load_tokenizer()
         if self.examples is not None:
             return
-        tokenizer = self._load_tokenizer()
         if self.validation_data is not None:
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
         examples = [self._build(source, self.split, tokenizer) for source in list_sources(self.data)]
@@ -228,7 +224,7 @@ class SFTDataModule(L.LightningDataModule):
             )
 
     def _load_tokenizer(self) -> Any:
-        return load_tokenizer(self.tokenizer, None if self.trainer is None else self.trainer.lightning_module)
+        return self._run_tokenizer.find(None if self.trainer is None else self.trainer.lightning_module)
 
     def _build(self, source: Source, split: str, tokenizer: Any) -> TokenizedDataset:
         """Read a source and tokenise it; override for other columns."""

@@ -1,6 +1,6 @@
 """Samples of several turns: environments, tools and agents that talk to the policy.
 
-May import: rollout, models, data, serving.
+May import: rollout, models, data, datamodules (how conversations are written), serving.
 Start at :mod:`rlhfkit.episodes.episode`, then ``environment.py`` and ``engine.py``.
 """
 

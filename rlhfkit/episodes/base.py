@@ -3,8 +3,8 @@
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -77,6 +77,24 @@ class EpisodeEngineBase(EngineWrapper):
         self.on_error = on_error
         self.loop = EventLoopThread("rlhfkit-episodes")
         self._context: int | None = None
+        self._given_tokenizer: Any = None
+        self._template_arguments: Mapping[str, Any] | None = None  # what the DataModule gives the chat template
+
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Take the run's tokenizer and template; see :meth:`RolloutEngine.configure_tokenizer`."""
+        super().configure_tokenizer(tokenizer, chat_template_kwargs)
+        self._given_tokenizer, self._template_arguments = tokenizer, chat_template_kwargs
+
+    def run_tokenizer(self, model: str, trust_remote_code: bool) -> Any:
+        """Return the tokenizer of the run, that of the model if there is no run."""
+        from rlhfkit.models.load import load_tokenizer
+
+        given = self._given_tokenizer
+        return load_tokenizer(model, trust_remote_code=trust_remote_code) if given is None else given
+
+    def template_arguments(self, own: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what the chat template is given: what the engine was given, else what the DataModule gives it."""
+        return dict(self._template_arguments or {}) if own is None else dict(own)
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
@@ -89,7 +107,7 @@ class EpisodeEngineBase(EngineWrapper):
     def close(self) -> None:
         """Free everything; a second call does nothing."""
         self.loop.close()
-        self._context = None
+        self._context, self._given_tokenizer, self._template_arguments = None, None, None
         super().close()
 
     @property

@@ -63,8 +63,8 @@ class EpisodeEngine(EpisodeEngineBase):
         concurrency: Concurrent episodes of each rank; ``None``: all of a call of :meth:`generate`.
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
-        chat_template_arguments: Passed to the chat template for observations that are chat messages; use those of
-            ``PromptDataModule``.
+        chat_template_kwargs: Passed to the chat template for observations that are chat messages; ``None``: those of
+            the DataModule. Others than its are an error.
 
     Raises:
         TypeError: If ``engine`` or ``environment`` has the wrong type.
@@ -100,8 +100,27 @@ class EpisodeEngine(EpisodeEngineBase):
         )
         self.environment = _environment(environment, tools, tool_call_parser)
         self.environment_timeout = environment_timeout
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.chat_template_kwargs = None if chat_template_kwargs is None else dict(chat_template_kwargs)
         self._observations: ObservationTokenizer | None = None
+
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Take the run's tokenizer and template; see :meth:`RolloutEngine.configure_tokenizer`.
+
+        Raises:
+            ValueError: If this engine was given other arguments of the template than prompts have.
+        """
+        super().configure_tokenizer(tokenizer, chat_template_kwargs)
+        own, theirs = self.chat_template_kwargs, chat_template_kwargs
+        if own is None or theirs is None:
+            return
+        # Tools are written at the start of a conversation, which is the DataModule's.
+        names = sorted(name for name in {*own, *theirs} - {"tools"} if own.get(name) != theirs.get(name))
+        if names:
+            raise ValueError(
+                f"the DataModule and {type(self).__name__} give the chat template other chat_template_kwargs "
+                f"({', '.join(names)}), so that the turns of an episode would differ from its prompt: give them to the "
+                "DataModule alone, whose are used for episodes too"
+            )
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
@@ -109,10 +128,8 @@ class EpisodeEngine(EpisodeEngineBase):
         """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
         super().start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
         if self._observations is None:
-            from rlhfkit.models.load import load_tokenizer
-
-            tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-            self._observations = ObservationTokenizer(tokenizer, self.chat_template_kwargs)
+            tokenizer = self.run_tokenizer(model, trust_remote_code)
+            self._observations = ObservationTokenizer(tokenizer, self.template_arguments(self.chat_template_kwargs))
             if isinstance(self.environment, ToolEnvironmentFactory):
                 self.environment.use_template_of(tokenizer)
 

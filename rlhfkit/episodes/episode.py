@@ -67,6 +67,7 @@ class Episode:
         """The exception that ended the episode early."""
         self._trajectory = Trajectory(prompt, sample_index)
         self._environment: Environment | None = None
+        self._arguments: dict[str, Any] = {}  # of the chat template, for the row of the prompt
         self._steps: list[dict[str, Any]] = []
         self._scored = True  # no reward was None
         self._environment_seconds = 0.0
@@ -94,6 +95,7 @@ class Episode:
         return self._sample(ended)
 
     async def _turns(self) -> EndReason:
+        self._arguments = self.observations.row_arguments(self.prompt)
         self._environment = environment = await self._call_environment(self.make_environment, "making the environment")
         self._apply_reset(await self._call_environment(environment.reset, "reset()", self.prompt))
         for turn in range(self.limits.max_turns):
@@ -116,7 +118,7 @@ class Episode:
         if observation is None:
             return
         if is_conversation(observation):
-            token_ids = self.observations.encode_conversation(observation)  # type: ignore[arg-type]  # checked
+            token_ids = self.observations.encode_conversation(observation, **self._arguments)  # type: ignore[arg-type]  # checked
             self._trajectory.prompt = dataclasses.replace(self.prompt, token_ids=token_ids)
         else:
             self._trajectory.add_observation(
@@ -155,7 +157,8 @@ class Episode:
                 "step() returned neither an observation nor done=True: return one of them (an observation may be "
                 "an empty text)"
             )
-        token_ids = self.observations.encode_observation(observation, self._trajectory.last_action)
+        last = self._trajectory.last_action
+        token_ids = self.observations.encode_observation(observation, last, **self._arguments)
         if len(self._trajectory.context) + len(token_ids) >= self.limits.max_tokens:
             return False
         versions = self._trajectory.versions

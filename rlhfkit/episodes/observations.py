@@ -6,12 +6,13 @@ tokenised. The turn itself stays as sampled, even where the template would forma
 say).
 """
 
-import re
+import copy
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
-from rlhfkit.data.types import Sample
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter
+from rlhfkit.datamodules.tokenization.columns import TEMPLATE_ARGUMENTS
 from rlhfkit.episodes.environment import Message, Observation
 
 _SENTINEL = "\ue000"
@@ -22,11 +23,25 @@ _SOME_CONVERSATION: tuple[Message, ...] = ({"role": "user", "content": "."},)
 
 
 class ObservationTokenizer:
-    """Tokenises observations for one model; ``template_arguments`` are passed to the chat template."""
+    """Tokenises observations for one model; ``template_arguments`` are passed to the chat template.
+
+    Conversations are written as in data, control tokens in their texts as text: a tool's output must not start another
+    role's turn.
+    """
 
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
-        self.template_arguments = dict(template_arguments or {})
+        self.formatter = PromptFormatter(
+            tokenizer,
+            apply_chat_template=False,
+            chat_template_kwargs=template_arguments,
+            special_tokens_in_text="escape",
+        )
+
+    def row_arguments(self, prompt: Prompt) -> dict[str, Any]:
+        """Return what the template is given for the row of a prompt, beside what it is given for all rows."""
+        own = prompt.metadata.get(TEMPLATE_ARGUMENTS)
+        return {} if not own else self.formatter.for_row({TEMPLATE_ARGUMENTS: own}).arguments
 
     def encode_conversation(self, messages: Sequence[Message], **arguments: Any) -> list[int]:
         """Return the token ids of a conversation up to the start of the policy's turn.
@@ -94,36 +109,18 @@ class ObservationTokenizer:
                 "observations are chat messages, but the tokenizer has no chat template: return text from the "
                 "environment"
             )
-        plain = [self._plain(message) for message in messages]
+        formatter = self.formatter
+        if arguments:
+            tools = formatter.handle_special_tokens(arguments.get("tools"), templated=True)
+            formatter = copy.copy(formatter)
+            formatter.arguments = formatter.arguments | dict(arguments) | ({} if tools is None else {"tools": tools})
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                plain, tokenize=False, add_generation_prompt=True, **(self.template_arguments | dict(arguments))
+            return formatter.render(
+                [{**message, "content": message.get("content") or ""} for message in messages], generation=True
             )
         except TemplateError as error:
             roles = [message["role"] for message in messages]
             raise ValueError(f"the chat template refuses messages of roles {roles}: {error}") from error
-        return text
-
-    def _plain(self, message: Message) -> dict[str, Any]:
-        """Remove control tokens from a message, since a tool's output must not start another role's turn."""
-        cleaned: dict[str, Any] = self._cleaned({**message, "content": message.get("content") or ""})
-        return cleaned
-
-    def _cleaned(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: self._cleaned(part) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._cleaned(part) for part in value]
-        while isinstance(value, str) and self._special_tokens.search(value):  # removing one may form another
-            value = self._special_tokens.sub("", value)
-        return value
-
-    @cached_property
-    def _special_tokens(self) -> re.Pattern[str]:
-        """Matches texts that the tokenizer would encode as control tokens."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        every = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}
-        return re.compile("|".join(map(re.escape, sorted(every, key=len, reverse=True))) or r"(?!)")
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -2,13 +2,14 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlhfkit.models.activation_memory import save_activation_memory
 from rlhfkit.models.attention.families import use_packed_attention
@@ -303,9 +304,58 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> "PreTrained
     if not (Path(name) / "tokenizer_config.json").exists():
         name = base_model_name(name)
     tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return cast("PreTrainedTokenizerBase", with_padding_token(tokenizer))
+
+
+def with_padding_token(tokenizer: Any) -> Any:
+    """Return a tokenizer with a padding token: itself if it has one, else a copy that pads with the end of sequence."""
+    if tokenizer.pad_token_id is not None or tokenizer.eos_token is None:
+        return tokenizer
+    padded = copy.deepcopy(tokenizer)
+    padded.pad_token = padded.eos_token
+    return padded
+
+
+def tokenizer_differences(one: Any, other: Any) -> list[str]:
+    """In what two tokenizers differ, so that a run would mix what they write; empty: in nothing.
+
+    Padding tokens do not count: they are in no text.
+    """
+    if one is other:
+        return []
+    text = "Two  tokenizers: 1+1=2,\n\tĳ “no”?"
+    compared: dict[str, Callable[[Any], Any]] = {
+        "vocabulary": lambda each: each.get_vocab(),
+        "special tokens": _special_tokens,
+        "chat template": lambda each: each.chat_template,
+        "way to divide a text": lambda each: each(text)["input_ids"],
+    }
+    return [name for name, read in compared.items() if read(one) != read(other)]
+
+
+def _special_tokens(tokenizer: Any) -> Any:
+    named = {name: token for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
+    others = {*tokenizer.all_special_tokens} - {tokenizer.pad_token, *map(str, named.values())}
+    return named, others
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, Tensor]:
+    """The files of a tokenizer by name, as bytes (n,) uint8, for checkpoints that hold plain values only."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+        contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    return {name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in contents.items()}
+
+
+def tokenizer_of_files(files: Mapping[str, Tensor], *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of :func:`tokenizer_files`."""
+    with TemporaryDirectory() as folder:
+        for name, content in files.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.numpy().tobytes())
+        return load_tokenizer(folder, trust_remote_code=trust_remote_code)
 
 
 def text_decoder(tokenizer: Any) -> Callable[[list[list[int]]], Sequence[str]]:

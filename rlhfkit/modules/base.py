@@ -27,7 +27,15 @@ from rlhfkit.models import (
     unwrap,
 )
 from rlhfkit.models.forward import UnpaddedBatch
-from rlhfkit.models.load import Quantization, check_attention, context_length, load_config, precision_dtype
+from rlhfkit.models.load import (
+    Quantization,
+    check_attention,
+    context_length,
+    load_config,
+    precision_dtype,
+    tokenizer_differences,
+    with_padding_token,
+)
 from rlhfkit.models.lora import save_initial_adapter
 from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
@@ -153,6 +161,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         self.router_aux_loss_coef = router_aux_loss_coef
         self.trust_remote_code = trust_remote_code
         self._tokenizer: Any = None
+        self._tokenizer_giver: str | None = None
         self._rows_checked = False
         self._model_config: Any = None
         self._epoch_metrics: dict[str, tuple[Any, EpochMetric]] = {}
@@ -162,10 +171,38 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, loaded when first needed."""
+        """The tokenizer of the run: that of its DataModule or one that was set, else the model's, loaded when needed.
+
+        Data, episodes, engines and exports use the same, so setting another than was given is a ValueError.
+        """
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.model_name, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self.take_tokenizer(tokenizer, f"{type(self).__name__}.tokenizer")
+
+    @property
+    def given_tokenizer(self) -> Any:
+        """The run's tokenizer if it was given; ``None``: it is the model's own."""
+        return None if self._tokenizer_giver is None else self._tokenizer
+
+    def take_tokenizer(self, tokenizer: Any, giver: str) -> None:
+        """Use a tokenizer in place of the model's own; ``giver`` says for messages where it was given.
+
+        Raises:
+            ValueError: If another one was given before.
+        """
+        if self._tokenizer_giver is None:
+            self._tokenizer, self._tokenizer_giver = with_padding_token(tokenizer), giver
+            return
+        differences = tokenizer_differences(self._tokenizer, tokenizer)
+        if differences:
+            raise ValueError(
+                f"a run has one tokenizer, and those of {self._tokenizer_giver} and {giver} differ in "
+                f"{', '.join(differences)}: give both the same, or leave one of them out"
+            )
 
     @property
     def model_config(self) -> Any:

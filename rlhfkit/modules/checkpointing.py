@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rlhfkit.checkpoints import ExactResume
 from rlhfkit.checkpoints.resume import attach_exact_resume
 from rlhfkit.models import ScalarModel, unwrap
+from rlhfkit.models.load import tokenizer_files, tokenizer_of_files
 from rlhfkit.models.lora import frozen_weight_names, save_adapter
 from rlhfkit.models.weights.files import save_weights
 from rlhfkit.protocols import callbacks_of
@@ -20,6 +21,9 @@ from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
 
 CLASSES = "module_classes"
 """Key of a checkpoint: names of the module's class and its bases, by which ``rlhfkit export`` builds it again."""
+
+TOKENIZER = "tokenizer_files"
+"""Key of a checkpoint: the run's tokenizer as files, if it is not the model's own."""
 
 
 class CheckpointMixin(L.LightningModule):
@@ -36,6 +40,21 @@ class CheckpointMixin(L.LightningModule):
         """The tokenizer that is saved with a model; abstract."""
         # Abstract by hand: the class is mixed into LightningModules, which are no abc.ABC.
         raise NotImplementedError(f"{type(self).__name__} has to define tokenizer")
+
+    @property
+    def given_tokenizer(self) -> Any:
+        """The tokenizer that checkpoints hold; ``None``: it is loaded by the model's name."""
+        return None
+
+    def take_tokenizer(self, tokenizer: Any, giver: str) -> None:
+        """Use a tokenizer from ``giver``; abstract."""
+        raise NotImplementedError(f"{type(self).__name__} has to define take_tokenizer")
+
+    def restore_tokenizer(self, checkpoint: Mapping[str, Any]) -> None:
+        """Use the tokenizer of a checkpoint, if it has one and none was given."""
+        if TOKENIZER in checkpoint and self.given_tokenizer is None:
+            trusted = bool(self.hparams.get("trust_remote_code"))
+            self.take_tokenizer(tokenizer_of_files(checkpoint[TOKENIZER], trust_remote_code=trusted), "the checkpoint")
 
     @property
     def hparams_initial(self) -> Any:
@@ -96,7 +115,7 @@ class CheckpointMixin(L.LightningModule):
             attach_exact_resume(self._trainer, self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remove the weights that are loaded by name, and save the names of the classes."""
+        """Remove the weights that are loaded by name; save the names of the classes and a tokenizer that was given."""
         ours = [
             kind for kind in type(self).__mro__ if issubclass(kind, CheckpointMixin) and kind is not CheckpointMixin
         ]
@@ -104,10 +123,17 @@ class CheckpointMixin(L.LightningModule):
         by_name = self.loaded_by_name()
         state = checkpoint.get("state_dict") or {}
         checkpoint["state_dict"] = {name: value for name, value in state.items() if not by_name(name)}
+        if self.given_tokenizer is not None and self.global_rank == 0:
+            checkpoint[TOKENIZER] = tokenizer_files(self.given_tokenizer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network if it is not built yet, as in ``load_from_checkpoint``."""
+        """Build the network if it is not built yet, and take the tokenizer, as in ``load_from_checkpoint``.
+
+        A run has its tokenizer from its DataModule or the module, also when it is resumed.
+        """
         self.configure_model()
+        if self._trainer is None:
+            self.restore_tokenizer(checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights; those that are loaded by name may be missing.

@@ -49,10 +49,10 @@ class FrozenModel(Protocol):
         """The arguments as plain values, for checkpoints and logs; :func:`frozen_model` restores from them."""
         ...
 
-    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: str = "") -> None:
+    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: Any = "") -> None:
         """Start or connect, once, with weights of a type and matrix products of another. A collective.
 
-        ``policy`` is the folder or hub name of the policy, for its tokenizer.
+        ``policy`` is the folder or hub name of the policy, for its tokenizer, or a tokenizer that it has instead.
         """
         ...
 

@@ -175,14 +175,15 @@ class ModelPool:
         """Whether there are replicas."""
         return bool(self._replicas)
 
-    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: str = "") -> None:
+    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: Any = "") -> None:
         """Start the replicas, once; they are of this rank and of all others. A collective.
 
         Args:
             role: What the model is asked for.
             weights: Type of the weights.
             compute: Type of matrix products, by autocast if it is another.
-            policy: Folder or hub name of the policy, whose tokens are turned into text unless the model reads them.
+            policy: Folder or hub name of the policy, whose tokens are turned into text unless the model reads them, or
+                a tokenizer that it has in place of its own.
 
         Raises:
             ModelPoolError: On all ranks, if the replicas were not ready in time.

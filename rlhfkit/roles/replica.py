@@ -40,8 +40,8 @@ class ReplicaOptions:
     trust_remote_code: bool
     reads: str = "tokens"
     """What a reward model reads, see :mod:`rlhfkit.roles.replicas.reading`."""
-    policy: str = ""
-    """Folder or hub name of the policy, whose tokenizer writes the text."""
+    policy: Any = ""
+    """Folder or hub name of the policy, whose tokenizer writes the text, or the tokenizer itself."""
 
 
 @dataclass(frozen=True)

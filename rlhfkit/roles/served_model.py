@@ -125,7 +125,7 @@ class ServedModel:
         """Whether there are connections."""
         return self._connections is not None
 
-    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: str = "") -> None:
+    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: Any = "") -> None:
         """Connect, once. A collective; the types are the servers' own.
 
         Raises:

@@ -360,6 +360,20 @@ class RolloutEngine(Protocol):
         """
         return
 
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Take the run's tokenizer in place of the model's own; called on every rank before :meth:`start`.
+
+        By default it is not needed.
+
+        Args:
+            tokenizer: Encodes the prompts, and decodes the samples.
+            chat_template_kwargs: What its chat template is given for prompts; ``None``: unknown.
+
+        Raises:
+            ValueError: If the engine was given something else.
+        """
+        return
+
     @abstractmethod
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False

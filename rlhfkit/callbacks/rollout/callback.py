@@ -39,8 +39,10 @@ from rlhfkit.mesh import mesh_of
 from rlhfkit.protocols import (
     STATES_OF_RANKS,
     AsksWhileSampling,
+    HasChatTemplate,
     callbacks_of,
     compares_groups,
+    datamodule_of,
     learner_of,
     policy_of,
     profiler_of,
@@ -416,6 +418,9 @@ class RolloutCallback(Callback):
         check_reward(trainer, self.reward, fit=stage == "fit")
         module = policy_of(trainer)
         self.engine.check_model(module.model_name, trust_remote_code=module.trust_remote_code)
+        data = datamodule_of(trainer)
+        template = data.chat_template_kwargs if isinstance(data, HasChatTemplate) else None
+        self.engine.configure_tokenizer(module.tokenizer, template)
         for sampling in self.validation.ways.values():
             check_prompts(trainer, policy_of(trainer), self.engine, sampling, validation=True)
         if stage == "fit":

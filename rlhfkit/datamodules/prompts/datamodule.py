@@ -24,7 +24,8 @@ from rlhfkit.datamodules.prompts.rows import PromptBatches, PromptRows
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
-from rlhfkit.datamodules.tokenization.sources import Source, describe, load_tokenizer, no_loader, read_rows
+from rlhfkit.datamodules.tokenization.run_tokenizer import RunTokenizer
+from rlhfkit.datamodules.tokenization.sources import Source, describe, no_loader, read_rows
 from rlhfkit.protocols import experience_source_of
 from rlhfkit.validation import check_integer
 
@@ -128,7 +129,8 @@ class PromptDataModule(L.LightningDataModule):
                 ``"refuse"`` or ``"escape"``. ``None``: escape them in chat messages, where they could end or forge a
                 turn, and keep them in plain text; see
                 :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
-            tokenizer: A tokenizer or its name; ``None``: the LightningModule's attribute ``tokenizer``.
+            tokenizer: A tokenizer or its name, which the whole run then uses, exports included; ``None``: the
+                LightningModule's attribute ``tokenizer``.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -182,6 +184,7 @@ class PromptDataModule(L.LightningDataModule):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
+        self._run_tokenizer = RunTokenizer(self)
         self._is_open = False
         self._rows: PromptRows | MixedPrompts | None = None
         self._validation_rows: PromptRows | MixedPrompts | None = None
@@ -216,9 +219,9 @@ class PromptDataModule(L.LightningDataModule):
         trainer = self.trainer
         if trainer is not None and self.max_tokens_per_micro_batch is not None and stage == "fit":
             check_trainer(trainer)
+        tokenizer = self._run_tokenizer.find(None if trainer is None else trainer.lightning_module)
         if self._is_open:
             return
-        tokenizer = load_tokenizer(self.tokenizer, None if trainer is None else trainer.lightning_module)
         self._open_training_data(tokenizer)
         if self.validation_data is not None:
             self._validation_rows = self._open(self.validation_data, self.validation_split, tokenizer)

@@ -89,9 +89,9 @@ class StreamedDataModule(SFTDataModule):
         Raises:
             ValueError: If a column is missing, the first row has a wrong type, or ranks read different rows.
         """
+        tokenizer = self._load_tokenizer()
         if self._streams is not None:
             return
-        tokenizer = self._load_tokenizer()
         if self.validation_data is not None:
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
         self._streams = [self._open_source(source, tokenizer) for source in list_sources(self.data)]

@@ -269,12 +269,13 @@ class PromptFormatter:
         if not self._warned:
             self._warned = True
             log.warning(
-                "texts of the data have control tokens in them, such as %r; they are written as text (%r). If they are "
-                "meant as control tokens: special_tokens_in_text='keep'",
+                "texts have control tokens in them, such as %r; they are written as text (%r). If those of the data "
+                "are meant as control tokens: special_tokens_in_text='keep'",
                 found[0],
                 f"{found[0][0]} {found[0][1:]}",
             )
-        while (found := self.special_pattern.search(text)) is not None and len(found[0]) > 1:
+        longer = re.compile("|".join(re.escape(token) for token in self.special_tokens if len(token) > 1) or r"(?!)")
+        while (found := longer.search(text)) is not None:  # a token of one character has no inside for a space
             text = f"{text[: found.start() + 1]} {text[found.start() + 1 :]}"
         return text
 

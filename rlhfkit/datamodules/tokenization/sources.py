@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfkit.protocols import HasModelLimits, HasTokenizer
-
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
@@ -287,38 +285,6 @@ def unsupported(where: str, column: str) -> str:
 def describe(source: Any) -> str:
     """Return the name of a source for messages."""
     return os.fspath(source) if isinstance(source, str | os.PathLike) else "the given rows"
-
-
-def load_tokenizer(tokenizer: Any, module: Any = None) -> Any:
-    """Return the given tokenizer, load it from a folder or hub name, or take that of ``module`` if it is ``None``.
-
-    Raises ValueError if there is no tokenizer, or it has tokens that the module's model does not know.
-    """
-    if isinstance(tokenizer, str | os.PathLike):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer))
-    found = module.tokenizer if tokenizer is None and isinstance(module, HasTokenizer) else tokenizer
-    if found is None:
-        raise ValueError(
-            "no tokenizer: the LightningModule has none (attribute `tokenizer`), so give the DataModule one, "
-            "tokenizer='folder or hub name'"
-        )
-    _check_vocabulary(found, module.vocabulary_size if isinstance(module, HasModelLimits) else None)
-    return found
-
-
-def _check_vocabulary(tokenizer: Any, known: int | None) -> None:
-    """Raise ValueError if a tokenizer has tokens that the model has no embedding of."""
-    vocabulary = tokenizer.get_vocab() if known is not None else {}
-    beyond = [token for token, index in vocabulary.items() if index >= (known or 0)]
-    if beyond:
-        raise ValueError(
-            f"the tokenizer has {len(beyond)} tokens that the model does not know, such as {beyond[0]!r} "
-            f"({vocabulary[beyond[0]]}): the model has embeddings of the tokens 0 to {(known or 0) - 1}. Use the "
-            "model's own tokenizer, or resize its embeddings before (model.resize_token_embeddings(len(tokenizer)), "
-            "save_pretrained)"
-        )
 
 
 def no_loader() -> list[Any]:

@@ -87,7 +87,8 @@ class AgentEngine(EpisodeEngineBase):
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
         server: Address, API key and TLS files of the endpoint.
         tool_call_parser: Finds tool calls in answers, by name or a function; see :class:`EpisodeEngine`.
-        chat_template_arguments: Passed to the chat template.
+        chat_template_kwargs: Passed to the chat template; ``None``: those of the DataModule without its tools, as the
+            agent's requests have theirs.
 
     Raises:
         ImportError: If FastAPI or uvicorn is not installed.
@@ -137,8 +138,8 @@ class AgentEngine(EpisodeEngineBase):
             "request_timeout": request_timeout,
             "parallel_calls": parallel_calls,
             "max_concurrent": max(1024, 4 * concurrency),  # an agent may ask several things at once
-            "chat_template_kwargs": dict(chat_template_kwargs or {}),
         }
+        self.chat_template_kwargs = None if chat_template_kwargs is None else dict(chat_template_kwargs)
         self._endpoint: OpenAIEndpoint | None = None
 
     def start(
@@ -148,11 +149,16 @@ class AgentEngine(EpisodeEngineBase):
         super().start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
         if self._endpoint is None:
             from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint
-            from rlhfkit.models.load import load_tokenizer
 
-            tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+            arguments = self.template_arguments(self.chat_template_kwargs)
+            if self.chat_template_kwargs is None:
+                arguments.pop("tools", None)
             self._endpoint = OpenAIEndpoint(
-                self.engine, tokenizer, max_context_tokens=self.max_context_tokens, **self._options
+                self.engine,
+                self.run_tokenizer(model, trust_remote_code),
+                max_context_tokens=self.max_context_tokens,
+                chat_template_kwargs=arguments,
+                **self._options,
             )
 
     def close(self) -> None:

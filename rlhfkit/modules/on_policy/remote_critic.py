@@ -102,7 +102,8 @@ class RemoteCritic:
         if callable(model):
             model, build = None, model
         return partial(
-            CriticModule,
+            _make_critic,
+            module.given_tokenizer,
             model or base_model_name(module.model_name),
             build=build,
             **self._settings,
@@ -248,6 +249,14 @@ def check_overrides(kind: type, base: type) -> None:
 def _read_files(folder: Path) -> dict[str, Tensor]:
     files = (file for file in sorted(folder.rglob("*")) if file.is_file())
     return {file.relative_to(folder).as_posix(): torch.from_numpy(np.fromfile(file, dtype=np.uint8)) for file in files}
+
+
+def _make_critic(tokenizer: Any, *arguments: Any, **options: Any) -> CriticModule:
+    """Make the module of a critic that is saved with the run's ``tokenizer``; ``None``: with its model's."""
+    made = CriticModule(*arguments, **options)
+    if tokenizer is not None:
+        made.tokenizer = tokenizer
+    return made
 
 
 def _write_files(folder: Path, files: Mapping[str, Tensor]) -> None:

@@ -18,14 +18,15 @@ class TextReading:
 
     Args:
         reads: ``text``, ``chat``, or the dotted name of a function of prompt and answer that returns the text.
-        policy: Folder or hub name of the policy, for its tokenizer.
+        policy: Folder or hub name of the policy, for its tokenizer, or a tokenizer.
         model: Folder or hub name of the reward model, likewise.
         trust_remote_code: Run Python code that comes with them.
     """
 
-    def __init__(self, reads: str, policy: str, model: str, trust_remote_code: bool) -> None:
+    def __init__(self, reads: str, policy: Any, model: str, trust_remote_code: bool) -> None:
         self._reads = reads
-        self._policy = load_tokenizer(policy, trust_remote_code=trust_remote_code)
+        named = isinstance(policy, str)
+        self._policy = load_tokenizer(policy, trust_remote_code=trust_remote_code) if named else policy
         self._own = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._write: Callable[[str, str], str] | None = None if reads in READS else pkgutil.resolve_name(reads)
 

@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,10 +79,15 @@ class LocalEngine(RolloutEngine):
         self._said = ""  # about sharing
         self._config: Any = None
         self._tokenizer: Any = None
+        self._given_tokenizer: Any = None
         self._stops: tuple[int, ...] = ()
         self._dtype = torch.float32
         self._cached, self._finished_masks = True, False
         self._lock = ReadWriteLock()
+
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Take the run's tokenizer; see :meth:`RolloutEngine.configure_tokenizer`."""
+        self._given_tokenizer = tokenizer
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
@@ -93,7 +98,9 @@ class LocalEngine(RolloutEngine):
         from transformers import AutoConfig
 
         self._config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        self._tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        self._tokenizer = self._given_tokenizer
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         self._stops = stop_token_ids(model, self._tokenizer, trust_remote_code=trust_remote_code)
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
         self._name = model
@@ -286,7 +293,7 @@ class LocalEngine(RolloutEngine):
     def close(self) -> None:
         """Free the model; the engine can be started again, also with another model."""
         self._model, self._config, self._tokenizer, self.version = None, None, None, None
-        self._parameters = None
+        self._parameters, self._given_tokenizer = None, None
 
 
 def _check_sampling(sampling: SamplingSpec) -> None:

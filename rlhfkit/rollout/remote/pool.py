@@ -128,6 +128,8 @@ class RemoteEnginePool(RolloutEngine):
         """Whether rank 0 was asked for such engines; the same on every rank."""
         self.reserved: ReservedResources | None = None
         """Devices that a :class:`~rlhfkit.Placement` holds for the engines; ``None``: Ray finds some at the start."""
+        self.given_tokenizer: Any = None
+        """The run's tokenizer; ``None``: the model's own."""
         self._started = False
         self._loading = False
         self._asleep = False
@@ -167,6 +169,10 @@ class RemoteEnginePool(RolloutEngine):
         """Raise ValueError if the engines do not support these settings; by default all are accepted."""
 
     # ---------------------------------------------------------------- start and end
+
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Take the run's tokenizer; see :meth:`RolloutEngine.configure_tokenizer`."""
+        self.given_tokenizer = tokenizer
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
@@ -274,7 +280,7 @@ class RemoteEnginePool(RolloutEngine):
                 part.close()
         self.devices.close()
         self.manager, self.router, self.sender, self._sync = None, None, None, None
-        self._publisher, self._joined = None, None
+        self._publisher, self._joined, self.given_tokenizer = None, None, None
         self._store, self._started, self._asleep, self.version = None, False, False, None
 
     # ---------------------------------------------------------------- sleep

@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,6 +120,8 @@ class VLLMServer(RolloutEngine):
         self._context = 0
         self._vocabulary = 0
         self._stops: tuple[int, ...] = ()
+        self._given_tokenizer: Any = None
+        self._same_vocabulary = True  # of the run's tokenizer and the model's own, which the servers have
         self._reports_raw: bool | None = None  # log-probs before temperature and truncation; None: not asked yet
         self._sync_metrics: dict[str, float] = {}
 
@@ -132,6 +135,10 @@ class VLLMServer(RolloutEngine):
         return self._context or None
 
     # ---------------------------------------------------------------- start and end
+
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Take the run's tokenizer; see :meth:`RolloutEngine.configure_tokenizer`."""
+        self._given_tokenizer = tokenizer
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
@@ -171,7 +178,9 @@ class VLLMServer(RolloutEngine):
                 )
                 receivers = ServerReceivers(connections, [info.workers for info in infos], self.sync_timeout)
                 self._sync = ServerSync(receivers, sender)
-        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        own = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        tokenizer = own if self._given_tokenizer is None else self._given_tokenizer
+        self._same_vocabulary = own.get_vocab() == tokenizer.get_vocab()
         self._stops = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
 
     def _connect(self) -> ServerConnections:
@@ -210,7 +219,7 @@ class VLLMServer(RolloutEngine):
             self._sync.close()
         if self._connections is not None:
             self._connections.close()
-        self._connections, self._sync, self.version = None, None, None
+        self._connections, self._sync, self.version, self._given_tokenizer = None, None, None, None
         self._stops, self._takes_weights, self._reports_raw, self._context = (), False, None, 0
 
     # ---------------------------------------------------------------- weights
@@ -286,7 +295,7 @@ class VLLMServer(RolloutEngine):
             WeightsNeededError: If a server does not have the weights of the last :meth:`load` any more.
         """
         connections = self._serving()
-        check_vllm_sampling(sampling)
+        check_vllm_sampling(sampling, same_vocabulary=self._same_vocabulary)
         self._check_weights(connections)
         return ServerStream(
             partial(self._sample, connections, sampling, self.knows_logprobs(sampling), self.version or 0),

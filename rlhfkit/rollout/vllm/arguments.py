@@ -183,8 +183,18 @@ def check_head_size(config: Any) -> None:
         )
 
 
-def check_vllm_sampling(sampling: SamplingSpec) -> None:
-    """Raise ValueError if vLLM cannot sample at the temperature."""
+def check_vllm_sampling(sampling: SamplingSpec, *, same_vocabulary: bool = True) -> None:
+    """Raise ValueError if vLLM cannot sample at the temperature, or finds texts with ``same_vocabulary=False``.
+
+    vLLM has the tokenizer of the model's folder. It is given token ids and returns them, but finds stop texts and
+    applies grammars by that tokenizer, which may have another vocabulary than the run's.
+    """
+    if not same_vocabulary and (sampling.stop or sampling.constrained):
+        raise ValueError(
+            "SamplingSpec.stop, regex and json_schema work by the tokenizer of the model's folder in vLLM, and the "
+            "run's tokenizer has another vocabulary: save it with the model (tokenizer.save_pretrained) and train from "
+            "that folder, or use SamplingSpec(stop_token_ids=...)"
+        )
     low, high = _TEMPERATURES
     if sampling.temperature > high or 0 < sampling.temperature < low:
         raise ValueError(

@@ -172,6 +172,7 @@ class VLLMPool(RemoteEnginePool):
         self.engine_arguments = dict(engine_arguments or {})
         self.environment = dict(environment or {})
         self._stop_token_ids: tuple[int, ...] = ()  # end-of-sequence tokens of the model
+        self._same_vocabulary = True  # of the run's tokenizer and the model's own, which vLLM has
         self._logprobs_mode = self.engine_arguments.get("logprobs_mode", "processed_logprobs")
 
     @property
@@ -320,7 +321,9 @@ class VLLMPool(RemoteEnginePool):
         self.check_model(model, trust_remote_code=trust_remote_code)
         from rlhfkit.models.load import load_tokenizer, stop_token_ids
 
-        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        own = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        tokenizer = own if self.given_tokenizer is None else self.given_tokenizer
+        self._same_vocabulary = own.get_vocab() == tokenizer.get_vocab()
         self._stop_token_ids = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
 
     def make_request(
@@ -334,8 +337,8 @@ class VLLMPool(RemoteEnginePool):
         return vllm_resume_problem(sampling)
 
     def check_sampling(self, sampling: SamplingSpec) -> None:
-        """Raise ValueError if vLLM cannot sample at the temperature."""
-        check_vllm_sampling(sampling)
+        """Raise ValueError if vLLM cannot sample so, see :func:`check_vllm_sampling`."""
+        check_vllm_sampling(sampling, same_vocabulary=self._same_vocabulary)
 
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
         """Set vLLM's ``logprobs_mode`` for this sampling and return :meth:`knows_logprobs`.

@@ -1,6 +1,7 @@
 """``EngineWrapper``: base class of engines around another one, which is used for everything but sampling."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -91,6 +92,10 @@ class EngineWrapper(RolloutEngine):
     def configure_weights(self, weights: WeightSource) -> None:
         """Prepare for the weights; see :meth:`RolloutEngine.configure_weights`."""
         self.engine.configure_weights(weights)
+
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Take the run's tokenizer; see :meth:`RolloutEngine.configure_tokenizer`."""
+        self.engine.configure_tokenizer(tokenizer, chat_template_kwargs)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample; see :meth:`RolloutEngine.generate`."""

@@ -5,8 +5,9 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -153,6 +154,11 @@ class ReferenceSamples(OtherSamples):
         """Maximum number of tokens that both take; ``None``: the model's context."""
         lengths = [one.max_model_len for one in (self.engine, self.reference_engine)]
         return min((length for length in lengths if length is not None), default=None)
+
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Give both the run's tokenizer; see :meth:`RolloutEngine.configure_tokenizer`."""
+        super().configure_tokenizer(tokenizer, chat_template_kwargs)
+        self.reference_engine.configure_tokenizer(tokenizer, chat_template_kwargs)
 
     def start(
         self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.datamodules import StreamingSFTDataModule
-from rlhfkit.datamodules.tokenization.sources import check_columns, load_tokenizer, read_rows
+from rlhfkit.datamodules.tokenization.sources import check_columns, read_rows
 
 ROWS = [{"prompt": "1+1=", "answer": "two"}, {"prompt": "2+2=", "answer": "four"}]
 
@@ -112,11 +112,6 @@ def test_missing_values_are_counted_and_the_first_is_named(write_rows: Write) ->
     path = write_rows([*ROWS, {"prompt": "3", "answer": None}, {"prompt": "4", "answer": None}])
     with pytest.raises(ValueError, match=r"column 'answer' of .* has 2 missing values, the first in row 2"):
         check_columns(read_rows(path), path, answer="answer")
-
-
-def test_no_tokenizer_says_where_to_give_one() -> None:
-    with pytest.raises(ValueError, match="give the DataModule one, tokenizer='folder or hub name'"):
-        load_tokenizer(None, object())
 
 
 @pytest.mark.parametrize("name", ["latin.jsonl", "latin.csv"])

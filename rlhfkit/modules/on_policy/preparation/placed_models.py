@@ -32,7 +32,8 @@ class PlacedModule(IterationModule):
         """Start the replicas of a pool, once. A collective."""
         precision = self.trainer.precision  # the numbers are those of a child of the module
         types = {"weights": precision_dtype(precision), "compute": precision_dtype(precision, compute=True)}
-        pool.start(role, policy=self.model_name, **types)
+        given = self.given_tokenizer
+        pool.start(role, policy=self.model_name if given is None else given, **types)
 
     # ------------------------------------------------------------------ while others are sampled
 

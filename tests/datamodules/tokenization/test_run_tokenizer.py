@@ -1,0 +1,302 @@
+"""One tokenizer and chat template in a run: data, episodes, engines, checkpoints and exports have the same."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import setup_run
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import AutoTokenizer
+
+from rlhfkit import (
+    AgentEngine,
+    Environment,
+    EpisodeEngine,
+    GRPOModule,
+    LocalEngine,
+    Prompt,
+    PromptDataModule,
+    RolloutCallback,
+    SamplingSpec,
+    SFTDataModule,
+    SFTModule,
+    Step,
+)
+from rlhfkit.cli.export import export
+from rlhfkit.episodes import Action
+from rlhfkit.models.load import tokenizer_differences
+from rlhfkit.modules.critic import CriticModule
+from rlhfkit.modules.on_policy.remote_critic import _make_critic
+from rlhfkit.rewards import EpisodeReward
+from rlhfkit.roles.replicas.reading import TextReading
+from rlhfkit.rollout.engine import RolloutEngine
+from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ mark or '' }}{{ message['role'] }}: {{ message['content'] }}]{% endfor %}"
+    "{% if add_generation_prompt %}[{{ mark or '' }}assistant: {% endif %}"
+)
+OTHER = "{% for message in messages %}{{ message['role'] }}> {{ message['content'] }}\n{% endfor %}assistant> "
+
+
+def templated(template: str = TEMPLATE) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def other_end() -> Any:
+    """A tokenizer whose answers end with a bracket."""
+    tokenizer = templated()
+    tokenizer.eos_token = "]"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose own tokenizer writes conversations in another way."""
+    folder = tiny_model(tmp_path_factory.mktemp("model"))
+    templated(OTHER).save_pretrained(folder)
+    return str(folder)
+
+
+def trainer_of(module: Any) -> Any:
+    return SimpleNamespace(lightning_module=module, strategy=None, global_rank=0, world_size=1)
+
+
+def conversations(**arguments: Any) -> SFTDataModule:
+    rows = [{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}] * 2
+    return SFTDataModule(rows, **({"tokenizer": templated()} | arguments))
+
+
+class Game(Environment):
+    """Two turns, with a chat message between them."""
+
+    async def step(self, action: Action) -> Step:
+        if action.turn == 1:
+            return Step(reward=1.0, done=True)
+        return Step([{"role": "user", "content": "again"}], reward=0.0)
+
+
+@pytest.mark.parametrize("where", ["tokenizer", "chat_template_kwargs", "row"])
+def test_all_turns_of_an_episode_are_in_the_template_of_the_data(tmp_path: Path, model: str, where: str) -> None:
+    (tmp_path / "model").symlink_to(model)
+    arguments = {"tokenizer": templated()} if where == "tokenizer" else {}
+    if where == "chat_template_kwargs":
+        arguments = {"chat_template_kwargs": {"chat_template": TEMPLATE}}
+    callback = RolloutCallback(
+        EpisodeReward(),
+        engine=EpisodeEngine(LocalEngine(), Game, max_turns=2),
+        sampling=SamplingSpec(group_size=2, max_new_tokens=4),
+    )
+    kind: Any = PromptDataModule
+    if where == "row":
+
+        def kind(data: str, **options: Any) -> PromptDataModule:
+            own = {"chat_template_kwargs": json.dumps({"chat_template": TEMPLATE, "mark": "#"})}
+            rows = [json.loads(line) | own for line in Path(data).read_text().splitlines()]
+            return PromptDataModule(rows, **options)
+
+    trainer, module, data, _ = setup_run(
+        tmp_path, rollouts=callback, datamodule=kind, data_arguments=arguments, max_epochs=1, accumulate_grad_batches=1
+    )
+    trainer.fit(module, data)
+    sample = callback.samples[0]
+    assert sample.action_mask is not None
+    turns = "".join("a" if chosen else "e" for chosen in sample.action_mask)
+    first, last = turns.index("e"), turns.rindex("e") + 1
+    mark = "#" if where == "row" else ""
+    number = sample.prompt.index
+    assert data_tokens(sample.prompt.token_ids) == f"[{mark}user: {number}+{number}=][{mark}assistant: "
+    assert data_tokens(sample.token_ids[first:last]) == f"][{mark}user: again][{mark}assistant: "
+    module.save_pretrained(tmp_path / "export")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert exported.chat_template == (OTHER if where == "row" else TEMPLATE)
+
+
+def data_tokens(token_ids: list[int]) -> str:
+    return str(tiny_tokenizer().decode(token_ids))
+
+
+def test_exports_and_checkpoints_keep_the_tokenizer_of_the_data(tmp_path: Path, model: str) -> None:
+    module, data = SFTModule(model), conversations(micro_batch_size=2)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1, enable_progress_bar=False
+    )
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    module.save_pretrained(tmp_path / "saved")
+    export(tmp_path / "run.ckpt", tmp_path / "exported")
+    loaded = SFTModule.load_from_checkpoint(tmp_path / "run.ckpt", weights_only=True)
+    loaded.save_pretrained(tmp_path / "loaded")
+    for folder in ("saved", "exported", "loaded"):
+        found = AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert tokenizer_differences(found, templated()) == [], folder
+
+
+def test_a_checkpoint_without_a_tokenizer_of_its_own_is_as_small_as_before(model: str) -> None:
+    module, checkpoint = SFTModule(model), dict[str, Any](state_dict={})
+    module.on_save_checkpoint(checkpoint)
+    assert "tokenizer_files" not in checkpoint
+
+
+def test_two_tokenizers_in_one_run_are_named_with_the_cure(model: str) -> None:
+    module = SFTModule(model)
+    module.tokenizer = templated()
+    module.tokenizer = templated()  # the same again
+    data = conversations(tokenizer=other_end())
+    data.trainer = trainer_of(module)
+    with pytest.raises(
+        ValueError,
+        match=r"those of SFTModule.tokenizer and SFTDataModule\(tokenizer=...\) differ in special tokens: give both",
+    ):
+        data.setup()
+    prompts = PromptDataModule(
+        [{"prompt": "1"}], pretraining_data=conversations(tokenizer=templated(OTHER)), rollout_batch_size=1,
+        tokenizer=templated(),
+    )  # fmt: skip
+    prompts.trainer = trainer_of(SFTModule(model))
+    with pytest.raises(ValueError, match=r"PromptDataModule\(tokenizer.*and SFTDataModule\(tokenizer.*chat template"):
+        prompts.setup()
+
+
+def test_a_module_with_a_tokenizer_of_its_own_class_is_compared(model: str) -> None:
+    class Own(SFTModule):
+        @property
+        def tokenizer(self) -> Any:
+            return templated(OTHER)
+
+    data = conversations()
+    data.trainer = trainer_of(Own(model))
+    with pytest.raises(ValueError, match=r"Own.tokenizer and SFTDataModule\(tokenizer=...\) differ in chat template"):
+        data.setup()
+    plain: Any = torch.nn.Linear(1, 1)
+    plain.tokenizer = other_end()
+    data = conversations()
+    data.trainer = trainer_of(plain)
+    with pytest.raises(ValueError, match=r"Linear\.tokenizer"):
+        data.setup()
+
+
+def test_data_that_was_tokenised_for_another_module_is_refused(model: str) -> None:
+    data = conversations(tokenizer=None)
+    data.trainer = trainer_of(SFTModule(model))
+    data.setup()
+    data.setup()
+    other = SFTModule(model)
+    other.tokenizer = templated()
+    data.trainer = trainer_of(other)
+    with pytest.raises(ValueError, match=r"an earlier run of this SFTDataModule differ in chat template: .*new Data"):
+        data.setup()
+
+
+def test_data_that_was_opened_alone_brings_its_tokenizer_to_the_run(model: str) -> None:
+    data, module = conversations(), SFTModule(model)
+    data.setup()
+    data.trainer = trainer_of(module)
+    data.setup()
+    assert module.tokenizer.chat_template == TEMPLATE
+
+
+def test_no_tokenizer_says_where_to_give_one() -> None:
+    data = conversations(tokenizer=None)
+    with pytest.raises(ValueError, match="give the DataModule one, tokenizer='folder or hub name'"):
+        data.setup()
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(model: str) -> None:
+    tokenizer, module = templated(), SFTModule(model)
+    tokenizer.pad_token = None
+    data = conversations(tokenizer=tokenizer)
+    data.trainer = trainer_of(module)
+    data.setup()
+    assert module.tokenizer.pad_token == "<eos>"
+    assert tokenizer.pad_token is None  # the user's own stays as it is
+
+
+def started(engine: RolloutEngine, model: str, tokenizer: Any, template: Any = None) -> Any:
+    engine.configure_tokenizer(tokenizer, template)
+    engine.start(model, dtype=torch.float32, load_weights=True)
+    return engine
+
+
+def test_engines_stop_where_the_tokenizer_of_the_run_says(model: str) -> None:
+    engine = started(EpisodeEngine(LocalEngine(), Game), model, other_end())
+    bracket = tiny_tokenizer().convert_tokens_to_ids("]")
+    assert bracket in engine.engine._stops
+    samples = engine.engine.generate(
+        [Prompt(0, [5, 6])], SamplingSpec(group_size=16, max_new_tokens=64, temperature=2.0), iteration=0
+    )
+    assert {bracket} < {sample.token_ids[-1] for sample in samples if sample.finish_reason == "stop"} | {0}
+    assert all(bracket not in sample.token_ids[:-1] for sample in samples)
+    engine.close()
+    engine.start(model, dtype=torch.float32, load_weights=True)  # another run, with the model's own
+    assert bracket not in engine.engine._stops
+    engine.close()
+
+
+def test_episodes_take_the_template_arguments_of_the_data(model: str) -> None:
+    arguments = {"mark": "#", "tools": [{"name": "search"}]}
+    engine = started(EpisodeEngine(LocalEngine(), Game), model, templated(), arguments)
+    assert engine._observations.formatter.arguments == arguments
+    engine.close()
+    with pytest.raises(ValueError, match=r"other chat_template_kwargs \(mark\).*give them to the DataModule alone"):
+        EpisodeEngine(LocalEngine(), Game, chat_template_kwargs={}).configure_tokenizer(templated(), arguments)
+    EpisodeEngine(LocalEngine(), Game, chat_template_kwargs={"mark": "#"}).configure_tokenizer(templated(), arguments)
+    agents = started(AgentEngine(LocalEngine(), lambda connection, prompt: None), model, templated(), arguments)
+    assert agents._endpoint.observations.tokenizer.chat_template == TEMPLATE
+    assert agents._endpoint.observations.formatter.arguments == {"mark": "#"}  # requests bring tools of their own
+    agents.close()
+
+
+def test_a_callback_refuses_other_template_arguments_at_setup(tmp_path: Path, model: str) -> None:
+    (tmp_path / "model").symlink_to(model)
+    engine = EpisodeEngine(LocalEngine(), Game, chat_template_kwargs={"mark": "!"})
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=RolloutCallback(EpisodeReward(), engine=engine))
+    with pytest.raises(ValueError, match=r"other chat_template_kwargs \(mark\)"):
+        trainer.fit(module, data)
+
+
+def test_vllm_finds_texts_only_with_the_vocabulary_of_the_run() -> None:
+    check_vllm_sampling(SamplingSpec(stop_token_ids=(3,)), same_vocabulary=False)
+    check_vllm_sampling(SamplingSpec(stop=("\n",)))
+    for spec in (SamplingSpec(stop=("\n",)), SamplingSpec(regex="a+")):
+        with pytest.raises(ValueError, match=r"another vocabulary: save it with the model"):
+            check_vllm_sampling(spec, same_vocabulary=False)
+
+
+def test_models_and_critics_elsewhere_have_the_tokenizer_of_the_run(tmp_path: Path, model: str) -> None:
+    mine = templated()
+    mine.add_special_tokens({"additional_special_tokens": ["x"]})
+    reading = TextReading("text", mine, model, False)
+    token_ids = torch.tensor([mine("axb")["input_ids"]])
+    read, _ = reading.read(token_ids, torch.tensor([3]), torch.tensor([[True, True]]))
+    assert data_tokens(read[0].tolist()) == "ab"  # x is a control token of this run
+    module = GRPOModule(model)
+    assert module.given_tokenizer is None
+    module.tokenizer = mine
+    critic = _make_critic(module.given_tokenizer, model)
+    assert isinstance(critic, CriticModule)
+    assert critic.tokenizer is mine
+    assert _make_critic(None, model).given_tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda one: None, []),
+        (lambda one: setattr(one, "pad_token", "<eos>"), []),
+        (lambda one: setattr(one, "chat_template", OTHER), ["chat template"]),
+        (lambda one: setattr(one, "eos_token", "a"), ["special tokens"]),
+        (lambda one: one.add_tokens(["zz"]), ["vocabulary"]),
+        (lambda one: one.add_tokens(["1+1"]), ["vocabulary", "way to divide a text"]),
+    ],
+)
+def test_differences_of_tokenizers(change: Any, named: list[str]) -> None:
+    other = templated()
+    change(other)
+    assert tokenizer_differences(templated(), other) == named
