@@ -1,5 +1,6 @@
 # make demo    watch a small language model learn by reinforcement (ENGINE=local or vllm)
-# make test    lint, types and all tests (in WORKERS processes)
+# make test    lint, types and every capability once (in WORKERS processes)
+# make test-all    the same, then all other tests: what CI runs
 # make test-versions    SUITES with the oldest versions that are allowed and with the newest
 # make gpu-check   all that only a GPU can show, in 9 minutes; CHECK="--only losses" for a part (GPU_PYTHON=python)
 # The first two install what they need into .venv first, with Python 3.11 and nothing else.
@@ -18,6 +19,9 @@ SUITES ?= tests/losses tests/models tests/modules tests/datamodules
 CPU_INDEX := $(shell sed -n 's/^--extra-index-url //p' requirements/cpu.txt)
 TORCH := $(shell sed -n 's/^torch==\(.*\)+cpu$$/\1/p' requirements/cpu.txt)
 OLDEST_TORCH := $(shell sed -n 's/^torch==//p' requirements/oldest.txt)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --durations 15
+# Whatever needs several processes or long is left out, unless it is the one test that shows a capability.
+QUICK := smoke or not (ray or vllm or distributed or slow or long or families)
 TEST_TOOLS := pytest pytest-timeout pytest-xdist hypothesis accelerate bitsandbytes
 
 # Torch's build for CPUs into an environment (1) in a version (2): from pip's own sources if they have it, else from the index
@@ -27,7 +31,7 @@ $(1)/bin/python $(PIP_INSTALL) --no-deps torch==$(2)+cpu 2>/dev/null \
 	|| $(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(CPU_INDEX) torch==$(2)+cpu
 endef
 
-.PHONY: demo test test-versions lint bench gpu-check install clean
+.PHONY: demo test test-all test-versions lint bench gpu-check install clean
 
 install: $(INSTALLED)
 
@@ -65,7 +69,10 @@ demo: $(INSTALLED)
 	$(BIN)/python tutorials/grpo_arithmetic.py --engine $(ENGINE) --seed $(SEED)
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(PYTEST) -m "$(QUICK)"
+
+test-all: test
+	$(PYTEST) -m "not ($(QUICK)) and not families"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

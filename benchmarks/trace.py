@@ -26,9 +26,6 @@ from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "rlhfkit"
 PAGE = PACKAGE.parent / "docs" / "one_iteration.md"
-LIMITS = {"GRPO": 79, "DPO": 31}
-"""Files that an iteration may enter, so that the number does not grow unnoticed. The 74th is ``rollout/local/lock.py``,
-which was a part of ``engine.py``."""
 
 STEPS = {
     "RolloutCallback.collect": "Start of the iteration",

@@ -1,12 +1,14 @@
 """Fixtures for the whole suite. Real vLLM engines are started once and shared by all tests."""
 
+import gc
+import json
 import os
-import re
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray would start processes for a driver's first tasks, and those of most tests are actors with variables of their own,
 # which need other processes.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+# Each process of the tests, and each rank and engine, would compile the package and rewrite the tests' assertions anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import pytest
@@ -28,46 +32,68 @@ from rlhfkit.rollout.supervision.health import HealthPolicy
 
 ROOT = Path(__file__).parent.parent
 
+sys.dont_write_bytecode = False
+gc.disable()  # until all tests are collected: imports leave little garbage and many objects to look at
 # How long an example takes says nothing on a machine with other work.
 hypothesis.settings.register_profile("rlhfkit", deadline=None)
 hypothesis.settings.load_profile("rlhfkit")
 
 
+def group(item: pytest.Item) -> str | None:
+    """Name of those tests that run in one process with this one, as they share what is started once for the session."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if fixtures & {"vllm_pool", "vllm_server"}:
+        return "vllm"
+    if "ray_session" in fixtures:  # vllm_pool has started one; another pays where a further process has nothing to do
+        return "ray" if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) > 2 else "vllm"
+    return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Worker processes write there which tests belong together: what they tell the first one are names only."""
+    node.workerinput["groups"] = str(Path(_shared_folder().name) / "groups.json")
+
+
 @cache
-def markers(file: str) -> set[str]:
-    """Those of our markers that a file of tests uses."""
-    return set(re.findall(r"pytest\.mark\.(vllm|ray|distributed|slow)\b", (ROOT / file).read_text()))
-
-
-def file_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
-
-
-def group(nodeid: str) -> str:
-    """Tests of one group run in one process: those with engines or Ray, those with ranks, else those of a file."""
-    if markers(file_of(nodeid)) & {"vllm", "ray"}:
-        return "engines"
-    return "ranks" if "distributed" in markers(file_of(nodeid)) else file_of(nodeid)
+def _shared_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``pytest -n``, give each process whole groups; what is started once for many tests is started in one."""
-    from xdist.scheduler import LoadFileScheduling
+    """With ``pytest -n``, tests of a group run in one process, and so do the other tests of a file."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    class LoadGroups(LoadFileScheduling):
+    class LoadGroupsAndFiles(LoadScopeScheduling):
+        @cached_property
+        def groups(self) -> dict[str, str]:
+            return json.loads((Path(_shared_folder().name) / "groups.json").read_text())
+
         def _split_scope(self, nodeid: str) -> str:
-            return group(nodeid)
+            return self.groups.get(nodeid) or nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
-    return LoadGroups(config, log)
+    return LoadGroupsAndFiles(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With ``pytest -n``, begin with what takes long, so that no process is left with it in the end."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not markers(file_of(item.nodeid)))
+        groups = {item.nodeid: name for item in items if (name := group(item))}
+        Path(config.workerinput["groups"]).write_text(json.dumps(groups))
+        items.sort(key=expected_duration, reverse=True)
+
+
+def expected_duration(item: pytest.Item) -> int:
+    """Larger for what is likely to take longer."""
+    marks = {mark.name for mark in item.iter_markers()}
+    return 2 * bool("slow" in marks or group(item)) or bool(marks & {"ray", "vllm", "distributed"})
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
-"""What may import what, how rooms are described, and what importing loads."""
+"""What may import what, and what importing loads."""
 
 import ast
-import re
 import subprocess
 import sys
 from functools import cache
@@ -42,7 +41,6 @@ FLOORS = {
     "cli": 5,
     "costs": 5,
 }
-MOST_FILES = 12
 # These meet in the Trainer only.
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 FOR_STRATEGIES = {
@@ -188,30 +186,6 @@ def test_no_circle_of_files() -> None:
 
 def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [{"a", "b", "c"}]
-
-
-ROOMS = {name: path.parent for name, path in modules().items() if path.name == "__init__.py" and name}
-
-
-@pytest.mark.parametrize("name", ROOMS)
-def test_a_room_has_few_files(name: str) -> None:
-    assert len([path for path in ROOMS[name].glob("*.py") if path.name != "__init__.py"]) <= MOST_FILES
-
-
-DOCSTRING = re.compile(
-    r"(?P<purpose>.+?[.:])\n\n(?P<more>.+?\n\n)?May import: (?P<imports>.+?)\nStart at (?P<start>.+)", re.DOTALL
-)
-
-
-@pytest.mark.parametrize("name", ROOMS)
-def test_a_room_says_what_it_is_what_it_may_import_and_where_to_start(name: str) -> None:
-    text = ast.get_docstring(ast.parse((ROOMS[name] / "__init__.py").read_text())) or ""
-    found = DOCSTRING.fullmatch(text)
-    assert found, f"wanted: what it is, an empty line, 'May import: ...', 'Start at :mod:`...`'; found {text!r}"
-    targets = re.findall(r":(?:mod|class|func):`~?rlhfkit\.([\w.]+)`", found["start"])
-    assert targets, "'Start at' names a module or a class with its full path"
-    for target in targets:
-        assert target in modules() or target.rpartition(".")[0] in modules(), target
 
 
 def test_importing_the_package_loads_nothing_heavy(loaded: dict[str, set[str]]) -> None:

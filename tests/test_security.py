@@ -4,6 +4,7 @@ import ast
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,23 @@ import rlhfkit
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import open_store
 
 PACKAGE = Path(rlhfkit.__file__).parent
-TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-CALLS = [
-    (path, ast.unparse(node.func), node)
-    for path, tree in TREES.items()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.Call)
-]
-"""File, dotted name and node of every call in the package."""
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every file of the package, parsed."""
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """File, dotted name and node of every call in the package."""
+    return [
+        (path, ast.unparse(node.func), node)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
 
 
 def keyword(call: ast.Call, name: str) -> str | None:
@@ -30,33 +38,35 @@ def keyword(call: ast.Call, name: str) -> str | None:
 
 def test_pickles_are_read_from_our_own_processes_only() -> None:
     reading = ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads")
-    assert {path for path, name, _ in CALLS if name.endswith(reading)} <= {
+    assert {path for path, name, _ in calls() if name.endswith(reading)} <= {
         "rewards/sandbox/child.py",  # a pipe from its parent, which reads JSON in return
         "rewards/workers.py",  # likewise
         "strategies/ray/actor.py",  # both: actors of one Ray, which lets nobody in without its token
         "strategies/ray/ranks.py",
         "rank_store.py",  # between the ranks of one run, as torch.distributed sends objects itself
     }
-    dangerous = {path for path, name, call in CALLS if name == "torch.load" and keyword(call, "weights_only") != "True"}
+    dangerous = {
+        path for path, name, call in calls() if name == "torch.load" and keyword(call, "weights_only") != "True"
+    }
     assert dangerous <= {
         "strategies/checkpoint/io.py",  # directories of the strategy: DeepSpeed's own files are pickles
         "strategies/checkpoint/momentum.py",
         "strategies/checkpoint/stages.py",
         "strategies/checkpoint/universal.py",
     }
-    assert not [path for path, name, _ in CALLS if name in ("dill.load", "dill.loads", "joblib.load", "numpy.load")]
+    assert not [path for path, name, _ in calls() if name in ("dill.load", "dill.loads", "joblib.load", "numpy.load")]
 
 
 def test_no_text_is_run_as_code_and_no_shell_is_started() -> None:
-    running = {path for path, name, _ in CALLS if name in ("eval", "exec", "os.system")}
+    running = {path for path, name, _ in calls() if name in ("eval", "exec", "os.system")}
     assert running <= {"rewards/programs/driver.py"}  # code that a policy wrote, in a confined process
-    assert not [path for path, _, call in CALLS if keyword(call, "shell") not in (None, "False")]
-    assert not [path for path, name, _ in CALLS if name in ("yaml.load", "yaml.unsafe_load")]
+    assert not [path for path, _, call in calls() if keyword(call, "shell") not in (None, "False")]
+    assert not [path for path, name, _ in calls() if name in ("yaml.load", "yaml.unsafe_load")]
 
 
 def test_code_of_models_is_not_run_unless_asked() -> None:
     seen = 0
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
@@ -68,13 +78,13 @@ def test_code_of_models_is_not_run_unless_asked() -> None:
                     seen += 1
                     assert default is None or ast.unparse(default) == "False", f"{path}: {node.name}"
     assert seen > 5
-    assert not [path for path, _, call in CALLS if keyword(call, "trust_remote_code") == "True"]
+    assert not [path for path, _, call in calls() if keyword(call, "trust_remote_code") == "True"]
 
 
 def test_certificates_are_verified_and_nothing_listens_everywhere_by_default() -> None:
-    assert not [path for path, _, call in CALLS if keyword(call, "verify") == "False"]
+    assert not [path for path, _, call in calls() if keyword(call, "verify") == "False"]
     everywhere = {"0.0.0.0", "::"}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         assert not everywhere & {value for value in constants if isinstance(value, str)}, path
 

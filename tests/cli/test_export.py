@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -70,6 +69,8 @@ def test_a_checkpoint_becomes_a_folder_with_model_and_tokenizer(folder: Path, tm
 
 
 def test_adapters_are_merged_or_written_alone(folder: Path, adapted: SFTModule, tmp_path: Path) -> None:
+    import peft
+
     expected = logits(adapted.policy)
     merged = export(folder / "lora.ckpt", tmp_path / "merged")
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, rtol=1e-5, atol=1e-5)

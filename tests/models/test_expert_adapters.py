@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import peft
 import pytest
 import torch
 import transformers as hf
@@ -123,6 +122,8 @@ def test_merged_weights_say_what_the_adapters_say(
 def test_a_model_is_its_own_reference_also_when_it_was_trained_before(
     folders: dict[str, str], batch: Any, tmp_path: Path, name: str
 ) -> None:
+    import peft
+
     model = load(folders[name], lora=LoRA(rank=2))
     train_a_bit(model)
     first = logprobs(model, batch)

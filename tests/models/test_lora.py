@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -59,6 +58,8 @@ class TestTraining:
                 assert torch.allclose(one.grad, other.grad, atol=1e-4), name
 
     def test_a_users_own_peft_wrapper_works_the_same(self, folder: str, batch: Any) -> None:
+        import peft
+
         config = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear")
         wrapped = peft.get_peft_model(load_causal_lm(folder), config)
         train_a_bit(wrapped)
@@ -150,6 +151,8 @@ class TestFiles:
     def test_a_saved_adapter_is_what_peft_and_we_load(
         self, folder: str, batch: Any, tmp_path: Path, dora: bool
     ) -> None:
+        import peft
+
         model = load_causal_lm(folder, lora=LoRA(rank=4, alpha=6, dora=dora))
         train_a_bit(model)
         save_adapter(model, tmp_path, model.state_dict())
@@ -162,6 +165,8 @@ class TestFiles:
         assert torch.allclose(chosen * batch.attention_mask[:, 1:], expected, atol=1e-5)
 
     def test_what_peft_has_saved_is_trained_on(self, folder: str, batch: Any, tmp_path: Path) -> None:
+        import peft
+
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         theirs = peft.get_peft_model(load_causal_lm(folder), config)
         train_a_bit(theirs)
@@ -171,6 +176,8 @@ class TestFiles:
         assert sum(parameter.requires_grad for parameter in model.parameters()) == 2 * 2 * 2
 
     def test_adapters_with_more_than_lora_are_refused(self, folder: str, tmp_path: Path) -> None:
+        import peft
+
         config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
         peft.get_peft_model(load_causal_lm(folder), config).save_pretrained(tmp_path / "more")
         with pytest.raises(NotImplementedError, match="uses modules_to_save"):

@@ -4,13 +4,14 @@ import asyncio
 import pickle
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mcp", reason="MCPTools needs the official client, rlhfkit[mcp]")
-
 from rlhfkit.episodes import Action, MCPTools, ToolEnvironment
+
+pytestmark = pytest.mark.skipif(not find_spec("mcp"), reason="MCPTools needs the official client, rlhfkit[mcp]")
 
 SERVER = '''
 from mcp.server.mcpserver import MCPServer

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import httpx
 import psutil
@@ -24,30 +25,38 @@ def filled(head: bytes, part: bytes, tail: bytes, *, size: int = SIZE) -> bytes:
 
 
 ONE = b'{"samples":[{"prompt":{'
-BODIES: dict[str, tuple[bytes, int, str]] = {
-    "empty samples": (filled(b'{"samples":[', b'{"prompt":{}},', b'{"prompt":{}}]}'), 413, "the body holds more than"),
-    "few values, many samples": (
-        b'{"samples":[' + b'{"prompt":{}},' * 2000 + b'{"prompt":{}}]}', 413, "has 2001 samples, the limit is 1024"
-    ),
-    "deep nesting": (filled(ONE + b'"answer":', b"[", b""), 413, "nests more than 64"),
-    "tokens": (filled(ONE + b'"token_ids":[', b"7,", b"7]}}]}"), 413, "the body holds more than"),
-    "more tokens than a request may have": (
-        filled(ONE + b'"token_ids":[', b"300,", b"7]}}]}", size=5 * MIB), 413, "more than 1048576 tokens"
-    ),
-    "objects that nobody reads": (
-        filled(ONE + b'"metadata":{"a":[', b'{"a":0},', b"0]}}}]}"), 413, "the body holds more than"
-    ),
-    "as many of them as are taken": (
-        filled(ONE + b'"metadata":{"a":[', b'{"a":0},', b"0]}}}]}", size=MIB // 2), 200, ""
-    ),
-    "a text": (filled(b'{"samples":[{"prompt":{},"text":"', b"a", b'"}]}'), 413, "more than 1048576 tokens"),
-    "escapes": (filled(ONE + b'"answer":"', b'\\"', b'"}}]}'), 200, ""),
-    "a wide text": (filled(ONE + b'"answer":"\xf0\x9f\x98\x80', b"a", b'"}}]}'), 200, ""),
-    "spaces": (filled(ONE + b'"answer":0', b" ", b"}}]}"), 200, ""),
-    "a text that does not end": (filled(ONE + b'"answer":"', b'\\"', b""), 422, "does not end"),
-    "a number of many digits": (filled(ONE + b'"answer":', b"9", b"}}]}"), 422, "out of range"),
-    "queries": (filled(b'{"query":[', b'"",', b'""]}'), 413, "the body holds more than"),
-}  # fmt: skip
+
+
+@cache
+def bodies() -> dict[str, tuple[bytes, int, str]]:
+    """By what is in them: the body, the status of the answer and a part of its text."""
+    return {
+        "empty samples": (
+            filled(b'{"samples":[', b'{"prompt":{}},', b'{"prompt":{}}]}'), 413, "the body holds more than"
+        ),
+        "few values, many samples": (
+            b'{"samples":[' + b'{"prompt":{}},' * 2000 + b'{"prompt":{}}]}', 413, "has 2001 samples, the limit is 1024"
+        ),
+        "deep nesting": (filled(ONE + b'"answer":', b"[", b""), 413, "nests more than 64"),
+        "tokens": (filled(ONE + b'"token_ids":[', b"7,", b"7]}}]}"), 413, "the body holds more than"),
+        "more tokens than a request may have": (
+            filled(ONE + b'"token_ids":[', b"300,", b"7]}}]}", size=5 * MIB), 413, "more than 1048576 tokens"
+        ),
+        "objects that nobody reads": (
+            filled(ONE + b'"metadata":{"a":[', b'{"a":0},', b"0]}}}]}"), 413, "the body holds more than"
+        ),
+        "as many of them as are taken": (
+            filled(ONE + b'"metadata":{"a":[', b'{"a":0},', b"0]}}}]}", size=MIB // 2), 200, ""
+        ),
+        "a text": (filled(b'{"samples":[{"prompt":{},"text":"', b"a", b'"}]}'), 413, "more than 1048576 tokens"),
+        "escapes": (filled(ONE + b'"answer":"', b'\\"', b'"}}]}'), 200, ""),
+        "a wide text": (filled(ONE + b'"answer":"\xf0\x9f\x98\x80', b"a", b'"}}]}'), 200, ""),
+        "spaces": (filled(ONE + b'"answer":0', b" ", b"}}]}"), 200, ""),
+        "a text that does not end": (filled(ONE + b'"answer":"', b'\\"', b""), 422, "does not end"),
+        "a number of many digits": (filled(ONE + b'"answer":', b"9", b"}}]}"), 422, "out of range"),
+        "queries": (filled(b'{"query":[', b'"",', b'""]}'), 413, "the body holds more than"),
+    }  # fmt: skip
+
 
 PROGRAM = """
 from rlhfkit.rewards.remote.server import reward_app
@@ -102,7 +111,7 @@ def test_no_body_takes_more_memory_than_is_promised_or_keeps_the_health_check_wa
     url, server = process
     httpx.post(f"{url}/score", json={"samples": []})
     before = server.memory_info().rss
-    for name, (body, status, message) in BODIES.items():
+    for name, (body, status, message) in bodies().items():
         path = "/get_reward" if b'"query"' in body[:20] else "/score"
         for _ in range(3):  # a machine with other work to do delays anybody now and then, but not three times
             with Health(url) as health:
