@@ -5,6 +5,7 @@
 ``(1 - c) * cross_entropy_loss(...).loss + c * distillation_loss(...).loss``.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -276,6 +277,12 @@ def divergence_function(
     if not 0.0 < teacher_weight < 1.0:
         raise ValueError(f"teacher_weight must lie in (0, 1), got {teacher_weight}")
     if callable(divergence):
+        names = [*inspect.signature(divergence).parameters, "", ""]
+        if "teacher" in names[0] or "student" in names[1]:
+            raise ValueError(
+                f"divergence is given the log-probs of the student and then those of the teacher, and {divergence!r} "
+                f"takes {names[0]} and then {names[1]}: exchange them"
+            )
         return divergence
     if divergence not in _DIVERGENCES:
         raise ValueError(f"divergence must be a function or one of {', '.join(_DIVERGENCES)}, got {divergence!r}")

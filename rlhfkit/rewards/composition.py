@@ -1,5 +1,6 @@
 """The weighted sum of several rewards, each normalised on its own if asked."""
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,9 @@ from rlhfkit.rewards.base import (
 )
 from rlhfkit.validation import check_number
 
-Normalization = Callable[[Tensor, Tensor], Tensor]
-"""A function of a part's values, (B,), NaN where missing, and group ids, (B,), that returns values, (B,)."""
+Normalization = Callable[..., Tensor]
+"""A function of a part's values, (B,), NaN where missing, and group ids, (B,), given as ``group=``, that returns
+values, (B,)."""
 
 
 class WeightedSum:
@@ -76,6 +78,12 @@ class WeightedSum:
             raise ValueError(f"missing must be 'none' or 'skip', got {missing!r}")
         if normalize is not None and not callable(normalize):
             raise TypeError(f"normalize must be a function of values and group ids, got {normalize!r}")
+        names = [] if normalize is None else [*inspect.signature(normalize).parameters]
+        if normalize is not None and "group" not in names[1:]:
+            raise TypeError(
+                f"normalize takes ({', '.join(names)}); needed is a function (values, group), which is given the ids "
+                "of groups by that name"
+            )
         self.missing = missing
         self.normalize = normalize
         self.timeout = timeout
@@ -134,7 +142,7 @@ class WeightedSum:
         group = torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64)
         _, place, members = torch.unique(group, return_inverse=True, return_counts=True)
         given = torch.tensor([math.nan if value is None else value for value in column], dtype=torch.float64)
-        changed = self.normalize(given, group)
+        changed = self.normalize(given, group=group)
         if changed.shape != given.shape:
             raise ValueError(f"normalize returned shape {tuple(changed.shape)} for the {len(given)} values of {name!r}")
         kept = torch.where(members[place] == 1, given, changed.to(given.dtype)).tolist()

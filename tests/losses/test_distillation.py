@@ -64,6 +64,13 @@ def test_divergences_equal_torch():
     torch.testing.assert_close(output.loss, jensen / mask.sum())
 
 
+def test_a_divergence_of_teacher_and_student_is_refused_instead_of_fed_by_position():
+    student, teacher, mask = logits_batch()
+    for swapped in (lambda teacher, student: student.sum(-1), lambda q, student_logprobs: q.sum(-1)):
+        with pytest.raises(ValueError, match=r"student and then those of the teacher, .*exchange them"):
+            distillation_loss(student, teacher, mask, divergence=swapped)
+
+
 def test_jensen_shannon_joins_both_divergences_at_its_ends():
     student, teacher, mask = logits_batch()
     for weight, name in ((1e-7, "forward_kl"), (1 - 1e-7, "reverse_kl")):

@@ -64,6 +64,9 @@ def test_a_missing_value_stays_missing_and_a_lone_sample_keeps_its_value() -> No
 def test_what_normalises_is_checked() -> None:
     with pytest.raises(TypeError, match="normalize must be a function of values and group ids, got 'group'"):
         WeightedSum(a=part("flat"), normalize="group")
+    for swapped in (lambda group, values: values, lambda values, ids: values):
+        with pytest.raises(TypeError, match=r"needed is a function \(values, group\)"):
+            WeightedSum(a=part("flat"), normalize=swapped)
     with pytest.raises(ValueError, match=r"returned shape \(\) for the 6 values of 'a'"):
         score_samples(WeightedSum(a=part("flat"), normalize=lambda values, group: values.sum()), samples())
 

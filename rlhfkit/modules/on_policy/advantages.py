@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -74,7 +74,7 @@ class AdvantageModule(RewardedModule):
     def advantages_by_rewards(self, function: AdvantageFunction, experience: Experience, rewards: Tensor) -> Tensor:
         """Advantages (B,) by a function of rewards (B,) and groups, or rewards of greedy answers. A collective."""
         if function.takes_greedy_rewards:
-            return cast(Tensor, function.function(rewards, experience.reward_parts[GREEDY_REWARD]))
+            return function.compare_with_greedy(rewards, experience.reward_parts[GREEDY_REWARD])
         return self.over_iteration(function.estimate, experience, rewards)
 
     def over_iteration(

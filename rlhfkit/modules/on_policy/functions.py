@@ -3,6 +3,7 @@
 A function is called only with the arguments that its signature names.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -32,15 +33,25 @@ def marked_as_needing_sum_squares(function: Callable[..., Any]) -> bool:
     return bool(getattr(inner_function(function), "needs_sum_squares", False))
 
 
+def bound_arguments(function: Callable[..., Any]) -> set[str]:
+    """Names of the keyword arguments that a partial has set."""
+    bound: set[str] = set()
+    while isinstance(function, functools.partial):
+        bound |= function.keywords.keys()
+        function = function.func
+    return bound
+
+
 class AdvantageFunction:
     """A function that computes advantages: of :mod:`rlhfkit.losses`, or a user's own, given by name or as itself.
 
-    The number of its arguments without a default says which of these it is:
+    The names of its arguments, in any order, say what it is given:
 
     ================================  ===================================================  ===================
-    form                              is given                                             returns
+    arguments                         is given                                             returns
     ================================  ===================================================  ===================
-    ``(experience)``                  the :class:`~rlhfkit.data.Experience`                (B,) or (B, T-1)
+    ``(experience)``, or any other    the :class:`~rlhfkit.data.Experience`                (B,) or (B, T-1)
+    single argument
     ``(rewards, group)``              rewards (N,), NaN where missing, and group ids (N,)  (N,)
     ``(rewards, group, lengths)``     the same and the tokens of each sample (N,)          (N,)
     ``(rewards, greedy_rewards)``     rewards (B,), and those of greedy answers (B,)       (B,)
@@ -50,7 +61,7 @@ class AdvantageFunction:
     marked with :func:`~rlhfkit.local_rows`.
 
     Raises:
-        ValueError: If there is no such function, or it has another form.
+        ValueError: If there is no such function, or it needs arguments of other names.
     """
 
     def __init__(self, function: str | Callable[..., Tensor]) -> None:
@@ -58,31 +69,40 @@ class AdvantageFunction:
         self.name = function_name(self.function)
         """Dotted name, for checkpoints."""
         parameters = inspect.signature(self.function).parameters.values()
-        needed = [each.name for each in parameters if each.default is each.empty and each.kind < each.VAR_POSITIONAL]
-        missing = [each.name for each in parameters if each.default is each.empty and each.kind is each.KEYWORD_ONLY]
-        if missing:
-            raise ValueError(
-                f"advantages={self.name} needs {', '.join(missing)}: give functools.partial(function, {missing[0]}=...)"
-            )
-        if not (len(needed) == 1 or (len(needed) == 2 and needed[1] != "mask") or needed[2:] == ["lengths"]):
-            raise ValueError(
-                f"advantages={self.name} takes ({', '.join(needed)}); needed is a function of (experience), of "
-                "(rewards, group), (rewards, group, lengths) or (rewards, greedy_rewards): write one of the experience "
-                "that calls it"
-            )
-        self.takes_rewards = len(needed) > 1
+        named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        needed = [each.name for each in named if each.default is each.empty]
+        of_rewards = {*needed} <= {"rewards", "group", "lengths"} or {*needed} == {"rewards", "greedy_rewards"}
+        self.takes_rewards = bool(needed) and of_rewards
         """Whether it is given rewards and groups, not the whole experience."""
-        self.takes_greedy_rewards = needed[1:] == ["greedy_rewards"]
+        by_name = all(each.kind is not each.POSITIONAL_ONLY for each in named)
+        of_experience = len(needed) == 1 and named[0].name in needed and named[0].kind is not named[0].KEYWORD_ONLY
+        if not (by_name if self.takes_rewards else of_experience):
+            hint = ""
+            if missing := [each.name for each in named if each.kind is each.KEYWORD_ONLY and each.name in needed]:
+                hint = f"; give what it is not given by functools.partial(function, {missing[0]}=...)"
+            raise ValueError(
+                f"advantages={self.name} takes ({', '.join(needed)}), and a function is given what it names: (rewards, "
+                "group), with or without lengths, in any order; (rewards, greedy_rewards); or (experience): name its "
+                f"arguments so, or write a function of the experience that calls it{hint}"
+            )
+        self.takes_greedy_rewards = "greedy_rewards" in needed and self.takes_rewards
         """Whether it compares samples with the greedy answer to their prompt, and not with one another."""
+        bound = bound_arguments(self.function)
+        self._given = [each.name for each in named if each.name in ("rewards", "group", "lengths")]
+        self._given = [name for name in self._given if name not in bound]
         self.needs_sum_squares = marked_as_needing_sum_squares(self.function)
         """Whether it reads the sums of squared probabilities of the experience."""
         self.is_ours = getattr(inner_function(self.function), "__module__", "").startswith("rlhfkit.")
         """Whether it is a function of rlhfkit, or a partial of one."""
-        self._takes_lengths = len(needed) == 3
 
     def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
         """(N,) advantages from rewards (N,), NaN where missing, group ids (N,) int64 and lengths (N,) in tokens."""
-        return cast(Tensor, self.function(rewards, group, *([lengths] if self._takes_lengths else [])))
+        offered = {"rewards": rewards, "group": group, "lengths": lengths}
+        return cast(Tensor, self.function(**{name: offered[name] for name in self._given}))
+
+    def compare_with_greedy(self, rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+        """(B,) advantages from rewards and those of greedy answers, (B,) each, NaN where missing."""
+        return cast(Tensor, self.function(rewards=rewards, greedy_rewards=greedy_rewards))
 
 
 _INPUTS = ("logprobs", "old_logprobs", "advantages", "mask")
@@ -101,8 +121,9 @@ _GIVEN_BY_THE_MODULE = {
 class PolicyLoss:
     """A policy loss ``(logprobs, old_logprobs, advantages, mask, *, ...) -> LossOutput`` and its chosen arguments.
 
-    ``function`` is a name in :mod:`rlhfkit.losses`, a dotted name, or the function. Arguments that are ``None`` keep
-    its defaults; ``aggregation`` is ``token-mean`` if it has none. ``max_length`` is in tokens (``constant-length``).
+    Everything is given by name, whatever the order of the function's arguments. ``function`` is a name in
+    :mod:`rlhfkit.losses`, a dotted name, or the function. Arguments that are ``None`` keep its defaults;
+    ``aggregation`` is ``token-mean`` if it has none. ``max_length`` is in tokens (``constant-length``).
 
     Raises:
         ValueError: If the function does not exist, has another form, or lacks one of the arguments.
@@ -142,24 +163,24 @@ class PolicyLoss:
         """What the function's gradient depends on, if it is marked with :func:`~rlhfkit.losses.gradient_scope`."""
 
     def _signature(self) -> tuple[dict[str, inspect.Parameter], bool]:
-        """The keyword arguments of the function, and whether it takes others too."""
+        """The arguments of the function besides the tensors, and whether it takes others too."""
         parameters = list(inspect.signature(self.function).parameters.values())
-        positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        inputs = tuple(each.name for each in positional[:4])
-        ours = getattr(self.function, "__module__", "").startswith("rlhfkit.losses")
-        if len(inputs) < 4 or (ours and inputs != _INPUTS):
+        named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        missing = [] if takes_more and "logprobs" in named else [name for name in _INPUTS if name not in named]
+        if missing:
             raise ValueError(
-                f"{self.name} is no policy loss: it takes ({', '.join(each.name for each in positional)}), needed is "
-                f"({', '.join(_INPUTS)}, *, ...) -> LossOutput"
+                f"{self.name} is no policy loss: it takes ({', '.join(each.name for each in parameters)}), and is "
+                f"given its tensors by name, so that {', '.join(missing)} is missing: needed is "
+                f"({', '.join(_INPUTS)}, ...) -> LossOutput, in any order"
             )
-        keywords = {each.name: each for each in positional[4:]}
-        keywords |= {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
-        return keywords, any(each.kind is each.VAR_KEYWORD for each in parameters)
+        return {name: each for name, each in named.items() if name not in _INPUTS}, takes_more
 
     def _check_arguments(self, chosen: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         own = dict(_GIVEN_BY_THE_MODULE)
         if self.penalizes_kl:
             own |= {name: f"it is the module's {name}=..." for name in ("kl_coef", "kl_estimator")}
+        own |= dict.fromkeys(_INPUTS, "it is a tensor of the micro-batch")
         for name in arguments:
             if name in own:
                 raise ValueError(f"policy_loss_arguments must not have {name}: {own[name]}")
@@ -191,4 +212,5 @@ class PolicyLoss:
         ``old_logprobs`` are those before this iteration; ``mask`` is true where a token is trained on.
         """
         given = {name: value for name, value in offered.items() if self.takes(name)}
-        return cast(LossOutput, self.function(logprobs, old_logprobs, advantages, mask, **given, **self.arguments))
+        inputs = dict(zip(_INPUTS, (logprobs, old_logprobs, advantages, mask), strict=True))
+        return cast(LossOutput, self.function(**inputs, **given, **self.arguments))

@@ -269,6 +269,12 @@ def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: 
 
 
 def make_optimizer(function: OptimizerFactory, groups: Groups, arguments: Mapping[str, Any], **given: Any) -> Optimizer:
-    """Make an optimizer: what is ``given`` is for functions with such an argument."""
+    """Make an optimizer: what is ``given`` is for functions with such an argument.
+
+    One that passes ``**kwargs`` on is given the rate and the decay, which every optimizer takes.
+    """
     parameters = inspect.signature(function).parameters
-    return function(groups, **{name: value for name, value in given.items() if name in parameters}, **arguments)
+    names = {*parameters}
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        names |= {"lr", "weight_decay"}
+    return function(groups, **{name: value for name, value in given.items() if name in names}, **arguments)

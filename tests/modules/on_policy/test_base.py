@@ -348,6 +348,25 @@ def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_f
     )
 
 
+def test_a_function_of_rewards_is_given_what_it_names_in_any_order() -> None:
+    rewards, group, lengths = torch.tensor([1.0, 3.0]), torch.tensor([7, 7]), torch.tensor([2, 5])
+    functions: list[tuple[Any, list[float]]] = [
+        (lambda group, rewards: rewards + group, [8.0, 10.0]),
+        (lambda lengths, *, rewards: rewards * lengths, [2.0, 15.0]),
+        (lambda rewards: 2 * rewards, [2.0, 6.0]),
+        (lambda rewards, group=None: rewards + group, [8.0, 10.0]),
+        (functools.partial(lambda rewards, group: rewards + group, group=0), [1.0, 3.0]),
+    ]
+    for function, expected in functions:
+        made = GRPOModule("anywhere", advantages=function).advantage_function
+        assert made.takes_rewards
+        assert made.estimate(rewards, group, lengths).tolist() == expected
+    module = GRPOModule("anywhere", advantages=lambda greedy_rewards, rewards: rewards - 10 * greedy_rewards)
+    batch = experience()
+    batch.reward_parts = {"greedy": torch.arange(6.0)}
+    assert torch.equal(module.advantages(batch), batch.rewards - 10 * torch.arange(6.0))
+
+
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule, OnPolicyModule])
 @pytest.mark.parametrize("name", ["rloo_advantages", "rlhfkit.losses.opo_advantages"])
 def test_advantages_may_be_a_function_of_rewards_and_groups_for_every_module(kind: Any, name: str) -> None:
@@ -475,7 +494,14 @@ def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
     ("arguments", "message"),
     [
         ({"advantages": "reinforce_advantages"}, r"takes \(rewards, mask\)"),
-        ({"advantages": "pass_at_k_advantages"}, r"needs k: give functools.partial"),
+        ({"advantages": "pass_at_k_advantages"}, r"takes \(rewards, group, k\).*functools.partial\(function, k="),
+        (
+            {"advantages": lambda rewards, baseline: rewards},
+            r"takes \(rewards, baseline\), and a function is given what",
+        ),
+        ({"advantages": lambda rewards, group, counts: rewards}, r"takes \(rewards, group, counts\)"),
+        ({"advantages": lambda rewards, greedy_rewards, group: rewards}, "name its arguments so"),
+        ({"advantages": lambda *, experience: experience}, r"takes \(experience\).*functools.partial"),
         ({"advantages": "rloo"}, "did you mean 'rloo_advantages'"),
         ({"advantages": my_estimator, "advantage_scale": "none"}, "advantage_scale would have no effect beside"),
         ({"advantages": shorter_is_better, "gamma": 0.9}, "gamma would have no effect beside advantages"),

@@ -38,7 +38,8 @@ EVERY: dict[str, Callable[..., LossOutput]] = {
     for name in rlhfkit.losses.__all__
     if name.endswith("_loss") and "old_logprobs" in inspect.signature(getattr(rlhfkit.losses, name)).parameters
 }
-TOKENS, SEQUENCES = 20.0, 4.5  # of the optimizer step that the batch is half of
+TOKENS, SEQUENCES, ROWS = 20.0, 4.5, 5.0  # of the optimizer step that the batch is half of
+COUNTED = {"token-mean": TOKENS, "constant-length": ROWS}
 
 
 def prepared(seed: int = 0) -> tuple[Experience, Tensor]:
@@ -84,7 +85,7 @@ def test_a_module_calls_the_loss_as_by_hand_with_its_own_defaults(name: str, kin
     if "rollout_logprobs" in parameters:
         knobs["rollout_logprobs"] = batch.rollout_logprobs
     if "denominator" in parameters:
-        knobs["denominator"] = TOKENS if parameters["aggregation"].default == "token-mean" else SEQUENCES
+        knobs["denominator"] = COUNTED.get(parameters["aggregation"].default, SEQUENCES)
     torch.manual_seed(0)
     by_hand = loss(logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **knobs)
     expected = value_and_gradient(by_hand.loss, logprobs)
@@ -109,8 +110,7 @@ def test_a_correction_weighs_every_loss_that_is_not_given_the_engines_log_probs(
     mask = batch.action_mask
     log_ratio = torch.where(mask, batch.old_logprobs - batch.rollout_logprobs, 0.0).sum(-1)
     if "denominator" in inspect.signature(loss).parameters:
-        by_tokens = inspect.signature(loss).parameters["aggregation"].default == "token-mean"
-        knobs["denominator"] = TOKENS if by_tokens else SEQUENCES
+        knobs["denominator"] = COUNTED.get(inspect.signature(loss).parameters["aggregation"].default, SEQUENCES)
     torch.manual_seed(0)
     by_hand = loss(
         logprobs, batch.old_logprobs, batch.advantages, mask, weights=log_ratio.exp().clamp(max=1.1), **knobs
@@ -207,17 +207,34 @@ def test_weights_of_tokens_and_of_sequences_enter_the_kernel_of_vespo_as_what_th
         torch.testing.assert_close(module.loss(batch, PolicyOutput(logprobs, None)).loss, expected)
 
 
-def plain(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, scale: float = 1.0) -> LossOutput:
+def plain(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, scale: float = 1.0
+) -> LossOutput:
     """A user's loss without weights, denominator or clip."""
-    return LossOutput(-scale * (new * advantages * mask).sum(), {})
+    return LossOutput(-scale * (logprobs * advantages * mask).sum(), {})
+
+
+def in_another_order(
+    mask: Tensor, old_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, *, denominator: float | None = None
+) -> LossOutput:
+    return ppo_loss(logprobs, old_logprobs, advantages, mask, denominator=denominator)
+
+
+def of_other_names(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> LossOutput:
+    """As in verl, whose old log-probs come first."""
+    return ppo_loss(log_prob, old_log_prob, advantages, response_mask)
+
+
+def with_other_knobs(logprobs: Tensor, old_log_prob: Tensor, advantages: Tensor, **knobs: Any) -> LossOutput:
+    return ppo_loss(logprobs, old_log_prob, advantages, **knobs)
 
 
 def passed_on(*inputs: Tensor, **knobs: Any) -> LossOutput:
     return ppo_loss(*inputs, **knobs)
 
 
-def wrapped(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **knobs: Any) -> LossOutput:
-    return ppo_loss(new, old, advantages, mask, **knobs)
+def wrapped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **knobs: Any) -> LossOutput:
+    return ppo_loss(logprobs, old_logprobs, advantages, mask, **knobs)
 
 
 def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
@@ -233,6 +250,8 @@ def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
     inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
     made = with_knobs.loss(batch, PolicyOutput(logprobs, None)).loss
     assert torch.equal(made, ppo_loss(*inputs, clip_high=0.3, denominator=TOKENS).loss)
+    mixed = GRPOModule("anywhere", policy_loss=in_another_order).loss(batch, PolicyOutput(logprobs, None)).loss
+    assert torch.equal(mixed, ppo_loss(*inputs, denominator=TOKENS).loss)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +261,9 @@ def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
         ({"policy_loss": "rlhfkit.losses.no_such_loss"}, "cannot be imported"),
         ({"policy_loss": "dpo_loss"}, r"dpo_loss is no policy loss: it takes \(chosen, rejected"),
         ({"policy_loss": passed_on}, "is no policy loss"),
+        ({"policy_loss": of_other_names}, r"takes \(old_log_prob, .* so that logprobs, old_logprobs, mask is missing"),
+        ({"policy_loss": with_other_knobs}, "does not take what it is given: .*old_log"),
+        ({"policy_loss_arguments": {"mask": 1.0}}, "must not have mask: it is a tensor of the micro-batch"),
         ({"policy_loss": "cispo_loss", "clip_low": 0.2}, r"cispo_loss does not take clip_low; it takes ratio_min"),
         ({"policy_loss_arguments": {"ratio_max": 5.0}}, r"dapo_loss does not take ratio_max; it takes clip_low"),
         ({"policy_loss_arguments": {"denominator": 5.0}}, "must not have denominator: it is the count"),
@@ -269,9 +291,9 @@ def test_a_run_gives_the_loss_what_its_own_engine_said(tmp_path: Path, preset: M
             super().__init__(*args, **kwargs)
             function = self.policy_loss.function
 
-            def listen(*inputs: Tensor, rollout_logprobs: Tensor, **knobs: Any) -> LossOutput:
-                given.append((rollout_logprobs, inputs[3]))
-                return function(*inputs, rollout_logprobs=rollout_logprobs, **knobs)
+            def listen(*, rollout_logprobs: Tensor, mask: Tensor, **knobs: Any) -> LossOutput:
+                given.append((rollout_logprobs, mask))
+                return function(rollout_logprobs=rollout_logprobs, mask=mask, **knobs)
 
             self.policy_loss.function = listen
 

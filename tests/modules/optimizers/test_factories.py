@@ -153,6 +153,10 @@ def rms_prop(groups: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(groups, lr=lr)
 
 
+def passes_on(groups: Any, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, **more)
+
+
 def test_functions_and_classes_are_given_what_they_take() -> None:
     module = SFTModule("a model", lr=0.1, betas=(0.5, 0.6), weight_decay=0.2, optimizer="torch.optim.RAdam")
     module.policy = torch.nn.Linear(2, 2)
@@ -165,6 +169,10 @@ def test_functions_and_classes_are_given_what_they_take() -> None:
     own.policy = torch.nn.Linear(2, 2)
     assert own.configure_optimizers().defaults["lr"] == 0.1
     assert own.hparams["optimizer"] == f"{__name__}.rms_prop", "checkpoints hold the name"
+    wrapper = SFTModule("a model", lr=0.1, weight_decay=0.2, optimizer=passes_on, optimizer_arguments={"eps": 1e-3})
+    wrapper.policy = torch.nn.Linear(2, 2)
+    defaults = wrapper.configure_optimizers().defaults  # AdamW's own lr is 1e-3
+    assert (defaults["lr"], defaults["weight_decay"], defaults["eps"]) == (0.1, 0.2, 1e-3)
 
 
 @pytest.mark.parametrize(
