@@ -15,15 +15,19 @@ class EngineError(RuntimeError):
 
 
 class EngineFailure(EngineError):
-    """One engine (``engine``, an ``EngineHandle``) died, failed, or was interrupted; another may do the same work."""
+    """One engine (``engine``, an ``EngineHandle``) died, failed, or was interrupted; another may do the same work.
 
-    def __init__(self, message: str, engine: Any = None) -> None:
+    ``cause`` is the error that the engine raised; empty if its process ended.
+    """
+
+    def __init__(self, message: str, engine: Any = None, cause: str = "") -> None:
         super().__init__(message)
         self.engine = engine
+        self.cause = cause
 
     def __reduce__(self) -> Any:
         """Pickle without the handle, which is valid in its own process only."""
-        return type(self), (str(self),)
+        return type(self), (str(self), None, self.cause)
 
 
 class RequestError(EngineError, ValueError):

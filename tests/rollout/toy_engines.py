@@ -13,6 +13,9 @@ from rlhfkit.rollout.supervision.health import HealthPolicy
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Completion, Request
 
+BREAKS = 99
+"""An engine that scores this token fails, as one whose model its kernels cannot compute."""
+
 
 class ToyEngine:
     """Answers a request of ``{"tokens": n, "seconds": s}`` with n times the prompt's first token, after s seconds."""
@@ -46,6 +49,8 @@ class ToyEngine:
         self.cuts += keys
 
     async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        if sequences[0][0] == BREAKS:
+            raise RuntimeError(f"head size 8 is not supported (object at {id(self):#x})")
         return [[-1.0] * (len(sequence) - 1) for sequence in sequences]
 
     async def abort(self, keys: Sequence[str]) -> None:

@@ -252,12 +252,13 @@ class RequestScheduler:
             try:
                 self._results[job] = fetch(ref, handle, "generating")
             except EngineFailure as error:
-                self._router.mark_dead(handle, str(error))
+                self._router.mark_dead(handle, str(error), cause=error.cause)
                 self._requeue(job, handle, str(error))
                 continue
             except BaseException:
                 self._router.release(handle, len(self._jobs[job]))
                 raise
+            handle.has_worked = True
             self._router.release(handle, len(self._jobs.pop(job)))
             self._attempts.pop(job, None)
             self.stall_detector.progress()

@@ -37,6 +37,7 @@ class EngineStatus:
     state: State
     version: int | None
     reason: str
+    earlier_failure: str
     will_restart: bool
     responsive: bool
     """Whether it has missed no health probe."""
@@ -129,10 +130,10 @@ class EnginePublisher:
                 self._published = snapshot
 
     def _mark_reported(self, manager: EngineManager) -> None:
-        for rank, (actor_name, reason) in self._failures.read():
+        for rank, (actor_name, reason, cause) in self._failures.read():
             for handle in manager.handles:
                 if handle.actor_name == actor_name:
-                    manager.mark_dead(handle, f"{reason} (reported by rank {rank})")
+                    manager.mark_dead(handle, f"{reason} (reported by rank {rank})", cause=cause)
 
     def close(self) -> None:
         """Wait until the end of the engines was published; the manager is closed first."""
@@ -146,6 +147,7 @@ def _status(handle: EngineHandle, now: float) -> EngineStatus:
         handle.state,
         handle.version,
         handle.reason,
+        handle.earlier_failure,
         handle.will_restart,
         responsive=not handle.probes.missed(now),
     )
@@ -200,7 +202,7 @@ class EngineDirectory(EngineRouter[ListedEngine]):
                 handle.state, handle.reason = State.DEAD, "the pool was closed"
             self._changed.notify_all()
 
-    def mark_dead(self, handle: ListedEngine, reason: str) -> None:
+    def mark_dead(self, handle: ListedEngine, reason: str, *, cause: str = "") -> None:
         """Send an engine no more requests and report to rank 0 that it failed, which kills and restarts it."""
         reason = reason.replace(CURE, "").strip()
         with self._changed:
@@ -210,7 +212,7 @@ class EngineDirectory(EngineRouter[ListedEngine]):
             handle.state, handle.reason, handle.will_restart = State.DEAD, reason, True
             self._changed.notify_all()
         log.warning("%s failed: %s; rank 0 is told", handle, reason)
-        self._failures.append((handle.actor_name, reason))
+        self._failures.append((handle.actor_name, reason, cause))
 
     def _look_up(self) -> list[tuple[ListedEngine, str]]:
         """Take over the published snapshot; returns the engines that this process cannot reach, and why."""
@@ -247,7 +249,7 @@ def _take_over(engine: ListedEngine, status: EngineStatus) -> str:
         return ""  # it has failed here, which rank 0 has not read yet
     engine.name, engine.version, engine.responsive = status.name, status.version, status.responsive
     engine.state, engine.will_restart = status.state, status.will_restart
-    engine.reason = engine.reason or status.reason
+    engine.reason, engine.earlier_failure = engine.reason or status.reason, status.earlier_failure
     if engine.actor is None and engine.state not in (State.STARTING, State.DEAD):
         try:
             engine.actor = find_engine(engine.actor_name)

@@ -34,6 +34,10 @@ class RoutedEngine:
         """Why it died."""
         self.will_restart = False
         """Whether it is dead and another process will get its number."""
+        self.has_worked = False
+        """Whether it has answered a request of this rank."""
+        self.earlier_failure = ""
+        """Why the process before it died; empty if it is the first of its number."""
 
     def __str__(self) -> str:
         return self.name
@@ -45,7 +49,8 @@ class RoutedEngine:
     def describe(self, now: float) -> str:
         """Describe the state in one line."""
         words = f"{self}: {self.state.value}" + (f" ({self.reason})" if self.reason else "")
-        return f"{words}, version {self.version}, {self.num_requests} requests of this rank"
+        words += f", version {self.version}, {self.num_requests} requests of this rank"
+        return words + (f", restarted because: {self.earlier_failure}" if self.earlier_failure else "")
 
 
 class EngineHandle(RoutedEngine):
@@ -81,6 +86,8 @@ class EngineHandle(RoutedEngine):
         """Whether its last weight transfer broke off, so that its weights are unusable until the next."""
         self.asleep = False
         """Whether it has freed memory and must be woken before it is sent weights."""
+        self.earlier_cause = ""
+        """The error that the process before it raised when it failed, numbers left out; empty if it ended."""
         self.info: dict[str, Any] = {}
         """What ``start`` returned: ``pid``, ``node``, ``processes``, ``max_model_len``, ``vocabulary``."""
 
@@ -108,7 +115,9 @@ class EngineHandle(RoutedEngine):
             answered = now - self.probes.last_answer
             words += f", version {self.version}, {self.num_requests} requests of rank 0"
             words += f", answered {answered:.1f} s ago ({step})"
-        return words + (f", restarted {self.restarts} times" if self.restarts else "")
+        if self.restarts:
+            words += f", restarted {self.restarts} times"
+        return words + (f", the last time because: {self.earlier_failure}" if self.earlier_failure else "")
 
 
 def fetch(ref: Any, handle: RoutedEngine, doing: str) -> Any:
@@ -125,11 +134,17 @@ def fetch(ref: Any, handle: RoutedEngine, doing: str) -> Any:
         if isinstance(cause, RefusedRequest):
             failure = RequestError(f"{handle} refused a request while {doing}: {cause}")
     except ray.exceptions.RayError as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = _first_and_exit_detail(str(error).strip() or type(error).__name__)
         raise EngineFailure(
             f"{handle} died while {doing} (is the machine out of memory?): {reason} {CURE}", handle
         ) from None
-    raise failure or EngineFailure(f"{handle} failed while {doing}: {cause}. {CURE}", handle)
+    raise failure or EngineFailure(f"{handle} failed while {doing}: {cause}. {CURE}", handle, str(cause))
+
+
+def _first_and_exit_detail(message: str) -> str:
+    """The first line of Ray's message on a dead actor, and the one that says how its process ended, if there is one."""
+    lines = message.splitlines()
+    return " ".join([lines[0], *(line.strip() for line in lines[1:] if "exit detail" in line)])
 
 
 class RemoteCall:

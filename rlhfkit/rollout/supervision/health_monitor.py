@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import ref
 
-from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.errors import EngineFailure
 from rlhfkit.rollout.supervision.handle import EngineHandle, fetch
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 
@@ -30,7 +30,7 @@ class Monitored(Protocol):
         """Record that an engine has started."""
         ...
 
-    def mark_dead(self, handle: EngineHandle, reason: str) -> None:
+    def mark_dead(self, handle: EngineHandle, reason: str, *, cause: str = "") -> None:
         """Record that an engine has died."""
         ...
 
@@ -94,8 +94,8 @@ def _check_start(manager: Monitored, handle: EngineHandle, now: float) -> None:
     if _is_ready(handle.start_ref):
         try:
             info = fetch(handle.start_ref, handle, "starting again")
-        except EngineError as error:
-            manager.mark_dead(handle, str(error))
+        except EngineFailure as error:
+            manager.mark_dead(handle, str(error), cause=error.cause)
         else:
             log.info("%s is up again and gets weights with the next sync", handle)
             manager.mark_started(handle, info)
@@ -106,8 +106,8 @@ def _check_start(manager: Monitored, handle: EngineHandle, now: float) -> None:
 def _take_answer(manager: Monitored, handle: EngineHandle, answer: Any) -> None:
     try:
         health = fetch(answer, handle, "answering a health probe")
-    except EngineError as error:
-        manager.mark_dead(handle, str(error))
+    except EngineFailure as error:
+        manager.mark_dead(handle, str(error), cause=error.cause)
         return
     handle.probes.answered(time.monotonic())
     handle.seconds_since_step, handle.paused = health["seconds_since_step"], health["paused"]

@@ -5,6 +5,7 @@ All methods may be called from any thread. A caller handles the failure of its o
 
 import contextlib
 import logging
+import re
 import threading
 import time
 import uuid
@@ -218,14 +219,22 @@ class EngineManager(EngineRouter[EngineHandle]):
 
     # ---------------------------------------------------------------- deaths
 
-    def mark_dead(self, handle: EngineHandle, reason: str) -> None:
-        """Mark an engine dead, kill it, and restart it within ``max_restarts``; no effect if it is dead already."""
+    def mark_dead(self, handle: EngineHandle, reason: str, *, cause: str = "") -> None:
+        """Mark an engine dead, kill it, and restart it within ``max_restarts``; no effect if it is dead already.
+
+        It is not restarted if it raised the same error as the process before it, and has answered no request since.
+        """
+        cause = re.sub(r"0x[0-9a-f]+|\d+", "#", cause)
         with self._changed:
             if handle.state is State.DEAD:
                 return
             handle.reason = reason.replace(CURE, "").strip()
+            repeated = bool(cause) and cause == handle.earlier_cause and not handle.has_worked
+            if repeated:
+                handle.reason += " (the process before it failed in the same way)"
             # Before it is dead: other threads would find that all engines are dead and none is restarted.
-            handle.will_restart = restart = handle.restarts < self.policy.max_restarts and not self.closed
+            restart = handle.restarts < self.policy.max_restarts and not self.closed and not repeated
+            handle.will_restart = restart
             handle.change_state(State.DEAD)
             self._changed.notify_all()
         log.warning("%s is dead: %s; %s", handle, handle.reason, "restarting it" if restart else "not restarted")
@@ -233,6 +242,7 @@ class EngineManager(EngineRouter[EngineHandle]):
         if restart:
             try:
                 successor = self._launch(handle.number, handle.restarts + 1)
+                successor.earlier_failure, successor.earlier_cause = handle.reason, cause
             except BaseException:
                 handle.will_restart = False
                 raise

@@ -49,8 +49,11 @@ class EngineRouter(Generic[Engine]):
         self._closed = threading.Event()
 
     @abstractmethod
-    def mark_dead(self, handle: Engine, reason: str) -> None:
-        """Stop using an engine that has failed; no effect if it is dead already."""
+    def mark_dead(self, handle: Engine, reason: str, *, cause: str = "") -> None:
+        """Stop using an engine that has failed; no effect if it is dead already.
+
+        ``cause`` is the error that it raised; empty if its process ended or does not answer.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -145,6 +148,8 @@ class EngineRouter(Generic[Engine]):
                 calls = {getattr(handle.actor, method).remote(*args): handle for handle in handles}
                 results = RemoteCall(calls, doing, timeout).result()
             except EngineFailure as error:
-                self.mark_dead(error.engine, str(error))
+                self.mark_dead(error.engine, str(error), cause=error.cause)
             else:
+                for handle in handles:
+                    handle.has_worked |= state is State.SERVING
                 return dict(zip((handle.number for handle in handles), results, strict=True))

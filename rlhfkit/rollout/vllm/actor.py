@@ -7,6 +7,7 @@ import asyncio
 import functools
 import itertools
 import os
+import stat
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -31,7 +32,8 @@ def plain_errors(
 ) -> Callable[..., Coroutine[Any, Any, Result]]:
     """Turn exceptions of a coroutine method into plain ``RuntimeError``, whose unpickling does not import vLLM.
 
-    ``RefusedRequest`` is left as it is.
+    ``RefusedRequest`` is left as it is. The error of an engine whose own processes have failed, which vLLM only refers
+    to ("see root cause above"), ends with what they have written.
     """
 
     @functools.wraps(method)
@@ -45,9 +47,26 @@ def plain_errors(
         except BaseException as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             message = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            if not self.in_process and (method.__name__ == "start" or type(error).__name__ == "EngineDeadError"):
+                message += last_lines()  # of processes whose error vLLM does not pass on
         raise RuntimeError(message)
 
     return wrapper
+
+
+def last_lines(count: int = 12, most_bytes: int = 8192) -> str:
+    """The last lines that this process and its children have written, where both go to files, as in Ray's actors."""
+    written = []
+    for name, descriptor in (("output", 1), ("errors", 2)):
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            continue
+        with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # a position of its own
+            file.seek(max(0, found.st_size - most_bytes))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        if lines:
+            written.append("\n".join([f"the last lines of its {name}:", *lines[-count:]]))
+    return "".join(f"\n{one}" for one in written)
 
 
 class ActorLauncher:
@@ -121,6 +140,7 @@ class VLLMActor(RemoteEngine):
         self._arguments = arguments
         self._others = tuple(others)
         self._machines: WorkerMachines | None = None
+        self.in_process = in_process
         self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
         self._numbers = itertools.count()
         self._running: dict[str, dict[str, asyncio.Task[Any]]] = {}  # by key, and by name of the request

@@ -110,7 +110,7 @@ class WeightSyncCoordinator:
         if isinstance(error, BaseNeededError):
             return True
         if isinstance(error, EngineFailure) and error.engine is not None:
-            self._manager.mark_dead(error.engine, str(error))
+            self._manager.mark_dead(error.engine, str(error), cause=error.cause)
         return probe_now(self._manager, self._participants) and not self._manager.all_dead
 
     def close(self) -> None:

@@ -8,12 +8,13 @@ import pytest
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.errors import StallError
+from rlhfkit.rollout.errors import EngineError, StallError
 from rlhfkit.rollout.remote.scheduler import RequestScheduler
 from rlhfkit.rollout.remote.stream import PoolStream
+from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.supervision.remote_engine import Request
-from rollout.toy_engines import request, toy_manager
+from rollout.toy_engines import BREAKS, request, toy_manager
 
 pytestmark = pytest.mark.ray
 
@@ -113,6 +114,7 @@ def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(man
         (1, [5, 5]),
         (2, [5, 1]),
     ]
+    groups.sort(key=lambda group: group[0].prompt.index)
     assert [run for group in groups for sample in group for run in sample.version_runs] == [(3, 5)] * 3 + [(3, 1)]
     stream.close()
 
@@ -131,3 +133,38 @@ def test_streams_of_several_threads_get_what_is_theirs(manager: EngineManager) -
         answers = list(threads.map(collect, range(1, 5)))
     assert answers == [[[caller, caller]] * 10 for caller in range(1, 5)]
     assert manager.handles[0].num_requests == 0
+
+
+def test_an_engine_that_fails_twice_in_the_same_way_is_not_restarted_and_callers_learn_of_what(
+    manager: EngineManager,
+) -> None:
+    """The last test of this file's engine: it stays dead."""
+
+    def fail() -> str:
+        handle = manager.handles[0]
+        assert manager.call(State.SERVING, "score", [[BREAKS, 1]], doing="scoring sequences", timeout=20) == {}
+        assert "head size 8 is not supported" in handle.reason
+        return manager.report()
+
+    def sync() -> None:
+        manager.wait_until_up(wait_for_all=True)
+        manager.end_sync(manager.begin_sync(), version=1)
+
+    def answer() -> None:
+        scheduler = RequestScheduler(manager, timeout=30)
+        scheduler.submit([request()])
+        scheduler.collect()
+        scheduler.close()
+
+    for restarts in (1, 2):  # each time it had answered a request before
+        assert f"restarted {restarts} times, the last time because: toy engine 0 of 1" in fail()
+        assert "failed while scoring sequences: head size 8 is not supported" in manager.report()
+        assert manager.handles[0].restarts == restarts
+        sync()
+        answer()
+    fail()
+    sync()
+    assert "the process before it failed in the same way" in fail()  # though the error names another object
+    assert manager.handles[0].restarts == 3
+    with pytest.raises(EngineError, match=r"(?s)no toy engine serves, and none is restarted:.*head size 8 is not"):
+        answer()

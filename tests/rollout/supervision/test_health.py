@@ -199,6 +199,7 @@ class TestStallDetector:
 def test_a_failure_travels_between_processes_without_the_engine() -> None:
     import pickle
 
-    failure = pickle.loads(pickle.dumps(EngineFailure("engine 0 died", engine=object())))
+    failure = pickle.loads(pickle.dumps(EngineFailure("engine 0 died", engine=object(), cause="no memory")))
     assert str(failure) == "engine 0 died"
     assert failure.engine is None
+    assert failure.cause == "no memory"

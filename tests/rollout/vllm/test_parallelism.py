@@ -4,8 +4,11 @@
 """
 
 import ast
+import asyncio
 import importlib.util
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +148,30 @@ def test_heads_of_other_sizes_are_refused_on_cpus_only(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="have 8: use LocalEngine"):
         VLLMPool(2, device="cpu").check_model(str(tmp_path))
     VLLMPool(device="cuda").check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_an_engine_that_cannot_start_says_what_its_processes_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: bool
+) -> None:
+    """VLLM's own exception only refers to it."""
+
+    class Backend:
+        async def start(self, arguments: Any) -> None:
+            subprocess.run(["sh", "-c", "echo ValueError: no kernel for these heads >&2"], check=True)
+            raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    actor = VLLMActor({}, in_process)
+    actor._backend = Backend()  # type: ignore[assignment]
+    monkeypatch.setattr(actor, "_check_gpus", list)
+    kept = os.dup(2)
+    with (tmp_path / "worker.err").open("wb") as log:  # as Ray does in an actor
+        os.dup2(log.fileno(), 2)
+        try:
+            with pytest.raises(RuntimeError, match="See root cause above") as caught:
+                asyncio.run(actor.start())
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+    told = str(caught.value).partition("the last lines of its errors:\n")[2]
+    assert told == ("" if in_process else "ValueError: no kernel for these heads")
