@@ -7,12 +7,16 @@ import re
 import shutil
 import socket
 import time
+import zipfile
 from pathlib import Path
 
 from rlhfkit.checkpoints.errors import MANIFEST
 
 OWNER = "owner.json"
 """File in a checkpoint that is being written, with the machine and process that write it."""
+
+MODULE_FOLDER = "module"
+"""Folder in a checkpoint with what the module saves by itself, such as the checkpoint of a critic elsewhere."""
 
 _ABANDONED = 86400.0
 """Seconds without a change after which unfinished work of another machine counts as abandoned."""
@@ -73,8 +77,21 @@ def _is_checkpoint_folder(folder: Path) -> bool:
     return all(
         entry.name in (MANIFEST, OWNER)
         or _RANK_FILE.fullmatch(entry.name)
-        or (entry.is_dir() and all(map(_ENGINE_FILE.fullmatch, os.listdir(entry))))
+        or (
+            entry.is_dir() and (_is_engine_folder(entry) or (entry.name == MODULE_FOLDER and _holds_checkpoints(entry)))
+        )
         for entry in folder.iterdir()
+    )
+
+
+def _is_engine_folder(folder: Path) -> bool:
+    return all(map(_ENGINE_FILE.fullmatch, os.listdir(folder)))
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    """Whether a folder has only checkpoints, such as that of a critic with ranks of its own."""
+    return all(
+        _is_checkpoint_folder(entry) if entry.is_dir() else zipfile.is_zipfile(entry) for entry in folder.iterdir()
     )
 
 

@@ -53,6 +53,11 @@ def test_leftovers_of_dead_processes_go_and_everything_else_stays(tmp_path: Path
     (tmp_path / "c.ckpt" / "manifest.json").write_text("{}")
     gone[3].mkdir()
     gone[4].write_text("half a file")
+    gone.append(tmp_path / "i.ckpt.deleted")  # with the checkpoint of a critic that has ranks of its own
+    (gone[5] / "policy" / "checkpoint").mkdir(parents=True)
+    (gone[5] / "module" / "critic" / "critic" / "checkpoint").mkdir(parents=True)
+    (gone[5] / "module" / "critic" / "rank_00000.pt").write_text("state")
+    (gone[5] / "module" / "critic" / "manifest.json").write_text("{}")
 
     stays = [
         unfinished(tmp_path / "e.ckpt.tmp", pid=os.getppid()),
@@ -66,6 +71,9 @@ def test_leftovers_of_dead_processes_go_and_everything_else_stays(tmp_path: Path
     stays[2].write_text("of the user")
     stays[3].mkdir()
     (stays[3] / "thesis.tex").write_text("of the user")
+    stays.append(tmp_path / "theirs.deleted")
+    (stays[-1] / "module" / "chapters").mkdir(parents=True)
+    (stays[-1] / "module" / "chapters" / "thesis.tex").write_text("of the user")
     stays[4].mkdir()  # nothing has taken its place
     stays[6].write_text("half a file")
 

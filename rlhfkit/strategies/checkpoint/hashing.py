@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhfkit.checkpoints.cleanup import MODULE_FOLDER
+
 CHUNK_BYTES = 64 * 2**20
 """Bytes of a file per checksum."""
-
-MODULE_FOLDER = "module"
-"""Folder of a checkpoint with the files that the module has saved by itself, whatever their names."""
 
 _BLOCK = 4 * 2**20
 _MOST_THREADS = 8  # at 1 to 2 GB/s each with the SHA instructions of processors, as fast as disks are

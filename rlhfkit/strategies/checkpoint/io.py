@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhfkit.checkpoints import CheckpointError
+from rlhfkit.checkpoints.cleanup import MODULE_FOLDER
 from rlhfkit.checkpoints.errors import explain_unpickling_errors
 from rlhfkit.checkpoints.files import explain_write_errors
 from rlhfkit.checkpoints.progress import normalize_counters
@@ -23,7 +24,7 @@ from rlhfkit.protocols import STATES_OF_RANKS, KeepsFolder
 from rlhfkit.strategies.checkpoint import directory, universal, verification
 from rlhfkit.strategies.checkpoint.background import BackgroundSave
 from rlhfkit.strategies.checkpoint.engine_files import errors_at_the_end
-from rlhfkit.strategies.checkpoint.hashing import MODULE_FOLDER, sync_and_hash, threads_per_rank
+from rlhfkit.strategies.checkpoint.hashing import sync_and_hash, threads_per_rank
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from rlhfkit.strategies.checkpoint.snapshot import Write, snapshot, snapshots_of, write_file
 from rlhfkit.strategies.deepspeed.engines import EngineOptimizer

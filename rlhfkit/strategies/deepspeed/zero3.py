@@ -1,5 +1,6 @@
 """Build modules sharded (ZeRO 3), turn them back into ordinary ones, read and load their full weights."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -8,6 +9,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from rlhfkit.distributed import full_parameters, is_sharded, tensor_part
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -20,16 +23,19 @@ def hugging_face_sharding(config: dict[str, Any] | None) -> Iterator[None]:
     if config is None:
         yield
         return
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    keep_alive = None  # Transformers holds it by a weak reference
     try:
-        from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
-    except ImportError:  # engines shard whole modules later
-        yield
-        return
-    keep_alive = HfDeepSpeedConfig(config)  # Transformers holds it by a weak reference
+        keep_alive = HfDeepSpeedConfig(config)
+    except ImportError as error:
+        unset_hf_deepspeed_config()
+        log.warning("every rank loads whole models, which engines shard later, as a package is missing: %s", error)
     try:
         yield
     finally:
-        unset_hf_deepspeed_config()
+        if keep_alive is not None:
+            unset_hf_deepspeed_config()
         del keep_alive
 
 

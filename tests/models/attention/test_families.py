@@ -144,3 +144,20 @@ def test_a_classifier_is_packed_where_models_are_built_sharded() -> None:
     with hugging_face_sharding({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}):
         assert packing_problem(model) is None
         assert is_deepspeed_zero3_enabled()
+
+
+def test_models_are_built_whole_where_accelerate_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without it Transformers builds no sharded models; engines shard them later."""
+    from importlib.metadata import PackageNotFoundError
+
+    import transformers.integrations.deepspeed as integration
+
+    def missing(package: str, hint: str | None = None) -> None:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(integration, "dep_version_check", missing)
+    with hugging_face_sharding({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}):
+        assert not integration.is_deepspeed_zero3_enabled()
+    assert "engines shard later, as a package is missing: No package metadata was found for accelerate" in caplog.text
