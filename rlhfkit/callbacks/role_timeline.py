@@ -74,12 +74,13 @@ class RoleTimeline(Callback):
         self.intervals: list[Interval] = []
         self.saved: Path | None = None
         self._updates: list[Interval] = []
-        self._starts: list[float] = []  # of iterations
+        self._starts: list[float] = []  # of the last iterations
         self._batch_start = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note when an iteration begins."""
-        self._starts.append(time.time())
+        """Note when an iteration begins, and forget what is not drawn any more."""
+        self._starts = [*self._starts[-self.iterations :], time.time()]
+        self._updates = [one for one in self._updates if one.end > self._starts[0]]
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

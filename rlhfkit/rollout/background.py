@@ -51,10 +51,13 @@ class BackgroundRollouts(Generic[T]):
         Raises:
             TimeoutError: If it takes longer; the message says whether it was running or waiting.
             KeyError: If there is no such job.
+            RuntimeError: After :meth:`close`, also by another thread meanwhile.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             while number not in self._done:
+                if self._closed:
+                    raise RuntimeError(f"these background rollouts were closed while job {number} was waited for")
                 if number not in self._waiting and number not in self._running:
                     raise KeyError(f"job {number} was never submitted")
                 if not self._changed.wait(deadline - time.monotonic()):

@@ -66,3 +66,22 @@ def test_a_run_in_one_process_has_the_lane_of_the_trainer(tmp_path: Path) -> Non
 def test_iterations_are_counted_from_one() -> None:
     with pytest.raises(ValueError, match="iterations must be an integer of at least 1"):
         RoleTimeline(iterations=0)
+
+
+def test_a_long_run_keeps_what_is_drawn_and_no_more(tmp_path: Path) -> None:
+    timeline, kept = RoleTimeline(iterations=2), []
+
+    class Watch(RoleTimeline):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            kept.append((len(timeline._starts), len(timeline._updates)))
+
+    trainer, module, data, _ = setup_run(
+        tmp_path, max_epochs=6, callbacks=[timeline, Watch(str(tmp_path / "other.png"))]
+    )
+    trainer.fit(module, data)
+    # Four micro-batches an iteration; the iteration that runs is the third.
+    assert kept == [(1, 4), (2, 8), (3, 12), (3, 12), (3, 12), (3, 12)]
+    assert {one.phase for one in timeline.intervals} >= {"update"}
+    start, end = timeline._window()
+    assert sum(one.phase == "update" for one in timeline.intervals) == 8
+    assert all(start <= one.start <= one.end <= end for one in timeline.intervals)

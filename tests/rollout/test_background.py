@@ -132,3 +132,36 @@ def test_a_job_may_let_the_next_one_start_beside_it() -> None:
         jobs.submit(number, lambda let_next_start, number=number: job(let_next_start, number))
     assert [jobs.result(number, timeout=10) for number in range(4)] == [0, 1, 2, 3]
     jobs.close()
+
+
+def test_who_waits_while_another_thread_closes_is_told_so() -> None:
+    jobs: BackgroundRollouts[int] = BackgroundRollouts()
+    begun, finish, waiting = threading.Event(), threading.Event(), threading.Event()
+
+    def job(_: object) -> int:
+        begun.set()
+        finish.wait(10)
+        return 1
+
+    jobs.submit(0, job)
+    assert begun.wait(10)
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            jobs.result(0, timeout=10)
+        except BaseException as error:
+            told.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert waiting.wait(10)
+    closer = threading.Thread(target=jobs.close)
+    closer.start()
+    finish.set()
+    waiter.join(10)
+    closer.join(10)
+    assert [str(error) for error in told] == ["these background rollouts were closed while job 0 was waited for"]
+    with pytest.raises(RuntimeError, match="were closed while job 0"):
+        jobs.result(0, timeout=1)

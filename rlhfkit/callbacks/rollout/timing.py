@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,23 +29,27 @@ class Phase(NamedTuple):
 
 _SAME_PHASE_SECONDS = 0.01
 
+MOST_EVENTS = 10_000
+"""Phases that are kept, so that memory does not grow with a run: those of some hundred iterations."""
+_MOST_ITERATIONS = 1000  # of which sums are kept
+
 
 class Timing:
     """Records named phases from any thread; they may overlap."""
 
     def __init__(self) -> None:
-        self.events: list[Phase] = []
-        """All phases so far, in the order in which they ended."""
-        self._seconds: dict[int, dict[str, float]] = defaultdict(dict)  # that others measured, by iteration
+        self.events: deque[Phase] = deque(maxlen=MOST_EVENTS)
+        """The last phases, in the order in which they ended."""
+        self._seconds: dict[int, dict[str, float]] = {}  # of each phase, by iteration
+        self._noted: dict[int, dict[str, float]] = {}  # that others measured, by iteration
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the lock: ranks on Ray, and spawned ones, get callbacks pickled.
-        return {"events": self.events, "seconds": dict(self._seconds)}
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.events, self._lock = state["events"], threading.Lock()
-        self._seconds = defaultdict(dict, state.get("seconds", {}))
+        vars(self).update(state, _lock=threading.Lock())
 
     @contextmanager
     def record(self, name: str, iteration: int) -> Iterator[None]:
@@ -61,29 +65,28 @@ class Timing:
     def _add(self, name: str, start: float, end: float, thread: str, iteration: int) -> None:
         """Add a phase, or prolong the last one if it is the same one, looked at in between."""
         last = self.events[-1] if self.events else None
+        seconds = end - start
         if last and last[0] == name and last[3:] == (thread, iteration) and start - last.end < _SAME_PHASE_SECONDS:
+            seconds = end - last.end
             self.events[-1] = last._replace(seconds=end - last.start)
         else:
-            self.events.append(Phase(name, start, end - start, thread, iteration))
+            self.events.append(Phase(name, start, seconds, thread, iteration))
+        sums = _of_iteration(self._seconds, iteration)
+        sums[name] = sums.get(name, 0.0) + seconds
 
     def note(self, seconds: Mapping[str, float], iteration: int) -> None:
         """Keep seconds that others have measured, by name, for the metrics of an iteration."""
         with self._lock:
-            self._seconds[iteration] |= seconds
+            _of_iteration(self._noted, iteration).update(seconds)
 
     def metrics(self, iteration: int) -> dict[str, float]:
-        """Seconds per phase of an iteration, as ``time/<phase>``."""
-        totals: dict[str, float] = defaultdict(float)
+        """Seconds per phase of one of the last iterations, as ``time/<phase>``."""
         with self._lock:
-            for event in self.events:
-                if event.iteration == iteration:
-                    totals[f"time/{event.name}"] += event.seconds
-            for name, seconds in self._seconds.get(iteration, {}).items():
-                totals[f"time/{name}"] += seconds
-        return dict(totals)
+            measured, noted = self._seconds.get(iteration, {}), self._noted.get(iteration, {})
+            return {f"time/{name}": measured.get(name, 0.0) + noted.get(name, 0.0) for name in {**measured, **noted}}
 
     def write_trace(self, path: str | Path) -> Path:
-        """Write all phases to a ``.json`` file in the Trace Event Format (chrome://tracing, ui.perfetto.dev)."""
+        """Write the last phases to a ``.json`` file in the Trace Event Format (chrome://tracing, ui.perfetto.dev)."""
         with self._lock:
             events = [
                 {
@@ -102,6 +105,13 @@ class Timing:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         return path
+
+
+def _of_iteration(sums: dict[int, dict[str, float]], iteration: int) -> dict[str, float]:
+    """The sums of an iteration; those of the oldest are forgotten when there are too many."""
+    if iteration not in sums and len(sums) >= _MOST_ITERATIONS:
+        del sums[next(iter(sums))]
+    return sums.setdefault(iteration, {})
 
 
 def slowest(times: Sequence[Mapping[str, float]]) -> dict[str, float]:

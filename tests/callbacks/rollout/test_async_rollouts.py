@@ -6,6 +6,7 @@ Covers ``async_rollouts.py`` and ``timing.py`` of ``callbacks/rollout/``.
 import copy
 import itertools
 import json
+import pickle
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from rl_runs import digits, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
 
 from rlhfkit import DynamicSampling, Invariants, LocalEngine, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks.rollout.timing import MOST_EVENTS, Timing
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 
@@ -347,3 +349,28 @@ def test_oversampling_needs_one_place_that_sees_which_group_is_first() -> None:
     with pytest.raises(ValueError, match="an engine in each of 2 ranks"):
         rollouts.collector.check(SimpleNamespace(world_size=2, lightning_module=module, datamodule=None))
     rollouts.collector.check(SimpleNamespace(world_size=1, lightning_module=module, datamodule=None))
+
+
+def test_times_of_a_long_run_are_bounded_and_their_sums_are_those_of_all_phases() -> None:
+    timing = Timing()
+    for iteration in range(2 * MOST_EVENTS // 10):
+        for phase in range(10):
+            start = iteration + phase / 20
+            timing._add(f"phase {phase}", start, start + 0.01, "thread", iteration)
+    assert len(timing.events) == MOST_EVENTS
+    assert timing.events[-1].iteration == 1999
+    assert timing.metrics(1999) == pytest.approx({f"time/phase {phase}": 0.01 for phase in range(10)})
+    assert timing.metrics(0) == {}  # forgotten
+    for part in range(3 * MOST_EVENTS):  # more phases than are kept, in one iteration
+        timing._add("generate", start=part, end=part + 0.5, thread=str(part % 2), iteration=2000)
+    timing.note({"generate": 1.0, "logprobs_elsewhere": 2.0}, iteration=2000)
+    again = pickle.loads(pickle.dumps(timing))
+    for one in (timing, again):
+        assert one.metrics(2000) == pytest.approx(
+            {"time/generate": 1.5 * MOST_EVENTS + 1, "time/logprobs_elsewhere": 2.0}
+        )
+    # A phase that is looked at in between is one phase, and counts once.
+    for start in (0.0, 0.5, 1.0):
+        timing._add("wait", start=start, end=start + 0.5, thread="t", iteration=2001)
+    assert timing.metrics(2001) == pytest.approx({"time/wait": 1.5})
+    assert timing.events[-1].seconds == pytest.approx(1.5)
