@@ -1,60 +1,33 @@
-"""docs/coming_from.md has every option of the other libraries, and names arguments that exist.
+"""docs/coming_from.md and the table that answers other libraries' names say the same, and name arguments that exist.
 
-The lists in tests/coming_from are the fields of TRL 1.16.0's configurations, the arguments of OpenRLHF's scripts
-(3c3be62) and the leaves of verl's configurations of PPO and SFT (b178a3c); each line begins with where the option is.
+Covers argument_names.py.
 """
 
-import fnmatch
 import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from rlhfkit.argument_names import OTHER_NAMES
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
-LISTS = Path(__file__).parent / "coming_from"
-PEERS = {"TRL": "trl.txt", "OpenRLHF": "openrlhf.txt", "verl": "verl.txt"}
-ROOMS = ("rlhfkit", "rlhfkit.rewards", "rlhfkit.rewards.remote", "rlhfkit.rewards.sandbox", "rlhfkit.roles")
+ROOMS = ("rlhfkit", "rlhfkit.rewards")
+CALL = re.compile(r"(\w+)\((\w+)=\)")
 
 
-def rows(peer: str) -> Iterator[tuple[list[str], str, str]]:
-    """Options, counterparts and remark of each row of a library's tables."""
-    section = PAGE.read_text().split(f"\n## {peer}\n")[1].split("\n## ")[0]
-    for line in section.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| ") and cells[0] != peer:
-            remark = cells[2].rstrip(" |") if len(cells) > 2 else ""
-            yield re.findall(r"`([^`]+)`", cells[0].split(" of SFT:")[0]), cells[1], remark
+def rows() -> dict[str, list[tuple[str, str]]]:
+    """For each name elsewhere the class and argument that the page gives."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    cells = [line.strip("|").split(" | ") for line in lines]
+    return {name: CALL.findall(ours) for names, ours, *_ in cells for name in re.findall(r"`([^`]+)`", names)}
 
 
-def options(peer: str) -> list[str]:
-    return (LISTS / PEERS[peer]).read_text().split()
-
-
-@pytest.mark.parametrize("peer", PEERS)
-def test_every_option_has_a_row(peer: str) -> None:
-    patterns = [pattern for names, _, _ in rows(peer) for pattern in names]
-    missing = [
-        option
-        for option in options(peer)
-        if not any(fnmatch.fnmatchcase(option.split(".", 1)[1], pattern) for pattern in patterns)
-    ]
-    assert missing == []
-
-
-@pytest.mark.parametrize("peer", PEERS)
-def test_every_row_is_about_options_that_exist(peer: str) -> None:
-    known = {option.split(".", 1)[1] for option in options(peer)}
-    unknown = [name for names, _, _ in rows(peer) for name in names if not fnmatch.filter(known, name)]
-    assert unknown == []
-
-
-@pytest.mark.parametrize("peer", PEERS)
-def test_what_has_no_counterpart_says_why(peer: str) -> None:
-    assert [names for names, ours, remark in rows(peer) if ours == "–" and not remark] == []
+def test_the_page_and_the_table_have_the_same_names() -> None:
+    given = {name: {argument for _, argument in ours} for name, ours in rows().items()}
+    assert set(given) == set(OTHER_NAMES)
+    for name, others in OTHER_NAMES.items():
+        assert {one.rpartition("(")[2].removesuffix("=)") for one in others} <= given[name], name
 
 
 @functools.cache
@@ -73,12 +46,14 @@ def arguments(name: str) -> frozenset[str]:
     return frozenset(names)
 
 
-@pytest.mark.parametrize("peer", PEERS)
-def test_counterparts_are_arguments_that_exist(peer: str) -> None:
-    wrong = []
-    for _, ours, _ in rows(peer):
-        assert ours == "–" or "`" in ours
-        for name, argument in re.findall(r"`(\w+)\((\w+)=\)`", ours):
-            if argument not in arguments(name):
-                wrong.append(f"{name}({argument}=)")
-    assert wrong == []
+def test_counterparts_are_arguments_that_exist() -> None:
+    calls = {call for ours in rows().values() for call in ours}
+    calls |= {call for others in OTHER_NAMES.values() for one in others for call in CALL.findall(one)}
+    assert [f"{name}({argument}=)" for name, argument in sorted(calls) if argument not in arguments(name)] == []
+
+
+def test_a_name_of_ours_is_no_name_of_others() -> None:
+    """Otherwise the hint would lead away from an argument that means something else here."""
+    for name, others in OTHER_NAMES.items():
+        for kind, argument in (call for one in others for call in CALL.findall(one)):
+            assert name == argument or name not in arguments(kind), (name, kind)

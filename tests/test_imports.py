@@ -14,6 +14,7 @@ PACKAGE = Path(rlhfkit.__file__).parent
 # An import runs to the same floor or a lower one. "strategies" has a rule of its own.
 FLOORS = {
     "validation": 0,
+    "argument_names": 0,
     "_version": 0,
     "losses": 1,
     "data": 1,
@@ -45,7 +46,7 @@ FLOORS = {
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 FOR_STRATEGIES = {
     *("strategies", "checkpoints", "distributed", "flat_parameters", "gpu_checks", "gpus", "mesh"),
-    *("protocols", "rank_store", "ray_resources", "ray_session", "training_states", "validation"),
+    *("protocols", "rank_store", "ray_resources", "ray_session", "training_states", "validation", "argument_names"),
 }
 LIGHT = ("distributed", "losses", "data", "rewards", "roles.replica", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}

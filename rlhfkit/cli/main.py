@@ -4,12 +4,16 @@ Every constructor argument can be set: classes are named by ``class_path``, thei
 or as ``--model.init_args.lr 1e-6``. ``rlhfkit fit --print_config`` writes a complete file to start from.
 """
 
+import os
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NoReturn
+
+from rlhfkit.cli.configuration.errors import of_parser, print_error, short_errors
 
 TRAINER_COMMANDS = {
     "fit": "train a module",
@@ -25,7 +29,6 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("sample completions of prompts, as JSON lines", "rlhfkit.cli.generate:generate"),
     "evaluate": ("sample and grade answers to a benchmark, with metrics", "rlhfkit.cli.evaluate:evaluate"),
     "score": ("add a reward to each line of completions", "rlhfkit.cli.score:score"),
-    "convert-config": ("a configuration of TRL as one of ours", "rlhfkit.cli.conversion.command:convert_config"),
     "serve-reward": ("a reward model or function over HTTP", "rlhfkit.cli.serve_reward:serve_reward"),
 }
 """Other commands: one-line help, and the function that is called (``module:function``)."""
@@ -38,7 +41,7 @@ CONFIGURATION_COMMANDS: dict[str, tuple[str, str]] = {
 COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in (CONFIGURATION_COMMANDS | FUNCTION_COMMANDS).items()}
 """All commands and their one-line help."""
 
-_HELP = """usage: rlhfkit [-h] [--version] {{{names}}} ...
+_HELP = """usage: rlhfkit [-h] [--version] {{{names}}} ... [--debug]
 
 Composable RLHF building blocks for PyTorch Lightning.
 
@@ -51,6 +54,9 @@ examples:
   rlhfkit estimate --config run.yaml --gpu H100
   rlhfkit fit --model rlhfkit.GRPOModule --data rlhfkit.PromptDataModule --print_config
   rlhfkit fit --help                     (all options; takes a few seconds to load Lightning)
+
+Modules of the current folder can be named: reward: my_file.my_reward. Errors have at most five lines;
+--debug shows the traceback.
 """
 
 
@@ -63,7 +69,8 @@ def help_text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the ``rlhfkit`` command with these arguments; ``None``: ``sys.argv[1:]``."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = [word for word in given if word != "--debug"]
     if not words or words[0] in ("-h", "--help"):
         print(help_text())
         return
@@ -72,33 +79,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print(__version__)
         return
-    if words[0] in FUNCTION_COMMANDS:
-        _call(FUNCTION_COMMANDS[words[0]][1], words)
-        return
-    if words[0] in CONFIGURATION_COMMANDS:
-        _call_with_words(resolve_name(CONFIGURATION_COMMANDS[words[0]][1]), words)
-        return
     if not words[0].startswith("-") and words[0] not in COMMANDS:  # Lightning's error would list its own commands only
         print(f"rlhfkit: unknown command {words[0]!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
-    run(words)
-
-
-def _call_with_words(function: Callable[[Sequence[str]], Any], words: Sequence[str]) -> Any:
-    """Call a function with the words after a command's name; errors that rlhfkit raises are one line."""
-    try:
-        return function(words[1:])
-    except (OSError, ValueError, TypeError) as error:
-        if not _refused_by_us(error):
-            raise
-        print(f"rlhfkit {words[0]}: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+    folder = os.getcwd()
+    if folder not in sys.path:  # as python -m has it, not a console script
+        sys.path.insert(0, folder)
+    with short_errors(words[0], debug=words != given):
+        if words[0] in FUNCTION_COMMANDS:
+            _call(FUNCTION_COMMANDS[words[0]][1], words)
+        elif words[0] in CONFIGURATION_COMMANDS:
+            resolve_name(CONFIGURATION_COMMANDS[words[0]][1])(words[1:])
+        else:
+            run(words)
 
 
 def _call(target: str, words: Sequence[str]) -> Any:
     """Call a function with the arguments of a command line."""
-    from importlib import import_module
-
     from jsonargparse import ArgumentParser, auto_cli
 
     module, function = target.split(":")
@@ -109,16 +106,7 @@ def _call(target: str, words: Sequence[str]) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **(kwargs | {"prog": f"rlhfkit {words[0]}"}))
 
-    def run_command(rest: Sequence[str]) -> Any:
-        return auto_cli(getattr(import_module(module), function), args=list(rest), parser_class=CommandParser)
-
-    return _call_with_words(run_command, words)
-
-
-def _refused_by_us(error: BaseException) -> bool:
-    """Whether code of rlhfkit raised the error: then its message is enough, otherwise the traceback is shown."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("rlhfkit.")
+    return auto_cli(getattr(import_module(module), function), args=list(words[1:]), parser_class=CommandParser)
 
 
 def run(arguments: Sequence[str]) -> Any:
@@ -127,7 +115,14 @@ def run(arguments: Sequence[str]) -> Any:
 
 
 def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
-    """Make the LightningCLI of a command; unless ``start``, with module, data and callbacks but without a Trainer."""
+    """Make the LightningCLI of a command; unless ``start``, with module, data and callbacks but without a Trainer.
+
+    Raises:
+        ConfigurationError: If the configuration alone shows that it cannot run, before anything heavy is imported.
+    """
+    from rlhfkit.cli.configuration.check import check_words
+
+    check_words(arguments)
     import lightning as L
     from lightning.pytorch.cli import LightningCLI
 
@@ -142,9 +137,19 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
     # Placed models are objects in a configuration that is saved as it was given.
     warnings.filterwarnings("ignore", message=r"\s*Unable to serialize instance")
     register()
+    package = import_module("rlhfkit")
+    for name in package.__all__:  # a class has its short name in configurations once it is imported
+        getattr(package, name)
+    import_module("rlhfkit.rewards")
 
     class WithPlacement(LightningCLI):
         """Puts the roles of a run where ``placement`` says; the file that is saved says what was given."""
+
+        def init_parser(self, **kwargs: Any) -> Any:
+            parser = super().init_parser(**kwargs)
+            # LightningCLI 2.6.0 has no argument for the parser's class.
+            parser.error = partial(_refuse, str(arguments[0]))  # type: ignore[method-assign]
+            return parser
 
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.add_argument("--placement", type=Placement | None, default=None, help="where each role is")
@@ -190,6 +195,12 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
         auto_configure_optimizers=False,
         args=list(arguments),
     )
+
+
+def _refuse(command: str, message: str, ex: Exception | None = None) -> NoReturn:
+    """Print what LightningCLI's parser complains about in a few lines, in place of its usage."""
+    print_error(command, f"{of_parser(message)}\n  see: rlhfkit {command} --help")
+    raise SystemExit(2) from ex
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def test_what_a_command_refuses_is_one_line(tmp_path: Path, capsys: pytest.Captu
 def test_an_error_of_somebody_else_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_reward.py").write_text("def grade(samples):\n    raise ValueError('a bug of the user')\n")
     (tmp_path / "lines.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # a module of the current folder, which is on the path
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
     words = [str(tmp_path / "lines.jsonl"), str(tmp_path / "scored.jsonl"), "--reward", "broken_reward.grade"]
     with pytest.raises(ValueError, match="a bug of the user"):
         main(["score", *words])
@@ -122,8 +123,54 @@ def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecor
 
 def test_an_unknown_option_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(["fit", "--config", str(config), "--model.init_args.learning_rate", "1"])
+        main(["fit", "--config", str(config), "--model.init_args.learning_rate", "1"])
     assert "learning_rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--model.init_args.optimizer_arguments", "3"], "optimizer_arguments"),  # the parser of LightningCLI refuses
+        (["--model.init_args.lr", "-1"], "lr must be a finite number above 0"),  # the module does
+        (["--trainer.strategy", "rlhf_zero5"], "rlhf_zero5"),  # Lightning does
+        (["--model.init_args.model", "no/such/model"], "no/such/model"),  # Transformers does
+    ],
+)
+def test_errors_of_libraries_have_five_lines(
+    config: Path, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(config), *words])
+    complaint = capsys.readouterr().err
+    assert part in complaint
+    start = complaint.index("rlhfkit fit: error: ")
+    assert len(complaint[start:].splitlines()) <= 5
+    assert "Traceback" not in complaint
+
+
+def test_debug_shows_the_traceback(config: Path) -> None:
+    with pytest.raises(ValueError, match="lr must be"):
+        main(["fit", "--config", str(config), "--model.init_args.lr", "-1", "--debug"])
+
+
+def test_every_class_has_its_short_name() -> None:
+    """Classes that are imported when first used, in a process that has used none: KTO's data, streams, judged steps."""
+    code = """
+import sys
+from rlhfkit.cli.main import main
+pairs = [("KTOModule", "UnpairedPreferenceDataModule"), ("ProcessRewardModule", "StepwiseDataModule")]
+pairs += [("SFTModule", "StreamingSFTDataModule"), ("DPOModule", "StreamingPreferenceDataModule")]
+for module, data in pairs:
+    try:
+        main(["fit", "--model", module, "--data", data, "--print_config"])
+    except SystemExit as ended:
+        assert not ended.code, (module, data)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    classes = [line.split()[1].rpartition(".")[2] for line in done.stdout.splitlines() if "  class_path: rlhf" in line]
+    assert classes[:4] == ["KTOModule", "UnpairedPreferenceDataModule", "ProcessRewardModule", "StepwiseDataModule"]
+    assert "StreamingPreferenceDataModule" in classes
 
 
 @pytest.mark.parametrize("name", ["grpo_arithmetic.yaml"])

@@ -1,0 +1,109 @@
+"""Arguments that a class does not take: the error names the nearest one, and what other libraries' names are here.
+
+Imports the standard library only.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "learning_rate": ("lr",),
+    "beta": ("kl_coef",),
+    "init_kl_coef": ("kl_coef",),
+    "epsilon": ("clip_low",),
+    "cliprange": ("clip_low",),
+    "clip_range": ("clip_low",),
+    "eps_clip": ("clip_low",),
+    "epsilon_high": ("clip_high",),
+    "delta": ("policy_loss_arguments",),
+    "num_iterations": ("PromptDataModule(epochs_per_iteration=)",),
+    "num_ppo_epochs": ("PromptDataModule(epochs_per_iteration=)",),
+    "steps_per_generation": ("PromptDataModule(updates_per_iteration=)",),
+    "generation_batch_size": ("PromptDataModule(rollout_batch_size=)",),
+    "train_batch_size": ("PromptDataModule(rollout_batch_size=)",),
+    "per_device_train_batch_size": ("micro_batch_size", "SFTDataModule(micro_batch_size=)"),
+    "per_device_eval_batch_size": ("validation_batch_size", "PromptDataModule(validation_batch_size=)"),
+    "gradient_accumulation_steps": ("Trainer(accumulate_grad_batches=)",),
+    "num_train_epochs": ("Trainer(max_epochs=)",),
+    "max_steps": ("Trainer(max_steps=)",),
+    "max_grad_norm": ("Trainer(gradient_clip_val=)",),
+    "logging_steps": ("Trainer(log_every_n_steps=)",),
+    "eval_steps": ("Trainer(val_check_interval=)",),
+    "save_steps": ("Trainer(callbacks=)",),
+    "output_dir": ("Trainer(default_root_dir=)",),
+    "report_to": ("Trainer(logger=)",),
+    "bf16": ("Trainer(precision=)",),
+    "fp16": ("Trainer(precision=)",),
+    "dtype": ("Trainer(precision=)",),
+    "torch_dtype": ("Trainer(precision=)",),
+    "deepspeed": ("RLHFDeepSpeedStrategy(stage=)",),
+    "model_name_or_path": ("model",),
+    "attn_implementation": ("attention",),
+    "adam_beta1": ("betas",),
+    "adam_beta2": ("betas",),
+    "optim": ("optimizer",),
+    "lr_scheduler_type": ("lr_schedule",),
+    "use_liger_kernel": ("liger_kernels",),
+    "activation_offloading": ("offload_activations",),
+    "use_peft": ("lora",),
+    "peft_config": ("lora",),
+    "lora_r": ("LoRA(rank=)",),
+    "r": ("rank",),
+    "lora_alpha": ("alpha", "LoRA(alpha=)"),
+    "lora_dropout": ("dropout", "LoRA(dropout=)"),
+    "lora_target_modules": ("targets", "LoRA(targets=)"),
+    "target_modules": ("targets",),
+    "use_rslora": ("rslora",),
+    "use_dora": ("dora",),
+    "load_in_4bit": ("quantization",),
+    "num_generations": ("group_size", "SamplingSpec(group_size=)"),
+    "max_completion_length": ("max_new_tokens", "SamplingSpec(max_new_tokens=)"),
+    "max_tokens": ("max_new_tokens",),
+    "temperature": ("SamplingSpec(temperature=)",),
+    "top_p": ("SamplingSpec(top_p=)",),
+    "top_k": ("SamplingSpec(top_k=)",),
+    "use_vllm": ("engine", "RolloutCallback(engine=)"),
+    "vllm_gpu_memory_utilization": ("gpu_memory_utilization", "VLLMPool(gpu_memory_utilization=)"),
+    "vllm_tensor_parallel_size": ("tensor_parallel_size", "VLLMPool(tensor_parallel_size=)"),
+    "reward_funcs": ("reward", "RolloutCallback(reward=)"),
+    "reward_weights": ("WeightedSum(parts=)",),
+    "scale_rewards": ("advantage_scale",),
+    "mask_truncated_completions": ("mask_truncated",),
+    "train_dataset": ("data", "SFTDataModule(data=)"),
+    "dataset_name": ("data", "SFTDataModule(data=)"),
+    "eval_dataset": ("validation_data", "SFTDataModule(validation_data=)"),
+    "processing_class": ("tokenizer", "SFTDataModule(tokenizer=)"),
+    "center_rewards_coefficient": ("centering",),
+    "f_divergence_type": ("divergence",),
+    "ref_model": ("reference",),
+    "neftune_noise_alpha": ("neftune_alpha",),
+    "vf_coef": ("value_coef",),
+    "cliprange_value": ("value_clip",),
+    "gae_lambda": ("lam",),
+    "lambd": ("lam",),
+    "n_samples_per_prompt": ("group_size", "SamplingSpec(group_size=)"),
+    "actor_learning_rate": ("lr",),
+    "critic_learning_rate": ("critic_lr",),
+    "clip_ratio": ("clip_low",),
+    "clip_ratio_low": ("clip_low",),
+    "clip_ratio_high": ("clip_high",),
+    "kl_loss_coef": ("kl_coef",),
+    "ppo_epochs": ("PromptDataModule(epochs_per_iteration=)",),
+    "ppo_micro_batch_size_per_gpu": ("micro_batch_size", "PromptDataModule(micro_batch_size=)"),
+}
+"""What the options of TRL and others that most people use are called here, the first that a class takes being meant;
+``Class(argument=)`` is an argument of another class. docs/coming_from.md explains them."""
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return what a name that is not among the known ones probably stands for, as a sentence; empty without a guess."""
+    known = list(known)
+    others = OTHER_NAMES.get(name, ())
+    same = next((one for other in others if (one := other.rpartition("(")[2].removesuffix("=)")) in known), None)
+    if same:
+        return f"did you mean {same}? {name} is {same} here"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.72)
+    if near:
+        return f"did you mean {near[0]}?"
+    elsewhere = next((one for one in others if "(" in one), None)
+    return f"did you mean {elsewhere}?" if elsewhere else ""

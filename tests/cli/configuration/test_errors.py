@@ -1,0 +1,73 @@
+"""Errors of the command line: at most five lines, and a traceback where it is needed."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhfkit.cli.configuration.errors import of_parser, print_error, short_errors
+from rlhfkit.validation import check_number
+
+
+def test_a_message_of_ours_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), short_errors("fit"):
+        check_number("lr", -1, minimum=0)
+    assert capsys.readouterr().err == "rlhfkit fit: error: lr must be a finite number of at least 0, got -1\n"
+
+
+def test_debug_keeps_the_traceback() -> None:
+    with pytest.raises(ValueError, match="lr must be"), short_errors("fit", debug=True):
+        check_number("lr", -1, minimum=0)
+
+
+def test_an_error_of_the_users_code_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match="mine"), short_errors("fit"):
+        raise ValueError("mine")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback() -> None:
+    """``None < 0`` inside rlhfkit: a TypeError whose message says nothing to a user."""
+    from rlhfkit.validation import _outside
+
+    with pytest.raises(TypeError, match="not supported"), short_errors("fit"):
+        _outside(None, 0, None, None, None)  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rlhfkit.datamodules.tokenization.sources import read_rows
+
+    with pytest.raises(SystemExit), short_errors("fit"):
+        read_rows(str(tmp_path / "no.jsonl"))
+    assert capsys.readouterr().err.startswith("rlhfkit fit: error: no such file or folder")
+
+
+def test_a_long_message_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("fit", "\n".join(map(str, range(20))))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5
+    assert "--debug" in lines[-1]
+
+
+def test_what_the_parser_says_is_its_innermost_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    text = """Parser key "model":
+  Does not validate against any of the Union subtypes
+  Subtypes: [<class 'lightning.pytorch.core.module.LightningModule'>, <class 'NoneType'>]
+  Errors:
+    - Problem with given class_path 'rlhfkit.GRPOModule':
+        Parser key "optimizer_arguments":
+          Does not validate against any of the Union subtypes
+          Subtypes: [collections.abc.Mapping[str, typing.Any], <class 'NoneType'>]
+          Errors:
+            - Expected a <class 'collections.abc.Mapping'>
+            - Expected a <class 'NoneType'>
+          Given value type: <class 'str'>
+          Given value: 3
+    - Expected a <class 'NoneType'>
+  Given value type: <class 'jsonargparse._util.NestedArg'>
+  Given value: NestedArg(key='optimizer_arguments', val='3')"""
+    print_error("fit", text)
+    assert capsys.readouterr().err.splitlines() == [
+        "rlhfkit fit: error: model.optimizer_arguments: Expected a Mapping",
+        "  got 3",
+    ]
+    assert of_parser("Key 'foo' is not expected") == "Key 'foo' is not expected"
+    assert of_parser("") == ""
