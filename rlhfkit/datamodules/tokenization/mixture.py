@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from math import floor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhfkit.data.loaders.steps import TokenizedDataset
 from rlhfkit.data.packing import permutation
@@ -76,13 +76,31 @@ class Mixture:
         return MixedExamples(examples, [(source, index) for _, source, index in places])
 
 
-Sources = Mapping[str, float] | Mixture | Source
-"""One source, or several with their weights. The mapping comes first, or a command line would read a file name."""
+# A command line reads these types. With a class among them, jsonargparse would take the file that a text names for the
+# configuration of an object of that class, and hand over what is in the file: our data would be its name.
+if TYPE_CHECKING:
+    Sources = Mapping[str, float] | Mixture | Source
+else:
+    Sources = Mapping[str, Any] | Source
+"""One source, or several with their weights; in YAML also ``class_path: rlhfkit.Mixture`` with ``init_args``."""
 
 
 def as_mixture(data: Sources) -> Mixture | Source:
-    """Convert a mapping of sources to weights to a :class:`Mixture`; return other sources unchanged."""
-    return Mixture(data) if isinstance(data, Mapping) else data
+    """Convert a mapping of sources to weights, or the ``class_path`` and ``init_args`` of a :class:`Mixture`, to one.
+
+    Other sources are returned unchanged. Raises ValueError for another class.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    if "class_path" not in data:
+        return Mixture(data)
+    described: Mapping[str, Any] = data
+    if str(described["class_path"]).rpartition(".")[2] != Mixture.__name__:
+        raise ValueError(
+            f"data is a file, a folder, a hub name, rows, a mapping of such to weights, or class_path: "
+            f"rlhfkit.{Mixture.__name__} with init_args; got class_path {described['class_path']!r}"
+        )
+    return Mixture(**described.get("init_args") or {})
 
 
 def list_sources(data: Mixture | Source) -> list[Any]:

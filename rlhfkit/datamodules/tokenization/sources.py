@@ -18,8 +18,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
-"""A file (JSON lines, JSON, CSV, Parquet), a folder written by ``Dataset.save_to_disk``, a hub name, or rows."""
+Source = str | Sequence[Mapping[str, Any]] | os.PathLike[str]
+"""A file (JSON lines, JSON, CSV, Parquet), a folder written by ``Dataset.save_to_disk``, a hub name, or rows.
+
+Rows come before paths: a command line would make a path of their text.
+"""
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""What may be the name of a data set on the hub; nothing else is asked for there."""
 
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 """Builder of ``datasets.load_dataset`` by file suffix; a suffix of compression behind it (``.gz``) is ignored."""
@@ -134,8 +140,8 @@ def _read_path(name: str, split: str, subset: str | None, **options: Any) -> Any
             _check_utf8(path)
         split = re.sub(r"\w+", "train", split, count=1)  # the one split of a file
         return _load(name, builder, data_files=str(path), split=split, **options)
-    if builder is not None or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"no such file or folder: {name} (in {Path.cwd()})")
+    if builder is not None or name.startswith(".") or not HUB_NAME.fullmatch(name):
+        raise FileNotFoundError(f"no such file or folder: {name[:200]} (in {Path.cwd()})")
     return _load(name, name, name=subset, split=split, **options)
 
 

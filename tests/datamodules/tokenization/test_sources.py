@@ -3,9 +3,12 @@
 import gzip
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
+import lightning as L
 import pytest
+from jsonargparse import ArgumentParser
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.datamodules import StreamingSFTDataModule
@@ -137,3 +140,51 @@ def test_messages_in_memory_may_have_texts_and_lists_of_parts() -> None:
     parts = [{"type": "text", "text": "hi"}]
     rows = [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "yo"}]}]
     assert read_rows(rows).to_list() == rows
+
+
+FILES = {
+    "two.json": b'[{"prompt": "1"}, {"prompt": "2"}]',
+    "one.jsonl": b'{"prompt": "1"}',
+    "empty.jsonl": b"",
+    "broken.jsonl.gz": b"secret",
+    "one.csv": b"prompt\n1\n",
+    "one": b"secret",
+}
+
+
+def in_yaml(argument: str, value: Any) -> Any:
+    """What a DataModule gets for an argument in a configuration file."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(L.LightningDataModule, "data")
+    arguments = {"data": "prompts.jsonl"} | {argument: value}
+    config = parser.parse_object({"data": {"class_path": "rlhfkit.PromptDataModule", "init_args": arguments}})
+    return getattr(parser.instantiate(config).data, argument)
+
+
+@pytest.mark.parametrize("argument", ["data", "validation_data"])
+def test_a_file_in_a_configuration_stays_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    """Where an object of a class may stand, jsonargparse hands over the content of a file that is named."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        Path(name).write_bytes(content)
+        assert in_yaml(argument, name) == name
+    assert in_yaml(argument, [{"prompt": "1+1="}]) == [{"prompt": "1+1="}]
+    weights = {"two.json": 1, "one.csv": 3}
+    described = {"class_path": "rlhfkit.Mixture", "init_args": {"weights": weights, "until": "first"}}
+    for weighted, until in ((weights, "all"), (described, "first")):
+        mixture = in_yaml(argument, weighted)
+        assert (mixture.sources, mixture.weights, mixture.until) == (["two.json", "one.csv"], [0.25, 0.75], until)
+    with pytest.raises(Exception, match=r"class_path: rlhfkit\.Mixture with .*got class_path 'rlhfkit\.Blend'"):
+        in_yaml(argument, {"class_path": "rlhfkit.Blend", "init_args": {}})
+
+
+@pytest.mark.parametrize("text", [str([{"prompt": "secret"}]), "a secret", "x\n", "a/b/c", "None?"])
+def test_the_hub_is_not_asked_for_what_cannot_be_a_name(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*arguments: Any, **options: Any) -> None:
+        raise AssertionError(f"the hub was asked for {arguments}")
+
+    monkeypatch.setattr("datasets.load_dataset", asked)
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        read_rows(text)
