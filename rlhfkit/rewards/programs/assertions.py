@@ -9,15 +9,13 @@ import ast
 import builtins
 import math
 import operator
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Protocol
-
-from rlhfkit.rewards.programs.values import MAX_RANGE_LENGTH, OpaqueValue
-
-_LARGEST_POWER = 4096  # bits
-_LONGEST = 1_000_000  # elements of a repeated sequence
 
 
 class Call(Protocol):
@@ -34,42 +32,6 @@ class TestFailed(Exception):
     __test__ = False  # not collected by pytest
 
 
-def equal_values(left: Any, right: Any) -> bool:
-    """Whether two plain values have the same types and are equal, at every level.
-
-    Numbers other than booleans compare by value (``2 == 2.0``, as tests expect), sets and frozensets by elements.
-    """
-    if isinstance(left, OpaqueValue) or isinstance(right, OpaqueValue):
-        return False
-    if _number(left) and _number(right):
-        return bool(left == right)
-    if isinstance(left, set | frozenset) and isinstance(right, set | frozenset):
-        return frozenset(map(_typed, left)) == frozenset(map(_typed, right))
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(equal_values(one, other) for one, other in zip(left, right, strict=True))
-    if isinstance(left, dict):
-        others = {_typed(key): value for key, value in right.items()}
-        return len(left) == len(right) and all(
-            _typed(key) in others and equal_values(value, others[_typed(key)]) for key, value in left.items()
-        )
-    return bool(left == right)
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float, complex)
-
-
-def _typed(value: Any) -> Any:
-    """A hashable value that equals another one only where :func:`equal_values` is true."""
-    if _number(value):
-        return "number", value
-    if isinstance(value, tuple | frozenset):
-        return type(value), type(value)(map(_typed, value))
-    return type(value), value
-
-
 @dataclass(frozen=True)
 class CallTest:
     """A call of one of the program's functions, and the expected value."""
@@ -78,28 +40,21 @@ class CallTest:
     arguments: tuple[Any, ...]
     expected: Any = field(hash=False)
 
-    def passes(self, call: Call) -> bool:
-        """Whether the call returns the expected value; raises :class:`TestFailed` if it returns nothing."""
-        return equal_values(call(self.function, None, list(self.arguments), {}), self.expected)
-
 
 @dataclass(frozen=True)
 class ParsedAssertions:
     """Assertions that can be evaluated outside; the test passes if all of them hold."""
 
+    source: str
     conditions: tuple[ast.expr, ...]
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Name in the test to the function's name in the program, where they differ."""
     shadowed: str = ""
     """A function of the program with the name of a built-in."""
 
-    def passes(self, call: Call) -> bool:
-        """Whether all assertions hold; raises :class:`TestFailed` if one cannot be evaluated."""
-        return all(_truth(_Evaluator(self, call).value(condition)) for condition in self.conditions)
-
-
-def _truth(value: Any) -> bool:
-    return value.truth if isinstance(value, OpaqueValue) else bool(value)
+    def holds(self, condition: int, call: Call) -> bool:
+        """Whether one of the conditions holds; raises :class:`TestFailed` if it cannot be evaluated."""
+        return bool(_Evaluator(self, call).value(self.conditions[condition]))
 
 
 @lru_cache(4096)
@@ -126,21 +81,23 @@ def parse_assertions(test: str) -> ParsedAssertions | None:
         return None
     called_names = [name for condition in conditions for name in _called_names(condition)]
     shadowed = ""
-    if all(name in _BUILTINS and name not in names for name in called_names):
+    if all(name in _OUTSIDE and name not in names for name in called_names):
         if not called_names:
             return None  # it does not call the program
         shadowed = called_names[0]  # the task is to write `sum`, for example
-    parsed = ParsedAssertions(conditions, names, shadowed)
+    parsed = ParsedAssertions(test, conditions, names, shadowed)
     return parsed if all(map(_Checker(parsed).known, conditions)) else None
 
 
 def _relevant(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Remove docstrings, ``pass``, ``import math`` and HumanEval's ``METADATA``, which test nothing."""
+    """Remove docstrings, ``pass``, imports of what is known, and HumanEval's ``METADATA``, which test nothing."""
 
     def idle(one: ast.stmt) -> bool:
         match one:
             case ast.Expr(ast.Constant()) | ast.Pass() | ast.Import(names=[ast.alias(name="math", asname=None)]):
                 return True
+            case ast.ImportFrom(module="collections" | "decimal" | "fractions", names=names):
+                return all(alias.name in _LIBRARY and alias.asname is None for alias in names)
             case ast.Assign(targets=[ast.Name(id="METADATA")]):
                 return True
         return False
@@ -158,53 +115,22 @@ def _called_names(expression: ast.expr) -> list[str]:
 # ---------------------------------------------------------------------- supported expressions
 
 
-def _numbers_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    def limited(*values: Any) -> Any:
-        if not all(_number(value) or isinstance(value, bool) for value in values):
-            raise TypeError("not numbers")
-        return function(*values)
-
-    return limited
-
-
-def _times(left: Any, right: Any) -> Any:
-    for sequence, count in ((left, right), (right, left)):
-        if isinstance(sequence, str | bytes | list | tuple) and isinstance(count, int):
-            if len(sequence) * count > _LONGEST:
-                raise ValueError("too long")
-            return sequence * count
-    return _numbers_only(operator.mul)(left, right)
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _LARGEST_POWER:
-        raise ValueError("too large")
-    return _numbers_only(operator.pow)(base, exponent)
-
-
-def _sum(values: Any) -> Any:
-    if not all(_number(value) or isinstance(value, bool) for value in values):
-        raise TypeError("not numbers")
-    return sum(values)
-
-
-def _range(*bounds: Any) -> range:
-    made = range(*bounds)
-    if len(made) > MAX_RANGE_LENGTH:
-        raise ValueError("too long")
-    return made
-
-
-_BUILTINS = frozenset(dir(builtins))
 _TYPES: dict[str, type] = {
     one.__name__: one for one in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
 }
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "all": lambda values: all(map(_truth, values)), "any": lambda values: any(map(_truth, values)),
-    "bool": _truth, "dict": dict, "float": float, "frozenset": frozenset, "int": int, "isinstance": isinstance,
-    "len": len, "list": list, "max": max, "min": min, "range": _range, "round": round, "set": set, "sorted": sorted,
-    "str": str, "sum": _sum, "tuple": tuple,
+_LIBRARY: dict[str, Callable[..., Any]] = {
+    "Counter": Counter, "Decimal": Decimal, "Fraction": Fraction, "OrderedDict": OrderedDict,
+    "defaultdict": defaultdict, "deque": deque,
 }  # fmt: skip
+"""Classes of the standard library that make plain values, which a program that has one of the same name could forge."""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs, "all": all, "any": any, "bool": bool, "bytearray": bytearray, "dict": dict, "enumerate": enumerate,
+    "float": float, "frozenset": frozenset, "int": int, "isinstance": isinstance, "iter": iter, "len": len,
+    "list": list, "max": max, "min": min, "next": next, "range": range, "reversed": reversed, "round": round,
+    "set": set, "sorted": sorted, "str": str, "sum": sum, "tuple": tuple, "zip": zip, **_LIBRARY,
+}  # fmt: skip
+_OUTSIDE = frozenset({*dir(builtins), *_LIBRARY})
+"""Names that are not the program's, unless nothing else is called."""
 _MATHS: dict[str, Any] = {
     name: getattr(math, name)
     for name in (
@@ -226,16 +152,18 @@ _MATHS: dict[str, Any] = {
 }
 _KEYWORDS = {"reverse", "rel_tol", "abs_tol", "ndigits", "start"}
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _times, ast.Div: _numbers_only(operator.truediv),
-    ast.FloorDiv: _numbers_only(operator.floordiv), ast.Mod: _numbers_only(operator.mod), ast.Pow: _power,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
     ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
 }  # fmt: skip
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.Not: lambda value: not _truth(value), ast.USub: operator.neg, ast.UAdd: operator.pos,
+    ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos,
     ast.Invert: operator.invert,
 }  # fmt: skip
-_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.In: lambda one, values: one in values, ast.NotIn: lambda one, values: one not in values,
 }  # fmt: skip
 
 
@@ -280,13 +208,13 @@ class _Checker:
         match function:
             case ast.Name(id=name):
                 names = {keyword.arg for keyword in keywords}
-                if name == self.test.shadowed or name in self.test.names or name not in _BUILTINS:
+                if name == self.test.shadowed or name in self.test.names or name not in _OUTSIDE:
                     return None not in names
                 return name in _FUNCTIONS and names <= _KEYWORDS
             case ast.Attribute(value=ast.Name(id="math"), attr=name):
                 return callable(_MATHS.get(name))
             case ast.Attribute(value=ast.Call(func=ast.Name(id=name), args=[], keywords=[])):  # Solution().solve(...)
-                return name not in _BUILTINS and None not in {keyword.arg for keyword in keywords}
+                return name not in _OUTSIDE and None not in {keyword.arg for keyword in keywords}
         return False
 
 
@@ -354,7 +282,7 @@ class _Evaluator:
         value: Any = None
         for one in values:
             value = self._value(one)
-            if _truth(value) is truth:
+            if bool(value) is truth:
                 break
         return value
 
@@ -374,23 +302,7 @@ class _Evaluator:
 
     def _compared(self, left: Any, ops: list[ast.cmpop], comparators: list[ast.expr]) -> bool:
         for op, right in zip(ops, map(self._value, comparators), strict=True):
-            if not _holds(op, left, right):
+            if not _COMPARISONS[type(op)](left, right):
                 return False
             left = right
         return True
-
-
-def _holds(op: ast.cmpop, left: Any, right: Any) -> bool:
-    match op:
-        case ast.Eq():
-            return equal_values(left, right)
-        case ast.NotEq():
-            return not (isinstance(left, OpaqueValue) or isinstance(right, OpaqueValue) or equal_values(left, right))
-        case ast.Is():
-            return left is right
-        case ast.IsNot():
-            return left is not right
-        case ast.In() | ast.NotIn():
-            within = left in right if isinstance(right, str | bytes) else any(equal_values(left, one) for one in right)
-            return within is isinstance(op, ast.In)
-    return bool(_ORDER[type(op)](left, right))

@@ -28,9 +28,11 @@ def main() -> None:
     sys.argv = ["program.py"]
     requests = open(int(reading), "rb")  # noqa: SIM115  # used until the process ends
     if mode == "run":
-        source = json.loads(requests.readline())
+        sources = json.loads(requests.readline())
         requests.close()
-        exec(compile(source, "program.py", "exec"), _module("__main__"))
+        names = _module("__main__")
+        for source in sources:  # one by one: the program may begin with `from __future__`
+            exec(compile(source, "program.py", "exec"), names)
     elif mode == "calls":
         _calls(requests, int(writing))
     else:
@@ -47,9 +49,9 @@ def _calls(requests: Any, answers: int) -> None:
         while data:
             data = data[write(answers, data) :]
 
-    source = loads(readline())
     names = _module("program")  # not __main__: code under `if __name__ == "__main__"` must not run
-    exec(compile(source, "program.py", "exec"), names)
+    for source in loads(readline()):
+        exec(compile(source, "program.py", "exec"), names)
     answer("{}")
     while line := readline():
         request = loads(line)
@@ -72,7 +74,8 @@ def _assertions(requests: Any, marks: int) -> None:
     write, leave, failure, build, run = os.write, os._exit, BaseException, compile, exec
     readline, loads, encode = requests.readline, json.loads, str.encode
     names = _module("program")
-    run(build(loads(readline()), "program.py", "exec"), names)
+    for source in loads(readline()):
+        run(build(source, "program.py", "exec"), names)
     write(marks, b"\n")
     while line := readline():  # one by one: a test and its token arrive only after the program has run
         test = loads(line)

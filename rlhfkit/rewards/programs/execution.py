@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards.base import Needs, OnFailure, check_on_failure, reward_after_failure
@@ -21,6 +21,9 @@ from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
+_TYPES_WARNED_OF = 10
+"""Number of type names in warnings."""
+
 
 class CodeExecution:
     """The fraction of a row's tests that the Python program in the completion passes.
@@ -29,9 +32,10 @@ class CodeExecution:
     limit fails its tests, as does a completion without a program.
 
     Tests are evaluated outside of the sandbox: the program gets inputs, or the arguments of one call at a time, and its
-    results are compared as plain data, by type and value. Expected values never enter the sandbox. This covers
-    assertions of the form ``assert f(arguments) == expected`` (and sets, ``sorted``, ``abs(... - x) < e``,
-    ``math.isclose``, HumanEval's ``check``). **Any other assertion runs inside the program's interpreter, where a
+    results are compared as plain data, by value, in another process that is stopped at the same time limit. Expected
+    values never enter the sandbox. This covers assertions of the form ``assert f(arguments) == expected`` (and sets,
+    ``sorted``, ``abs(... - x) < e``, ``math.isclose``, HumanEval's ``check``). A warning names the types of results
+    that are no plain data, which fail their tests. **Any other assertion runs inside the program's interpreter, where a
     program can forge its result**; a warning names the first such test.
 
     Programs use this machine's kernel and can exploit its vulnerabilities: if the trained model may attack the trainer,
@@ -75,11 +79,12 @@ class CodeExecution:
             tests: Column of the tests, in a form that :func:`~rlhfkit.rewards.programs.parsing.parse_tests` reads.
             setup: Column of code, such as imports, that runs before the program in the same interpreter.
             extract: Finds the program in the completion; returns ``None`` if there is none.
-            compare: Whether an output equals the expected one.
+            compare: Whether an output equals the expected one; runs in the trainer's process, without a limit, on
+                texts of at most ``output_mib`` that the policy has chosen.
             all_or_nothing: 1 if all tests pass, else 0, instead of the fraction.
             max_tests: Use the first tests only; ``None``: all.
-            timeout: Time limit in seconds of one run: one input, or all calls together. After a timeout the program's
-                other tests count as failed.
+            timeout: Time limit in seconds of one run: one input, or all calls together, and judging what they return.
+                After a timeout the program's other tests count as failed.
             workers: Programs that run concurrently; ``None``: one per core.
             on_failure: Reward where a program could not be run or its result was lost, which a program can cause: a
                 number, ``"mask"`` (not trained on) or ``"stop"`` (an error).
@@ -138,8 +143,24 @@ class CodeExecution:
             backend=backend,
             allow_partial_isolation=allow_partial_isolation,
         )
+        self.judge = SandboxPool(
+            WorkerSpec(
+                name=f"judge of reward {name!r}",
+                program=Path(__file__).with_name("judge.py"),
+                factory="judge",
+                packages=False,
+                trusted=False,
+                files=(Path(__file__).with_name("assertions.py"), Path(__file__).with_name("values.py")),
+                max_answer_bytes=64 << 20,  # arguments of calls, which the data or other answers give
+            ),
+            workers=self.sandbox.workers,
+            timeout=timeout,
+            limits=ResourceLimits(memory_gib=1.0, cpu_seconds=math.ceil(timeout) + 1, processes=processes),
+            backend=backend,
+        )
         self._metrics = CallMetrics(name)
         self._warned = False
+        self._warned_of: set[str] = set()
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Score samples.
@@ -167,13 +188,17 @@ class CodeExecution:
     def _evaluate(self, sample: Sample, tests: ProgramTests, program: str, call_worker: CallWorker) -> float | None:
         """Return the reward of one program; runs in a thread and a sandbox of its own."""
         setup = str(sample.prompt.metadata.get(self.setup) or "") if self.setup is not None else ""
-        code = f"{setup}\n{program}" if setup else program
-        evaluation = ProgramEvaluation(call_worker, code, self.timeout)
+
+        def call_judge(job: Any, timeout: float) -> CallResult:
+            return self.judge.run(job, timeout=timeout)
+
+        evaluation = ProgramEvaluation(call_worker, call_judge, [setup, program], self.timeout)
         try:
             passed = evaluation.count_passed(tests, self.compare)
         except SandboxError as failure:
             self._metrics.add(failure.outcome)
             return self._after_failure(sample, failure.outcome)
+        self._warn_of_opaque_answers(sample, evaluation.opaque)
         self._metrics.add(CallResult("timeout" if evaluation.timed_out else "ok", seconds=evaluation.seconds))
         return float(passed == tests.count) if self.all_or_nothing else passed / tests.count
 
@@ -196,6 +221,18 @@ class CodeExecution:
         """The column of the tests; that of the setup code may be missing."""
         return Needs(columns=(self.tests,))
 
+    def _warn_of_opaque_answers(self, sample: Sample, types: set[str]) -> None:
+        """Warn once of each type whose values cannot be compared; of a few only, since programs choose the names."""
+        new = sorted(types - self._warned_of)[: _TYPES_WARNED_OF - len(self._warned_of)]
+        self._warned_of.update(new)
+        if new:
+            log.warning(
+                "reward %r: a program of prompt %d answered with %s, which is no plain data and equals nothing, so its "
+                "tests failed. Compared by value are None, numbers (Fraction and Decimal too), texts, bytes, lists, "
+                "tuples, sets, dicts and their views, ranges, deques, arrays and iterators",
+                *(self.name, sample.prompt.index, ", ".join(map(repr, new))),
+            )
+
     def metrics(self) -> dict[str, float]:
         """Metrics per program since the last call, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""
         return self._metrics.take()
@@ -203,6 +240,7 @@ class CodeExecution:
     def close(self) -> None:
         """Stop the processes."""
         self.sandbox.close()
+        self.judge.close()
 
     def _after_failure(self, sample: Sample, outcome: CallResult) -> float | None:
         """Return the reward of a sample whose program could not be run to the end."""

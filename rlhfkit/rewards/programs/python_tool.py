@@ -90,7 +90,7 @@ class PythonTool:
         Raises:
             RuntimeError: If the sandbox cannot run it, or isolation is missing.
         """
-        job = {"do": "run", "program": _WRAPPED.format(source=code), "input": "", "seconds": self.timeout}
+        job = {"do": "run", "program": [_WRAPPED.format(source=code)], "input": "", "seconds": self.timeout}
         result = self._execution.sandbox.run(job, timeout=self.timeout + STARTUP_SECONDS)
         if result.status != "ok":
             return f"Error: the program was ended: {result.status}: {result.message}"

@@ -301,6 +301,35 @@ def secret(n): return True
     "leaves a file for the next": "import os\nfor p in ('/tmp/rlhfkit', 'left', '/dev/shm/left'):\n    try: open(p, 'a').write('1')\n    except OSError: pass\ndef secret(n): return os.path.exists('left')",
 }  # fmt: skip
 
+FORGERIES["nests folders deeper than Python recurses"] = """
+import os
+for _ in range(1500):
+    os.mkdir("d")
+    os.chdir("d")
+def secret(n): return 1
+"""
+
+ENDLESS_JUDGING = {
+    "numbers that have one hash": (
+        "def f(n): return [(2**61 - 1) * k for k in range(38000)]", "assert set(f(1)) == {1, 2}",
+    ),
+    "rounding to very many digits": ("def f(n): return [1, -(10**10)][n]", "assert round(f(0), f(1)) == 0"),
+    "a forged set": (
+        """
+import os
+def f(n):
+    text = '{"set": [' + ", ".join(str((2**61 - 1) * k) for k in range(38000)) + "]}\\n"
+    for number in range(3, 64):
+        try: os.write(number, text.encode())
+        except OSError: pass
+    os._exit(0)
+""",
+        "assert f(0) == 1",
+    ),
+    "a power": ("def f(n): return 10**9", "assert f(1) ** f(2) == 1"),
+}  # fmt: skip
+"""Programs whose answers take forever to judge, and the tests that do it."""
+
 PRINTING = {
     name: program + "\nprint(secret(int(input() or 0)))\n"
     for name, program in {**SEARCHES, **CHANGED_INTERPRETER}.items()

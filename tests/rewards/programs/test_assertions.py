@@ -1,38 +1,20 @@
 """Tests that are evaluated outside of the program: equality, supported assertions. Covers ``values.py`` too."""
 
+import array
 import json
 import random
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, deque, namedtuple
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhfkit.rewards.programs.assertions import TestFailed, equal_values, parse_assertions
-from rlhfkit.rewards.programs.values import MAX_RANGE_LENGTH, OpaqueValue, dumps, loads
+from rlhfkit.rewards.programs.assertions import TestFailed, parse_assertions
+from rlhfkit.rewards.programs.values import MAX_DEPTH, MAX_ELEMENTS, ArrayValue, OpaqueValue, dumps, loads
 
 Pair = namedtuple("Pair", "a b")
-VALUES = [
-    None,
-    True,
-    1,
-    2.5,
-    "a",
-    b"a",
-    1j,
-    [1],
-    (1,),
-    {1},
-    {"a": 1},
-    [],
-    (),
-    {},
-    "",
-    0,
-    False,
-    [(1, "a")],
-    float("inf"),
-]
 
 
 def outcome(test: str, **functions: Any) -> bool | str:
@@ -48,9 +30,17 @@ def outcome(test: str, **functions: Any) -> bool | str:
         return loads(dumps(target(*loads(dumps(arguments)), **loads(dumps(keywords)))))
 
     try:
-        return parsed.passes(call)
+        return all(parsed.holds(condition, call) for condition in range(len(parsed.conditions)))
     except TestFailed:
         return False
+
+
+def nested(depth: int) -> list[Any]:
+    """``[[[]]]`` for 3."""
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
 
 
 class Solution:
@@ -66,7 +56,8 @@ class Solution:
         ("assert f([1, 2]) == (1, 2)", list, False),
         ("assert f([1, 2]) == (1, 2)", tuple, True),
         ("assert f(3) == 3.0", float, True),
-        ("assert f(1) == True", lambda n: n, False),
+        ("assert f(1) == True", lambda n: n, True),
+        ("assert f(1) is True", lambda n: n, False),
         ("assert f(1) == True", bool, True),
         ("assert f(1) is True", bool, True),
         ("assert f(0) is None and not f(1)", lambda n: None, True),
@@ -86,6 +77,33 @@ class Solution:
         ("assert f(2) < 'a'", lambda n: n, False),
         ("assert f(2) != 3", lambda n: object(), False),
         ("assert f(0) == [10**20, float('-inf')]", lambda n: [10**20, -float("inf")], True),
+        ("assert list(f(3)) == [0, 1, 2]", lambda n: (i for i in range(n)), True),
+        ("assert f(3) == [0, 1, 2]", lambda n: (i for i in range(n)), False),
+        ("assert next(f(3)) == '0' and sum(map) == 3", lambda n: n, "free"),
+        ("assert tuple(f(3)) == ('0', '1', '2')", lambda n: map(str, range(n)), True),
+        ("assert all(f(3)) and not any(f(0))", lambda n: iter([n, n]), True),
+        ("assert list(f(3)) == [2, 1, 0]", lambda n: deque(reversed(range(n)), maxlen=n), True),
+        ("assert f(2) == deque([0, 1])", lambda n: deque(range(n)), True),
+        ("assert f(2) == [0, 1]", lambda n: deque(range(n)), False),
+        ("assert list(f(3)) == [0, 1, 2] and f(3)[1:][0] == 1", lambda n: array.array("i", range(n)), True),
+        ("assert f(3) == [0, 1, 2]", lambda n: array.array("i", range(n)), False),
+        ("assert list(f(3)) == [0, 1, 2] and len(f(2)) == 2", np.arange, True),
+        ("assert sorted(f({2: 1, 1: 2})) == [1, 2]", lambda d: d.keys(), True),
+        ("assert f({2: 1}) == {2}", lambda d: d.keys(), True),
+        ("assert sorted(f({2: 5, 1: 2})) == [2, 5]", lambda d: d.values(), True),
+        ("assert sorted(f({2: 5, 1: 2})) == [(1, 2), (2, 5)]", lambda d: d.items(), True),
+        ("assert list(f(3)) == [(0, 'a'), (1, 'b')]", lambda n: enumerate("ab"), True),
+        ("assert f(1, 2) == 0.5 and f(1, 3) == Fraction(1, 3)", Fraction, True),
+        ("from decimal import Decimal\nassert f('0.5') == 0.5 and f('0.1') == Decimal('0.1')", Decimal, True),
+        ("assert f('0.1') == 0.1", Decimal, False),
+        ("assert f(2) == b'ab' and f(2)[0] == 97", lambda n: bytearray(b"ab"), True),
+        ("assert f('aab') == Counter('aba')", Counter, True),
+        ("assert f(16000) == 2**16000 and f(16000) != 2**16001", lambda n: 2**n, True),
+        ("assert f(2**16000) == 16001", int.bit_length, True),
+        ("assert f([1, [2]]) == [1, [2], True]", lambda values: [*values, 1], True),
+        ("assert f(0) == " + "[" * 150 + "]" * 150, lambda n: nested(150), True),
+        ("assert f(0) == " + "[" * 150 + "]" * 150, lambda n: nested(151), False),
+        ("assert len(f(0)) == 1", lambda n: nested(2 * MAX_DEPTH), True),
     ],
 )
 def test_what_python_asserts_of_plain_values_holds(test: str, function: Any, holds: bool) -> None:
@@ -126,37 +144,45 @@ def test_what_is_more_than_calls_with_plain_values_is_free(test: str) -> None:
     assert outcome(test, f=lambda n: n) == "free"
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_values_equal_themselves_and_nothing_else(value: object) -> None:
-    assert equal_values(loads(dumps(value)), value)
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 1, 2.5, "a", b"a", bytearray(b"a"), 1j, [1], (1,), {1}, frozenset({1}), {"a": [1]}, "", False,
+     [(1, "a")], float("inf"), -(3**9000), range(9, 1, -2), Fraction(1, 3), Decimal("0.10"), deque([1, (2,)]),
+     nested(MAX_DEPTH - 3)],
+    ids=lambda value: repr(value)[:30],
+)  # fmt: skip
+def test_values_come_back_as_they_were(value: object) -> None:
+    assert loads(dumps(value)) == value
     assert type(loads(dumps(value))) is type(value)
-    others = [other for other in VALUES if other is not value]
-    assert [other for other in others if equal_values(value, other)] == []
-    assert [other for other in others if equal_values([value], [other])] == []
-    assert [other for other in others if equal_values({"k": value}, {"k": other})] == []
+    assert loads(dumps([value, {1: (value,)}])) == [value, {1: (value,)}]
 
 
-def test_what_agrees_is_equal_in_python_and_what_is_equal_agrees_but_for_booleans() -> None:
-    chosen = random.Random(1)
+def test_views_iterators_and_arrays_come_back_with_their_elements() -> None:
+    views = loads(dumps([{1: 2}.keys(), {1: 2}.values(), {1: (2,)}.items(), iter("ab"), zip([1], [2], strict=True)]))
+    assert [list(view) for view in views] == [[1], [2], [(1, (2,))], ["a", "b"], [(1, 2)]]
+    numbers = loads(dumps(np.array([[1, 2], [3, 4]])))
+    assert isinstance(numbers, ArrayValue)
+    assert numbers[0] == loads(dumps(array.array("b", [1, 2])))
+    assert numbers[0] != [1, 2]
+    assert 1 in numbers[0]
 
-    def value(depth: int = 3) -> Any:
-        kind = chosen.choice(["leaf"] * 3 + ["list", "tuple", "set", "dict"]) if depth else "leaf"
-        if kind == "leaf":
-            return chosen.choice([0, 1, 2, 0.0, 1.0, "a", "b", None, b"a", True, False])
-        if kind in ("list", "tuple"):
-            return {"list": list, "tuple": tuple}[kind](value(depth - 1) for _ in range(chosen.randrange(3)))
-        leaves = [value(0) for _ in range(chosen.randrange(3))]
-        return set(leaves) if kind == "set" else {leaf: value(depth - 1) for leaf in leaves}
 
-    agreeing = 0
-    for _ in range(20_000):
-        left, right = value(2), value(2)
-        agreeing += equal_values(left, right)
-        if equal_values(left, right):
-            assert left == right
-        elif left == right:
-            assert "True" in f"{left}{right}" or "False" in f"{left}{right}"
-    assert agreeing > 500
+def test_what_cannot_be_carried_over_names_its_type_and_equals_nothing() -> None:
+    endless = (n for n in iter(int, 1))
+    found: list[str] = []
+    plain = loads(dumps([object(), endless, nested(MAX_DEPTH)]), found)
+    assert found == ["object", f"generator of more than {MAX_ELEMENTS} elements", f"list inside {MAX_DEPTH} containers"]
+    assert not plain[0] == plain[0]  # noqa: SIM201
+    assert not plain[0] != plain[0]  # noqa: SIM202
+    assert plain[0]
+
+
+@pytest.mark.parametrize("library", ["Counter", "Decimal", "Fraction", "OrderedDict", "deque"])
+def test_a_programs_own_class_of_a_librarys_name_judges_nothing(library: str) -> None:
+    values = {"Counter": "'ab'", "Decimal": "'1.5'", "Fraction": "1, 2", "OrderedDict": "[(1, 2)]", "deque": "[1]"}
+    forged = {library: lambda *given: 0, "f": lambda n: 0}
+    assert outcome(f"assert f(1) == {library}({values[library]})", **forged) is False
+    assert outcome(f"assert {library}({values[library]}) == 0", **forged) is True  # the task is to write it
 
 
 def test_subclasses_become_plain_and_own_equality_counts_for_nothing() -> None:
@@ -169,9 +195,6 @@ def test_subclasses_become_plain_and_own_equality_counts_for_nothing() -> None:
     given = [Equal(3), Pair(1, Equal(2)), OrderedDict(a=1), np.float64(0.5), np.int64(7), np.bool_(True)]
     assert loads(dumps(given)) == [3, (1, 2), {"a": 1}, 0.5, 7, True]
     assert [type(one) for one in loads(dumps(given))] == [int, tuple, dict, float, int, bool]
-    opaque = loads(dumps(object()))
-    assert opaque == OpaqueValue("object", True) or isinstance(opaque, OpaqueValue)
-    assert not equal_values(opaque, opaque)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +202,10 @@ def test_subclasses_become_plain_and_own_equality_counts_for_nothing() -> None:
     [
         "", "[", "{}", '{"tuple": 3}', '{"set": [[]]}', '{"dict": [[1]]}', '{"dict": [[[], 1]]}', '{"bytes": "xy"}',
         '{"no": []}', '{"tuple": [], "list": []}', '{"complex": [1]}', '{"other": ["a"]}', '{"complex": ["1", 2.0]}',
-        "[" * 200 + "]" * 200, "[" * 100_000, f'{{"range": [0, {MAX_RANGE_LENGTH + 1}, 1]}}', '{"range": [0, 1, 0]}',
-        '{"range": [0.0, 1, 1]}', "1" * 5000, "not json", '{"raised": "ValueError"}',
+        "[" * 2000 + "]" * 2000, "[" * 100_000, '{"range": [0, 1, 0]}', '{"range": [0.0, 1, 1]}', "1" * 5000,
+        '{"int": "9x"}', '{"int": 9}', '{"fraction": [1, 0]}', '{"fraction": [1]}', '{"decimal": "x"}',
+        '{"items": [1]}', '{"array": "ab"}', '{"keys": [[]]}', '{"other": [1, true]}', "not json",
+        '{"raised": "ValueError"}',
     ],
 )  # fmt: skip
 def test_what_is_no_value_is_refused(text: str) -> None:
@@ -215,10 +240,3 @@ def test_texts_at_random_are_values_or_refused() -> None:
         except ValueError:
             continue
         assert isinstance(value, OpaqueValue) or json.loads(dumps(value)) == json.loads(dumps(loads(dumps(value))))
-
-
-def test_hostile_values_cost_no_more_than_their_text() -> None:
-    assert outcome("assert f(0) * 10 == 0", f=lambda n: "x" * 200_000) is False
-    assert outcome("assert f(0) ** f(0) == 0", f=lambda n: 10**9) is False
-    assert outcome("assert list(range(f(0))) == []", f=lambda n: 10**12) is False
-    assert outcome("assert '%s' % f(0) == ''", f=lambda n: 10**9) is False

@@ -1,6 +1,6 @@
 """Scoring programs: what passes, what fails, and that a program's effects stay in its sandbox.
 
-Covers ``evaluation.py``, ``parsing.py``, ``worker.py`` and ``driver.py`` too.
+Covers ``evaluation.py``, ``judge.py``, ``parsing.py``, ``worker.py`` and ``driver.py`` too.
 """
 
 import json
@@ -86,6 +86,43 @@ def test_calls_are_given_as_data(reward: CodeExecution) -> None:
     listed = {"function": "add", "arguments": [[1], [2]], "expected": [1, 2]}
     wrong = {"function": "add", "arguments": [(1,), (2,)], "expected": [1, 2]}
     assert reward([sample(ADD, [right, listed, wrong]), sample(ADD, json.dumps([right, listed]))]) == [2 / 3, 1.0]
+
+
+ORDINARY = {
+    "def f(n):\n    yield from range(n)": "assert list(f(3)) == [0, 1, 2]",
+    "def f(n): return map(str, range(n))": "assert list(f(2)) == ['0', '1']",
+    "from collections import deque\ndef f(n): return deque(range(n))": "assert list(f(3)) == [0, 1, 2]",
+    "from array import array\ndef f(n): return array('i', range(n))": "assert list(f(3)) == [0, 1, 2]",
+    "def f(n): return dict.fromkeys(range(n)).keys()": "assert sorted(f(3)) == [0, 1, 2]",
+    "from fractions import Fraction\ndef f(n): return Fraction(n, 6)": "assert f(3) == 0.5",
+    "from decimal import Decimal\ndef f(n): return Decimal(n) / 2": "assert f(3) == 1.5",
+    "def f(n): return bytearray(range(n))": "assert f(2) == b'\\x00\\x01'",
+    "def f(n): return n % 2": "assert f(3) == True",
+    "def f(n): return 10 ** n": "assert f(5000) == 10 ** 5000",
+    "def f(n): return [f(n - 1)] if n > 1 else []": f"assert f(150) == {'[' * 150}{']' * 150}",
+    "from __future__ import annotations\ndef f(n: Any): return tuple(range(n))": "assert f(2) == (0, 1)",
+}
+"""Right programs and the test of each, which is a plain comparison."""
+
+
+def test_ordinary_programs_that_are_right_pass(reward: CodeExecution, caplog: pytest.LogCaptureFixture) -> None:
+    reward.setup = "before"
+    batch = [sample(program, [test], before="import math") for program, test in ORDINARY.items()]
+    try:
+        assert dict(zip(ORDINARY, reward(batch), strict=True)) == dict.fromkeys(ORDINARY, 1.0)
+    finally:
+        reward.setup = None
+    assert caplog.text == ""
+
+
+def test_an_answer_that_cannot_be_compared_is_named_once(
+    reward: CodeExecution, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = "class Point: pass\nclass Line: pass\ndef f(n): return [Point(), Line()][n]"
+    tests = ["assert f(0) == 1", "assert f(0)", "assert f(1) == (0, 0)"]
+    assert reward([sample(program, tests)] * 2) == [1 / 3] * 2
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "a program of prompt 4 answered with 'Line', 'Point', which is no plain data and equals nothing" in warning
 
 
 @pytest.mark.parametrize(
@@ -185,7 +222,10 @@ def test_a_program_that_ends_its_sandbox_follows_the_policy(caplog: pytest.LogCa
     "value", [None, 1, {}, {"text": 1, "timeout": False}, {"text": "a"}, {"text": "", "timeout": 0}]
 )
 def test_what_no_worker_of_ours_answers_is_an_error(value: object) -> None:
-    examination = ProgramEvaluation(lambda job, timeout: CallResult("ok", value), ADD, timeout=1.0)
+    def answer(job: object, timeout: float) -> CallResult:
+        return CallResult("ok", value)
+
+    examination = ProgramEvaluation(answer, answer, [ADD], timeout=1.0)
     with pytest.raises(SandboxError, match="its sandbox answered"):
         examination.count_passed(ProgramTests(assertions=("assert add(1, 2) == 3",)), same_output)
 

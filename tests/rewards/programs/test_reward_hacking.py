@@ -1,8 +1,9 @@
 """No program gets a reward that it has not earned, or another's: each attempt is a program of ``reward_hacks.py``.
 
-Covers ``driver.py`` and ``worker.py``, as attacked by the programs that they run.
+Covers ``driver.py``, ``worker.py`` and ``judge.py``, as attacked by the programs that they run.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from rewards.programs.reward_hacks import (
     ASSERTIONS,
     CHANGED_INTERPRETER,
+    ENDLESS_JUDGING,
     FORGERIES,
     HONEST,
     HONEST_OUTPUT,
@@ -60,6 +62,18 @@ def test_there_are_at_least_forty() -> None:
 @pytest.mark.parametrize("name", [*CALLED, *(f"{name}, printing" for name in PRINTING)])
 def test_a_hack_gets_nothing_and_harms_nobody(rewards: dict[str, tuple[object, object, object]], name: str) -> None:
     assert rewards[name] == (1.0, 0.0, 1.0)
+
+
+def test_the_time_limit_covers_judging() -> None:
+    """Each takes half a minute or more in the interpreter that judges, and cannot be interrupted there."""
+    quick = CodeExecution(timeout=2.0, workers=2)
+    batch = [sample(program, [test, test]) for program, test in ENDLESS_JUDGING.values()]
+    started = time.monotonic()
+    assert quick(batch) == [0.0] * len(batch)
+    assert time.monotonic() - started < 25
+    assert quick.metrics()["code_execution/timeout_fraction"] == 1.0
+    assert quick([sample(HONEST, ASSERTIONS)]) == [1.0]
+    quick.close()
 
 
 def test_no_cheat_holds_the_answers() -> None:

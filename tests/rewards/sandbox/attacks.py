@@ -175,11 +175,11 @@ def main() -> None:
         job = {"do": "run", "input": json.dumps(target), "seconds": 20.0}
         options = {"workers": 1, "timeout": 40.0, "limits": limits, "backend": backend, "fresh_process": True}
         one = SandboxPool(work, allow_partial_isolation=True, **options)
-        outcome = one.run({**job, "program": ATTACKS})
-        one.run({**job, "program": DAEMON})
+        outcome = one.run({**job, "program": [ATTACKS]})
+        one.run({**job, "program": [DAEMON]})
         one.close()
         try:
-            SandboxPool(work, **options).run({**job, "program": "pass"})
+            SandboxPool(work, **options).run({**job, "program": ["pass"]})
             refused = ""
         except RuntimeError as error:
             refused = str(error)
