@@ -134,9 +134,11 @@ class SandboxPool:
         try:
             return task(call)
         finally:
-            if self.fresh_process:
-                process.stop()
-            self._idle.put(process)
+            try:
+                if self.fresh_process:
+                    process.stop()
+            finally:  # whatever happens: the next call waits for it
+                self._idle.put(process)
 
     @property
     def isolation(self) -> list[str] | None:

@@ -8,7 +8,6 @@ import pickle
 import secrets
 import select
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhfkit.rewards.sandbox.channel import HEADER, ProtocolError, Response, configure_trainer_socket, receive
+from rlhfkit.rewards.sandbox.child import remove_folder
 from rlhfkit.rewards.sandbox.isolation import (
     Backend,
     InsufficientIsolationError,
@@ -190,7 +190,7 @@ class SandboxProcess:
         if supervisor.poll() is None:
             _kill_group(supervisor.pid)
             supervisor.wait(_STOP_TIMEOUT)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_folder(self._folder)
         try:
             return str(json.loads(report))
         except ValueError:
@@ -261,7 +261,7 @@ class SandboxProcess:
             )
         except BaseException:
             self._socket.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(self._folder)
             raise
         finally:
             worker.close()

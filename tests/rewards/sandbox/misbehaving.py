@@ -110,6 +110,13 @@ def print_for_ever() -> None:
         os.write(2, b"x" * (1 << 16))
 
 
+def nest_folders() -> None:
+    """Deeper than Python recurses."""
+    for _ in range(1500):
+        os.mkdir("d")
+        os.chdir("d")
+
+
 def die_soon() -> None:
     """After the answer."""
     threading.Timer(0.02, lambda: os._exit(7)).start()
@@ -127,6 +134,7 @@ ACTS = {
     "forge": forge,
     "answer for ever": answer_for_ever,
     "print for ever": print_for_ever,
+    "nest folders": nest_folders,
     "die soon": die_soon,
     "die": lambda: os._exit(7),
     "leave": lambda: sys.exit(0),

@@ -265,6 +265,20 @@ def test_fresh_processes_share_nothing() -> None:
     assert fresh.processes[0].pid is None
 
 
+def test_a_process_that_could_not_be_stopped_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = sandbox(fresh_process=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(SandboxProcess, "stop", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fresh.run(0)
+    found: list[str] = []
+    waiting = threading.Thread(target=lambda: found.append(fresh.run(0).status), daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert found == ["ok"]  # it does not wait forever for a free process
+    fresh.close()
+
+
 def test_copies_start_their_own_processes(one: SandboxPool) -> None:
     assert one.run(0).status == "ok"
     copy = pickle.loads(pickle.dumps(one))
@@ -358,7 +372,7 @@ def test_root_in_a_container_becomes_a_user_whose_processes_are_counted() -> Non
 
 
 @LINUX
-@pytest.mark.parametrize("act", ["hide", "eat memory together", "kill supervisor"])
+@pytest.mark.parametrize("act", ["hide", "eat memory together", "kill supervisor", "nest folders"])
 def test_without_namespaces_the_whole_tree_is_hunted_down(act: str) -> None:
     """But for what is left of a worker that kills its supervisor: there the call ends, and that is all."""
     none = "echo 0 > /proc/sys/user/max_pid_namespaces && echo 0 > /proc/sys/user/max_user_namespaces"
@@ -369,9 +383,10 @@ def test_without_namespaces_the_whole_tree_is_hunted_down(act: str) -> None:
         assert trainer.stdout is not None
         folder, *layers = trainer.stdout.readline().split()
         assert layers == ["memory"]
-        assert trainer.stdout.readline() == ("timeout\n" if act == "hide" else "died\n")
+        assert trainer.stdout.readline() == {"hide": "timeout\n", "nest folders": "ok\n"}.get(act, "died\n")
     left = processes_of(folder) if act == "kill supervisor" else []
     for process in left:
         os.kill(process, signal.SIGKILL)
     assert len(left) <= 1
     assert wait_until_gone(folder) == []
+    assert not Path(folder).exists()
