@@ -126,7 +126,7 @@ def vllm_pool(vllm_model: Path, ray_session: None) -> Iterator[SharedPool]:
         kv_cache_gib=1 / 16,
         # Blocks of 32 tokens, not 128, so that prompts of tests are long enough to be cached across weight updates.
         engine_arguments={"block_size": 32},
-        start_timeout=240,
+        start_timeout=600,
         generate_timeout=120,
         sync_timeout=60,
         # Where tests crowd a small machine, an engine that answers late is not a dead one.

@@ -45,7 +45,7 @@ def command(
         env=os.environ | (variables or {}),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         check=False,
     )
     report = folder / "report.jsonl"

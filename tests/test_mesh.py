@@ -37,7 +37,7 @@ def runs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     folder = tmp_path_factory.mktemp("mesh")
     found: dict[str, Any] = {"folder": folder}
     model = str(tiny_model(folder / "model", key_heads=2))  # two tensor ranks have one key head each
-    reports = ranks.run("mesh_ranks:everything", 4, folder, timeout=400, model=model)
+    reports = ranks.run("mesh_ranks:everything", 4, folder, model=model)
     pool, alone = SharedPool(kv_cache_gib=0.1, max_model_len=64), {}
     for run, epochs in dict.fromkeys(mesh[:2] for mesh in mesh_ranks.MESHES.values()):
         keep = mesh_ranks.Keep()

@@ -55,6 +55,7 @@ def test_locks_are_within_the_ranges(lock: str) -> None:
         assert one.specifier.contains(pins[canonicalize_name(one.name)], prereleases=True), str(one)
 
 
+@pytest.mark.long
 def test_a_resolver_accepts_the_lock_for_gpus() -> None:
     uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
     if uv is None:

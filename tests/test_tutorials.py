@@ -109,7 +109,7 @@ def test_the_notebook_goes_from_demonstrations_to_ppo_in_fewer_steps(monkeypatch
     notebook = nbformat.read(TUTORIALS / "sft_reward_ppo.ipynb", as_version=4)
     [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     parameters.source = "sft_epochs, reward_epochs, ppo_iterations = 12, 2, 13"
-    NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(TUTORIALS)}}).execute()
+    NotebookClient(notebook, timeout=800, resources={"metadata": {"path": str(TUTORIALS)}}).execute()
     found = stages(notebook)
     assert found["SFT"][0] > found["random"][0] + 5
     assert found["PPO"][1] > found["SFT"][1] + 3

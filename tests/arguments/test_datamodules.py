@@ -280,6 +280,7 @@ def test_every_argument_has_a_row(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", TABLE)
+@pytest.mark.long
 def test_no_argument_is_accepted_and_ignored(folder: Path, kind: type) -> None:
     def observe(*arguments: Any) -> Any:
         return batches(folder, *arguments)

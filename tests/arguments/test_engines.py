@@ -140,6 +140,7 @@ def test_every_argument_has_a_row(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [ReplayEngine, EpisodeEngine, AgentEngine, ReferenceSamples, ReferenceMixture])
+@pytest.mark.long
 def test_no_argument_of_an_engine_that_plays_is_accepted_and_ignored(folder: Path, kind: type) -> None:
     seen_in_full(kind, partial(episodes.played, folder))
 

@@ -386,6 +386,7 @@ def test_modules_without_passes_over_an_iteration_refuse_a_limit_for_them(kind: 
 
 
 @pytest.mark.parametrize("kind", TABLE)
+@pytest.mark.long
 def test_no_argument_is_accepted_and_ignored(folder: Path, kind: type) -> None:
     data, rows = TABLE[kind]
     observe = functools.partial(learning.learn, folder, data)

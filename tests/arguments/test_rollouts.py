@@ -315,6 +315,7 @@ def test_every_callback_and_engine_is_in_a_table() -> None:
 
 
 @pytest.mark.parametrize("kind", TABLE)
+@pytest.mark.long
 def test_no_argument_is_accepted_and_ignored(folder: Path, kind: type) -> None:
     def observe(*arguments: Any) -> Any:
         return run(folder, *arguments)

@@ -45,7 +45,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-@pytest.fixture(params=FAMILIES, ids=[family.name for family in FAMILIES])
+COMMON = {
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "mixtral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "deepseek_v3",
+}
+"""Types of the families that every run of the tests looks at."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(family, id=family.name, marks=[pytest.mark.long] * (family.model_type not in COMMON))
+        for family in FAMILIES
+    ]
+)
 def family(request: pytest.FixtureRequest) -> Family:
     if request.param.name == "Moshi (text)" and Version(transformers.__version__) < Version("5.18"):
         # Training refuses it there: the module compares rows of its first batch with what they are alone.

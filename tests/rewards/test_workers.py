@@ -58,6 +58,7 @@ def test_parts_totals_and_metrics_are_those_of_the_reward_itself() -> None:
     reward.close()
 
 
+@pytest.mark.long
 def test_samples_of_a_prompt_go_to_one_process_and_prompts_to_all() -> None:
     reward = WorkerReward(WeightedSum(process=worker_rewards.process, group=worker_rewards.of_group), workers=2)
     batch = samples(*["text"] * 12, prompts=4)
@@ -82,6 +83,7 @@ def test_texts_are_decoded_before_they_are_sent(obedient: WorkerReward) -> None:
     assert obedient.name == "obedient"
 
 
+@pytest.mark.long
 def test_a_process_that_ends_is_replaced_and_its_samples_are_scored_again(
     obedient: WorkerReward, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_process_that_ends_is_replaced_and_its_samples_are_scored_again(
     assert obedient(samples("abc")) == [3.0]
 
 
+@pytest.mark.long
 def test_failures_are_errors_that_name_prompts_or_do_what_was_asked(
     obedient: WorkerReward, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +111,7 @@ def test_failures_are_errors_that_name_prompts_or_do_what_was_asked(
     assert obedient.metrics()["obedient/worker/failed_fraction"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.long
 def test_a_process_that_takes_too_long_is_killed() -> None:
     reward = WorkerReward(worker_rewards.obedient, timeout=1.0, on_failure=-1.0)
     began = time.monotonic()
@@ -119,6 +123,7 @@ def test_a_process_that_takes_too_long_is_killed() -> None:
     reward.close()
 
 
+@pytest.mark.long
 def test_a_run_that_samples_ahead_is_the_same_with_it(tmp_path: Path) -> None:
     weights = []
     for name in ("here", "there"):
@@ -133,6 +138,7 @@ def test_a_run_that_samples_ahead_is_the_same_with_it(tmp_path: Path) -> None:
     reward.close()  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_what_no_process_can_import_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"'rewards\.worker_rewards\.missing' cannot be imported"):
         WorkerReward("rewards.worker_rewards.missing")

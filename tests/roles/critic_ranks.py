@@ -98,7 +98,7 @@ def train(folder: Path) -> dict[str, Any]:
 
     def pool(ranks: int, strategy: str) -> CriticPool:
         return CriticPool(
-            str(folder / "rank0" / "model"), num_ranks=ranks, strategy=strategy, start_timeout=100.0, **CRITIC
+            str(folder / "rank0" / "model"), num_ranks=ranks, strategy=strategy, start_timeout=600.0, **CRITIC
         )
 
     def difference(module: Any, critic: CriticPool) -> float:

@@ -19,7 +19,7 @@ def train(folder: Path) -> dict[str, Any]:
         arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "ref_model_sync_steps": 1}
         if elsewhere:  # replicas read rank 0's folder
             placement = Placement(trainer=2, reference=2)  # rank 0 plans
-            arguments["reference"] = placement.reference(str(own / "model"), start_timeout=100.0)
+            arguments["reference"] = placement.reference(str(own / "model"), start_timeout=600.0)
         trainer, module, data, _ = setup_run(
             own,
             module=PlainGRPO,

@@ -56,6 +56,7 @@ def test_each_role_gets_what_its_constructor_takes(found: dict[str, Any]) -> Non
     assert found["plain"]  # a checkpoint keeps numbers, not places
 
 
+@pytest.mark.smoke
 def test_actors_start_where_the_plan_says(found: dict[str, Any]) -> None:
     assert found["there"] == [True, True, True]
 

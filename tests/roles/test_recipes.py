@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 PART = {"processes": 1, "resources": {"CPU": 0.25}}
 """Of the few cores of the suite's Ray."""
 WITH: Any = "with trainer"
-ENGINE: dict[str, Any] = {"kv_cache_gib": 1 / 16, "max_model_len": 64, "start_timeout": 240}
+ENGINE: dict[str, Any] = {"kv_cache_gib": 1 / 16, "max_model_len": 64, "start_timeout": 600}
 
 
 @pytest.fixture(scope="module")

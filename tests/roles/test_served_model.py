@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(vllm_server: str, vllm_model: Path, folder: Path) -> Iterator[ServedModel]:
-    engine = VLLMServer(vllm_server, start_timeout=240)
+    engine = VLLMServer(vllm_server, start_timeout=600)
     engine.start(str(vllm_model), dtype=torch.float32)
     engine.load(ModuleWeights(load_causal_lm(str(folder))), 1)
     engine.close()

@@ -77,7 +77,7 @@ def toy_manager(num_engines: int, num_ranks: int = 1, **policy: Any) -> EngineMa
         start_toy_engine,
         engine_name="toy engine",
         sync_timeout=30.0,
-        start_timeout=60.0,
+        start_timeout=600.0,
         policy=HealthPolicy(**policy),
         has_weights=True,
         num_ranks=num_ranks,

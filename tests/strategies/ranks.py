@@ -108,8 +108,8 @@ class Rank:
 
     def __init__(self, parent: RankForker) -> None:
         self.parent = parent
-        pid = parent.answer(timeout=120)
-        assert pid is not None, "no rank within 120 s: its parent is still importing"
+        pid = parent.answer(timeout=600)
+        assert pid is not None, "no rank within 600 s: its parent is still importing"
         self.pid = pid
         self.code: int | None = None
 
@@ -126,9 +126,9 @@ class Rank:
         for send in (os.killpg, os.kill):  # it may have ended this moment, or have no group of its own yet
             with contextlib.suppress(ProcessLookupError):
                 send(self.pid, signal.SIGKILL)
-        self.code = self.parent.answer(timeout=30)
+        self.code = self.parent.answer(timeout=120)
         # An exit code that nobody has read would be taken for the process id of the next rank.
-        assert self.code is not None, f"rank {self.pid} did not end within 30 s of being killed"
+        assert self.code is not None, f"rank {self.pid} did not end within 120 s of being killed"
 
 
 def start(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Rank]:
@@ -159,7 +159,7 @@ def stop(processes: list[Rank]) -> None:
         process.kill()
 
 
-def run(function: str, ranks: int, folder: Path, timeout: float = 240, **arguments: Any) -> list[Any]:
+def run(function: str, ranks: int, folder: Path, timeout: float = 600, **arguments: Any) -> list[Any]:
     """Run ``"module:function"`` on all ranks and return their results in order; fails with the logs."""
     processes = start(function, ranks, folder, **arguments)
     deadline = time.monotonic() + timeout
@@ -179,7 +179,23 @@ def run(function: str, ranks: int, folder: Path, timeout: float = 240, **argumen
     return [json.loads(result.read_text()) for result in results]
 
 
-def run_until_dead(function: str, ranks: int, folder: Path, timeout: float = 150, **arguments: Any) -> dict[int, Any]:
+def tested(request: Any, name: str, **others: Any) -> list[Any]:
+    """Values that a parameter has in those tests of a file that run, so that a launch they share does nothing else.
+
+    Args:
+        request: Of a fixture.
+        name: Of the parameter.
+        others: Only tests with these values of other parameters count.
+    """
+    calls = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(call[name] for call in calls if name in call and others.items() <= call.items()))
+
+
+def run_until_dead(function: str, ranks: int, folder: Path, timeout: float = 600, **arguments: Any) -> dict[int, Any]:
     """Run ``"module:function"`` on ranks of which some die, and return the results of those that wrote one, by rank."""
     processes = start(function, ranks, folder, **arguments)
     deadline = time.monotonic() + timeout

@@ -84,7 +84,14 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tu
     return of
 
 
-@pytest.mark.parametrize("case", ["plain", "ZeRO 3, 2 ranks", "ZeRO 3, background, 2 ranks"] if KILLS <= 3 else CASES)
+FEW = [
+    "plain",
+    pytest.param("ZeRO 3, 2 ranks", marks=pytest.mark.smoke),
+    "ZeRO 3, background, 2 ranks",
+]
+
+
+@pytest.mark.parametrize("case", FEW if KILLS <= 3 else CASES)
 def test_a_run_killed_at_random_is_the_straight_one(
     straight_run: Callable[[str], tuple[Any, Path]], tmp_path: Path, case: str
 ) -> None:

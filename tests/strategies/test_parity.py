@@ -3,6 +3,8 @@
 Covers strategies/strategy.py and deepspeed/engines.py, with parity_cases.py.
 """
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,28 +19,42 @@ STAGES = [0, 1, 2, 3]
 CASES = ["adamw", "sgd, accumulate 3 of 4, clip", "two engines, reference", "tied", "gradient checkpointing"]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def report(request: Any, tmp_path_factory: Any, model_folder: str, tied_model_folder: str) -> dict[str, Any]:
-    """All stages and cases in one launch per number of ranks."""
-    folder = tmp_path_factory.mktemp("parity")
-    results = ranks.run(
-        "strategies.parity_cases:parity",
-        request.param,
-        folder,
-        models=[model_folder, tied_model_folder],
-        stages=STAGES,
-        cases=CASES,
-    )
-    for other in results[1:]:
-        for case, values in other.items():  # losses are averaged over ranks: everybody saw the same
-            assert values["loss"] == results[0][case]["loss"]
-    return results[0]
+Reports = Callable[[int], dict[str, Any]]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("case", CASES)
-def test_losses_weights_and_rates_equal_plain_lightning(report: dict[str, Any], case: str, stage: int) -> None:
-    values = report[f"{case}, stage {stage}"]
+@pytest.fixture(scope="module")
+def reports(request: Any, tmp_path_factory: Any, model_folder: str, tied_model_folder: str) -> Reports:
+    """What one launch with so many ranks reports, of the stages and cases that are tested."""
+
+    @functools.cache
+    def report(number: int) -> dict[str, Any]:
+        results = ranks.run(
+            "strategies.parity_cases:parity",
+            number,
+            tmp_path_factory.mktemp("parity"),
+            models=[model_folder, tied_model_folder],
+            stages=ranks.tested(request, "stage", number=number) or STAGES,
+            cases=ranks.tested(request, "case", number=number) or CASES,
+        )
+        for other in results[1:]:
+            for case, values in other.items():  # losses are averaged over ranks: everybody saw the same
+                assert values["loss"] == results[0][case]["loss"]
+        return results[0]
+
+    return report
+
+
+def runs() -> Iterator[Any]:
+    for number in (1, 2):
+        for case in CASES:
+            for stage in STAGES:
+                smoke = number == 2 and case == "two engines, reference" and stage >= 2
+                yield pytest.param(number, case, stage, marks=[pytest.mark.smoke] if smoke else [])
+
+
+@pytest.mark.parametrize(("number", "case", "stage"), runs())
+def test_losses_weights_and_rates_equal_plain_lightning(reports: Reports, number: int, case: str, stage: int) -> None:
+    values = reports(number)[f"{case}, stage {stage}"]
     assert values["moved"] > 0.05, "the run must have learnt something, else equality shows nothing"
     assert values["loss"] <= TOLERANCE
     assert values["weight"] <= TOLERANCE
@@ -46,9 +62,11 @@ def test_losses_weights_and_rates_equal_plain_lightning(report: dict[str, Any], 
     assert values["steps"][0] == values["steps"][1]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("case", ["two engines, reference"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradient_norm_of_each_engine_is_known_and_logged(report: dict[str, Any], stage: int) -> None:
-    values = report[f"two engines, reference, stage {stage}"]
+def test_gradient_norm_of_each_engine_is_known_and_logged(reports: Reports, number: int, case: str, stage: int) -> None:
+    values = reports(number)[f"{case}, stage {stage}"]
     last = values["norms"][-1]
     assert set(last) == {"policy", "critic"}
     assert values["logged"][-1] == pytest.approx(last["policy"], rel=1e-6)
@@ -57,5 +75,6 @@ def test_gradient_norm_of_each_engine_is_known_and_logged(report: dict[str, Any]
     assert last["critic"] == pytest.approx(plain["critic"], rel=1e-5)
 
 
-def test_the_raw_children_come_back_after_fit(report: dict[str, Any]) -> None:
-    assert {values["child_type"] for values in report.values()} == {"LlamaForCausalLM"}
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_raw_children_come_back_after_fit(reports: Reports, number: int) -> None:
+    assert {values["child_type"] for values in reports(number).values()} == {"LlamaForCausalLM"}

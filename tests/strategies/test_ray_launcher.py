@@ -249,7 +249,7 @@ def test_ctrl_c_in_the_driver_leaves_no_rank(ray_session: None, tmp_path: Path) 
 
 @pytest.mark.ray
 def test_ranks_are_numbered_machine_by_machine(tmp_path: Path) -> None:
-    ranks.run("strategies.ray_cases:drive_two_machines", 1, tmp_path, timeout=120)
+    ranks.run("strategies.ray_cases:drive_two_machines", 1, tmp_path)
 
     def places(count: int) -> list[list[str]]:
         return [(tmp_path / str(count) / f"place_{rank}").read_text().split() for rank in range(count)]

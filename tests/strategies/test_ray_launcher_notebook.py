@@ -62,7 +62,7 @@ def test_a_notebook_trains_on_two_ranks_twice_in_one_kernel(monkeypatch: pytest.
     monkeypatch.delenv("RAY_ADDRESS", raising=False)  # the first fit starts Ray, the second finds it
     cells = [SETUP, "fit(Line(), devices=1)", "fit(module, devices=2)", "fit(module, devices=2)"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     texts = ["".join(out["text"] for out in cell.outputs if out["output_type"] == "stream") for cell in notebook.cells]
     results = [
         json.loads(line) for text in texts for line in text.replace("\r", "\n").splitlines() if line.startswith("{")

@@ -166,7 +166,7 @@ def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tm
 
 @pytest.mark.distributed
 def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    first, second = ranks.run("rl_runs:fail_on_one_rank", 2, tmp_path, timeout=120)
+    first, second = ranks.run("rl_runs:fail_on_one_rank", 2, tmp_path)
     assert first == "ArithmeticError: the reward is broken"
     assert second == "RuntimeError: rank 0 failed: ArithmeticError: the reward is broken"
 

@@ -192,7 +192,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict[str, Any]]:
-    return ranks.run("callbacks.rollout.callback_ranks:everything", 2, folder, timeout=200)
+    return ranks.run("callbacks.rollout.callback_ranks:everything", 2, folder)
 
 
 @pytest.mark.distributed

@@ -16,6 +16,7 @@ from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, Sample, Sampl
 from rlhfkit.models import load_scalar_model, load_tokenizer
 
 
+@pytest.mark.smoke
 @pytest.mark.vllm
 @pytest.mark.ray
 def test_vllm_follows_the_policy_update_by_update(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_two_zero3_ranks_ask_one_engine_for_their_share_by_script_and_on_ray(vll
     load_scalar_model(str(vllm_model), head_std=0.1).save_pretrained(reward)
     load_tokenizer(str(vllm_model)).save_pretrained(reward)
     folders = {"model": str(vllm_model), "reward": str(reward)}
-    ranks.run("callbacks.rollout.vllm_ranks:by_script", 2, tmp_path / "script", timeout=400, **folders)
+    ranks.run("callbacks.rollout.vllm_ranks:by_script", 2, tmp_path / "script", **folders)
     vllm_ranks.on_ray(tmp_path / "ray", str(vllm_model), "in flight")
 
     def reports(place: str, mode: str) -> list[dict[str, Any]]:

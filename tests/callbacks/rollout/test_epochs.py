@@ -169,7 +169,7 @@ def test_any_number_of_ranks_trains_on_the_same_updates(tmp_path: Path, monkeypa
         "ddp": ["two updates, PPO", "one update", "two updates, pairs"],
         "rlhf_zero2": ["two updates", "capped", "capped, pairs"],
     }
-    reports = ranks.run("callbacks.rollout.epoch_runs:on_ranks", 2, tmp_path, timeout=300, runs=runs)
+    reports = ranks.run("callbacks.rollout.epoch_runs:on_ranks", 2, tmp_path, runs=runs)
     monkeypatch.setenv("WORLD_SIZE", "1")
     for strategy, names in runs.items():
         for name in names:

@@ -144,7 +144,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_all_ranks_send_the_weights_that_rank_0_needs(tmp_path: Path) -> None:
-    first, second = ranks.run("callbacks.rollout.test_recovery:on_two_ranks", 2, tmp_path, timeout=200)
+    first, second = ranks.run("callbacks.rollout.test_recovery:on_two_ranks", 2, tmp_path)
     for report in (first, second):
         (calm, loads), (disturbed, again) = report["calm"], report["disturbed"]
         assert disturbed == calm

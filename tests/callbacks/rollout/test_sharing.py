@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def three(folder: Path) -> list[dict[str, Any]]:
-    return ranks.run("callbacks.rollout.sharing_ranks:everything", ranks=3, folder=folder, timeout=280)
+    return ranks.run("callbacks.rollout.sharing_ranks:everything", ranks=3, folder=folder)
 
 
 @pytest.mark.distributed

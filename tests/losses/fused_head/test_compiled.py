@@ -14,6 +14,8 @@ from rlhfkit.losses.fused_head import compiled, logprobs
 from ..head_cases import random_head
 from .test_logprobs import KNOBS
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def compiling(monkeypatch):

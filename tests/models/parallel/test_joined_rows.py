@@ -17,6 +17,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.run("models.parallel.sequence_ranks:everything", ranks=2, folder=folder, sequence=2)
 
 
+@pytest.mark.smoke
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_each_alone(case: str, two: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ CASES: dict[str, Case] = {  # module, its arguments, samples per prompt, what is
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "PPO")) for name in CASES])
 def test_the_reward_comes_close_to_the_best_possible(tmp_path: Path, name: str) -> None:
     module, knobs, size, level = CASES[name]
     rewards: list[float] = []

@@ -105,6 +105,7 @@ class Health:
         self._thread.join()
 
 
+@pytest.mark.long
 def test_no_body_takes_more_memory_than_is_promised_or_keeps_the_health_check_waiting(
     process: tuple[str, psutil.Process],
 ) -> None:

@@ -130,7 +130,10 @@ def documented() -> dict[str, dict[str, str]]:
 
 
 @LINUX
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    "situation",
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "root, namespaces")) for name in SITUATIONS],
+)
 def test_what_holds_is_what_the_table_says(situation: str) -> None:
     found = attacked(situation)
     held = {row: "possible" if any(found[attack] for attack in attacks) else "blocked" for row, attacks in ROWS.items()}
@@ -162,6 +165,7 @@ def test_without_a_sandbox_the_attacks_reach_what_they_try_to_reach(tmp_path: Pa
 
 
 @LINUX
+@pytest.mark.long
 def test_where_layers_are_missing_programs_are_refused_and_the_layers_named() -> None:
     refused = str(attacked("user, neither")["refused"])
     assert re.search(

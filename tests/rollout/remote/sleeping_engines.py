@@ -136,7 +136,7 @@ class SleepingPool(RemoteEnginePool):
             sleep_level=2,
             cpus_per_engine=1,
             device="cpu",
-            start_timeout=120.0,
+            start_timeout=600.0,
             generate_timeout=60.0,
             sync_timeout=60.0,
             probe_tolerance=0.02,

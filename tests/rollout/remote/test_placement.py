@@ -124,7 +124,7 @@ def test_what_travels_by_handle_is_every_tensor_once_in_order_in_line_and_fits(
 
 @pytest.mark.ray
 def test_engines_apart_spread_over_the_machines_of_an_existing_cluster(tmp_path: Path) -> None:
-    (report,) = ranks.run("rollout.remote.two_machines:place_engines", 1, tmp_path, timeout=150)
+    (report,) = ranks.run("rollout.remote.two_machines:place_engines", 1, tmp_path)
     assert report["machines"] == 2
     assert report["divided"] == [2, 1]  # two bundles of one core, for one engine
     assert not report["loopback"]  # engines of another machine must reach the trainer

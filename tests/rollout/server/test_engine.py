@@ -36,7 +36,7 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def server(vllm_server: str, vllm_model: Path) -> Iterator[VLLMServer]:
     """An engine that has sent its weights to the server."""
-    engine = VLLMServer(f"{vllm_server}/v1/", sync_timeout=60, start_timeout=240)
+    engine = VLLMServer(f"{vllm_server}/v1/", sync_timeout=60, start_timeout=600)
     engine.start(str(vllm_model), dtype=torch.float32)
     engine.load(ModuleWeights(load_trainer_model(vllm_model)), 0)
     yield engine
@@ -170,7 +170,7 @@ def test_a_request_that_vllm_refuses_says_so_and_leaves_the_engine_as_it_was(ser
 
 
 def test_a_policy_learns_with_it(vllm_server: str, vllm_model: Path, tmp_path: Path) -> None:
-    engine = VLLMServer(vllm_server, start_timeout=240)
+    engine = VLLMServer(vllm_server, start_timeout=600)
     rollouts = RolloutCallback(digits, engine=engine, sampling=SamplingSpec(group_size=4, max_new_tokens=4))
     (tmp_path / "model").symlink_to(vllm_model)
     trainer, module, data, _ = setup_run(
@@ -181,6 +181,6 @@ def test_a_policy_learns_with_it(vllm_server: str, vllm_model: Path, tmp_path: P
 
 
 def test_a_model_that_the_server_does_not_have_is_refused(vllm_server: str, vllm_model: Path) -> None:
-    engine = VLLMServer(vllm_server, served_model="another", start_timeout=240)
+    engine = VLLMServer(vllm_server, served_model="another", start_timeout=600)
     with pytest.raises(EngineError, match=r"serves \[.*\]: served_model='another' is not among them"):
         engine.start(str(vllm_model), dtype=torch.float32)

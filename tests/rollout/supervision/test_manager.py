@@ -104,7 +104,7 @@ def manager(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
         colocate=True,  # placed beside this process; nothing else differs on a CPU
         kv_cache_gib=1 / 16,
         engine_arguments={"block_size": 32},
-        start_timeout=240,
+        start_timeout=600,
         generate_timeout=100,
         sync_timeout=60,
         bucket_bytes=2**15,
@@ -129,6 +129,7 @@ def same(samples: list[Sample], others: list[Sample]) -> bool:
     ]
 
 
+@pytest.mark.smoke
 def test_a_killed_engines_requests_are_finished_by_the_other_and_come_out_the_same(manager: Scene) -> None:
     undisturbed = manager.pool.generate(PROMPTS, SPEC, iteration=1)
     manager.check(undisturbed)
@@ -137,6 +138,7 @@ def test_a_killed_engines_requests_are_finished_by_the_other_and_come_out_the_sa
     assert manager.handle(0).restarts == 1
 
 
+@pytest.mark.smoke
 def test_the_engine_started_again_serves_only_after_the_next_load(manager: Scene) -> None:
     manager.until(0, State.STALE, limit=120)
     before = manager.pool.generate(PROMPTS[:4], SPEC, iteration=2)

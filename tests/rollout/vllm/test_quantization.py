@@ -72,7 +72,7 @@ def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
 ) -> None:
     pool = SharedPool(
         device="cpu", quantization="fp8", dtype="bfloat16", kv_cache_gib=1 / 16, max_model_len=128,
-        engine_arguments={"block_size": 32}, start_timeout=240, generate_timeout=120, sync_timeout=60,
+        engine_arguments={"block_size": 32}, start_timeout=600, generate_timeout=120, sync_timeout=60,
     )  # fmt: skip
     pool.start(str(vllm_model), dtype=torch.bfloat16)
     try:

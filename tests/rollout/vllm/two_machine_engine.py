@@ -36,7 +36,7 @@ def use_engine(folder: Path) -> dict[str, Any]:
         device="cpu",
         kv_cache_gib=1 / 16,
         max_model_len=128,
-        start_timeout=240,
+        start_timeout=600,
         generate_timeout=100,
         sync_timeout=60,
         health=HealthPolicy(probe_period=1.0, probe_timeout=60),
