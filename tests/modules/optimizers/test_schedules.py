@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import get_scheduler, get_wsd_schedule
 
 from rlhfkit.modules.optimizers.schedules import SCHEDULES, learning_rate_factor
 
@@ -13,6 +12,8 @@ STEPS = 30
 
 def theirs(schedule: str, warmup: int, minimum: float) -> Any:
     """Transformers' schedule and its optimizer, of rate 1."""
+    from transformers import get_scheduler, get_wsd_schedule
+
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     if schedule == "wsd":
         return get_wsd_schedule(
