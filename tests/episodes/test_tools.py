@@ -108,7 +108,7 @@ def test_every_call_has_a_result_or_is_told_what_is_wrong() -> None:
     )
     began = time.monotonic()
     step = asyncio.run(tools.step(said(text)))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert [message["role"] for message in step.observation] == ["tool"] * 8  # type: ignore[union-attr, index, call-overload]
     contents = [message["content"] for message in step.observation]  # type: ignore[union-attr, index, call-overload]
     assert contents[:3] == ["6", '{"found": ["cats"]}', "Error: LookupError: nothing there"]

@@ -160,7 +160,7 @@ def test_async_reward_that_hangs_is_named_when_its_time_is_up() -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"reward 'judge' did not answer within 0\.05 s"):
         score_samples(judge, samples(), timeout=0.05)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_errors_of_a_reward_come_through() -> None:

@@ -33,7 +33,7 @@ def ranks_of(pool: ModelPool) -> list[ShardProcess]:
 
 
 def wait_until_ended(processes: Sequence[ShardProcess]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while any(Path(f"/proc/{one.pid}").exists() for one in processes):
         assert time.monotonic() < deadline, f"of {processes} some still run"
         time.sleep(0.1)

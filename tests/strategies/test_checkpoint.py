@@ -91,7 +91,7 @@ def test_a_real_run_killed_while_saving_resumes(tmp_path: Path, model_folder: st
         "strategies.resume_cases:save_for_ever", 2, tmp_path / "a", model=model_folder, place=str(place)
     )
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 600
         while not (place / "last.ckpt").exists():
             assert time.monotonic() < deadline, (tmp_path / "a" / "rank_0.log").read_text()[-3000:]
             time.sleep(0.02)

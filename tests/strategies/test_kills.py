@@ -56,7 +56,7 @@ def killed(function: str, count: int, folder: Path, delay: float, steps: int, **
     before = newest(saved)[0]
     processes = ranks.start(function, count, folder, **arguments)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while newest(saved)[0] < before + steps and all(process.poll() is None for process in processes):
             assert time.monotonic() < deadline, (folder / "rank_0.log").read_text()[-3000:]
             time.sleep(0.005)

@@ -252,7 +252,7 @@ def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
         assert begun.wait(20)
         with pytest.raises(httpx.TimeoutException):
             asked(0.2)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while server.middleware.active > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         go.set()

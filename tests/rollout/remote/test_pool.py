@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.ray]
 def report_of(scenario: str, survivor: int, folder: Path, num_ranks: int = 2) -> dict[str, Any]:
     """What one of several ranks reports, of which another dies."""
     processes = ranks.start(f"rollout.remote.pool_ranks:{scenario}", ranks=num_ranks, folder=folder)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     try:
         while processes[survivor].poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)

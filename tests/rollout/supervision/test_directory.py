@@ -69,7 +69,7 @@ class TwoRanks:
 
     def until(self, condition: Callable[[EngineDirectory], bool]) -> None:
         """Wait until rank 1 has learned something."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not condition(self.directory):
             assert time.monotonic() < end, self.directory.report()
             self.directory.wait(0.05)
