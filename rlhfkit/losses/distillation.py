@@ -195,9 +195,11 @@ def span_distillation_advantages(
 
 
 def last_of_span(spans: Tensor) -> Tensor:
-    """(B, T) bool, true at the last token of each span of (B, T); -1 is no span."""
-    following = torch.nn.functional.pad(spans[:, 1:], (0, 1), value=-1)
-    return (spans >= 0) & (spans != following)
+    """(B, T) bool, true at the last token of each span of (B, T), once for each; -1 is no span, also inside of one."""
+    slots = spans.long() + 1
+    places = torch.arange(spans.shape[1], device=spans.device).expand_as(slots)
+    ends = slots.new_zeros(len(slots), slots.shape[1] + 1).scatter_reduce(1, slots, places, "amax")
+    return (spans >= 0) & (places == ends.gather(1, slots))
 
 
 @share_arguments(AGGREGATION_ARGUMENTS)

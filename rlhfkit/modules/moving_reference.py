@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.distributed import full_parameters, get_world_size, is_sharded
+from rlhfkit.distributed import full_parameters, get_rank, get_world_size, is_sharded, tensor_part
 from rlhfkit.models import has_adapter, unwrap
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.modules.arguments import refuse_without_effect
@@ -14,6 +14,8 @@ from rlhfkit.modules.base import PolicyModule
 from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 class MovingReferenceModule(PolicyModule):
@@ -24,7 +26,8 @@ class MovingReferenceModule(PolicyModule):
         ref_model_sync_steps: Move the reference towards the policy every so many optimizer steps (τ of TR-DPO,
             Gorbatovski et al., 2024, arXiv:2404.09656; 512 in TRL); ``None``: never.
         ref_model_mixup_alpha: α of that move, ``ref ← α policy + (1 - α) ref``; 0.6 as in the paper and TRL. 1 is the
-            paper's hard update; a small α every step is an exponential moving average.
+            paper's hard update; a small α every step is an exponential moving average. Of a reference in 16 bits a
+            float32 copy is kept, in which it moves: small steps would round away.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:
@@ -49,6 +52,7 @@ class MovingReferenceModule(PolicyModule):
         self.ref_model_mixup_alpha = ref_model_mixup_alpha
         self.reference_pool: FrozenModel | None = None
         """The replicas of the reference model; ``None``: it is in the module, or there is none."""
+        self._precise_reference: dict[str, Tensor] = {}
 
     @property
     def reference_moves(self) -> bool:
@@ -83,7 +87,7 @@ class MovingReferenceModule(PolicyModule):
         """Move the reference towards the policy once. A collective."""
         alpha, pool = self.ref_model_mixup_alpha, self._moving_pool
         if pool is None:
-            mix_into(self.reference, self.policy, alpha)
+            mix_into(self.reference, self.policy, alpha, self._precise_reference)
         else:
             pool.follow(ModuleWeights(self.policy), alpha, dtype=precision_dtype(self.trainer.precision))
 
@@ -95,7 +99,8 @@ class MovingReferenceModule(PolicyModule):
         if not self.reference_moves:
             return
         if self._moving_pool is None:
-            checkpoint["reference"] = reference_weights(self.reference, keep=self.global_rank == 0)
+            keep = self.global_rank == 0
+            checkpoint["reference"] = reference_weights(self.reference, self._precise_reference, keep=keep)
         else:
             checkpoint["reference_pool"] = self._moving_pool.moved_state()
 
@@ -107,37 +112,75 @@ class MovingReferenceModule(PolicyModule):
         if self._moving_pool is not None and "reference_pool" in checkpoint:
             self._moving_pool.load_moved_state(checkpoint["reference_pool"])
         elif self._moving_pool is None and "reference" in checkpoint:
-            load_reference_weights(self.reference, checkpoint["reference"])
+            load_reference_weights(self.reference, checkpoint["reference"], self._precise_reference)
 
 
 @torch.no_grad()
-def mix_into(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+def mix_into(reference: nn.Module, policy: nn.Module, alpha: float, precise: dict[str, Tensor]) -> None:
     """``reference ← alpha * policy + (1 - alpha) * reference``, in place. A collective when sharded.
 
     A value head that the policy has and the reference lacks stays out of it.
+
+    Args:
+        reference: The model that moves.
+        policy: The model that it moves towards.
+        alpha: In [0, 1].
+        precise: The weights of 16 bits of the reference in float32, by name, which are made here and move with it: on
+            every rank, or of divided weights on rank 0, in CPU memory.
     """
     weights = dict(unwrap(policy).named_parameters())
     for name, old in unwrap(reference).named_parameters():
         new = weights[name]
         with full_parameters([new]), full_parameters([old], modifier_rank=0):
-            old.lerp_(new.to(old.dtype), alpha)
+            if old.dtype not in HALF or not _keeps_precise(old):
+                old.lerp_(new.to(old.dtype), alpha)
+                continue
+            if name not in precise:
+                precise[name] = old.detach().to("cpu" if _is_divided(old) else old.device, torch.float32, copy=True)
+            precise[name].lerp_(new.to(precise[name]), alpha)
+            old.copy_(precise[name])
 
 
-def reference_weights(reference: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Full weights on the CPU, on ranks with ``keep``; the others only take part. A collective when sharded."""
+def _is_divided(parameter: Tensor) -> bool:
+    return is_sharded(parameter) or tensor_part(parameter) is not None
+
+
+def _keeps_precise(parameter: Tensor) -> bool:
+    """Whether this rank keeps a parameter in float32: what is divided is changed by rank 0 for all."""
+    return not _is_divided(parameter) or get_rank() == 0
+
+
+def reference_weights(reference: nn.Module, precise: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """Full weights on the CPU, on ranks with ``keep``; the others only take part. A collective when sharded.
+
+    Those of ``precise``, see :func:`mix_into`, are float32.
+    """
     weights = {}
     for name, tensor in ModuleWeights(reference, check_finite=False):
         if keep:
-            weights[name] = tensor.to("cpu", copy=True)
+            weights[name] = precise.get(name, tensor).to("cpu", copy=True)
     return weights
 
 
 @torch.no_grad()
-def load_reference_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Set the weights that :func:`reference_weights` returned on rank 0, in place on all ranks. A collective."""
+def load_reference_weights(reference: nn.Module, weights: Mapping[str, Tensor], precise: dict[str, Tensor]) -> None:
+    """Set the weights that :func:`reference_weights` returned on rank 0, in place on all ranks. A collective.
+
+    ``precise``, see :func:`mix_into`, is filled with those of weights of 16 bits.
+    """
+    precise.clear()
     for name, parameter in unwrap(reference).named_parameters():
         with full_parameters([parameter], modifier_rank=0):
-            if name in weights:
-                parameter.copy_(weights[name])
+            if parameter.dtype not in HALF:
+                if name in weights:
+                    parameter.copy_(weights[name])
+            elif _keeps_precise(parameter):
+                found = weights.get(name, parameter)
+                precise[name] = found.to(
+                    "cpu" if _is_divided(parameter) else parameter.device, torch.float32, copy=True
+                )
+                if get_world_size() > 1 and not _is_divided(parameter):
+                    torch.distributed.broadcast(precise[name], src=0)
+                parameter.copy_(precise[name])
             if get_world_size() > 1 and not is_sharded(parameter):
                 torch.distributed.broadcast(parameter.data, src=0)

@@ -155,6 +155,7 @@ class ModelPool:
         self.version = 0
         """How often the model has moved (:meth:`follow`)."""
         self._moved: dict[str, Tensor] | None = None  # weights of a model that has moved, on rank 0, on the CPU
+        self._moved_dtype: torch.dtype | None = None  # type in which they are sent
 
     @classmethod
     def of(cls, value: "ModelPool | Mapping[str, Any] | None") -> "ModelPool | None":
@@ -301,13 +302,13 @@ class ModelPool:
     def follow(self, weights: WeightSource, alpha: float, *, dtype: torch.dtype) -> None:
         """Move the model: ``α weights + (1 - α) model``. A collective; the replicas have it before the next request.
 
-        Rank 0 keeps the result in CPU memory, as much as the model takes: replicas that are restarted get it from
-        there, and checkpoints too.
+        Rank 0 keeps the result in CPU memory in float32, since small steps round away in 16 bits: replicas that are
+        restarted get it from there, and checkpoints too.
 
         Args:
             weights: Of the model's names and shapes, gathered by bucket; others of it stay out.
             alpha: In [0, 1].
-            dtype: Type of the replicas' weights, in which is computed.
+            dtype: Type of the replicas' weights, in which they are sent.
 
         Raises:
             ModelPoolError: On all ranks, if no replica is left.
@@ -318,14 +319,15 @@ class ModelPool:
             if get_rank() == 0:
                 moved = self._initial_weights(dtype) if self._moved is None else self._moved
                 self._check_same_weights(moved, weights)
-                self._moved = {name: tensor.to(dtype) for name, tensor in moved.items()}  # a checkpoint's may differ
+                self._moved = {name: tensor.float() for name, tensor in moved.items()}
+                self._moved_dtype = dtype
 
         run_on_all_ranks(begin, error_type=ModelPoolError)
         moved = self._moved or {}
         with torch.no_grad():
             for name, tensor in weights:
                 if name in moved:  # on rank 0
-                    moved[name].lerp_(tensor.to("cpu", dtype), alpha)
+                    moved[name].lerp_(tensor.to("cpu", torch.float32), alpha)
         self.version += 1
         if self.started:
             self.refresh()
@@ -367,6 +369,7 @@ class ModelPool:
                     self._moved or {},
                     self.version,
                     behind,
+                    dtype=self._moved_dtype,
                     address=cluster_address(),
                     timeout=self.request_timeout,
                     ranks=self.ranks_per_replica,
@@ -403,11 +406,12 @@ class ModelPool:
 
     def moved_state(self) -> dict[str, Any]:
         """What a checkpoint has of a model that moves; the weights are rank 0's."""
-        return {"version": self.version, "weights": dict(self._moved or {})}
+        return {"version": self.version, "weights": dict(self._moved or {}), "dtype": self._moved_dtype}
 
     def load_moved_state(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`moved_state`, before :meth:`start`."""
         self.version = state["version"]
+        self._moved_dtype = state.get("dtype")  # not in checkpoints of before the weights were float32
         loaded = get_rank() == 0 and self.version > 0
         self._moved = {name: tensor.clone() for name, tensor in state["weights"].items()} if loaded else None
 

@@ -163,6 +163,16 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
         if saving:
             rest = fit(Path(model), accumulate, **shared, resume=str(folder / "saved" / "epoch=0.ckpt"))
             report["stopped and resumed"] = rest.losses
+    # In 16 bits the reference moves in float32, which rank 0 keeps of shards, and every rank of whole weights.
+    for strategy in ("rlhf_zero3", "ddp"):
+        saver = ModelCheckpoint(folder / f"half {strategy}", filename="{epoch}", save_top_k=-1)
+        half: dict[str, Any] = {"ranks": RANKS, "strategy": strategy, "num_nodes": 1, "precision": "bf16-true"}
+        half["module"] = FOLLOWING | {"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3, "lr": 0.1}
+        whole = fit(Path(model), 1, **half, callbacks=[saver], enable_checkpointing=True)
+        rest = fit(Path(model), 1, **half, resume=str(folder / f"half {strategy}" / "epoch=0.ckpt"))
+        report[f"half {strategy}"] = [whole.losses, rest.losses]
+        if whole.weights:
+            torch.save([whole.reference, rest.reference], folder / f"half {strategy}.pt")
     steps = fit(Path(model), 1, ranks=RANKS, strategy="ddp", num_nodes=1, max_steps=50, max_epochs=-1)
     report["fifty steps"], report["metrics"] = steps.losses, steps.metrics
     return report

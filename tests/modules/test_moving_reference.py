@@ -18,6 +18,7 @@ KINDS: dict[str, Any] = {
     "ppo": (PPOModule, MOVING),
     "ppo with one trunk": (PPOModule, MOVING | {"shared_backbone": True, "value_coef": 0.1}),
 }
+PRECISIONS = [(kind, "32-true") for kind in KINDS] + [("grpo", "bf16-true")]
 
 
 class Follow(L.Callback):
@@ -25,34 +26,39 @@ class Follow(L.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.step = 0
-        self.expected = {name: value.clone() for name, value in pl_module.reference.named_parameters()}
+        self.expected = {name: value.float().clone() for name, value in pl_module.reference.named_parameters()}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if trainer.global_step > self.step and trainer.global_step % 2 == 0:
             policy = dict(pl_module.policy.named_parameters())
             for name, old in self.expected.items():
-                old.copy_(0.75 * old + 0.25 * policy[name].detach())
+                old.copy_(0.75 * old + 0.25 * policy[name].detach().float())
         self.step = trainer.global_step
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_follows_and_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "precision"), PRECISIONS)
+def test_the_reference_follows_and_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, precision: str) -> None:
     module, arguments = KINDS[kind]
 
     def run(**fit: Any) -> tuple[Any, Follow]:
         follow = Follow()
         saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
         trainer, made, data, _ = setup_run(
-            tmp_path, module=module, module_arguments=arguments, callbacks=[follow, saving], enable_checkpointing=True
-        )
+            tmp_path, module=module, module_arguments=arguments, callbacks=[follow, saving], enable_checkpointing=True,
+            precision=precision,
+        )  # fmt: skip
         trainer.fit(made, datamodule=data, **fit)
         return made, follow
 
     straight, follow = run()
     for name, value in straight.reference.named_parameters():
-        torch.testing.assert_close(value, follow.expected[name], rtol=1e-5, atol=1e-7)
+        expected = follow.expected[name].to(value.dtype)  # rounded once, not at every move
+        torch.testing.assert_close(value, expected, rtol=1e-5 if precision == "32-true" else 2**-8, atol=1e-7)
         assert not value.requires_grad
     resumed, _ = run(ckpt_path=str(tmp_path / "epoch=0.ckpt"))
+    assert straight._precise_reference.keys() == resumed._precise_reference.keys()
+    for name, precise in straight._precise_reference.items():
+        assert torch.equal(precise, resumed._precise_reference[name]), name
     for child in ("policy", "reference"):
         for name, value in getattr(straight, child).named_parameters():
             assert torch.equal(value, resumed.get_submodule(child).get_parameter(name)), (child, name)
@@ -60,8 +66,20 @@ def test_the_reference_follows_and_a_resumed_run_goes_on_bit_for_bit(tmp_path: P
 
 def test_a_hard_update_makes_the_reference_the_policy() -> None:
     reference, policy = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    mix_into(reference, policy, 1.0)
+    mix_into(reference, policy, 1.0, {})
     assert torch.equal(reference.weight, policy.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_small_steps_of_a_reference_in_16_bits_add_up(dtype: torch.dtype) -> None:
+    """After n moves of 1% towards a policy that stays, 0.99^n of the distance is left: 0.5 after 69."""
+    reference, policy = (torch.nn.Linear(8, 8, bias=False, dtype=dtype) for _ in range(2))
+    start, precise = reference.weight.detach().double(), dict[str, torch.Tensor]()
+    for _ in range(69):
+        mix_into(reference, policy, 0.01, precise)
+    wanted = policy.weight.double() + 0.99**69 * (start - policy.weight.double())
+    torch.testing.assert_close(reference.weight.double(), wanted, rtol=2**-8, atol=1e-5)
+    assert bool(precise) == (dtype != torch.float32)
 
 
 def test_a_reference_that_cannot_move_is_refused(tmp_path: Path) -> None:

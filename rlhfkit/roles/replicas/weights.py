@@ -112,18 +112,21 @@ def send_weights(
     address: str,
     timeout: float,
     ranks: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Send full weights, which are on the CPU, to replicas of so many ranks each, bucket by bucket.
+
+    ``dtype``: the type in which they are sent; ``None``: their own.
 
     Raises:
         EngineError: If a replica fails, or a step takes longer than ``timeout`` seconds.
     """
-    infos = [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()]
+    infos = [WeightInfo(name, tuple(tensor.shape), dtype or tensor.dtype) for name, tensor in weights.items()]
     receivers = ReplicaReceivers(replicas, address, version, timeout, ranks)
     sender = ProcessGroupSender("gloo", timeout=timeout)
     try:
         sender.connect(receivers)
-        sender.send(receivers, infos, iter(weights.items()))
+        sender.send(receivers, infos, ((name, tensor.to(dtype or tensor.dtype)) for name, tensor in weights.items()))
     finally:
         sender.close()
 

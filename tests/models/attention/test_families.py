@@ -61,7 +61,7 @@ UNHEARD_UNTIL_5_19 = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("gemma2", "away from what they are alone"),  # soft caps
+        ("gemma2", "soft cap"),
         ("gpt_oss", "away from what they are alone"),  # sinks
         ("llama4_text", "away from what they are alone"),  # chunks
         ("recurrent_gemma", "away from what they are alone"),
@@ -85,6 +85,17 @@ def test_the_attention_of_an_unpacked_model_keeps_soft_caps() -> None:
     # Transformers 5.23 takes ``eager`` by itself.
     assert (exact_attention(gemma) or gemma.config._attn_implementation) == "eager"
     assert exact_attention(meta(LlamaConfig(num_hidden_layers=2))) is None
+
+
+def test_a_soft_cap_that_a_random_copy_does_not_reach_is_not_left_out() -> None:
+    """Scores of heads of 16 and 32 numbers are far below the cap of 50 in a random copy, not in a trained model."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for size in (16, 32):
+        gemma = meta(Gemma2Config(**shape, head_dim=size, query_pre_attn_scalar=256))
+        assert "soft cap (50)" in str(packing_problem(gemma))
+        assert exact_attention(gemma) == "eager"
+        uncapped = Gemma2Config(**shape, head_dim=size, query_pre_attn_scalar=256, attn_logit_softcapping=None)
+        assert packing_problem(meta(uncapped)) is None
 
 
 def test_an_unpacked_model_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -83,6 +83,14 @@ def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, expec
     reports = ranks.run("modules.dpo_cases:on_ranks", 2, tmp_path, model=str(folder))
     for report in reports:  # the second epoch goes on with the reference where it was
         assert report["stopped and resumed"] == report["zero3, following"][6:]
+        for strategy in ("rlhf_zero3", "ddp"):
+            whole, rest = report[f"half {strategy}"]
+            assert rest == whole[3:]
+    start = load_causal_lm(str(folder / "model"), dtype=torch.bfloat16).state_dict()
+    for strategy in ("rlhf_zero3", "ddp"):
+        whole, rest = torch.load(tmp_path / f"half {strategy}.pt")
+        assert all(torch.equal(tensor, rest[key]) for key, tensor in whole.items())
+        assert not all(torch.equal(tensor, start[key]) for key, tensor in whole.items())
     both = [sum(pair) / 2 for pair in zip(*(report["fifty steps"] for report in reports), strict=True)]
     alone = dpo_cases.fit(folder, max_steps=50, max_epochs=-1)
     assert len(alone.losses) == 50

@@ -225,6 +225,14 @@ def test_advantages_of_spans_are_those_of_their_text() -> None:
     assert advantages(0.5).tolist() == [2.0, 2.0, 1.0, 0.0, 0.0]
 
 
+def test_a_span_with_a_masked_token_inside_counts_once() -> None:
+    student = torch.tensor([[-1.0, torch.nan, -2.0, -3.0]])
+    teacher = torch.tensor([[0.0, torch.nan, -1.5, -1.0]])  # gaps of 1 + 0.5 and of 2
+    spans, mask = torch.tensor([[0, 0, 0, 1]]), torch.tensor([[True, False, True, True]])
+    for gamma, expected in ((0.0, [1.5, 0.0, 1.5, 2.0]), (0.5, [2.5, 0.0, 2.5, 2.0])):
+        assert span_distillation_advantages(student, teacher, spans, mask, gamma=gamma)[0].tolist() == expected
+
+
 def share_of_digits(samples: Sequence[Sample]) -> list[float]:
     """Digits among the characters of each answer."""
     return [sum(map(str.isdigit, sample.text)) / max(len(sample.text), 1) for sample in samples]
