@@ -170,7 +170,7 @@ def stable(name: str) -> bool:
 def fit(module: Any, data: Any, folder: Path, callbacks: Sequence[L.Callback] = (), **arguments: Any) -> dict[str, Any]:
     """Train and return the numbers."""
     record = Record()
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("RANKS", "1"))
     trainer = L.Trainer(**{
         "accelerator": "cpu", "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", "max_epochs": ITERATIONS,
         "accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "logger": False, "enable_checkpointing": False,
@@ -199,7 +199,7 @@ def reinforce(
     import rlhfkit
 
     given = {"reward": reward, "sampling": rlhfkit.SamplingSpec(group_size=4, max_new_tokens=6), "alarms": []}
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("RANKS", "1"))
     size = {"rollout_batch_size": 8, "micro_batch_size": 8 // ranks}
     data = rlhfkit.PromptDataModule(str(folder / "prompts.jsonl"), prompt="prompt", **size | dict(rows or {}))
     made = getattr(rlhfkit, kind)(str(folder / model), **{"lr": 1e-3} | module)
@@ -211,7 +211,7 @@ def supervise(folder: Path, kind: str, source: str, rows: Mapping[str, Any], **m
     """A module of rlhfkit, by name, that learns from a data set: 16 rows of it an epoch."""
     import rlhfkit
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("RANKS", "1"))
     data = getattr(rlhfkit, source)(micro_batch_size=4 // ranks, max_length=48, **rows)
     made = getattr(rlhfkit, kind)(str(folder / "policy"), **{"lr": 1e-3} | module)
     return fit(made, data, folder, limit_train_batches=4)
@@ -245,9 +245,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     epochs = {"rows": {"epochs_per_iteration": 2}, "trainer": {"accumulate_grad_batches": 4}}
 
     def with_text(make: Callable[..., Callable[[], dict[str, Any]]]) -> dict[str, Any]:
-        data = rlhfkit.SFTDataModule(
-            **texts, micro_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")), max_length=48
-        )
+        data = rlhfkit.SFTDataModule(**texts, micro_batch_size=4 // int(os.environ.get("RANKS", "1")), max_length=48)
         result: dict[str, Any] = make(ptx_coef=0.3, rows={"pretraining_data": data})()
         return result
 
@@ -354,6 +352,7 @@ def record(folder: Path, only: Sequence[str]) -> Recording:
         raise SystemExit(f"no configurations {', '.join(sorted(unknown))}; there are {', '.join(runs)}")
     for name in only or runs:
         start = time.perf_counter()
+        os.environ["WORLD_SIZE"] = os.environ.get("RANKS", "1")  # Lightning removes it at the end of a fit
         L.seed_everything(0, verbose=False)
         found[name] = runs[name]()
         if not int(os.environ.get("LOCAL_RANK", "0")):
@@ -363,10 +362,8 @@ def record(folder: Path, only: Sequence[str]) -> Recording:
 
 def record_rank(rank: int, ranks: int, port: int, folder: Path, only: Sequence[str]) -> None:
     """Run the configurations as one of several ranks; the first writes what it found."""
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
-        "NODE_RANK": "0",
-    }  # fmt: skip
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANKS": str(ranks), "NODE_RANK": "0"}
+    os.environ |= {"LOCAL_RANK": str(rank)}
     found = record(folder, only)
     if not rank:
         (folder / "found.json").write_text(json.dumps(found))

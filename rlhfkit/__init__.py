@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         local_rows,
         presets,
     )
+    from rlhfkit.parts import Part, Prepare, Stage
     from rlhfkit.roles import CriticPool, ModelPool, Placement, RoleResources, ServedModel
     from rlhfkit.rollout import (
         DynamicSampling,
@@ -103,6 +104,9 @@ _HOMES = {
     "EntropyControl": "modules",
     "KLControl": "modules",
     "NashMDModule": "modules",
+    "Part": "parts",
+    "Prepare": "parts",
+    "Stage": "parts",
     "ReferenceMixture": "rollout",
     "ReferenceSamples": "rollout",
     "TokenFilter": "modules",
@@ -199,11 +203,13 @@ __all__ = [
     "OnlineDPOModule",
     "PPOModule",
     "PairedKTOModule",
+    "Part",
     "Placement",
     "PolicyModule",
     "PolicyOutput",
     "PreferenceDataModule",
     "PreferenceModule",
+    "Prepare",
     "ProcessRewardModule",
     "Prompt",
     "PromptDataModule",
@@ -228,6 +234,7 @@ __all__ = [
     "ScalarModel",
     "ServedModel",
     "SimPOModule",
+    "Stage",
     "Step",
     "StepwiseDataModule",
     "StreamingPreferenceDataModule",

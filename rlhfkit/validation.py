@@ -1,11 +1,15 @@
-"""Checks of number arguments: not a number, not finite or out of range is refused where the argument is given.
+"""Checks of arguments where they are given: numbers, and functions that are given by name.
 
 A comparison alone lets NaN pass and fails on text with a message about ``<=``. Imports the standard library only.
 """
 
+import difflib
+import functools
 import math
 import numbers
-from typing import Any
+import pkgutil
+from collections.abc import Callable
+from typing import Any, cast
 
 
 def check_number(
@@ -90,3 +94,52 @@ def _message(name: str, rule: str, value: Any, why: str) -> str:
     if not isinstance(value, str | numbers.Number) and value is not None:
         kind = f" ({type(value).__name__})"
     return f"{name} must be {rule}, got {shown}{kind}" + (f": {why}" if why else "")
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The dotted name by which :func:`resolve_function` finds a function, e.g. ``"my_package.my_loss"``.
+
+    Lambdas, local functions and partials give a description in angle brackets, which cannot be resolved.
+    """
+    if isinstance(function, functools.partial):
+        return f"<functools.partial of {function_name(function.func)}: not importable>"
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    return name if found is function else f"<{name}: not importable>"
+
+
+def resolve_function(
+    function: str | Callable[..., Any], argument: str, *, home: str | None = None
+) -> Callable[..., Any]:
+    """Return a function given as itself or by its dotted name; raises ValueError if nothing callable has it.
+
+    ``argument`` is for error messages; names without a dot are looked up in the package ``home``.
+    """
+    if callable(function):
+        return function
+    if function.startswith("<"):
+        raise ValueError(
+            f"{argument} was the function {function}, which a checkpoint cannot hold: pass it again, e.g. "
+            f"load_from_checkpoint(..., {argument}=my_function), or define it at the top of a module"
+        )
+    name = f"{home}.{function}" if home is not None and "." not in function else function
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{argument}={function!r} cannot be imported: {error}{_suggestion(name, home)}") from error
+    if not callable(found):
+        raise ValueError(f"{argument}={function!r} is a {type(found).__name__}, not a function")
+    return cast(Callable[..., Any], found)
+
+
+def _suggestion(name: str, home: str | None) -> str:
+    """A hint for an error message if the name resembles a public function of the home."""
+    if home is None or not name.startswith(f"{home}."):
+        return ""
+    public = pkgutil.resolve_name(home).__all__
+    asked = name.removeprefix(f"{home}.")
+    near = [each for each in public if each.startswith(f"{asked}_")] or difflib.get_close_matches(asked, public, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

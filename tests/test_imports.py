@@ -31,6 +31,7 @@ FLOORS = {
     "gpu_checks": 1,
     "serving": 1,
     "models": 2,
+    "parts": 2,
     "roles": 2,
     "rollout": 2,
     "episodes": 2,

@@ -19,10 +19,10 @@ from rlhfkit.modules import (
     ReferenceModule,
     RewardModule,
 )
-from rlhfkit.modules.arguments import resolve_function
 from rlhfkit.modules.optimizers.factories import state_bytes
 from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
+from rlhfkit.validation import resolve_function
 
 _PLAIN = ("auto", "ddp", "single_device")
 

@@ -1,55 +1,15 @@
-"""Arguments of modules that are functions or dataclasses; checkpoints hold their names and plain values."""
+"""Arguments of modules that are dataclasses, and arguments that have no effect beside others."""
 
-import difflib
-import functools
 import inspect
-import pkgutil
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 import lightning as L
 
+from rlhfkit.validation import resolve_function
+
 Options = TypeVar("Options")
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    """The dotted name by which :func:`resolve_function` finds a function, e.g. ``"my_package.my_loss"``.
-
-    Lambdas, local functions and partials give a description in angle brackets, which cannot be resolved.
-    """
-    if isinstance(function, functools.partial):
-        return f"<functools.partial of {function_name(function.func)}: not importable>"
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    try:
-        found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError):
-        found = None
-    return name if found is function else f"<{name}: not importable>"
-
-
-def resolve_function(
-    function: str | Callable[..., Any], argument: str, *, home: str | None = None
-) -> Callable[..., Any]:
-    """Return a function given as itself or by its dotted name; raises ValueError if nothing callable has it.
-
-    ``argument`` is for error messages; names without a dot are looked up in the package ``home``.
-    """
-    if callable(function):
-        return function
-    if function.startswith("<"):
-        raise ValueError(
-            f"{argument} was the function {function}, which a checkpoint cannot hold: pass it again, e.g. "
-            f"load_from_checkpoint(..., {argument}=my_function), or define it at the top of a module"
-        )
-    name = f"{home}.{function}" if home is not None and "." not in function else function
-    try:
-        found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{argument}={function!r} cannot be imported: {error}{_suggestion(name, home)}") from error
-    if not callable(found):
-        raise ValueError(f"{argument}={function!r} is a {type(found).__name__}, not a function")
-    return cast(Callable[..., Any], found)
 
 
 def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> Options:
@@ -112,13 +72,3 @@ def refuse_without_effect(given: Mapping[str, bool], beside: str) -> None:
     names = [name for name, chosen in given.items() if chosen]
     if names:
         raise ValueError(f"{', '.join(names)} would have no effect beside {beside}: leave out the one or the other")
-
-
-def _suggestion(name: str, home: str | None) -> str:
-    """A hint for an error message if the name resembles a public function of the home."""
-    if home is None or not name.startswith(f"{home}."):
-        return ""
-    public = pkgutil.resolve_name(home).__all__
-    asked = name.removeprefix(f"{home}.")
-    near = [each for each in public if each.startswith(f"{asked}_")] or difflib.get_close_matches(asked, public, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

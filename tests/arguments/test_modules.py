@@ -26,6 +26,7 @@ from rlhfkit import (
     OnPolicyDistillationModule,
     ORPOModule,
     PairedKTOModule,
+    Part,
     PPOModule,
     ProcessRewardModule,
     RewardModule,
@@ -50,6 +51,13 @@ LIGER = Unseen("needs a GPU and the extra liger: tests/models/test_liger.py")
 def by_rewards(rewards: Tensor, group: Tensor) -> Tensor:
     """An estimator of a user's own."""
     return rewards - 0.3
+
+
+class Watches(Part):
+    """A feature of a user's own."""
+
+    def observe(self, batch: Any, out: Any, old: Tensor) -> dict[str, Tensor]:
+        return {"mine/rows": torch.tensor(float(len(batch)))}
 
 
 POLICY: dict[str, Change | Unseen] = {
@@ -103,6 +111,7 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "kl_control.early_stop": Change(1e-6),
     "kl_in_reward": Change("token", given=KL),
     "entropy_coef": Change(0.1),
+    "parts": Change([f"{Watches.__module__}.Watches"]),
     "ptx_coef": Change(0.3, given={"ptx_coef": 0.1}, around={"text": True}),
     "correction": Change("tis"),
     "token_filter.top_entropy": Change(0.3),

@@ -12,6 +12,7 @@ from rlhfkit.modules.on_policy.preparation.local_rows import (
     function_label,
     is_spread,
     local_rows,
+    own_part,
     takes_local_rows,
     warn_of_gathering,
 )
@@ -117,6 +118,14 @@ class AdvantageModule(RewardedModule):
             warn_of_gathering(name, gathered)
         self._warned_of_gathering.add(name)
         return gathered
+
+    def over_visible_rows(
+        self, function: Callable[[Experience], Experience], experience: Experience, *, mark: Callable[..., Any]
+    ) -> Experience:
+        """Own rows of the result of a function of rows, which is given those that ``mark`` asks for. A collective."""
+        given = self.visible_rows(mark, experience)
+        found = function(given)
+        return found if given is experience else own_part(found, experience)
 
     @property
     def replaces_advantages(self) -> bool:

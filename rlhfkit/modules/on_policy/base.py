@@ -5,9 +5,12 @@
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
@@ -18,14 +21,35 @@ from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.routing import attach_routing
 from rlhfkit.modules.on_policy.objective import PolicyLossModule
 from rlhfkit.modules.on_policy.preparation.kl_control import KLEarlyStopping, skip_update
-from rlhfkit.modules.on_policy.preparation.local_rows import own_part
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
-from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
+from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule, RewardProcessing
 from rlhfkit.modules.on_policy.preparation.token_selection import highest_entropies
 from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
 from rlhfkit.modules.on_policy.update.pretraining_text import PretrainingTextModule
-from rlhfkit.protocols import epochs_of
+from rlhfkit.parts import Part, Stage, arrange, attach_all, describe, make_part, overriding, part_name
+from rlhfkit.protocols import callbacks_of, epochs_of
+
+
+class ModuleStep(Part):
+    """What a module itself does with an iteration, in the order of the parts.
+
+    Args:
+        call: A method of the module, from rows to rows; ``None``: they are not changed.
+        stage: When.
+        writes: Fields of the rows that it sets.
+    """
+
+    def __init__(
+        self, call: Callable[[Experience], Experience | None], stage: Stage, *, writes: Sequence[str] = ()
+    ) -> None:
+        self.call, self.stage, self.writes = call, stage, tuple(writes)
+        self.label = call.__name__
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Call the method."""
+        found = self.call(rows)
+        return rows if found is None else found
 
 
 class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
@@ -42,6 +66,10 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             iteration chose, of which weights are computed anew (routing replay, GSPO: Zheng et al., 2025,
             arXiv:2507.18071, section 5.3). For mixtures of experts with our packed attention; takes 2 bytes for each
             choice of a token's layers, and no further forward pass.
+        parts: More features, each a :class:`~rlhfkit.Part`, or a function of an iteration's rows
+            (:class:`~rlhfkit.data.Experience`) that is called before the updates and changes them; also their dotted
+            names and, as in a configuration file, ``{"class_path": ..., "init_args": {...}}``. ``print(module)`` shows
+            what they do when.
         **kwargs: See :class:`~rlhfkit.modules.on_policy.objective.PolicyLossModule`,
             :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`, :class:`PolicyModule`, and
             :class:`~rlhfkit.modules.on_policy.update.pretraining_text.PretrainingTextModule`.
@@ -57,14 +85,107 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         "aggregation_arguments",
     )
 
-    def __init__(self, model: str, *, lr: float = 1e-6, router_replay: bool = False, **kwargs: Any) -> None:
+    provided: ClassVar[tuple[str, ...]] = (
+        *("input_ids", "attention_mask", "action_mask", "lengths", "rollout_logprobs", "versions", "rewards"),
+        *("token_rewards", "reward_parts", "group", "sample_index", "truncated", "update", "replayed"),
+    )
+    """Fields that the rows of an iteration come with, for :attr:`Part.reads`."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 1e-6,
+        router_replay: bool = False,
+        parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(model, lr=lr, **kwargs)
         early_stop = self.kl_control.early_stop
         self.kl_early_stopping = None if early_stop is None else KLEarlyStopping(early_stop)
         self.router_replay = router_replay
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
+        self.parts = [make_part(one) for one in parts]
+        self.hparams.update(parts=[part.plain() for part in self.parts])
+        self._assemble()
         self._check_passes()
+
+    def _assemble(self) -> None:
+        """Attach the parts, and sort them into what is called when."""
+        attach_all(self.parts, self)
+        self.weighing, self.terms = (overriding(self.parts, name) for name in ("weigh", "term"))
+        self._observing = overriding(self.parts, "observe")
+        in_loss = [part for part in self.parts if overriding([part], "weigh") or overriding([part], "term")]
+        self.part_scopes = frozenset(part.gradient_scope for part in in_loss)
+        unknown = sorted({name for part in self.parts for name in part.outputs} - {"entropy"})
+        if unknown:
+            raise ValueError(f"outputs of a part are entropy, got {', '.join(unknown)}")
+        if self.weighing and not self.policy_loss.takes("weights"):
+            names = [part_name(part) for part in in_loss if overriding([part], "weigh")]
+            raise ValueError(f"{self.policy_loss.name} takes no weights, which {', '.join(names)} gives to tokens")
+        arrange(self.steps(), self.parts, self.provided)
+
+    @functools.cached_property
+    def order(self) -> list[Part]:
+        """The module's own steps and the parts that prepare an iteration, in order."""
+        every = arrange(self.steps(), self.parts, self.provided)
+        return [part for part in every if overriding([part], "prepare")]
+
+    def steps(self) -> list[Part]:
+        """What the module itself does with an iteration, beside its parts; empty steps are left out."""
+        scores, masks = self.scores_samples, self.mask_truncated
+        kind, base = type(self), OnPolicyModule
+        shapes = self.reward_processing != RewardProcessing() or kind.process_rewards is not base.process_rewards
+        selects = masks or kind.mask_truncated_samples is not base.mask_truncated_samples
+        steps = [
+            ModuleStep(self.add_reward_model_scores, Stage.SCORE) if scores else None,
+            ModuleStep(self.shape_rewards, Stage.SHAPE) if shapes else None,
+            ModuleStep(self.add_logprobs, Stage.POLICY, writes=self.columns_of_models),
+            ModuleStep(self.compute_advantages, Stage.CREDIT, writes=self.columns_of_credit),
+            ModuleStep(self.adapt_kl_coef, Stage.CREDIT) if self.kl_control.target is not None else None,
+            ModuleStep(self.mask_truncated_samples, Stage.SELECT) if selects else None,
+        ]
+        return [step for step in steps if step is not None]
+
+    @property
+    def columns_of_models(self) -> tuple[str, ...]:
+        """Fields of the rows that :meth:`add_logprobs` sets."""
+        has_reference = self.needs_reference or self.reference_pool is not None
+        return "old_logprobs", *(["ref_logprobs"] if has_reference else [])
+
+    columns_of_credit: ClassVar[tuple[str, ...]] = ("advantages",)
+    """Fields of the rows that :meth:`compute_advantages` sets."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the old log-probs of all samples are needed before the first update, also by a part."""
+        return super().needs_old_logprobs or any("old_logprobs" in part.reads for part in self.parts)
+
+    def extra_repr(self) -> str:
+        """What prepares an iteration, in order, and what the loss consists of."""
+        loss = [self.policy_loss.name.rpartition(".")[-1]]
+        penalty = self.kl_coef and self.kl_in_reward is None
+        loss += ["KL penalty"] if penalty else []
+        loss += [part_name(part) for part in self.parts if overriding([part], "term")]
+        return describe(self.order, loss)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The parts, whose hooks Lightning calls and whose states it saves.
+
+        Raises:
+            ValueError: If a part was given to the Trainer.
+        """
+        callbacks = callbacks_of(self.trainer)
+        foreign = [one for one in callbacks if isinstance(one, Part) and one not in self.parts]
+        loose = [part_name(one) for one in foreign if one.module is None]
+        if loose:
+            raise ValueError(
+                f"{', '.join(loose)} is a part of a module, and Trainer(callbacks=...) was given it: give it to "
+                f"{type(self).__name__}(parts=[...])"
+            )
+        callbacks[:] = [one for one in callbacks if one not in foreign]  # those of a module fitted before
+        return [*super().configure_callbacks(), *self.parts]
 
     def _check_passes(self) -> None:
         """Refuse options that need the forward pass of the old log-probs where there is none."""
@@ -118,16 +239,11 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         self.iteration_version = 0 if self._trainer is None else self.trainer.global_step
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.reset()
-        scored = self.add_reward_model_scores(experience)
-        given = self.visible_rows(self.process_rewards, scored)
-        experience = self.process_rewards(given)
-        if given is not scored:
-            experience = own_part(experience, scored)
-        experience = self.add_logprobs(experience)
-        experience = self.add_values(experience)
-        experience = self.compute_advantages(experience)
-        self.adapt_kl_coef(experience)
-        experience = self.mask_truncated_samples(experience)
+        scored = experience
+        for part in self.order:
+            experience = part.prepare(experience)
+            if part.stage == Stage.SCORE:
+                scored = experience
         return dataclasses.replace(
             experience,
             rewards=scored.rewards,
@@ -135,6 +251,10 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             sum_squares=None,
             iteration=scored.iteration,
         )
+
+    def shape_rewards(self, experience: Experience) -> Experience:
+        """Call :meth:`process_rewards`, which a subclass may override for the rows of all ranks. A collective."""
+        return self.over_visible_rows(self.process_rewards, experience, mark=self.process_rewards)
 
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs where they are needed. A collective."""
@@ -181,10 +301,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             experience = dataclasses.replace(experience, high_entropy=chosen)
         return dataclasses.replace(experience, sum_squares=found.sum_squares)
 
-    def add_values(self, experience: Experience) -> Experience:
-        """Add a critic's values; none here."""
-        return experience
-
     # ------------------------------------------------------------------ one micro-batch
 
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
@@ -196,6 +312,9 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         if keeps:
             self.first_pass.keep(batch, out.logprobs, self.trainer, batch_idx)
         result = self.total_loss(batch, out)
+        observed: dict[str, Any] = {}
+        for observe in self._observing:
+            observed |= observe(batch, out, self.old_logprobs(batch, out))
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.measure(batch, out.logprobs)
         if self.entropy_control.target is not None:
@@ -206,7 +325,8 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             loss = loss + self.ptx_coef * text_loss
             means["ptx/loss"] = text_loss.detach()
         self.log_means({"loss": loss.detach()} | means)
-        self.log_metrics({**result.metrics, **self.rollout_metrics(batch, out)}, batch.action_mask.sum())
+        metrics = {**result.metrics, **observed, **self.rollout_metrics(batch, out)}
+        self.log_metrics(metrics, batch.action_mask.sum())
         return loss
 
     def policy_output(self, batch: Experience, head_loss: HeadLoss | None = None) -> PolicyOutput:

@@ -22,7 +22,7 @@ from rlhfkit.losses import (
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import HeadLoss, LoRA, PolicyOutput
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
-from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
+from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
@@ -43,7 +43,7 @@ from rlhfkit.modules.teachers.text import Rewritten, TeacherText
 from rlhfkit.protocols import datamodule_of
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_number, function_name, resolve_function
 
 
 class OnPolicyDistillationModule(GRPOModule):

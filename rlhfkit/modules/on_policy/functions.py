@@ -12,9 +12,8 @@ from torch import Tensor
 
 from rlhfkit.losses import Aggregation, GradientScope, LossOutput
 from rlhfkit.losses.gradient_scope import gradient_scope_of
-from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.modules.on_policy.preparation.local_rows import inner_function
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 

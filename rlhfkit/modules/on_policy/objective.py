@@ -1,7 +1,7 @@
 """``PolicyLossModule``: the objective of a policy on one micro-batch of an iteration, and its options."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,7 @@ from rlhfkit.modules.on_policy.update.engine_mismatch import (
 )
 from rlhfkit.modules.on_policy.update.entropy_control import EntropyControl, EntropyController
 from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
+from rlhfkit.parts import Part
 from rlhfkit.validation import check_number
 
 
@@ -76,6 +77,15 @@ class PolicyLossModule(AdvantageModule):
     Raises:
         ValueError: If an argument is out of range, or has no effect beside the others.
     """
+
+    parts: Sequence[Part] = ()
+    """What was passed in, and what arguments stand for."""
+    weighing: Sequence[Callable[..., tuple[Tensor, Mapping[str, Any]]]] = ()
+    """:meth:`Part.weigh` of the parts that override it."""
+    terms: Sequence[Callable[..., LossOutput]] = ()
+    """:meth:`Part.term` of the parts that override it."""
+    part_scopes: Set[GradientScope | None] = frozenset()
+    """What the gradients of these depend on."""
 
     def __init__(
         self,
@@ -179,6 +189,7 @@ class PolicyLossModule(AdvantageModule):
     def uses_rollout_logprobs(self) -> bool:
         """Whether the loss needs the engine's log-probs; ``RolloutCallback`` checks that they can be compared."""
         compares = self.token_filter.uses_rollout_logprobs or self.proximal == "log-linear"
+        compares = compares or any("rollout_logprobs" in part.reads for part in self.parts)
         return compares or self.correction is not None or self.policy_loss.takes("rollout_logprobs")
 
     def correct_off_policy(self) -> bool:
@@ -200,10 +211,13 @@ class PolicyLossModule(AdvantageModule):
     @property
     def needs_entropy(self) -> bool:
         """Whether entropy is logged or rewarded."""
-        return self.log_entropy or bool(self.entropy_coef) or self.entropy_control.target is not None
+        known = self.log_entropy or bool(self.entropy_coef) or self.entropy_control.target is not None
+        return known or any("entropy" in part.outputs for part in self.parts)
 
     def loss_gradient_scope(self, batch: Experience) -> GradientScope | None:
         """What the gradient of :meth:`loss` depends on, by the policy loss and whether this is the first update."""
+        if None in self.part_scopes:
+            return None
         if getattr(self.loss, "__func__", None) is not PolicyLossModule.loss:
             return super().loss_gradient_scope(batch)
         scope, first_update = self.policy_loss.gradient_scope, batch.old_logprobs is None
@@ -213,7 +227,8 @@ class PolicyLossModule(AdvantageModule):
             levels = {self.correction.get("level", "token"), self.correction.get("reject_level") or "token"}
             alone = levels == {"token"} and not self.correction.get("normalize")
             scope = "token" if alone else "batch"  # weights of sequences, from the policy's log-probs
-        return "batch" if scope is not None and self.token_filter.uses_rollout_logprobs else scope
+        wider = self.token_filter.uses_rollout_logprobs or not self.part_scopes <= {"token"}
+        return "batch" if scope is not None and wider else scope
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Compute the policy's loss on one micro-batch of B sequences; override it for another objective."""
@@ -232,6 +247,10 @@ class PolicyLossModule(AdvantageModule):
             kept = self.token_filter.kept(batch, out.logprobs, old)
             offered["weights"] = kept.float() * (1.0 if offered["weights"] is None else offered["weights"])
             metrics = {**metrics, "policy/kept_fraction": mean_metric(kept.float(), mask)}
+        for weigh in self.weighing:
+            factor, measured = weigh(batch, out, old)
+            offered["weights"] = factor if offered["weights"] is None else factor * offered["weights"]
+            metrics = {**metrics, **measured}
         kl_coef = 0.0 if batch.ref_logprobs is None or self.kl_in_reward is not None else self.kl_coef
         if self.policy_loss.penalizes_kl:
             offered |= {"kl_coef": kl_coef, "kl_estimator": self.kl_estimator}
@@ -247,7 +266,7 @@ class PolicyLossModule(AdvantageModule):
         if bonus := self.entropy_coef + self.entropy_controller.applied:
             assert out.entropy is not None
             parts.append(entropy_bonus(out.entropy, mask, coef=bonus, **reduction))
-        result = sum_losses(*parts)
+        result = sum_losses(*parts, *(term(batch, out, old) for term in self.terms))
         if self.kl_control.target is not None:
             metrics = {**metrics, "policy/kl_coef": torch.tensor(self.kl_coef)}
         return LossOutput(result.loss, {**result.metrics, **metrics})

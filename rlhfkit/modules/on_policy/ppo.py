@@ -24,7 +24,7 @@ from rlhfkit.models.forward import VALUE_HEAD
 from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_model
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.arguments import refuse_without_effect
-from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.on_policy.base import ModuleStep, OnPolicyModule
 from rlhfkit.modules.on_policy.final_states import with_final_states
 from rlhfkit.modules.on_policy.preparation.frozen_critic import FrozenCritic, check_frozen_settings, value_metrics
 from rlhfkit.modules.on_policy.preparation.kl_control import skip_update
@@ -32,6 +32,7 @@ from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.on_policy.remote_critic import RemoteCritic, check_overrides
 from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.parts import Part, Stage
 from rlhfkit.roles import CriticPool, FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_integer, check_number
@@ -289,6 +290,12 @@ class PPOModule(OnPolicyModule):
         """(b, t-1, 2) log-probs and values in one forward pass."""
         out = policy_output(self.policy, batch, batch.action_mask, temperature=batch.temperature, values=True)
         return torch.stack([out.logprobs, cast(Tensor, out.values)], -1)
+
+    columns_of_credit = ("advantages", "returns")
+
+    def steps(self) -> list[Part]:
+        """The steps of :class:`OnPolicyModule`, and the critic's values."""
+        return [*super().steps(), ModuleStep(self.add_values, Stage.MODELS, writes=("values",))]
 
     def add_values(self, experience: Experience) -> Experience:
         """Add the critic's values, in its own units."""

@@ -19,11 +19,10 @@ from rlhfkit.losses import (
 from rlhfkit.losses.preference.dpo import LossTypes
 from rlhfkit.losses.preference.variants import SORTS_THE_BATCH, Divergence
 from rlhfkit.models import LoRA, PolicyOutput, policy_output
-from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.reference import ReferenceModule
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_number, function_name, resolve_function
 
 
 class DPOModule(PreferenceModule, ReferenceModule):

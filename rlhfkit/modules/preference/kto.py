@@ -16,10 +16,9 @@ from rlhfkit.losses.metrics import share_metric
 from rlhfkit.losses.preference.kto import KTOLossType
 from rlhfkit.models import LoRA, policy_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.arguments import function_name
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.preference.reference import ReferenceModule, data_sets
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_number, function_name
 
 ADVISED_RATIO = (1.0, 1.5)
 """The paper's range for ``λ_D n_D / (λ_U n_U)``, see :func:`~rlhfkit.losses.kto_loss`."""

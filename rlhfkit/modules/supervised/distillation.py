@@ -17,7 +17,7 @@ from rlhfkit.losses.distillation import Divergence, Remainder
 from rlhfkit.losses.metrics import share_metric
 from rlhfkit.models import LoRA, unwrap
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
-from rlhfkit.modules.arguments import function_name, refuse_without_effect, resolve_function
+from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
@@ -31,7 +31,7 @@ from rlhfkit.modules.teachers.frozen import (
 )
 from rlhfkit.roles import ModelPoolError, ServedModel, frozen_model
 from rlhfkit.roles.served_model import MOST_TOP
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
 
 _SERVED_EXAMPLES = 256
 """Examples whose answers of a server are in memory at a time."""

@@ -5,12 +5,12 @@ from torch import nn
 from rlhfkit.losses.distillation import Remainder
 from rlhfkit.models import load_causal_lm, load_tokenizer
 from rlhfkit.models.load import context_length, disable_dropout, load_config
-from rlhfkit.modules.arguments import refuse_without_effect, resolve_function
+from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import PolicyModule, freeze
 from rlhfkit.modules.teachers.prompts import READS
 from rlhfkit.modules.teachers.text import TeacherText
 from rlhfkit.roles import FrozenModel
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_integer, check_number, resolve_function
 
 
 def check_reads(reads: str, *, likeliest: bool = False, several: bool = False) -> str:

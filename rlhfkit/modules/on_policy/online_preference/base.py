@@ -4,6 +4,7 @@ from typing import Any
 
 from rlhfkit.modules.arguments import drop_hyperparameters, refuse_without_effect, take_out
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.parts import overriding, part_name
 from rlhfkit.rollout.engine import RolloutEngine
 from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 from rlhfkit.rollout.wrappers.reference_samples import OtherSamples, ReferenceSamples
@@ -57,6 +58,12 @@ class OnlinePreferenceModule(OnPolicyModule):
         )
         drop_hyperparameters(OF_POLICY_LOSSES, self, OnPolicyModule)
         self.beta = beta
+        in_loss = [part_name(one) for one in self.parts if overriding([one], "weigh") or overriding([one], "term")]
+        if in_loss:
+            raise ValueError(
+                f"{', '.join(in_loss)} takes part in a policy loss, and a loss of pairs has none: leave it out, or "
+                "override loss()"
+            )
         if self.kl_control.target is not None:
             raise ValueError("KLControl(target=...) moves the weight of a KL penalty, and beta is none: leave it out")
         processing = self.reward_processing

@@ -21,11 +21,10 @@ from rlhfkit.losses import (
 from rlhfkit.losses.preference.dpo import LossTypes
 from rlhfkit.losses.preference.variants import SORTS_THE_BATCH, Divergence
 from rlhfkit.models import LoRA, PolicyOutput
-from rlhfkit.modules.arguments import function_name, resolve_function
 from rlhfkit.modules.on_policy.online_preference.base import OnlinePreferenceModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.optimizers.schedules import Schedule
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_number, function_name, resolve_function
 
 
 class OnlineDPOModule(OnlinePreferenceModule):

@@ -1,0 +1,345 @@
+"""``Part``: a feature of a module as one object that is passed in, with its arguments, state, metrics and checks.
+
+A part is a Lightning callback that may also take part in preparing an iteration and in the loss, so that hooks of the
+optimizer and state in checkpoints come from Lightning. A module holds its parts in a list and calls the methods that
+they override, in order; what a run does not use is not there. Examples are the files of :mod:`rlhfkit.modules.parts`.
+"""
+
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum, IntEnum
+from typing import Any, cast
+
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from rlhfkit.data.types import Experience
+from rlhfkit.losses import GradientScope, LossOutput
+from rlhfkit.models import PolicyOutput
+from rlhfkit.validation import function_name, resolve_function
+
+
+class Stage(IntEnum):
+    """When a part prepares an iteration; parts of one stage do in the order in which they were given."""
+
+    SCORE = 10
+    """Rewards of samples by models of the module; what is logged as the reward."""
+    SHAPE = 20
+    """What becomes of rewards: penalties, scale, limits."""
+    POLICY = 30
+    """What the policy before the iteration makes of the rows."""
+    MODELS = 40
+    """What other models make of them: reference, teacher, critic."""
+    PENALIZE = 50
+    """What is taken from rewards because of these."""
+    CREDIT = 60
+    """Advantages, and what is added to them."""
+    SELECT = 70
+    """Which tokens are trained on."""
+    ADAPT = 80
+    """Coefficients of the iteration."""
+    LEARN = 90
+    """Parts that take part in the loss only."""
+
+
+class Part(Callback):
+    """A feature of a module. A subclass overrides what it takes part in; the rest is not called.
+
+    Arguments of its ``__init__`` are attributes of the same names with plain values or functions, by which
+    :meth:`plain` saves it. All ranks have the same parts in the same order, so that collectives may be called in
+    ``prepare`` and hooks, wherever that depends on arguments and ``rows.summary`` only. Example, which is a whole
+    feature::
+
+        class ClipAdvantages(Part):
+            stage, reads, writes = Stage.CREDIT, ("advantages",), ("advantages",)
+
+            def __init__(self, limit: float = 5.0) -> None:
+                self.limit = limit
+
+            def prepare(self, rows):
+                return dataclasses.replace(rows, advantages=rows.advantages.clamp(-self.limit, self.limit))
+
+        GRPOModule("Qwen/Qwen3-0.6B", parts=[ClipAdvantages(3.0)])
+    """
+
+    stage: Stage = Stage.LEARN
+    """When :meth:`prepare` is called."""
+    reads: tuple[str, ...] = ()
+    """Fields of the rows that it needs. What no earlier part or step writes is a ValueError when the module is made;
+    ``old_logprobs`` are computed for all rows if any part reads them."""
+    writes: tuple[str, ...] = ()
+    """Fields of the rows that its ``prepare`` sets. Of two parts that write one field the later one must read it."""
+    outputs: tuple[str, ...] = ()
+    """What it needs of the policy's output beside log-probs: ``entropy``."""
+    gradient_scope: GradientScope | None = None
+    """What the gradient of its ``weigh`` and ``term`` depends on, see :func:`~rlhfkit.losses.gradient_scope`; ``None``:
+    not known, so that the output layer keeps to its ordinary gradient."""
+    number: int = 0
+    """Number among the module's parts of its class."""
+    module: Any = None
+    """The module that it is a part of; ``None`` until :meth:`attach`."""
+
+    @property
+    def state_key(self) -> str:
+        """Key of its state in checkpoints: class and number, so that two parts of one class keep two states."""
+        return f"{type(self).__qualname__}[{self.number}]"
+
+    def attach(self, module: Any) -> None:
+        """Become a part of a module; called once, when it is made and before anything is loaded.
+
+        A subclass checks here that both fit, after ``super().attach(module)``; its arguments in ``__init__``.
+
+        Raises:
+            ValueError: If it is a part of another module already.
+        """
+        if self.module is not None and self.module is not module:
+            raise ValueError(f"{type(self).__name__} is a part of another module already: make one for each module")
+        self.module = module
+
+    # ------------------------------------------------------------------ an iteration, before its first update
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Return this rank's rows of the iteration with more in them, as a copy. A collective.
+
+        ``rows.summary`` has rewards, groups and lengths of all ranks' rows, ``self.module.gather_rows(rows, values)``
+        gathers other values of them.
+        """
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ one micro-batch of B sequences
+
+    def weigh(self, batch: Experience, out: PolicyOutput, old: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
+        """Factors of tokens in the policy loss, (B, T-1) or (B, 1), and metrics; may be called more than once.
+
+        ``old``: (B, T-1) log-probs that the ratio is taken to.
+        """
+        raise NotImplementedError
+
+    def term(self, batch: Experience, out: PolicyOutput, old: Tensor) -> LossOutput:
+        """A term of the loss beside the policy loss, exact over the optimizer step; may be called more than once."""
+        raise NotImplementedError
+
+    def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
+        """Metrics of a micro-batch, averaged over its tokens; called once, after the loss. State may change here."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ saving
+
+    def plain(self) -> dict[str, Any]:
+        """Class and arguments as plain values, as in YAML: ``{"class_path": ..., "init_args": {...}}``.
+
+        Raises:
+            TypeError: If an argument is no attribute of its name, or has no plain value.
+        """
+        return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": self._arguments()}
+
+    def _arguments(self) -> dict[str, Any]:
+        parameters = inspect.signature(type(self)).parameters.values()
+        names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        missing = [name for name in names if not hasattr(self, name)]
+        if missing:
+            raise TypeError(
+                f"{type(self).__name__} cannot be saved: keep {', '.join(missing)} as attributes of these names, so "
+                "that checkpoints and YAML can make it again"
+            )
+        return {name: plain_value(getattr(self, name), f"{type(self).__name__}.{name}") for name in names}
+
+    def __repr__(self) -> str:
+        """Class and arguments that are not the default."""
+        defaults = {name: each.default for name, each in inspect.signature(type(self)).parameters.items()}
+        given = {name: getattr(self, name, default) for name, default in defaults.items()}
+        shown = [f"{name}={value!r}" for name, value in given.items() if _differ(value, defaults[name])]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _differ(value: Any, default: Any) -> bool:
+    return not (value is default or (isinstance(value, str | int | float) and value == default))
+
+
+class Prepare(Part):
+    """A user's function of the rows: a step of an iteration between others.
+
+    Example::
+
+        def keep_short(rows):
+            return dataclasses.replace(rows, rewards=rows.rewards.where(rows.lengths < 100, 0.0))
+
+        GRPOModule("Qwen/Qwen3-0.6B", parts=[keep_short])  # Stage.SHAPE: rewards, before advantages
+        GRPOModule("Qwen/Qwen3-0.6B", parts=[Prepare(my_function, Stage.CREDIT, reads=("advantages",))])
+
+    Args:
+        function: From the :class:`~rlhfkit.data.Experience` of the iteration to a changed copy with the same rows, or
+            its dotted name. With several ranks it is given all rows, the same on every rank, unless it is marked with
+            :func:`~rlhfkit.local_rows`: then this rank's.
+        stage: When; a :class:`Stage` or its name.
+        reads: Fields of the rows that it needs beside those that samples come with.
+        writes: Fields of the rows that it sets.
+
+    Raises:
+        ValueError: If there is no such function or stage.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Experience], Experience] | str,
+        stage: Stage | str = Stage.SHAPE,
+        *,
+        reads: Sequence[str] = (),
+        writes: Sequence[str] = (),
+    ) -> None:
+        if isinstance(stage, str) and stage not in Stage.__members__:
+            raise ValueError(f"stage must be one of {', '.join(Stage.__members__)}, got {stage!r}")
+        self.function = resolve_function(function, "function")
+        self.stage = Stage[stage] if isinstance(stage, str) else Stage(stage)
+        self.reads, self.writes = tuple(reads), tuple(writes)
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Call the function.
+
+        Raises:
+            TypeError: If it returns something else than rows.
+            ValueError: If it returns another number of rows.
+        """
+        return cast(Experience, self.module.over_visible_rows(self._call, rows, mark=self.function))
+
+    def _call(self, rows: Experience) -> Experience:
+        found = self.function(rows)
+        name = part_name(self)
+        if not isinstance(found, Experience):
+            raise TypeError(
+                f"{name} returned {type(found).__name__}: return the rows, changed with dataclasses.replace"
+            )
+        if len(found) != len(rows):
+            raise ValueError(
+                f"{name} was given {len(rows)} rows and returned {len(found)}: to learn nothing from a row, clear its "
+                "action_mask"
+            )
+        return found
+
+
+# ---------------------------------------------------------------------- making and ordering parts
+
+GivenPart = Part | Mapping[str, Any] | Callable[[Experience], Experience] | str
+"""A part as users give it, see :func:`make_part`."""
+
+
+def make_part(given: GivenPart) -> Part:
+    """A part given as itself, as :meth:`Part.plain`, as a function of the rows, or by the name of a function or class.
+
+    Raises:
+        TypeError: If it is something else, or a class without its arguments.
+        ValueError: If a name cannot be found.
+    """
+    if isinstance(given, Part):
+        return given
+    if isinstance(given, str):
+        given = resolve_function(given, "parts")
+    if isinstance(given, Mapping):
+        unknown = sorted({*given} - {"class_path", "init_args"})
+        if unknown or not isinstance(given.get("class_path"), str):
+            raise ValueError(f"a part is {{class_path: ..., init_args: {{...}}}}, got {dict(given)}")
+        kind = resolve_function(given["class_path"], "class_path")
+        arguments = dict(given.get("init_args") or {})
+    elif callable(given):
+        kind, arguments = given, {}
+    else:
+        raise TypeError(f"a part is a Part, a function of the rows, or their dotted name, got {given!r}")
+    if not isinstance(kind, type):
+        return Prepare(kind, **arguments)
+    if not issubclass(kind, Part):
+        raise TypeError(f"{kind.__name__} is no Part: derive it from rlhfkit.Part, or give a function of the rows")
+    return kind(**arguments)
+
+
+def arrange(steps: Iterable[Part], parts: Iterable[Part], provided: Iterable[str]) -> list[Part]:
+    """The order in which steps of a module and its parts prepare an iteration: by stage, steps first.
+
+    Args:
+        steps: What the module itself does.
+        parts: What was given to it.
+        provided: Fields that rows come with.
+
+    Raises:
+        ValueError: If one reads a field that is not there and nothing earlier writes, or overwrites what another has
+            written without reading it.
+    """
+    order = sorted([*steps, *parts], key=lambda part: part.stage)
+    there, writers = set(provided), dict[str, Part]()
+    for place, part in enumerate(order):
+        missing = [name for name in part.reads if name not in there]
+        if missing:
+            later = [part_name(one) for one in order[place + 1 :] if set(missing) & set(one.writes)]
+            cure = f"give it a later stage than {later[0]}" if later else "add the part or argument that does"
+            before = ", ".join(map(part_name, order[:place])) or "nothing"
+            raise ValueError(
+                f"{part_name(part)} ({part.stage.name}) reads {', '.join(missing)}, which nothing before it writes: "
+                f"{cure}; before it: {before}"
+            )
+        for name in part.writes:
+            other = writers.get(name)
+            if other is not None and name not in part.reads:
+                raise ValueError(
+                    f"{part_name(part)} writes {name}, which {part_name(other)} has written before it: leave one of "
+                    f"them out, or let {part_name(part)} read {name} and change it"
+                )
+            writers[name] = part
+        there.update(part.writes)
+    return order
+
+
+def attach_all(parts: Sequence[Part], module: Any) -> None:
+    """Number the parts of each class and attach them to a module."""
+    numbers = Counter[type]()
+    for part in parts:
+        part.number = numbers[type(part)]
+        numbers[type(part)] += 1
+        part.attach(module)
+
+
+def overriding(parts: Iterable[Part], method: str) -> list[Any]:
+    """A method of all parts that override it, bound."""
+    base = getattr(Part, method)
+    return [getattr(part, method) for part in parts if getattr(type(part), method) is not base]
+
+
+def part_name(part: Part) -> str:
+    """A part in messages: its class, or the function that it calls."""
+    if isinstance(part, Prepare):
+        return getattr(part.function, "__qualname__", repr(part.function))
+    return getattr(part, "label", type(part).__name__)
+
+
+def describe(order: Sequence[Part], loss: Sequence[str]) -> str:
+    """One line: what prepares an iteration, in order and by stage, and what the loss consists of."""
+    stages: dict[str, list[str]] = {}
+    for part in order:
+        stages.setdefault(part.stage.name, []).append(part_name(part))
+    steps = " -> ".join(f"{stage} {', '.join(names)}" for stage, names in stages.items())
+    return f"{steps} | loss: {' + '.join(loss)}"
+
+
+def plain_value(value: Any, name: str) -> Any:
+    """A value of plain types: numbers, texts, lists and mappings; functions by dotted name, options as mappings.
+
+    Raises:
+        TypeError: If it has none; ``name`` is for the message.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(one, name) for key, one in value.items()}
+    if isinstance(value, Sequence):
+        return [plain_value(one, name) for one in value]
+    if callable(getattr(value, "plain", None)):
+        return value.plain()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain_value(dataclasses.asdict(value), name)
+    if callable(value):
+        return function_name(value)
+    raise TypeError(f"{name} is {type(value).__name__}: arguments of parts are plain values, options or functions")

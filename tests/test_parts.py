@@ -1,0 +1,335 @@
+"""Parts: their order, their names and plain values, and a module that was given some."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import lightning as L
+import pytest
+import torch
+from rl_runs import setup_run, weights
+from tiny_models import tiny_model
+from torch import Tensor
+
+from rlhfkit import Experience, GRPOModule, LossOutput, OnlineDPOModule, Part, PPOModule, Prepare, Stage, local_rows
+from rlhfkit.losses import aggregate, group_advantages
+from rlhfkit.parts import arrange, make_part
+
+PROVIDED = ("rewards", "group")
+
+
+def halve(rows: Experience) -> Experience:
+    """A step of a user's own."""
+    return dataclasses.replace(rows, rewards=rows.rewards / 2)
+
+
+@local_rows
+def halve_own(rows: Experience) -> Experience:
+    """The same for this rank's rows."""
+    return halve(rows)
+
+
+def returns_nothing(rows: Experience) -> None:
+    """What a user forgets."""
+
+
+def drops_a_row(rows: Experience) -> Experience:
+    """What a user should not do."""
+    return rows.select(torch.arange(len(rows) - 1))
+
+
+def unweighted_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> LossOutput:
+    """A policy loss of a user's own."""
+    return LossOutput(-(logprobs * advantages)[mask].mean(), {})
+
+
+class Writes(Part):
+    stage, writes = Stage.MODELS, ("scores",)
+
+    def prepare(self, rows: Experience) -> Experience:
+        return rows
+
+
+class Reads(Part):
+    stage, reads = Stage.CREDIT, ("scores",)
+
+    def prepare(self, rows: Experience) -> Experience:
+        return rows
+
+
+class Rewrites(Writes):
+    reads = ("scores",)
+
+
+class Counter(Part):
+    """State, arguments, and a share in everything that a part can take part in."""
+
+    stage, reads, writes, outputs = Stage.CREDIT, ("advantages", "old_logprobs"), ("advantages",), ("entropy",)
+
+    def __init__(self, scale: float = 2.0, *, factor: float = 0.5) -> None:
+        self.scale, self.factor = scale, factor
+        self.steps = self.iterations = 0
+        self.seen: list[Any] = []
+
+    def prepare(self, rows: Experience) -> Experience:
+        self.iterations += 1
+        assert rows.old_logprobs is not None
+        assert rows.old_logprobs[rows.action_mask].ne(0).all()  # of all rows, the first update's too
+        return dataclasses.replace(rows, advantages=self.scale * rows.advantages)
+
+    def weigh(self, batch: Experience, out: Any, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return torch.full_like(old, self.factor), {"mine/factor": torch.tensor(self.factor)}
+
+    def term(self, batch: Experience, out: Any, old: Tensor) -> LossOutput:
+        reduction = self.module.aggregation_arguments(batch)
+        loss = aggregate(out.entropy, batch.action_mask, reduction["aggregation"], reduction["denominator"])
+        return LossOutput(-0.1 * loss, {"mine/term": loss.detach()})
+
+    def observe(self, batch: Experience, out: Any, old: Tensor) -> dict[str, Tensor]:
+        self.seen.append(torch.equal(old, out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs))
+        return {"mine/rows": torch.tensor(float(len(batch)))}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "iterations": self.iterations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.iterations = state["steps"], state["iterations"]
+
+
+class NotSaved(Part):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+
+class Holds(Part):
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model")))
+
+
+# ---------------------------------------------------------------------- order
+
+
+def test_parts_are_sorted_by_stage_and_keep_their_order_within_one() -> None:
+    late, first, second = Writes(), Prepare(halve), Prepare(halve_own)
+    assert arrange([Reads()], [late, first, second], PROVIDED)[:3] == [first, second, late]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            [Reads()],
+            r"Reads \(CREDIT\) reads scores, which nothing before it writes: add the part .*: nothing",
+        ),
+        ([Prepare(halve, "POLICY", reads=["scores"]), Writes()], "halve .POLICY.*: give it a later stage than Writes"),
+        (
+            [Writes(), Writes()],
+            "Writes writes scores, which Writes has written before it: leave one of them",
+        ),
+    ],
+)
+def test_a_wrong_order_is_refused_with_the_way_out(parts: list[Part], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        arrange([], parts, PROVIDED)
+
+
+def test_a_part_may_change_what_another_has_written() -> None:
+    assert len(arrange([], [Writes(), Rewrites(), Reads()], PROVIDED)) == 3
+
+
+# ---------------------------------------------------------------------- plain values
+
+
+@pytest.mark.parametrize(
+    "part", [Counter(3.0, factor=0.25), Prepare(halve), Prepare(halve, Stage.CREDIT, reads=("advantages",))]
+)
+def test_a_part_is_made_again_from_its_plain_values(part: Part) -> None:
+    again = make_part(part.plain())
+    assert type(again) is type(part)
+    assert again.plain() == part.plain()
+    assert (again.stage, again.reads) == (part.stage, part.reads)
+
+
+def test_functions_and_classes_are_found_by_name() -> None:
+    assert make_part(halve).plain() == make_part("test_parts.halve").plain()
+    assert isinstance(make_part("test_parts.Counter"), Counter)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (3, TypeError, "a part is a Part, a function of the rows, or their dotted name, got 3"),
+        ({"class": "Counter"}, ValueError, "a part is {class_path: ..., init_args: {...}}, got"),
+        ({"class_path": "test_parts.Count"}, ValueError, "class_path='test_parts.Count' cannot be imported"),
+        ("pathlib.Path", TypeError, "Path is no Part: derive it from rlhfkit.Part"),
+        (
+            {"class_path": "rlhfkit.Prepare", "init_args": {"function": halve, "stage": "EARLY"}},
+            ValueError,
+            "SCORE, SHAPE",
+        ),
+    ],
+)
+def test_what_is_no_part_is_refused(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_part(given)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"), [(NotSaved(3), "keep size as attributes"), (Holds(object()), "Holds.thing is object")]
+)
+def test_what_cannot_be_saved_is_refused_when_the_module_is_made(model: str, part: Part, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        GRPOModule(model, parts=[part])
+
+
+# ---------------------------------------------------------------------- in a module
+
+
+def run(folder: Path, parts: Any, *, epochs: int = 2, ckpt: Path | None = None, **arguments: Any) -> Any:
+    L.seed_everything(0, verbose=False)
+    trainer, module, data, rollouts = setup_run(
+        folder, module_arguments={"parts": parts} | arguments, max_epochs=epochs
+    )
+    trainer.fit(module, data, ckpt_path=ckpt)
+    return trainer, module, rollouts
+
+
+@pytest.mark.parametrize("step", [halve, halve_own])
+def test_a_function_of_rows_changes_rewards_before_advantages_and_not_the_log(tmp_path: Path, step: Any) -> None:
+    trainer, module, rollouts = run(tmp_path, [step], epochs=1, advantage_scale="none")
+    rows = rollouts.experience
+    expected = group_advantages(rows.rewards / 2, rows.group, scale="none")
+    torch.testing.assert_close(rows.advantages[:, 0], expected)
+    assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(float(rows.rewards.mean()))
+    assert module.order[0].function is step
+
+
+def test_a_part_takes_part_in_rows_loss_metrics_and_hooks(tmp_path: Path) -> None:
+    part = Counter(2.0, factor=0.5)
+    trainer, _, rollouts = run(tmp_path, [part], epochs=1, log_entropy=False)
+    rows = rollouts.experience
+    torch.testing.assert_close(rows.advantages[:, 0], 2.0 * group_advantages(rows.rewards, rows.group))
+    logged = trainer.callback_metrics
+    assert logged["mine/factor"] == 0.5
+    assert logged["mine/rows"] == 8
+    assert logged["mine/term"] == pytest.approx(float(logged["policy/entropy"]), rel=0.05)
+    assert part.steps == 2
+    assert part.seen == [True] * 4
+    # A factor of 1/2 takes back the doubled advantages: what is left is the term.
+    twin, _, _ = run(tmp_path / "other", [], epochs=1, entropy_coef=0.1)
+    for name in ("loss", "policy/approx_kl"):
+        assert float(logged[name]) == pytest.approx(float(twin.callback_metrics[name]), rel=1e-4)
+
+
+def test_two_parts_of_one_class_keep_two_states_and_a_resumed_run_continues(tmp_path: Path) -> None:
+    _, straight, _ = run(tmp_path / "straight", [Counter(), Counter(1.0)])
+    trainer, _, _ = run(tmp_path / "stopped", [Counter(), Counter(1.0)], epochs=1)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    states = torch.load(tmp_path / "saved.ckpt", weights_only=True)["callbacks"]
+    assert states["Counter[0]"] == states["Counter[1]"] == {"steps": 2, "iterations": 1}
+    again = [Counter(), Counter(1.0)]
+    _, resumed, _ = run(tmp_path / "stopped", again, ckpt=tmp_path / "saved.ckpt")
+    assert [one.state_dict() for one in again] == [{"steps": 4, "iterations": 2}] * 2
+    for name, value in weights(straight).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+    loaded = GRPOModule.load_from_checkpoint(tmp_path / "saved.ckpt")
+    assert [part.plain() for part in loaded.parts] == [part.plain() for part in again]
+
+
+def test_print_shows_what_happens_when(model: str) -> None:
+    module = GRPOModule(model, parts=[Counter(), halve], kl_coef=0.1, mask_truncated=True)
+    line = (
+        "SHAPE halve -> POLICY add_logprobs -> CREDIT compute_advantages, Counter -> SELECT mask_truncated_samples "
+        "| loss: dapo_loss + KL penalty + Counter"
+    )
+    assert line in repr(module)
+    assert repr(module.parts[0]) == "Counter()"
+    assert "MODELS add_values -> CREDIT compute_advantages | loss: ppo_loss" in repr(PPOModule(model, kl_coef=0.0))
+
+
+def test_parts_are_given_in_yaml(model: str) -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(GRPOModule, "model")
+    text = f"""
+model:
+  model: {model}
+  parts:
+    - class_path: test_parts.Counter
+      init_args: {{scale: 3.0}}
+    - test_parts.halve
+    - class_path: rlhfkit.Prepare
+      init_args: {{function: test_parts.halve_own, stage: CREDIT, reads: [advantages]}}
+"""
+    made = parser.instantiate_classes(parser.parse_string(text)).model
+    assert [part.plain() for part in made.parts] == [
+        Counter(3.0).plain(),
+        Prepare(halve).plain(),
+        Prepare(halve_own, Stage.CREDIT, reads=["advantages"]).plain(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "arguments", "message"),
+    [
+        ([Reads()], {}, "reads scores, which nothing before it writes"),
+        (
+            [Prepare(halve, Stage.CREDIT, writes=["advantages"])],
+            {},
+            "writes advantages, which compute_advantages",
+        ),
+        ([Prepare(halve, Stage.CREDIT, reads=["ref_logprobs"])], {}, "reads ref_logprobs, which nothing before it"),
+        ([Prepare(halve, Stage.CREDIT, reads=["values"])], {}, "reads values, which nothing before it writes"),
+        ([Counter()], {"policy_loss": unweighted_loss}, "unweighted_loss takes no weights, which Counter gives to"),
+        ([Counter()], {"proximal": "log-linear"}, "log-linear' makes no forward pass for old log-probs"),
+    ],
+)
+def test_parts_that_do_not_fit_a_module_are_refused(
+    model: str, parts: list[Part], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOModule(model, parts=parts, **arguments)
+
+
+def test_a_module_with_the_column_takes_the_part(model: str) -> None:
+    GRPOModule(model, kl_coef=0.1, parts=[Prepare(halve, Stage.CREDIT, reads=["ref_logprobs"])])
+    PPOModule(model, parts=[Prepare(halve, Stage.CREDIT, reads=["values", "returns"])])
+
+
+def test_a_loss_of_pairs_takes_no_share_in_a_policy_loss(model: str) -> None:
+    OnlineDPOModule(model, parts=[halve])
+    with pytest.raises(ValueError, match="Counter takes part in a policy loss, and a loss of pairs has none"):
+        OnlineDPOModule(model, parts=[Counter()])
+
+
+def test_a_part_belongs_to_one_module_and_not_to_the_trainer(tmp_path: Path, model: str) -> None:
+    part = Counter()
+    GRPOModule(model, parts=[part])
+    with pytest.raises(ValueError, match="Counter is a part of another module already"):
+        GRPOModule(model, parts=[part])
+    trainer, module, data, _ = setup_run(tmp_path, callbacks=[Counter()])
+    with pytest.raises(ValueError, match=r"Counter is a part of a module.*give it to GRPOModule\(parts=\[...\]\)"):
+        trainer.fit(module, data)
+
+
+def test_a_trainer_that_fits_another_module_forgets_the_parts_of_the_first(tmp_path: Path) -> None:
+    first = Counter()
+    trainer, _, _ = run(tmp_path, [first], epochs=1)
+    _, second, data, _ = setup_run(tmp_path / "other", module_arguments={"parts": [Counter()]})
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second, data)
+    assert (first.steps, second.parts[0].steps) == (2, 2)
+
+
+@pytest.mark.parametrize(("step", "message"), [(returns_nothing, "returned NoneType"), (drops_a_row, "returned 31")])
+def test_a_function_that_returns_no_rows_is_told_so(tmp_path: Path, step: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        run(tmp_path, [step], epochs=1)
