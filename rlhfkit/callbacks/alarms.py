@@ -1,5 +1,6 @@
 """``Alarm``: a bound on a metric, with advice that is logged when a run crosses it."""
 
+import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,13 +66,28 @@ ROLLOUT_ALARMS = (
 
 
 class Alarms:
-    """Logs the advice of each alarm once, when it is first triggered."""
+    """Logs the advice of each alarm once, when it is first triggered.
+
+    After the first iteration it also warns of alarms on metrics that were not logged; not of our own, whose metrics not
+    every run has.
+    """
 
     def __init__(self, alarms: Sequence[Alarm]) -> None:
         self._quiet = list(alarms)
+        self._unheard = [alarm.metric for alarm in alarms if alarm not in ROLLOUT_ALARMS]
 
     def check(self, metrics: Mapping[str, Any], iteration: int) -> list[Alarm]:
         """Check the metrics of an iteration and return the alarms that are triggered for the first time."""
+        for name in dict.fromkeys(self._unheard):
+            if name not in metrics:
+                near = ", ".join(difflib.get_close_matches(name, list(metrics), n=3)) or ", ".join(sorted(metrics))
+                log.warning(
+                    "an alarm on %s has nothing to check: iteration %d logged no such metric; near it are %s",
+                    name,
+                    iteration,
+                    near,
+                )
+        self._unheard = []
         triggered = [alarm for alarm in self._quiet if alarm.is_triggered(metrics)]
         self._quiet = [alarm for alarm in self._quiet if alarm not in triggered]
         for alarm in triggered:

@@ -9,12 +9,11 @@ import math
 
 from rlhfkit.costs.model_shape import LayerShape, ModelShape
 from rlhfkit.costs.run import Run, Sharding
+from rlhfkit.models.parallel.ring import TILE_SCORES
 
 JOINED_BYTES_PER_TOKEN = 64
 """Of the joined row of a forward group, on each of its ranks: token ids, positions, targets, and where sequences begin;
 int64. It does not shrink with the size of the group."""
-_RING_TILE_BYTES = 4 * 2**24
-"""Of the scores of one tile of a ring, all heads together, at most (``rlhfkit/models/parallel/ring.py``)."""
 _FULL = 4
 
 
@@ -66,7 +65,7 @@ def exchange_bytes(layer: LayerShape, tokens: float, sharding: Sharding, *, item
         held += 2 * itemsize * tokens * (layer.query + keys) / sharding.tensor
     if places > 1:
         numbers = 3 * itemsize * keys + _FULL * (4 * keys + layer.query)
-        scores = min(_FULL * layer.heads / sharding.tensor * tokens**2, _RING_TILE_BYTES)
+        scores = min(_FULL * layer.heads / sharding.tensor * tokens**2, _FULL * TILE_SCORES)
         held += tokens * numbers / sharding.tensor + 2 * scores
     return held
 

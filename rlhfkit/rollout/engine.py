@@ -41,7 +41,7 @@ class SamplingSpec:
     min_new_tokens: int = 0
     """Minimum tokens before a completion may end."""
     temperature: float = 1.0
-    """Divides the logits; 0 is greedy."""
+    """Divides the logits; 0 is greedy, of which a prompt has one completion (``group_size=1``)."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose total probability reaches this; 1 is off."""
     top_k: int = 0
@@ -81,6 +81,11 @@ class SamplingSpec:
             raise ValueError(
                 f"SamplingSpec.temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {self.temperature}: "
                 "logits divided by less overflow"
+            )
+        if self.temperature == 0 and self.group_size > 1:  # vLLM refuses it too; training would learn nothing
+            raise ValueError(
+                f"SamplingSpec(temperature=0) is greedy, and {self.group_size} completions of a prompt would all be "
+                "the same: give group_size=1, or a temperature above 0"
             )
         # A string is one text, not a list of letters. YAML and notebooks pass lists.
         stop: Any = (self.stop,) if isinstance(self.stop, str) else self.stop

@@ -21,6 +21,7 @@ from rlhfkit.episodes.environment import Action, Environment, Step
 from rlhfkit.episodes.openai.agents import AgentConnection
 from rlhfkit.episodes.tool_calls.call import ToolCall
 from rlhfkit.rollout import ReplayEngine
+from rlhfkit.rollout.engine import MIN_TEMPERATURE
 from rlhfkit.rollout.replay import samples_file, save_samples
 from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
 from rlhfkit.serving.access import AccessToken, ServerOptions
@@ -68,7 +69,8 @@ class Greedy(LocalEngine):
     """Takes the likeliest tokens, whatever is asked for."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        return super().generate(prompts, replace(sampling, temperature=0.0), iteration=iteration)
+        # 0 is refused for groups, whose answers would be the same without an environment.
+        return super().generate(prompts, replace(sampling, temperature=MIN_TEMPERATURE), iteration=iteration)
 
 
 class Guests:

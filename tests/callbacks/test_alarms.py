@@ -28,6 +28,18 @@ def test_each_rings_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["iteration 3: a is 2: lower it", "iteration 5: b is -1: raise it"]
 
 
+def test_an_alarm_on_a_metric_that_is_not_logged_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    typed_wrong = Alarm(metric="rollout/truncated_fractions", high=0.5, advice="raise max_new_tokens")
+    alarms = Alarms([*ROLLOUT_ALARMS, typed_wrong, Alarm(metric="loss", high=5.0, advice="lower the learning rate")])
+    logged = {"rollout/truncated_fraction": 0.1, "rollout/reward": 0.2, "loss": 1.0}
+    for iteration in range(3):
+        assert alarms.check(logged, iteration) == []
+    assert caplog.messages == [
+        "an alarm on rollout/truncated_fractions has nothing to check: iteration 0 logged no such metric; near it are "
+        "rollout/truncated_fraction"
+    ]
+
+
 def test_a_constant_reward_is_noticed_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rollouts = RolloutCallback(
         lambda samples: [1.0] * len(samples), sampling=SamplingSpec(group_size=4, max_new_tokens=4)

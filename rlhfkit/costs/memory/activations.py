@@ -9,10 +9,8 @@ feed-forward).
 """
 
 from rlhfkit.costs.model_shape import LayerShape, ModelShape
+from rlhfkit.losses.fused_head.tiles import DEFAULT_TILE_BYTES, MAX_ROWS, TILE_BYTES
 
-_MOST_ROWS = 4096  # tokens of a tile of linear_logprobs
-_TILE_BYTES = {"cpu": 32 * 2**20}
-_DEFAULT_TILE_BYTES = 256 * 2**20
 _FULL = 4  # bytes of float32, in which norms and softmax statistics are computed
 
 
@@ -160,8 +158,8 @@ def tile_bytes(vocabulary: int, tokens: float, itemsize: int, entropy: bool, dev
     the entropy another one (:class:`~rlhfkit.losses.fused_head.tiles.Tiles`); PyTorch's kernels there make one more
     float32 copy of a narrow tile.
     """
-    rows = max(1.0, min(tokens, _MOST_ROWS))
-    limit = _TILE_BYTES.get(device, _DEFAULT_TILE_BYTES)
+    rows = max(1.0, min(tokens, MAX_ROWS))
+    limit = TILE_BYTES.get(device, DEFAULT_TILE_BYTES)
     columns = min(vocabulary, max(256, limit // (rows * itemsize) // 256 * 256))
     buffers = itemsize + (itemsize if device != "cpu" else 0)
     if device == "cpu":

@@ -223,9 +223,9 @@ def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 # A tile of 4096 tokens by 2048 vocabulary entries: large enough for matrix products at full speed on two to a few dozen
 # cores, small enough (32 MiB in float32) to be cheap next to anything else. GPUs need more work per kernel.
-_MAX_ROWS = 4096
-_TILE_BYTES = {"cpu": 32 * 2**20}
-_DEFAULT_TILE_BYTES = 256 * 2**20
+MAX_ROWS = 4096
+TILE_BYTES = {"cpu": 32 * 2**20}
+DEFAULT_TILE_BYTES = 256 * 2**20
 # A block of tokens that keeps all its logits (single-pass losses): 330 tokens of a vocabulary of 151936 in float32.
 _BLOCK_BYTES = {"cpu": 192 * 2**20}
 _DEFAULT_BLOCK_BYTES = 2**30
@@ -275,13 +275,13 @@ def check_targets(targets: Tensor, vocabulary: int) -> None:
 
 def tile_shape(tokens: int, vocabulary: int, chunk: int | None, dtype: torch.dtype, device: str) -> tuple[int, int]:
     """Rows and columns of a tile: as many tokens as possible, and columns by ``chunk`` or the bytes of the tile."""
-    rows = max(1, min(tokens, _MAX_ROWS))
+    rows = max(1, min(tokens, MAX_ROWS))
     return rows, tile_columns(rows, vocabulary, dtype, device) if chunk is None else min(chunk, vocabulary)
 
 
 def tile_columns(rows: int, vocabulary: int, dtype: torch.dtype, device: str) -> int:
     """Columns of a tile of ``rows`` tokens: what fits its bytes, but enough for an efficient matrix product."""
-    columns = _TILE_BYTES.get(device, _DEFAULT_TILE_BYTES) // (rows * dtype.itemsize)
+    columns = TILE_BYTES.get(device, DEFAULT_TILE_BYTES) // (rows * dtype.itemsize)
     return max(1, min(vocabulary, max(256, columns // 256 * 256)))
 
 
@@ -367,7 +367,7 @@ def _view(buffer: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor:
 
 def block_rows(columns: int, device: str) -> int:
     """Tokens whose whole rows of ``columns`` float32 logits make one tile."""
-    return max(1, _TILE_BYTES.get(device, _DEFAULT_TILE_BYTES) // (4 * columns))
+    return max(1, TILE_BYTES.get(device, DEFAULT_TILE_BYTES) // (4 * columns))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -43,7 +43,7 @@ def test_logprobs_are_those_before_truncation(spec: SamplingSpec) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logprobs_are_those_before_tokens_were_forbidden(temperature: float) -> None:
-    spec = SamplingSpec(temperature=temperature, min_new_tokens=1)
+    spec = SamplingSpec(group_size=1, temperature=temperature, min_new_tokens=1)
     token, logprob = sample_tokens(
         PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), spec, torch.tensor([1, 2])
     )
@@ -60,7 +60,7 @@ def test_logprobs_are_those_before_tokens_were_forbidden(temperature: float) -> 
         (SamplingSpec(top_k=5), True),
         (SamplingSpec(min_p=0.1), True),
         (SamplingSpec(min_new_tokens=2), True),
-        (SamplingSpec(temperature=0.0, top_p=0.9, top_k=5, min_p=0.1), False),
+        (SamplingSpec(group_size=1, temperature=0.0, top_p=0.9, top_k=5, min_p=0.1), False),
     ],
 )
 def test_a_spec_knows_whether_it_takes_tokens_away(spec: SamplingSpec, truncates: bool) -> None:

@@ -338,7 +338,7 @@ class TestSamples:
             SamplingSpec(group_size=2, max_new_tokens=16, top_p=0.8),
             SamplingSpec(group_size=2, max_new_tokens=16, min_p=0.05),
             SamplingSpec(group_size=2, max_new_tokens=16, min_new_tokens=10),
-            SamplingSpec(group_size=2, max_new_tokens=16, temperature=0.0),
+            SamplingSpec(group_size=1, max_new_tokens=16, temperature=0.0),
             SamplingSpec(group_size=2, max_new_tokens=16, temperature=0.8, top_k=30, top_p=0.9, min_p=0.02),
         ],
         ids=["top_k", "top_p", "min_p", "min_new_tokens", "greedy", "all"],

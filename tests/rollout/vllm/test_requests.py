@@ -58,6 +58,7 @@ class TestSamplingSpec:
             ({"stop_token_ids": tuple(range(MAX_STOP_TOKEN_IDS + 1))}, "stop_token_ids must be a list of up to 96"),
             ({"temperature": math.nan}, "temperature must be a finite number of at least 0, got nan"),
             ({"temperature": 1e-9}, r"temperature must be 0 \(greedy\) or at least 0.0001, got 1e-09"),
+            ({"temperature": 0}, "greedy, and 8 completions of a prompt would all be the same: give group_size=1"),
             ({"temperature": math.inf}, "temperature must be a finite number of at least 0, got inf"),
             ({"top_p": math.nan}, "top_p must be a finite number above 0 and at most 1, got nan"),
             ({"min_p": math.nan}, "min_p must be a finite number of at least 0 and below 1, got nan"),
