@@ -11,6 +11,7 @@ import torch
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.event_loop import EventLoopThread
 from rlhfkit.episodes.sampler import EngineFailedError
+from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, check_context
 from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 from rlhfkit.validation import check_integer, check_number
@@ -44,9 +45,11 @@ class EpisodeFactory(Protocol):
 class EpisodeEngineBase(EngineWrapper):
     """Runs episodes concurrently in the event loop of one thread. Subclasses define the episodes.
 
-    Arguments and errors are those of :class:`~rlhfkit.episodes.EpisodeEngine`. ``blocked_after``: seconds that one step
-    of async code may block the event loop before that is an error.
+    Validation runs episodes too. Arguments and errors are those of :class:`~rlhfkit.episodes.EpisodeEngine`.
+    ``blocked_after``: seconds that one step of async code may block the event loop before that is an error.
     """
+
+    changes_training_only = False
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class EpisodeEngineBase(EngineWrapper):
         self.loop = EventLoopThread("rlhfkit-episodes")
         self._context: int | None = None
         self._given_tokenizer: Any = None
+        self._tokenizer: Any = None  # the one in use
         self._template_arguments: Mapping[str, Any] | None = None  # what the DataModule gives the chat template
 
     def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -90,7 +94,8 @@ class EpisodeEngineBase(EngineWrapper):
         from rlhfkit.models.load import load_tokenizer
 
         given = self._given_tokenizer
-        return load_tokenizer(model, trust_remote_code=trust_remote_code) if given is None else given
+        self._tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code) if given is None else given
+        return self._tokenizer
 
     def template_arguments(self, own: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return what the chat template is given: what the engine was given, else what the DataModule gives it."""
@@ -142,6 +147,14 @@ class EpisodeEngineBase(EngineWrapper):
         """Whether groups are returned as they finish; false if the engine replays recorded samples."""
         return not self.engine.recorded
 
+    @property
+    def continuous_batching(self) -> bool:
+        """Whether the engine runs later requests beside earlier ones; turns pass through wrappers one by one."""
+        inner = self.engine
+        while isinstance(inner, EngineWrapper):
+            inner = inner.engine
+        return self.can_stream and inner.continuous_batching
+
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "EpisodeStream":
         """Return a stream of groups; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
         return EpisodeStream(self, sampling, iteration)
@@ -157,17 +170,7 @@ class EpisodeEngineBase(EngineWrapper):
         """
         if self.engine.recorded:
             return self.engine.generate(prompts, sampling, iteration=iteration)
-        stream = self.stream(sampling, iteration=iteration)
-        try:
-            stream.submit(prompts)
-            groups: list[list[Sample]] = []
-            while len(groups) < len(prompts):
-                groups += stream.collect(len(prompts))
-        finally:
-            stream.close()
-        order = {prompt.index: place for place, prompt in enumerate(prompts)}
-        groups.sort(key=lambda group: order[group[0].prompt.index])
-        return [sample for group in groups for sample in group]
+        return sample_all(self.stream(sampling, iteration=iteration), prompts, tokenizer=self._tokenizer)
 
 
 class EpisodeStream:

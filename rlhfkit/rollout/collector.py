@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 from rlhfkit.data.types import Prompt, Sample
@@ -392,11 +393,16 @@ class BatchedGroupStream:
 
 
 def sample_all(
-    stream: GroupStream, prompts: Sequence[Prompt], *, check: Callable[[], None] | None = None
+    stream: GroupStream,
+    prompts: Sequence[Prompt],
+    *,
+    check: Callable[[], None] | None = None,
+    tokenizer: Any = None,
 ) -> list[Sample]:
     """Return the samples of all prompts, in prompt order, from a new stream; RuntimeError if groups are missing.
 
-    ``check`` is called every half second and may raise.
+    ``check`` is called every half second and may raise. With a ``tokenizer`` the samples have texts, for engines around
+    the engine that is asked.
     """
     groups: list[Group] = []
     wait = None if check is None else _POLL_SECONDS
@@ -415,4 +421,13 @@ def sample_all(
     # By index: the prompt of an episode is another object where its environment began the conversation.
     order = {prompt.index: place for place, prompt in enumerate(prompts)}
     groups.sort(key=lambda group: order[group[0].prompt.index])
-    return flatten(groups)
+    samples = flatten(groups)
+    return samples if tokenizer is None else with_texts(samples, tokenizer)
+
+
+def with_texts(samples: list[Sample], tokenizer: Any) -> list[Sample]:
+    """Let the texts of samples be decoded when they are read, and return the samples."""
+    decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
+    for sample in samples:
+        sample.decode_with(decode)
+    return samples

@@ -37,7 +37,8 @@ WRAPPERS: dict[str, Callable[[RolloutEngine], RolloutEngine]] = {
     "episodes on a wrapper": lambda engine: EpisodeEngine(Recorded(engine), Counting),
 }
 CAPABILITIES = sorted(name for name, member in vars(RolloutEngine).items() if isinstance(member, property))
-HANDED_ON = [name for name in CAPABILITIES if name not in ("can_stream", "shortens_answers")]
+# A wrapper without ``stream`` is asked for whole batches.
+HANDED_ON = [name for name in CAPABILITIES if name not in ("can_stream", "continuous_batching", "shortens_answers")]
 
 
 def capabilities(engine: RolloutEngine) -> dict[str, Any]:
@@ -92,6 +93,7 @@ def test_the_engines_of_this_library_are_seen_through_every_wrapper(wrapper: str
         assert isinstance(wrapped, RolloutEngine)
         assert capabilities(wrapped) == capabilities(engine)
         assert wrapped.can_stream == (wrapper != "wrapper" and not engine.recorded)
+        assert wrapped.continuous_batching == (wrapped.can_stream and engine.continuous_batching)
         assert hasattr(type(wrapped), "stream") or not wrapped.can_stream
         assert wrapped.shortens_answers == (wrapper != "wrapper")
         wrapped.version = 5

@@ -12,11 +12,13 @@ from functools import partial
 from typing import cast
 
 import lightning as L
+import numpy as np
 
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.data.sample_texts import decode_together
+from rlhfkit.data.token_arrays import stored
 from rlhfkit.data.types import GREEDY_REWARD, Experience, Prompt, Sample
-from rlhfkit.protocols import AsksWhileSampling, needs_greedy_rewards, policy_of, prompts_of
+from rlhfkit.protocols import AsksWhileSampling, HasModelLimits, needs_greedy_rewards, policy_of, prompts_of
 from rlhfkit.rank_store import RankLog, rank_store
 from rlhfkit.rewards.base import Reward, part_names, score_samples, tell_progress
 from rlhfkit.rollout.collector import (
@@ -33,6 +35,7 @@ from rlhfkit.rollout.collector import (
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.partial_rollouts import PartialRollouts, ResumableStream
+from rlhfkit.rollout.wrappers.engine_wrapper import policy_engine
 from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
@@ -198,7 +201,7 @@ class GroupCollector:
         prompts = [collected.drawn[group[0].prompt.index] for group in groups]  # an environment begins them anew
         greedy = dataclasses.replace(sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         with self.timing.record("generate", iteration):
-            answers = flatten(self._generate(prompts, greedy, iteration, rank_log))
+            answers = flatten(self._generate(policy_engine(self.engine), prompts, greedy, iteration, rank_log))
         self._score(trainer, answers, iteration, rank_log)
         for group, answer in zip(groups, answers, strict=True):
             for sample in group:
@@ -225,7 +228,7 @@ class GroupCollector:
             if not share:
                 return []
             with self.timing.record("generate", iteration):
-                samples = flatten(self._generate(share, sampling, iteration, rank_log))
+                samples = flatten(self._generate(policy_engine(self.engine), share, sampling, iteration, rank_log))
             self._score(trainer, samples, iteration, rank_log)
             return samples
 
@@ -243,21 +246,23 @@ class GroupCollector:
     ) -> GroupStream:
         stream: GroupStream
         if rounds and not self.engine.continuous_batching:
-            stream = BatchedGroupStream(lambda prompts: self._generate(prompts, sampling, iteration, rank_log))
+            stream = BatchedGroupStream(
+                lambda prompts: self._generate(self.engine, prompts, sampling, iteration, rank_log)
+            )
         else:
             stream = cast(StreamingEngine, self.engine).stream(sampling, iteration=iteration)
         ask = partial(self._ask_early, trainer, sampling, iteration) if self._asks_early else None
         return TimedStream(stream, self.timing, iteration, ask)
 
     def _generate(
-        self, prompts: list[Prompt], sampling: SamplingSpec, iteration: int, rank_log: RankLog
+        self, engine: RolloutEngine, prompts: list[Prompt], sampling: SamplingSpec, iteration: int, rank_log: RankLog
     ) -> list[Group]:
         """Generate groups, unless another rank fails meanwhile."""
-        if self.engine.continuous_batching:
-            stream = cast(StreamingEngine, self.engine).stream(sampling, iteration=iteration)
+        if engine.continuous_batching:
+            stream = cast(StreamingEngine, engine).stream(sampling, iteration=iteration)
             samples = sample_all(stream, prompts, check=rank_log.check)
         else:
-            samples = rank_log.call(lambda: self.engine.generate(prompts, sampling, iteration=iteration))
+            samples = rank_log.call(lambda: engine.generate(prompts, sampling, iteration=iteration))
         size = sampling.group_size
         if len(samples) != len(prompts) * size:
             raise RuntimeError(f"the engine was asked for {len(prompts)} x {size} samples and returned {len(samples)}")
@@ -287,6 +292,7 @@ class GroupCollector:
 
     def _score(self, trainer: L.Trainer, samples: list[Sample], iteration: int, rank_log: RankLog) -> None:
         """Set rewards of this rank's samples, and let them have texts."""
+        check_samples(samples, policy_of(trainer), self.engine)
         decode = partial(policy_of(trainer).tokenizer.batch_decode, skip_special_tokens=True)
         reward = self.reward
         with decode_together(samples, decode):
@@ -431,3 +437,17 @@ class TimedStream:
         """Stop; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
         with self._timing.record("generate", self._iteration):
             return cast(ResumableStream, self._stream).cut()
+
+
+def check_samples(samples: Sequence[Sample], module: object, engine: RolloutEngine) -> None:
+    """Raise RuntimeError if an engine has returned a token that the module's model does not know."""
+    known = module.vocabulary_size if isinstance(module, HasModelLimits) else None
+    for sample in samples if known is not None else ():
+        tokens = np.asarray(stored(sample, "token_ids"))
+        wrong = tokens[(tokens < 0) | (tokens >= known)]
+        if len(wrong):
+            raise RuntimeError(
+                f"{type(engine).__name__} returned the token {int(wrong[0])} for prompt {sample.prompt.index}, and the "
+                f"model that is trained knows the tokens 0 to {(known or 0) - 1}: give the engine the same model, a "
+                "wrapper or environment the same tokenizer (module.tokenizer)"
+            )

@@ -231,7 +231,7 @@ class LocalEngine(RolloutEngine):
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample; see :meth:`RolloutEngine.generate`."""
-        return sample_all(self.stream(sampling, iteration=iteration), prompts)
+        return sample_all(self.stream(sampling, iteration=iteration), prompts, tokenizer=self._tokenizer)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
         """Return groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""

@@ -130,6 +130,8 @@ class RemoteEnginePool(RolloutEngine):
         """Devices that a :class:`~rlhfkit.Placement` holds for the engines; ``None``: Ray finds some at the start."""
         self.given_tokenizer: Any = None
         """The run's tokenizer; ``None``: the model's own."""
+        self.tokenizer: Any = None
+        """Writes the texts of samples; set by :meth:`prepare_requests`, without it there are none."""
         self._started = False
         self._loading = False
         self._asleep = False
@@ -427,7 +429,7 @@ class RemoteEnginePool(RolloutEngine):
             EngineError: If all engines are dead, or nothing was finished for ``generate_timeout`` seconds.
             RankError: If rank 0, which manages the engines, is gone.
         """
-        return sample_all(self.stream(sampling, iteration=iteration), prompts)
+        return sample_all(self.stream(sampling, iteration=iteration), prompts, tokenizer=self.tokenizer)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> PoolStream:
         """Return groups of this rank as they are finished. Any thread, several streams at a time.

@@ -121,6 +121,7 @@ class VLLMServer(RolloutEngine):
         self._vocabulary = 0
         self._stops: tuple[int, ...] = ()
         self._given_tokenizer: Any = None
+        self._tokenizer: Any = None  # the one in use
         self._same_vocabulary = True  # of the run's tokenizer and the model's own, which the servers have
         self._reports_raw: bool | None = None  # log-probs before temperature and truncation; None: not asked yet
         self._sync_metrics: dict[str, float] = {}
@@ -180,7 +181,7 @@ class VLLMServer(RolloutEngine):
                 self._sync = ServerSync(receivers, sender)
         own = load_tokenizer(model, trust_remote_code=trust_remote_code)
         tokenizer = own if self._given_tokenizer is None else self._given_tokenizer
-        self._same_vocabulary = own.get_vocab() == tokenizer.get_vocab()
+        self._tokenizer, self._same_vocabulary = tokenizer, own.get_vocab() == tokenizer.get_vocab()
         self._stops = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
 
     def _connect(self) -> ServerConnections:
@@ -285,7 +286,7 @@ class VLLMServer(RolloutEngine):
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample on all servers, for this rank alone; see :meth:`RolloutEngine.generate`. Any thread."""
-        return sample_all(self.stream(sampling, iteration=iteration), prompts)
+        return sample_all(self.stream(sampling, iteration=iteration), prompts, tokenizer=self._tokenizer)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> ServerStream:
         """Return groups of this rank as they are finished. Any thread, several streams at a time.

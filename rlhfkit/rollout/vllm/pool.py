@@ -323,7 +323,7 @@ class VLLMPool(RemoteEnginePool):
 
         own = load_tokenizer(model, trust_remote_code=trust_remote_code)
         tokenizer = own if self.given_tokenizer is None else self.given_tokenizer
-        self._same_vocabulary = own.get_vocab() == tokenizer.get_vocab()
+        self.tokenizer, self._same_vocabulary = tokenizer, own.get_vocab() == tokenizer.get_vocab()
         self._stop_token_ids = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
 
     def make_request(

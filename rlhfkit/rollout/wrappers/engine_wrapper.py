@@ -1,7 +1,7 @@
 """``EngineWrapper``: base class of engines around another one, which is used for everything but sampling."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,9 +12,15 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource
 class EngineWrapper(RolloutEngine):
     """A :class:`~rlhfkit.rollout.engine.RolloutEngine` with the weights, versions and ranks of the inner ``engine``.
 
-    Subclasses override :meth:`generate`. All other members are the inner engine's, except ``can_stream``, since its
-    ``stream`` would bypass the subclass. Raises ``TypeError`` if ``engine`` is not a ``RolloutEngine``.
+    Subclasses override :meth:`generate`, which is called from any thread where the inner engine is shared; a sample of
+    the inner engine has its ``text``. All other members are the inner engine's, except ``can_stream`` and with it
+    ``continuous_batching``, since its ``stream`` would bypass the subclass. Raises ``TypeError`` if ``engine`` is not a
+    ``RolloutEngine``.
     """
+
+    changes_training_only: ClassVar[bool] = True
+    """Whether validation, and the greedy answers of ReMax, are sampled by the inner engine alone, so that their scores
+    are the policy's; false for a wrapper that is a part of the task, as episodes are."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         if not isinstance(engine, RolloutEngine):
@@ -38,8 +44,8 @@ class EngineWrapper(RolloutEngine):
 
     @property
     def continuous_batching(self) -> bool:
-        """Whether the engine runs later requests beside earlier ones."""
-        return self.engine.continuous_batching
+        """Whether the engine runs later requests beside earlier ones; false for a subclass without ``stream``."""
+        return self.can_stream and self.engine.continuous_batching
 
     @property
     def can_score(self) -> bool:
@@ -124,3 +130,10 @@ class EngineWrapper(RolloutEngine):
     def close(self) -> None:
         """Free everything; a second call does nothing."""
         self.engine.close()
+
+
+def policy_engine(engine: RolloutEngine) -> RolloutEngine:
+    """The engine that samples as the policy does: without wrappers that change how training samples."""
+    while isinstance(engine, EngineWrapper) and engine.changes_training_only:
+        engine = engine.engine
+    return engine

@@ -23,7 +23,7 @@ class OtherSamples(EngineWrapper):
     The others' tokens have the version :data:`~rlhfkit.data.types.OTHER_MODEL` and no log-probs (NaN), as the policy's
     are not known. No correction weighs them: they are for modules that compare answers, as a policy loss would take
     them for the policy's own. Their seeds are those of a seed of their own: with the policy's, equal models would give
-    equal answers. Validation, which samples with a negative iteration, and single samples are the policy's alone.
+    equal answers. Validation and single samples are the policy's alone.
 
     Args:
         engine: Samples from the policy.
@@ -39,18 +39,13 @@ class OtherSamples(EngineWrapper):
         check_integer("count", count, minimum=1)
         self.count = count
 
-    @property
-    def continuous_batching(self) -> bool:
-        """Never: a group is complete when both samplers have answered all prompts of a call."""
-        return False
-
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample with both; see :meth:`RolloutEngine.generate`.
 
         Raises:
             ValueError: If nothing of a group would be left for the policy.
         """
-        if iteration < 0 or sampling.group_size == 1:
+        if sampling.group_size == 1:
             return self.engine.generate(prompts, sampling, iteration=iteration)
         own = sampling.group_size - self.count
         if own < 1:

@@ -17,6 +17,7 @@ from rlhfkit import LocalEngine, ReferenceMixture, ReferenceSamples, VLLMPool
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import ModuleWeights, SamplingSpec, sample_seed
+from rlhfkit.rollout.wrappers.engine_wrapper import policy_engine
 from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
 
 SAMPLING = SamplingSpec(group_size=3, max_new_tokens=7, temperature=0.7, seed=5)
@@ -105,8 +106,9 @@ def test_equal_models_do_not_give_equal_answers(world: World) -> None:
 
 def test_validation_and_single_samples_are_the_policys(world: World, engine: ReferenceSamples) -> None:
     alone = world.alone(reference=False)
-    for sampling, iteration in ((SAMPLING, -1), (SamplingSpec(group_size=1, max_new_tokens=5, temperature=0), 2)):
-        samples = engine.generate(prompts(), sampling, iteration=iteration)
+    single = SamplingSpec(group_size=1, max_new_tokens=5, temperature=0)
+    for asked, sampling, iteration in ((policy_engine(engine), SAMPLING, -1), (engine, single, 2)):
+        samples = asked.generate(prompts(), sampling, iteration=iteration)
         assert not others(samples)
         assert tokens(samples) == tokens(alone.generate(prompts(), sampling, iteration=iteration))
 
