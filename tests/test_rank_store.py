@@ -44,6 +44,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.run("rank_store_ranks:everything", ranks=3, folder=tmp_path_factory.mktemp("three"))
 
 
+@pytest.mark.distributed
 class TestThreeRanks:
     """One launch for all checks."""
 

@@ -25,6 +25,7 @@ def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return list(zip(*found, strict=True))
 
 
+@pytest.mark.distributed
 def test_a_run_with_offloading_equals_one_without_bit_for_bit(compared: list[Any]) -> None:
     for run in compared:
         for without, with_offloading in run:
@@ -32,12 +33,14 @@ def test_a_run_with_offloading_equals_one_without_bit_for_bit(compared: list[Any
                 assert without[name] == with_offloading[name]
 
 
+@pytest.mark.distributed
 def test_a_checkpoint_that_is_saved_meanwhile_is_the_same(compared: list[Any]) -> None:
     for run in compared:
         for without, with_offloading in run:
             assert without["saved"] == with_offloading["saved"]
 
 
+@pytest.mark.distributed
 def test_all_of_weights_and_optimizer_is_moved(compared: list[Any]) -> None:
     for run in compared:
         for _, offloaded in run:
@@ -47,6 +50,7 @@ def test_all_of_weights_and_optimizer_is_moved(compared: list[Any]) -> None:
             assert offloaded["moved"][-1]["optimizer"] > 80_000
 
 
+@pytest.mark.distributed
 def test_no_other_tensor_of_the_run_keeps_memory(compared: list[Any]) -> None:
     """What is left: the batch, generators' states and other things smaller than any weight matrix."""
     for run in compared:

@@ -144,6 +144,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     )
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["rlhf_zero3", "ddp"])
 def test_two_ranks_learn_the_same(two_ranks: list[dict[str, Any]], strategy: str) -> None:
     """PPO with an engine each for policy and critic, a reference and a reward model."""

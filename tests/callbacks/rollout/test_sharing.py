@@ -151,6 +151,7 @@ def test_an_iteration_without_files_is_named(tmp_path: Path) -> None:
         samples_files(tmp_path, 4)
 
 
+@pytest.mark.distributed
 def test_no_rank_is_without_a_row(three: list[dict[str, Any]]) -> None:
     assert min(rank["selected"]["own"][1] for rank in three) >= 1
     assert torch.tensor([rank["selected"]["own"][2] for rank in three]).eq(24).all()

@@ -64,6 +64,7 @@ def test_a_hack_gets_nothing_and_harms_nobody(rewards: dict[str, tuple[object, o
     assert rewards[name] == (1.0, 0.0, 1.0)
 
 
+@pytest.mark.long
 def test_the_time_limit_covers_judging() -> None:
     """Each takes half a minute or more in the interpreter that judges, and cannot be interrupted there."""
     quick = CodeExecution(timeout=2.0, workers=2)
