@@ -40,7 +40,13 @@ _REQUEST_TIMEOUT = timedelta(seconds=60)
 
 
 class RankError(RuntimeError):
-    """A rank has died, or the store of the ranks cannot be trusted."""
+    """A rank has died or failed, or the store of the ranks cannot be trusted.
+
+    Also the cause, with the remote traceback, of an error of a rank on Ray that is raised again by the driver.
+    """
+
+    rank_died: bool = False
+    """Whether the process of a rank on Ray has ended, not its work with an error."""
 
 
 class RankStore:

@@ -1,6 +1,8 @@
 """The Ray session of this process: joining a cluster or starting Ray on this machine, once, for ranks and engines."""
 
+import contextlib
 import os
+import random
 import socket
 import threading
 from dataclasses import dataclass
@@ -8,6 +10,7 @@ from typing import Any
 
 _AUTH_MODE = "RAY_AUTH_MODE"
 _REACH_SECONDS = 30.0
+_NEVER_ASSIGNED = range(20000, 32768)  # Linux assigns 32768 to 60999; Ray's workers have 10002 to 19999
 
 
 def join_or_start_ray(**local_session: Any) -> bool:
@@ -28,6 +31,23 @@ def join_or_start_ray(**local_session: Any) -> bool:
         return False
     ray.init(address="local", include_dashboard=False, log_to_driver=False, **local_session)
     return True
+
+
+def port_candidates() -> list[int]:
+    """Return ports, in random order, of those that a system gives to nobody who asks for any free one.
+
+    For processes that are told a port and listen there later: one that the system has assigned (``bind`` to port 0)
+    may be assigned to another process in between.
+    """
+    return random.SystemRandom().sample(_NEVER_ASSIGNED, 100)
+
+
+def unassigned_port(address: str) -> int:
+    """Return the first of some :func:`port_candidates` that is free at an address of this machine."""
+    for port in port_candidates():
+        with contextlib.suppress(OSError), socket.create_server((address, port)):
+            return port
+    raise OSError(f"none of 100 ports from {_NEVER_ASSIGNED[0]} to {_NEVER_ASSIGNED[-1]} is free at {address}")
 
 
 def cluster_address() -> str:

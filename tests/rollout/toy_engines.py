@@ -24,6 +24,7 @@ class ToyEngine:
         self.started = 0
         self.aborted: list[str] = []
         self.cuts: list[str] = []
+        self.slept: list[int] = []
 
     async def start(self) -> dict[str, Any]:
         return {"max_model_len": 64, "vocabulary": 128, "pid": os.getpid()}
@@ -55,6 +56,17 @@ class ToyEngine:
 
     async def abort(self, keys: Sequence[str]) -> None:
         self.aborted += keys
+
+    async def sleep(self, level: int) -> None:
+        await asyncio.sleep(0.5)
+        self.slept.append(level)
+
+    async def wake(self, what: list[str] | None = None) -> None:
+        pass
+
+    async def levels_slept(self) -> list[int]:
+        """Levels of the sleeps that were finished."""
+        return self.slept
 
     async def seen(self) -> tuple[int, list[str]]:
         """Requests that were started, and jobs that were aborted."""

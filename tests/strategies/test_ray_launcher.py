@@ -16,11 +16,12 @@ import torch
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from rlhfkit.rank_store import RankError
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.ray.environment import RayEnvironment
 from rlhfkit.strategies.ray.launcher import RayLauncher
 from rlhfkit.strategies.ray.placement import PlacementError, placement_strategy
-from rlhfkit.strategies.ray.ranks import RankError, rank_environments
+from rlhfkit.strategies.ray.ranks import rank_environments
 from strategies import ranks, ray_cases
 
 
@@ -49,6 +50,34 @@ def test_scripts_keep_lightnings_launcher() -> None:
     for launcher in (None, "subprocess"):
         strategy = make_trainer(launcher=launcher).strategy
         assert isinstance(strategy.launcher, _SubprocessScriptLauncher)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "4",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODELIST": "a1",
+}
+
+
+@pytest.mark.parametrize("per_node", [None, "2"])
+def test_ray_starts_ranks_in_the_batch_script_of_a_slurm_job(
+    monkeypatch: pytest.MonkeyPatch, per_node: str | None
+) -> None:
+    """Lightning takes ``--ntasks`` for a sign that srun has started this process as a rank."""
+    for name, value in (SLURM | ({"SLURM_NTASKS_PER_NODE": per_node} if per_node else {})).items():
+        monkeypatch.setenv(name, value)
+    strategy = make_trainer(3, launcher="ray").strategy
+    assert isinstance(strategy.launcher, RayLauncher)
+    assert strategy.launcher.num_ranks == 3
+    assert isinstance(strategy.cluster_environment, RayEnvironment)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(MisconfigurationException, match=r"one of 4 tasks: start it once \(srun --ntasks=1"):
+        make_trainer(3, launcher="ray")
 
 
 def test_the_launcher_gets_what_the_strategy_and_the_trainer_say() -> None:

@@ -82,12 +82,18 @@ class EngineHandle(RoutedEngine):
         """From its last answer."""
         self.paused = False
         """From its last answer."""
+        self.sleep_level: int | None = None
+        """While it is starting: the level at which it sleeps, as the others do, once ``start_ref`` has ended."""
         self.has_partial_weights = False
         """Whether its last weight transfer broke off, so that its weights are unusable until the next."""
         self.asleep = False
         """Whether it has freed memory and must be woken before it is sent weights."""
+        self.cause = ""
+        """The error that it raised when it failed, numbers left out; empty if it ended."""
         self.earlier_cause = ""
-        """The error that the process before it raised when it failed, numbers left out; empty if it ended."""
+        """The same of the process before it."""
+        self.postponed = False
+        """Whether it is dead and will be restarted when the engines wake."""
         self.info: dict[str, Any] = {}
         """What ``start`` returned: ``pid``, ``node``, ``processes``, ``max_model_len``, ``vocabulary``."""
 

@@ -108,21 +108,30 @@ class EngineManager(EngineRouter[EngineHandle]):
         )
 
     def mark_started(self, handle: EngineHandle, info: dict[str, Any]) -> None:
-        """Record that an engine has started; ``info`` is what its ``start`` returned."""
+        """Record that an engine has started; ``info`` is what its ``start`` returned.
+
+        One that comes up while the others sleep falls asleep first: it is starting until it has, and has woken again if
+        the others have meanwhile.
+        """
         with self._changed:
             if handle.state is State.DEAD:
                 return
-            handle.info = info
+            handle.info = handle.info or info
             handle.probes.answered(time.monotonic())
+            level, actor = self._sleep_level, handle.actor
+            if handle.sleep_level != level:
+                handle.sleep_level = level
+                handle.start_ref = actor.wake.remote() if level is None else actor.sleep.remote(level)
+                handle.start_deadline = time.monotonic() + self.sync_timeout
+                return
             handle.change_state(State.STALE)
             if self._has_weights:
                 handle.version = 0
                 handle.change_state(State.SERVING)
-            if self._sleep_level is not None:  # restarted while the others sleep
+            if level is not None:
                 handle.change_state(State.ASLEEP)
                 handle.asleep = True
-                handle.version = handle.version if self._sleep_level == 1 else None
-                handle.actor.sleep.remote(self._sleep_level)
+                handle.version = handle.version if level == 1 else None
             self._changed.notify_all()
 
     @property
@@ -140,6 +149,7 @@ class EngineManager(EngineRouter[EngineHandle]):
 
         Raises EngineError if none is up within ``start_timeout``.
         """
+        self._restart_postponed()
         deadline = time.monotonic() + self.start_timeout + self.policy.detection_seconds
         with self._changed:
             while True:
@@ -200,9 +210,13 @@ class EngineManager(EngineRouter[EngineHandle]):
         self.call(State.ASLEEP, "sleep", level, doing="falling asleep", timeout=self.sync_timeout)
 
     def wake(self) -> None:
-        """Have every sleeping engine allocate its memory; those that kept their weights serve."""
+        """Have every sleeping engine allocate its memory; those that kept their weights serve.
+
+        Engines that died while the others slept are started again.
+        """
         with self._changed:
             self._sleep_level = None
+        self._restart_postponed()
         self.call(State.ASLEEP, "wake", doing="waking up", timeout=self.sync_timeout)
         with self._changed:
             for handle in self._handles:
@@ -222,7 +236,8 @@ class EngineManager(EngineRouter[EngineHandle]):
     def mark_dead(self, handle: EngineHandle, reason: str, *, cause: str = "") -> None:
         """Mark an engine dead, kill it, and restart it within ``max_restarts``; no effect if it is dead already.
 
-        It is not restarted if it raised the same error as the process before it, and has answered no request since.
+        While the engines sleep, and training has the memory, it is restarted when they are needed again. It is not
+        restarted if it raised the same error as the process before it, and has answered no request since.
         """
         cause = re.sub(r"0x[0-9a-f]+|\d+", "#", cause)
         with self._changed:
@@ -235,24 +250,40 @@ class EngineManager(EngineRouter[EngineHandle]):
             # Before it is dead: other threads would find that all engines are dead and none is restarted.
             restart = handle.restarts < self.policy.max_restarts and not self.closed and not repeated
             handle.will_restart = restart
+            handle.postponed = postponed = restart and self._sleep_level is not None
             handle.change_state(State.DEAD)
             self._changed.notify_all()
-        log.warning("%s is dead: %s; %s", handle, handle.reason, "restarting it" if restart else "not restarted")
+            handle.cause = cause
+        when = "restarting it when the engines wake" if postponed else "restarting it" if restart else "not restarted"
+        log.warning("%s is dead: %s; %s", handle, handle.reason, when)
         _kill(handle)
-        if restart:
-            try:
-                successor = self._launch(handle.number, handle.restarts + 1)
-                successor.earlier_failure, successor.earlier_cause = handle.reason, cause
-            except BaseException:
-                handle.will_restart = False
-                raise
-            with self._changed:
-                too_late = self.closed
-                if not too_late:
-                    self._handles[handle.number] = successor
-                self._changed.notify_all()
-            if too_late:
-                _kill(successor)
+        if restart and not postponed:
+            self._restart(handle)
+
+    def _restart_postponed(self) -> None:
+        """Start engines again that died while the others slept."""
+        with self._changed:
+            postponed = [handle for handle in self._handles if handle.state is State.DEAD and handle.postponed]
+            for handle in postponed:
+                handle.postponed = False
+        for handle in postponed:
+            self._restart(handle)
+
+    def _restart(self, handle: EngineHandle) -> None:
+        """Give a dead engine's number to a new process."""
+        try:
+            successor = self._launch(handle.number, handle.restarts + 1)
+            successor.earlier_failure, successor.earlier_cause = handle.reason, handle.cause
+        except BaseException:
+            handle.will_restart = False
+            raise
+        with self._changed:
+            too_late = self.closed
+            if not too_late:
+                self._handles[handle.number] = successor
+            self._changed.notify_all()
+        if too_late:
+            _kill(successor)
 
 
 def _kill_all(handles: list[EngineHandle], closed: threading.Event) -> None:

@@ -8,10 +8,11 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from rlhfkit.ray_session import unassigned_port
 
 
 def node_arguments(nodes: int) -> dict[str, Any]:
@@ -19,8 +20,7 @@ def node_arguments(nodes: int) -> dict[str, Any]:
     import ray
 
     address = str(ray.util.get_node_ip_address())
-    with socket.create_server((address, 0)) as listener:  # free now; vLLM's first worker listens there
-        port = listener.getsockname()[1]
+    port = unassigned_port(address)  # vLLM's first worker listens there later
     return {"nnodes": nodes, "node_rank": 0, "master_addr": address, "master_port": port}
 
 

@@ -5,7 +5,6 @@ does not notice a dead engine there; ``ProcessGroupSender("nccl", ...)`` does. N
 """
 
 import contextlib
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhfkit.ray_session import unassigned_port
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.sender import Receivers
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
@@ -109,13 +109,11 @@ class NativeSender:
 
         self.close()
         self._weights.set((), iter(()))
-        with socket.create_server((receivers.address, 0)) as probe:  # vLLM opens the port itself
-            port = probe.getsockname()[1]
         with _same_stream():
             self._engine = WeightTransferTrainerFactory.trainer_init(
                 NCCLTrainerInitInfo(
                     master_address=receivers.address,
-                    master_port=port,
+                    master_port=unassigned_port(receivers.address),  # vLLM listens there itself
                     world_size=1 + receivers.num_workers,
                     packed_buffer_size_bytes=self.bucket_bytes,
                     rank=0,

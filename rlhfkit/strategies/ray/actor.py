@@ -5,6 +5,7 @@ Lightning before a rank has its environment. For the same reason this file impor
 """
 
 import asyncio
+import contextlib
 import io
 import os
 import socket
@@ -96,13 +97,14 @@ class RankActor:
     _sent: int
     _sending: threading.Lock
 
-    def location(self) -> dict[str, Any]:
-        """Return where Ray has placed this process: machine, a free port there, GPUs, process id."""
+    def location(self, ports: list[int]) -> dict[str, Any]:
+        """Return where Ray has placed this process: machine, the first of ``ports`` that is free, GPUs, process id."""
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
+        port = 0
+        for port in ports:
+            with contextlib.suppress(OSError), socket.create_server(("", port)):
+                break
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.accelerators import Accelerator
@@ -164,6 +166,23 @@ class RayOptions:
         """Accelerator for Lightning if ranks use GPUs and the driver's machine has none; else ``None``."""
         wants_gpus = self.launcher == "ray" and "GPU" in (self.resources_per_rank or {})
         return RemoteCUDAAccelerator() if wants_gpus and not torch.cuda.is_available() else None
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """The driver's environment where Ray starts the ranks; ``None``: Lightning finds out who does.
+
+        Lightning takes the variables of a Slurm job with ``--ntasks`` for those of a rank, also in its batch script,
+        where the script runs once. Raises MisconfigurationException in one of several tasks of ``srun``.
+        """
+        if self.launcher != "ray" or TorchElasticEnvironment.detect():
+            return None
+        if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            raise MisconfigurationException(
+                "launcher='ray' starts the ranks itself, and srun has started this script as one of "
+                f"{os.environ['SLURM_STEP_NUM_TASKS']} tasks: start it once (srun --ntasks=1, or without srun in the "
+                "batch script), or leave launcher out"
+            )
+        return LightningEnvironment()
 
 
 class RayLauncher(_Launcher):

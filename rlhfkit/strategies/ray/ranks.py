@@ -10,6 +10,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from rlhfkit.rank_store import RankError
+from rlhfkit.ray_session import port_candidates
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import DriverDisplay
 
@@ -20,13 +22,6 @@ _ON_EXCEPTION_SECONDS = 600.0
 _KILL_SECONDS = 10.0
 # Environment variables of the driver that are not passed to ranks.
 _DRIVER_VARIABLES = ("RAY_", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_")
-
-
-class RankError(RuntimeError):
-    """A rank died or failed; also the cause, with the remote traceback, of an error that is raised again here."""
-
-    rank_died: bool = False
-    """Whether its process has ended, not its work with an error."""
 
 
 class Ranks:
@@ -52,7 +47,8 @@ class Ranks:
             actor = ray.remote(ray_actor.RankActor).options(**options, resources=others, scheduling_strategy=place)
             self.actors.append(actor.remote())
         deadline = time.monotonic() + timeout
-        locations = self._get([actor.location.remote() for actor in self.actors], deadline, "start a process")
+        ports = port_candidates()
+        locations = self._get([actor.location.remote(ports) for actor in self.actors], deadline, "start a process")
         machines = list(dict.fromkeys(one["node"] for one in locations))
         order = sorted(range(count), key=lambda index: machines.index(locations[index]["node"]))
         self.actors = [self.actors[index] for index in order]

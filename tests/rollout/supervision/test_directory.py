@@ -176,6 +176,47 @@ def test_all_engines_failing_under_another_rank_ends_in_a_load(two: TwoRanks) ->
 
 
 @ray_marker
+def test_an_engine_that_dies_while_the_others_sleep_is_restarted_when_they_wake(two: TwoRanks) -> None:
+    """The policy learns on the devices meanwhile."""
+    manager = two.manager
+    manager.sleep(1)
+    dead = manager.handles[0]
+    manager.mark_dead(dead, "it died while the policy learned")
+    time.sleep(0.5)
+    assert manager.handles[0] is dead
+    assert dead.will_restart
+    assert not manager.all_dead
+    manager.wake()
+    assert manager.handles[0].restarts == dead.restarts + 1
+    two.sync(7)
+    two.until(lambda directory: directory.handles[0].state is State.SERVING)
+    assert two.states() == [State.SERVING, State.SERVING]
+
+    before = [handle.restarts for handle in manager.handles]
+    manager.sleep(2)  # and where weights are what is needed first
+    manager.mark_dead(manager.handles[0], "it died while the policy learned")
+    manager.mark_dead(manager.handles[1], "it died too")
+    two.sync(8)
+    assert [handle.restarts for handle in manager.handles] == [restarts + 1 for restarts in before]
+    assert two.states() == [State.SERVING, State.SERVING]
+
+
+@ray_marker
+def test_an_engine_that_comes_up_while_the_others_sleep_counts_as_asleep_once_it_is(two: TwoRanks) -> None:
+    import ray
+
+    manager = two.manager
+    manager.mark_dead(manager.handles[0], "it died while it generated")
+    manager.sleep(1)  # before the new process is up
+    two.until(lambda _: manager.handles[0].state is State.ASLEEP)
+    assert ray.get(manager.handles[0].actor.levels_slept.remote()) == [1]
+    assert manager.handles[0].asleep
+    manager.wake()
+    two.sync(9)
+    assert two.states() == [State.SERVING, State.SERVING]
+
+
+@ray_marker
 def test_a_rank_of_another_cluster_reports_no_engine_as_dead(two: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhfkit.rollout.supervision.directory.ENGINE_NAMESPACE", "elsewhere")
     with pytest.raises(EngineError, match=r"Ray has no actor rlhfkit-.*another Ray cluster"):
