@@ -31,7 +31,7 @@ $(1)/bin/python $(PIP_INSTALL) --no-deps torch==$(2)+cpu 2>/dev/null \
 	|| $(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(CPU_INDEX) torch==$(2)+cpu
 endef
 
-.PHONY: demo test test-all test-versions lint bench gpu-check install clean
+.PHONY: demo test test-all quick-tests test-versions lint bench gpu-check install clean
 
 install: $(INSTALLED)
 
@@ -68,7 +68,11 @@ test-versions: .venv-oldest/.installed .venv-newest/.installed
 demo: $(INSTALLED)
 	$(BIN)/python tutorials/grpo_arithmetic.py --engine $(ENGINE) --seed $(SEED)
 
-test: lint
+# Types are checked beside the tests, which wait now and then.
+test: $(INSTALLED)
+	$(MAKE) --no-print-directory --jobs 2 quick-tests lint
+
+quick-tests: $(INSTALLED)
 	$(PYTEST) -m "$(QUICK)"
 
 test-all: test
