@@ -23,26 +23,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, ClassVar
+from typing import Any
 
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import (
     TIMEOUT,
-    AnswerReader,
-    CompositeReward,
     OnFailure,
     Reward,
-    answer_reader,
-    check_on_failure,
     evaluate,
-    mean_metrics,
-    part_names,
     reward_after_failure,
     reward_metrics,
     reward_name,
     tell_progress,
 )
-from rlhfkit.rewards.call_metrics import CallMetrics
+from rlhfkit.rewards.call_metrics import RewardElsewhere
 from rlhfkit.rewards.sandbox import START_TIMEOUT, CallResult
 from rlhfkit.rewards.sandbox.reward import check_importable
 from rlhfkit.validation import check_integer, check_number
@@ -56,7 +50,7 @@ _PROGRAM = (
 )
 
 
-class WorkerReward:
+class WorkerReward(RewardElsewhere):
     """Runs any importable reward in worker processes, which import rlhfkit as the trainer does and are not confined.
 
     The reward, its parts and its metrics are what they are in the training process; other changes to samples are lost.
@@ -68,9 +62,6 @@ class WorkerReward:
         RolloutCallback(WorkerReward("my_rewards.grade"), max_staleness=1, sampling=sampling)
         WorkerReward(WeightedSum(correct=exact_match, style=Style("strict")), workers=4, timeout=60)
     """
-
-    time_bounded: ClassVar[bool] = True
-    """Every call returns in time."""
 
     def __init__(
         self,
@@ -100,38 +91,18 @@ class WorkerReward:
         check_integer("workers", workers, minimum=1)
         check_number("timeout", timeout, above=0, why="it is in seconds")
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
-        self.reward = _resolved(reward)
-        check_importable(self.reward)
+        resolved = _resolved(reward)
+        check_importable(resolved)
+        super().__init__(resolved, on_failure, name=name, calls="/worker")
         self.workers = workers
         self.timeout = timeout
-        self.on_failure = check_on_failure(on_failure)
-        self.name = name or reward_name(self.reward)
         self._start_timeout = start_timeout
-        self._composite = isinstance(self.reward, CompositeReward)
-        if self._composite:  # only then is this a CompositeReward too
-            self.part_names = partial(part_names, self.reward)
-        self._processes = [_Process(self.name, self.reward, timeout, start_timeout) for _ in range(workers)]
+        self._processes = [_Process(self.name, resolved, timeout, start_timeout) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)
-        self._calls = CallMetrics(f"{self.name}/worker")
-        self._metrics: list[dict[str, float]] = []
-        self._progress: dict[str, int] | None = None
-        self._lock = threading.Lock()
         # Stop the processes when the reward is collected or Python exits; but not in a fork, which does not own them.
         weakref.finalize(self, _end_own, self._processes, os.getpid())
-
-    def inner_rewards(self) -> list[Reward]:
-        """Return the reward, which runs in the processes."""
-        return [self.reward]
-
-    def answer_reader(self) -> AnswerReader | None:
-        """Return that of the reward; it reads in this process."""
-        return answer_reader(self.reward)
-
-    def set_progress(self, *, step: int, epoch: int) -> None:
-        """Tell the reward in the processes, if it wants to know, with the next samples."""
-        self._progress = {"step": step, "epoch": epoch}
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Score samples; a composite reward sets their ``reward_parts``.
@@ -165,14 +136,11 @@ class WorkerReward:
                 outcome = process.call(request)
         finally:
             self._idle.put(process)
-        self._calls.add(outcome)
+        answer = outcome.value if outcome.status == "ok" else {}
+        self._calls.add(outcome, answer.get("metrics"))
+        self.set_parts(samples, answer.get("parts"))
         if outcome.status != "ok":
             return self._failed(samples, outcome)
-        with self._lock:
-            self._metrics.append(outcome.value["metrics"])
-        if self._composite:
-            for sample, found in zip(samples, outcome.value["parts"], strict=True):
-                sample.reward_parts |= found
         values: list[float | None] = outcome.value["values"]
         return values
 
@@ -183,16 +151,6 @@ class WorkerReward:
         became = "are not trained on" if value is None else f"got the reward {value}"
         log.warning("%d samples %s: %s", len(samples), became, message)
         return [value] * len(samples)
-
-    def metrics(self) -> dict[str, float]:
-        """The reward's own metrics, averaged over processes and calls since this was last called.
-
-        And those of the calls: ``<name>/worker/timeout_fraction``, ``.../failed_fraction``, ``.../seconds_p50`` and
-        ``.../seconds_p99``.
-        """
-        with self._lock:
-            own, self._metrics = self._metrics, []
-        return mean_metrics(own) | self._calls.take()
 
     def close(self) -> None:
         """Stop the processes when their calls have returned; the next call starts new ones."""
@@ -368,13 +326,18 @@ def _answer(reward: Any, request: bytes, timeout: float) -> dict[str, Any]:
     """Score pickled samples, with how far training is; returns rewards, parts and metrics, or the error."""
     try:
         samples, progress = pickle.loads(request)
-        if progress is not None:
-            tell_progress(reward, **progress)
-        name = reward_name(reward)
-        for sample in samples:
-            sample.reward_parts = {}
-        values = evaluate({name: reward}, samples, timeout=timeout)[name]
-        metrics = {key: float(value) for key, value in reward_metrics(reward).items()}
-        return {"values": values, "parts": [sample.reward_parts for sample in samples], "metrics": metrics}
+        return score(reward, samples, progress, timeout)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
+
+
+def score(reward: Any, samples: list[Sample], progress: dict[str, int] | None, timeout: float) -> dict[str, Any]:
+    """Return the values of samples, their ``reward_parts``, and the reward's metrics, as JSON."""
+    if progress is not None:
+        tell_progress(reward, **progress)
+    name = reward_name(reward)
+    for sample in samples:
+        sample.reward_parts = {}
+    values = evaluate({name: reward}, samples, timeout=timeout)[name]
+    metrics = {key: float(value) for key, value in reward_metrics(reward).items()}
+    return {"values": values, "parts": [sample.reward_parts for sample in samples], "metrics": metrics}

@@ -9,11 +9,11 @@ import pickle
 import pickletools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import OnFailure, Reward, check_on_failure, reward_after_failure, reward_name
-from rlhfkit.rewards.call_metrics import CallMetrics
+from rlhfkit.rewards.base import OnFailure, Reward, reward_after_failure, reward_name
+from rlhfkit.rewards.call_metrics import RewardElsewhere
 from rlhfkit.rewards.sandbox import START_TIMEOUT, Backend, CallResult, ResourceLimits, SandboxPool, WorkerSpec
 from rlhfkit.validation import check_integer
 
@@ -22,23 +22,22 @@ log = logging.getLogger(__name__)
 _SHOWN = 5  # failures that a warning describes; it names the prompts of all
 
 
-class SandboxedReward:
+class SandboxedReward(RewardElsewhere):
     """Runs a reward of your own in child processes with resource limits; a call that takes too long is killed.
 
-    The reward is imported in those processes and sees samples as plain objects with the attributes of
-    :class:`~rlhfkit.data.types.Sample`; changes to them are lost. By default it can use the network, read what you can
-    read, and write into its temporary folder only; of your environment variables it gets only those
-    for paths and languages.
+    The reward is imported in those processes. If that imports rlhfkit, it gets each :class:`~rlhfkit.data.types.Sample`
+    as it is, so that rewards of the library which call others work (:class:`~rlhfkit.rewards.WeightedSum` and the
+    like); else plain objects with the same attributes. Its parts and its metrics are what they are in the training
+    process; other changes to samples are lost. By default it can use the network, read what you can read, and write
+    into its temporary folder only; of your environment variables it gets only those for paths and languages.
 
     Example::
 
         SandboxedReward("my_rewards.unit_tests", timeout=20, on_failure=0.0)
         SandboxedReward(MyJudge("strict"), environment={"JUDGE_KEY": key}, batch_size=16, on_failure="stop")
+        SandboxedReward(CosineLength(my_rewards.unit_tests, max_length=4096))
         WeightedSum(tests=SandboxedReward("my_rewards.unit_tests"), format=FormatReward(r"<answer>.*</answer>"))
     """
-
-    time_bounded: ClassVar[bool] = True
-    """Every call returns in time."""
 
     def __init__(
         self,
@@ -64,7 +63,8 @@ class SandboxedReward:
 
         Args:
             reward: Dotted name of a reward function (sync or async), or a reward that can be pickled and imported, so
-                not one that the running script or notebook defines.
+                not one that the running script or notebook defines. A name is imported in the processes only, so of
+                its reward neither parts nor answers (``val/maj@k``) are known here.
             timeout: Time limit in seconds of one call, which scores ``batch_size`` samples.
             workers: Number of processes; ``None``: one per core, at most 4.
             batch_size: Samples per call; all of them fail together. Use 1 unless the reward is much faster on several.
@@ -90,14 +90,13 @@ class SandboxedReward:
         check_integer("batch_size", batch_size, minimum=1)
         check_integer("workers", workers, minimum=1, optional=True)
         check_importable(reward)
-        self.name = name or (reward.rpartition(".")[2] if isinstance(reward, str) else reward_name(reward))
+        super().__init__(reward, on_failure, name=name)
         self.batch_size = batch_size
-        self.on_failure = check_on_failure(on_failure)
         work = WorkerSpec(
             name=f"reward {self.name!r}",
             program=Path(__file__).with_name("reward_worker.py"),
             factory="scorer",
-            arguments=(reward,),
+            arguments=(reward, timeout),
             environment=tuple((environment or {}).items()),
         )
         self.sandbox = SandboxPool(
@@ -116,7 +115,6 @@ class SandboxedReward:
             fresh_process=fresh_process,
             backend=backend,
         )
-        self._metrics = CallMetrics(self.name)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Score samples.
@@ -127,14 +125,16 @@ class SandboxedReward:
         """
         size = self.batch_size
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-        outcomes = self.sandbox.map([[_plain(sample) for sample in batch] for batch in batches])
+        outcomes = self.sandbox.map([([_plain(sample) for sample in batch], self._progress) for batch in batches])
         rewards: list[float | None] = []
         failures: list[tuple[Sequence[Sample], CallResult]] = []
         for batch, outcome in zip(batches, outcomes, strict=True):
             outcome = _checked(outcome, len(batch))
-            self._metrics.add(outcome)
+            answer = outcome.value if outcome.status == "ok" else {}
+            self._calls.add(outcome, answer.get("metrics"))
+            self.set_parts(batch, answer.get("parts"))
             if outcome.status == "ok":
-                rewards += outcome.value
+                rewards += answer["values"]
                 continue
             failures.append((batch, outcome))
             rewards += [reward_after_failure(self.on_failure, self._describe([failures[-1]]))] * len(batch)
@@ -143,14 +143,6 @@ class SandboxedReward:
             count = sum(len(batch) for batch, _ in failures)
             log.warning("%d of %d samples %s: %s", count, len(samples), became, self._describe(failures))
         return rewards
-
-    def inner_rewards(self) -> list[Any]:
-        """Return the reward; none if it was given by name, as the processes import it."""
-        return [one for one in self.sandbox.spec.arguments if not isinstance(one, str)]
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the calls since this was last called, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""
-        return self._metrics.take()
 
     def close(self) -> None:
         """Stop the processes; the next call starts new ones."""
@@ -174,15 +166,24 @@ def _plain(sample: Sample) -> dict[str, Any]:
 
 def _checked(outcome: CallResult, count: int) -> CallResult:
     """Return the result, or an error unless it holds one finite number or ``None`` per sample."""
+    match outcome.value:
+        case {"values": list() as values, "parts": list() as parts, "metrics": dict() as metrics} if (
+            outcome.status == "ok"
+            and len(values) == len(parts) == count
+            and all(value is None or (_number(value) and math.isfinite(value)) for value in values)
+            and all(isinstance(part, dict) and all(map(_number, part.values())) for part in parts)
+            and all(map(_number, metrics.values()))
+        ):
+            return outcome
     if outcome.status != "ok":
         return outcome
-    values = outcome.value
-    good = isinstance(values, list) and len(values) == count
-    if good and all(value is None or (isinstance(value, int | float) and math.isfinite(value)) for value in values):
-        return outcome
-    shown = repr(values)[:200]
-    message = f"returned {shown} for {count} samples, not one finite number or None for each"
+    shown = outcome.value.get("values") if isinstance(outcome.value, dict) else outcome.value
+    message = f"returned {repr(shown)[:200]} for {count} samples, not one finite number or None for each"
     return CallResult("error", message=message, seconds=outcome.seconds)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def check_importable(reward: str | Reward) -> None:

@@ -13,11 +13,20 @@ from pathlib import Path
 import pytest
 from rl_runs import setup_run
 
+from rewards import worker_rewards
 from rewards.sandbox import misbehaving
 from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.rewards import SandboxedReward, WeightedSum, reward_metrics, score_samples
-from rlhfkit.rewards.base import RewardError
+from rlhfkit.rewards import (
+    CosineLength,
+    OnLastTurn,
+    SandboxedReward,
+    WeightedSum,
+    exact_match,
+    reward_metrics,
+    score_samples,
+)
+from rlhfkit.rewards.base import CompositeReward, RewardError, answer_reader, part_names, tell_progress
 from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.sandbox import CallResult
 
@@ -44,6 +53,43 @@ def test_values_are_the_rewards_own(reward: SandboxedReward) -> None:
     assert reward.name == "reward"
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(reward, [samples("1", "2"), samples("3"), []])) == [[1.0, 2.0], [3.0], []]
+
+
+def test_rewards_of_the_library_that_call_others_are_there_what_they_are_here() -> None:
+    """Values, parts, metrics, progress and answers; those of a call that failed are missing."""
+    parts = {"right": exact_match, "cosine": CosineLength(exact_match, 8), "last": OnLastTurn(exact_match)}
+    inner = WeightedSum(parts, grown=worker_rewards.Counting(), said=worker_rewards.obedient)
+    there = SandboxedReward(inner, workers=1, batch_size=2)
+    assert isinstance(there, CompositeReward)
+    assert part_names(there) == [*parts, "grown", "said"]
+    results = []
+    for reward in (inner, there):
+        tell_progress(reward, step=7, epoch=2)
+        batch = samples("4", "5", "none", "44", answer="4")
+        batch[1].info["last_text"] = "4"
+        score_samples(reward, batch)
+        results.append(batch)
+    assert repr(results[1]) == repr(results[0])  # a missing part is NaN
+    assert [sample.reward_parts["right"] for sample in batch] == [1.0, 0.0, 0.0, 0.0]
+    assert batch[1].reward_parts["last"] == 1.0
+    assert batch[0].reward_parts["grown"] == 208.0
+    assert reward_metrics(there)["counting/calls"] == 2.0
+    assert answer_reader(there)(batch[3]) == answer_reader(inner)(batch[3]) == "44"
+    lost = samples("raise it", answer="4")
+    score_samples(there, lost)
+    assert lost[0].reward is None
+    assert [math.isnan(value) for value in lost[0].reward_parts.values()] == [True] * 5
+    there.close()
+
+
+def test_a_plain_reward_has_metrics_and_progress_too() -> None:
+    told = SandboxedReward(misbehaving.Patient(), workers=1)
+    assert told(samples("1")) == [0.0]
+    tell_progress(told, step=3, epoch=1)
+    assert told(samples("1", "2")) == [3.0, 3.0]
+    assert told.metrics()["patient/steps"] == 2.0  # the mean of three calls
+    assert SandboxedReward(NAME).answer_reader() is None
+    told.close()
 
 
 def test_every_failure_masks_its_sample_and_is_reported(
