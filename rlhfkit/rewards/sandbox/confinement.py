@@ -94,7 +94,7 @@ def _filter_system_calls(layers: Sequence[str], *, network: bool, trusted: bool)
         groups.append(seccomp.CROSS_PROCESS_CALLS)
         if not network and "network" not in layers:
             groups.append(seccomp.NETWORK_CALLS)
-    if not seccomp.install_filter(*groups):
+    if not seccomp.install_filter(*groups, few_families=not network and "network" in layers):
         return []
     return ["memory", *(["network"] if seccomp.NETWORK_CALLS in groups else [])]
 

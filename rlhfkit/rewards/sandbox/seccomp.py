@@ -22,6 +22,8 @@ MEMORY_CALLS = {"memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget"
 NETWORK_CALLS = {"socket": (41, 198)}
 """Sockets of any kind; pairs within a program still work."""
 
+_NETWORKED_FAMILIES = (1, 2, 10)  # Unix, IPv4 and IPv6: what a network namespace holds
+
 CROSS_PROCESS_CALLS = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
     "kcmp": (312, 272), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "unshare": (272, 97),
@@ -34,17 +36,21 @@ CROSS_PROCESS_CALLS = {
 """Calls that reach other processes, namespaces and file systems, or that filters cannot inspect (io_uring, clone3)."""
 
 
-def install_filter(*groups: dict[str, tuple[int, int]]) -> bool:
+def install_filter(*groups: dict[str, tuple[int, int]], few_families: bool = False) -> bool:
     """Make system calls fail, as if missing, in this process and all it will start; false if the kernel refuses.
 
-    Needs ``PR_SET_NO_NEW_PRIVS``. The groups hold names with their numbers on x86-64 and ARM64.
+    Needs ``PR_SET_NO_NEW_PRIVS``. The groups hold names with their numbers on x86-64 and ARM64. With ``few_families``
+    there are sockets of Unix and the internet only: a network namespace isolates others (vsock, netlink) in part or
+    not at all.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if architecture is None:
         return False
     number, column = architecture
     refused = sorted({numbers[column] for group in groups for numbers in group.values()})
-    program = b"".join(_filter(number, refused, clone=(56, 220)[column], namespaces=CROSS_PROCESS_CALLS not in groups))
+    socket = NETWORK_CALLS["socket"][column] if few_families else None
+    namespaces = CROSS_PROCESS_CALLS not in groups
+    program = b"".join(_filter(number, refused, clone=(56, 220)[column], namespaces=namespaces, socket=socket))
     code = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
@@ -55,8 +61,8 @@ def install_filter(*groups: dict[str, tuple[int, int]]) -> bool:
     return result == 0
 
 
-def _filter(architecture: int, refused: list[int], *, clone: int, namespaces: bool) -> list[bytes]:
-    """Return the instructions of a classic BPF program."""
+def _filter(architecture: int, refused: list[int], *, clone: int, namespaces: bool, socket: int | None) -> list[bytes]:
+    """Return the instructions of a classic BPF program; ``socket`` is the call of which some families are refused."""
 
     def step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("HBBI", code, yes, no, value)
@@ -66,6 +72,10 @@ def _filter(architecture: int, refused: list[int], *, clone: int, namespaces: bo
     steps += [step(_GREATER_EQUAL, _X32, 0, 1), missing]
     for number in refused:
         steps += [step(_EQUAL, number, 0, 1), missing]
+    if socket is not None:
+        allowed = [step(_EQUAL, family, after, 0) for family, after in zip(_NETWORKED_FAMILIES, (3, 2, 1), strict=True)]
+        steps += [step(_EQUAL, socket, 0, 6), step(_LOAD, _FIRST_ARGUMENT), *allowed]
+        steps += [step(_RETURN, _ERROR | errno.EAFNOSUPPORT), step(_RETURN, _ALLOW)]
     if not namespaces:  # clone must not create any
         steps += [step(_EQUAL, clone, 0, 3), step(_LOAD, _FIRST_ARGUMENT), step(_ANY_BIT, _NEW_NAMESPACES, 0, 1)]
         steps += [step(_RETURN, _ERROR | errno.EPERM)]

@@ -84,6 +84,14 @@ def connect():
     socket.create_connection(("127.0.0.1", target["port"]), 3).close()
     return True
 
+def other_networks():
+    made = []
+    for family, kind in ((16, 3), (40, 1)):  # netlink, vsock
+        try:
+            made.append(socket.socket(family, kind))
+        except OSError: pass
+    return bool(made)
+
 def memory():
     held = bytearray(300 << 20)
     return True

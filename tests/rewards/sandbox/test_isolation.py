@@ -62,7 +62,7 @@ ROWS = {
     "its open files and sockets": ["open_descriptors", "take_descriptors"],
     "signals to it": ["signal"],
     "files elsewhere written": ["write_outside"],
-    "the network": ["connect"],
+    "the network": ["connect", "other_networks"],
     "memory beyond the limit": ["memory"],
     "memfd and System V memory": ["uncounted_memory"],
     "processes beyond the limit": ["processes"],
