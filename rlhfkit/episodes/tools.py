@@ -3,7 +3,9 @@
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Sequence
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -114,7 +116,7 @@ class ToolEnvironment(Environment):
             return f"Error: {wanted.error}", False
         if tool is None:
             return f"Error: there is no tool {wanted.name!r}; there are {', '.join(self.tools)}", False
-        wanted = wanted.typed(partial(_takes_text, tool))
+        wanted = wanted.typed(partial(_types_of, tool))
         try:
             inspect.signature(tool).bind(**wanted.arguments)
         except TypeError as error:
@@ -131,10 +133,38 @@ class ToolEnvironment(Environment):
         return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
 
 
-def _takes_text(tool: Callable[..., Any], name: str) -> bool:
-    """Whether an argument of a tool takes text and nothing else, or is unknown."""
-    found = inspect.signature(tool).parameters.get(name)
-    return found is None or found.annotation in (str, "str")
+_JSON_TYPES: Mapping[Any, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    dict: "object",
+    **dict.fromkeys((list, tuple, set), "array"),
+}
+
+
+def _types_of(tool: Callable[..., Any], name: str) -> Set[str]:
+    """The types of JSON that an argument of a tool takes, by its type hint; text for an unknown argument."""
+    parameters = inspect.signature(tool).parameters
+    if name not in parameters:
+        return {"string"}
+    try:
+        hint = typing.get_type_hints(tool).get(name, Any)
+    except (NameError, TypeError):  # a name that exists for type checkers only
+        hint = str if parameters[name].annotation == "str" else Any
+    return _types_of_hint(hint)
+
+
+def _types_of_hint(hint: Any) -> Set[str]:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        every = [_types_of_hint(part) for part in typing.get_args(hint)]
+        return set().union(*every) if all(every) else set()
+    if origin is typing.Literal:
+        return {_JSON_TYPES[type(value)] for value in typing.get_args(hint) if type(value) in _JSON_TYPES}
+    found = _JSON_TYPES.get(origin or hint)
+    return set() if found is None else {found}
 
 
 class ToolEnvironmentFactory:

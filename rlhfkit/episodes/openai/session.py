@@ -8,7 +8,7 @@ agent, a summarised conversation) starts a trajectory; one that continues an ans
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -190,7 +190,7 @@ class ChatSession:
         if request.offered_tools is not None:
             action = Action(len(self.turns), list(sampled.token_ids), text, raw, sampled.finish_reason)
             parsed = [one for one in self.tool_call_parser(action) if not one.error]
-            calls = [one.typed(partial(_takes_text, request.offered_tools, one.name)) for one in parsed]
+            calls = [one.typed(partial(_types_of, request.offered_tools, one.name)) for one in parsed]
         return assistant_message(text, calls, request_id, before=text_before_calls(text, raw))
 
     def leaves(self) -> list[ChatTurn]:
@@ -235,11 +235,25 @@ def _continues(messages: Sequence[dict[str, Any]], earlier: Sequence[dict[str, A
     )
 
 
-def _takes_text(tools: Sequence[Mapping[str, Any]], tool: str, argument: str) -> bool:
-    """Whether an argument of an offered tool is a string by its schema, or unknown."""
+def _types_of(tools: Sequence[Mapping[str, Any]], tool: str, argument: str) -> Set[str]:
+    """The types of JSON that an argument of an offered tool takes, by its schema; text for an unknown argument."""
     for one in tools:
         function = one.get("function") if isinstance(one, Mapping) else None
         if isinstance(function, Mapping) and function.get("name") == tool:
             properties = (function.get("parameters") or {}).get("properties") or {}
-            return bool((properties.get(argument) or {"type": "string"}).get("type") == "string")
-    return True
+            return _types_of_schema(properties[argument]) if argument in properties else {"string"}
+    return {"string"}
+
+
+def _types_of_schema(schema: Any) -> Set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(options, list):
+        every = [_types_of_schema(option) for option in options]
+        return set().union(*every) if all(every) else set()
+    if "type" not in schema and all(isinstance(value, str) for value in schema.get("enum") or [None]):
+        return {"string"}
+    named = schema.get("type", [])
+    nullable = {"null"} if schema.get("nullable") is True else set()
+    return {named} | nullable if isinstance(named, str) else {*named} | nullable

@@ -1,6 +1,6 @@
 """``ToolCall``: a function call of the policy, as any format of models writes it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,15 +19,19 @@ class ToolCall:
     untyped: bool = False
     """Whether the arguments are texts whose types the format does not say; see :meth:`typed`."""
 
-    def typed(self, is_text: Callable[[str], bool]) -> "ToolCall":
-        """Parse the texts of an untyped call as JSON where they are some and the argument takes no text.
+    def typed(self, types_of: Callable[[str], Set[str]]) -> "ToolCall":
+        """Parse the texts of an untyped call as JSON where the argument takes what they are.
+
+        ``5`` is a number for an argument that takes numbers, texts or not, and a text for one that takes texts or
+        nothing (``str | None``).
 
         Args:
-            is_text: Whether an argument of this name takes text.
+            types_of: The types of JSON that an argument of this name takes (``string``, ``integer``, ``null`` ...);
+                none: unknown, so that all JSON is parsed.
         """
         if not self.untyped:
             return self
-        arguments = {name: value if is_text(name) else _value(value) for name, value in self.arguments.items()}
+        arguments = {name: _value(value, types_of(name)) for name, value in self.arguments.items()}
         return replace(self, arguments=arguments, untyped=False)
 
 
@@ -58,8 +62,21 @@ def call_of_text(text: str, **names: Any) -> ToolCall:
         return ToolCall(error=f"the tool call is not valid JSON: {error}")
 
 
-def _value(text: Any) -> Any:
+def _value(text: Any, types: Set[str]) -> Any:
+    if not isinstance(text, str):
+        return text
     try:
-        return parse_json(text) if isinstance(text, str) else text
+        value = parse_json(text)
     except ValueError:
         return text
+    kept = "string" in types and (isinstance(value, str) or not types & _json_types(value))
+    return text if kept else value
+
+
+def _json_types(value: Any) -> set[str]:
+    """The types of JSON that a value is of, as in schemas."""
+    if isinstance(value, bool) or value is None:
+        return {"null" if value is None else "boolean"}
+    if isinstance(value, int | float):
+        return {"number", "integer"} if isinstance(value, int) else {"number"}
+    return {"array" if isinstance(value, list) else "object"}

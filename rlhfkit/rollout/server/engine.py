@@ -271,7 +271,10 @@ class VLLMServer(RolloutEngine):
         """Whether the servers report log-probs at the sampling temperature before truncation.
 
         vLLM reports them either before temperature and truncation (``--logprobs-mode raw_logprobs``, its default) or
-        after both (``processed_logprobs``), which is found out by asking.
+        after both (``processed_logprobs``), which is found out by asking every server.
+
+        Raises:
+            EngineError: If the servers differ in that, where it matters.
         """
         if sampling.constrained:  # a grammar removes tokens before vLLM takes either of them
             return False
@@ -279,7 +282,20 @@ class VLLMServer(RolloutEngine):
             return True
         if self._reports_raw is None:
             connections = self._connect()
-            self._reports_raw = connections.submit(reports_raw_logprobs(connections, self._name)).result()
+            raw = {
+                one.url: connections.submit(
+                    reports_raw_logprobs(connections, one, self._name, timeout=_ASK_SECONDS)
+                ).result()
+                for one in connections.endpoints
+            }
+            if len(set(raw.values())) > 1:
+                raise EngineError(
+                    "the servers report different log-probs, those before the temperature "
+                    f"({', '.join(url for url, before in raw.items() if before)}) and those after it "
+                    f"({', '.join(url for url, before in raw.items() if not before)}): start all with the same "
+                    "--logprobs-mode"
+                )
+            self._reports_raw = set(raw.values()) == {True}
         if self._reports_raw:
             return sampling.temperature in (0.0, 1.0)
         return not sampling.truncates

@@ -45,12 +45,14 @@ def _refused(error: EngineError) -> bool:
     return getattr(error, "status", None) is not None
 
 
-async def reports_raw_logprobs(connections: ServerConnections, model: str) -> bool:
+async def reports_raw_logprobs(
+    connections: ServerConnections, endpoint: Endpoint, model: str, *, timeout: float
+) -> bool:
     """Whether a server's log-probs are those before the temperature: those at 2 are then equal to those at 1."""
     found = []
     for temperature in (1.0, 2.0):
         body: dict[str, Any] = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": temperature}
         body |= {"logprobs": 1, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "return_token_ids": True, "seed": 0}
-        answer = await connections.ask(COMPLETIONS, body)
+        answer = await connections.call(endpoint, "POST", COMPLETIONS, body, timeout=timeout)
         found.append(max(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()))
     return bool(abs(found[0] - found[1]) < 1e-6)

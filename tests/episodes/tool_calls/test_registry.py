@@ -3,11 +3,13 @@
 The texts are those of the models' cards and chat templates.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal, Optional
 
 import pytest
 
-from rlhfkit.episodes import Action, EpisodeEngine, ToolEnvironment
+from rlhfkit.episodes import Action, EpisodeEngine, ToolEnvironment, tools
+from rlhfkit.episodes.openai import session
 from rlhfkit.episodes.tool_calls.call import ToolCall
 from rlhfkit.episodes.tool_calls.registry import (
     TOOL_CALL_PARSERS,
@@ -43,7 +45,10 @@ def said(text: str) -> Action:
 
 
 def parsed(name: str, text: str) -> list[ToolCall]:
-    return [call.typed(lambda argument: argument == "city") for call in TOOL_CALL_PARSERS[name](said(text))]
+    return [
+        call.typed(lambda argument: {"string"} if argument == "city" else set())
+        for call in TOOL_CALL_PARSERS[name](said(text))
+    ]
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_PARSERS)
@@ -132,14 +137,14 @@ def test_untyped_arguments_get_the_types_that_tools_take() -> None:
         seen.append((text, number, values, anything))
         return "ok"
 
-    tools = ToolEnvironment([take], tool_call_parser="qwen_xml")
+    environment = ToolEnvironment([take], tool_call_parser="qwen_xml")
     body = "".join(
         f"<parameter={name}>\n{value}\n</parameter>"
         for name, value in {"text": "12", "number": "12", "values": "[1, 2]", "anything": "so so"}.items()
     )
     import asyncio
 
-    asyncio.run(tools.step(said(f"<tool_call><function=take>{body}</function></tool_call>")))
+    asyncio.run(environment.step(said(f"<tool_call><function=take>{body}</function></tool_call>")))
     assert seen == [("12", 12, [1, 2], "so so")]
 
 
@@ -158,3 +163,31 @@ def test_unknown_names_are_refused_and_functions_taken() -> None:
         EpisodeEngine(LocalEngine(), tools=[print], tool_call_parser="grok")
     with pytest.raises(ValueError, match="tool_call_parser finds calls of tools"):
         EpisodeEngine(LocalEngine(), lambda: None, tool_call_parser="hermes")  # type: ignore[arg-type,return-value]
+
+
+VALUES = ["12", "1.5", "true", "null", "[1]", '{"a": 1}', '"12"', "word"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema", "read"),
+    [
+        (str, {"type": "string"}, VALUES),
+        (str | None, {"anyOf": [{"type": "string"}, {"type": "null"}]}, [*VALUES[:3], None, *VALUES[4:]]),
+        (Optional[str], {"type": "string", "nullable": True}, [*VALUES[:3], None, *VALUES[4:]]),  # noqa: UP045
+        ("str | None", {"type": ["string", "null"]}, [*VALUES[:3], None, *VALUES[4:]]),
+        (Literal["12", "13"], {"enum": ["12", "13"]}, VALUES),
+        (str | int, {"type": ["string", "integer"]}, [12, *VALUES[1:]]),
+        (str | list[int], {"anyOf": [{"type": "string"}, {"type": "array"}]}, [*VALUES[:4], [1], *VALUES[5:]]),
+        (int, {"type": "integer"}, [12, 1.5, True, None, [1], {"a": 1}, "12", "word"]),
+        (Any, {}, [12, 1.5, True, None, [1], {"a": 1}, "12", "word"]),
+    ],
+)
+def test_texts_stay_texts_where_a_tool_takes_texts_or_nothing(hint: Any, schema: Any, read: list[Any]) -> None:
+    def tool(x: Any) -> None: ...
+
+    tool.__annotations__["x"] = hint
+    offered = [{"function": {"name": "tool", "parameters": {"properties": {"x": schema}}}}]
+    for types_of in (partial(tools._types_of, tool), partial(session._types_of, offered, "tool")):
+        calls = [ToolCall("tool", {"x": value, "unknown": value}, untyped=True).typed(types_of) for value in VALUES]
+        assert [call.arguments["x"] for call in calls] == read
+        assert [call.arguments["unknown"] for call in calls] == VALUES

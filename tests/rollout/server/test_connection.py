@@ -254,3 +254,36 @@ def test_requests_in_flight_are_limited(app: Misbehaviour, started: Callable[...
 def test_arguments_are_checked_when_it_is_made(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         VLLMServer(**({"urls": "http://127.0.0.1:8000"} | arguments))
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (False, False), (True, False), (False, True)])
+def test_servers_that_report_other_logprobs_are_refused(
+    app: Misbehaviour, running: tuple[Misbehaviour, str], first: bool, second: bool
+) -> None:
+    """``--logprobs-mode raw_logprobs`` reports those before the temperature, ``processed_logprobs`` those after it."""
+
+    def reporting(raw: bool) -> Callable[[dict[str, Any], int], Any]:
+        def answer(body: dict[str, Any], number: int) -> Any:
+            given = completion(body)
+            top = {"a": -1.0 if raw else -1.0 / body["temperature"]}
+            given["choices"][0]["logprobs"]["top_logprobs"] = [top]
+            return given
+
+        return answer
+
+    other = Misbehaviour()
+    app.answer, other.answer = reporting(first), reporting(second)
+    with Server(other, token=AccessToken(SECRET), shutdown_timeout=1) as server:
+        engine = VLLMServer([running[1], server.url], token=SECRET)
+        warm = SamplingSpec(temperature=0.7)
+        try:
+            assert engine.configure_logprobs(SamplingSpec())  # at temperature 1 they are the same
+            if first == second:
+                assert engine.configure_logprobs(warm) is not first
+            else:
+                raw, processed = (running[1], server.url) if first else (server.url, running[1])
+                words = rf"before the temperature \({raw}\) and those after it \({processed}\): .* --logprobs-mode"
+                with pytest.raises(EngineError, match=words):
+                    engine.configure_logprobs(warm)
+        finally:
+            engine.close()
