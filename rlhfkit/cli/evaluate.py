@@ -39,7 +39,7 @@ def evaluate(
     system: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 256,
-    precision: str = "32-true",
+    precision: str | None = None,
     timeout: float = TIMEOUT,
     trust_remote_code: bool = False,
     overwrite: bool = False,
@@ -77,7 +77,8 @@ def evaluate(
         system: System message in front of the question; needs the chat template.
         chat_template_kwargs: Passed to the template.
         batch_size: Questions per batch; an interruption loses at most one batch.
-        precision: Of the weights, as the Trainer's: ``32-true``, ``bf16-true`` or ``16-true``.
+        precision: Of the weights, as the Trainer's: ``32-true``, ``bf16-true`` or ``16-true``; ``None``: the type that
+            the model is saved in.
         timeout: Time limit in seconds of an async grader per batch.
         trust_remote_code: Run Python code that comes with the model.
         overwrite: Start anew when the output exists.

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhfkit.cli.folders import weights_stamp
+from rlhfkit.cli.folders import resolve_dtype, weights_stamp
 from rlhfkit.cli.jsonl import JSONLWriter
 from rlhfkit.cli.progress import progress_bar
 from rlhfkit.data.types import Sample
@@ -41,7 +41,7 @@ def generate(
     chat_template_kwargs: dict[str, Any] | None = None,
     token_ids: bool = True,
     batch_size: int = 256,
-    precision: str = "32-true",
+    precision: str | None = None,
     trust_remote_code: bool = False,
     overwrite: bool = False,
     progress: bool = True,
@@ -75,7 +75,8 @@ def generate(
         chat_template_kwargs: Passed to the template.
         token_ids: Write ``prompt_ids`` and ``completion_ids``, which rewards that count or read tokens need.
         batch_size: Prompts per batch; an interruption loses at most one batch.
-        precision: Of the weights, as the Trainer's: ``32-true``, ``bf16-true`` or ``16-true``.
+        precision: Of the weights, as the Trainer's: ``32-true``, ``bf16-true`` or ``16-true``; ``None``: the type that
+            the model is saved in.
         trust_remote_code: Run Python code that comes with the model.
         overwrite: Start anew when the output exists.
         progress: Show a progress bar.
@@ -123,8 +124,9 @@ def generate(
         starts = range(writer.done // size, len(rows), batch_size)
         try:
             if starts:
-                dtype = precision_dtype(precision)
                 base = base_model_name(model)
+                own = resolve_dtype(None, base, trust_remote_code=trust_remote_code)
+                dtype = own if precision is None else precision_dtype(precision)
                 engine.configure_logprobs(sampling)
                 engine.start(base, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=base == model)
                 if base != model:  # the model and its adapter, merged

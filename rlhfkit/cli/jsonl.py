@@ -26,7 +26,7 @@ class JSONLWriter:
 
     ``settings`` determine the lines (plain JSON values). ``group`` lines belong together: an interrupted file is
     truncated after its last complete group. ``overwrite`` replaces an existing file. Raises ``FileExistsError`` if the
-    file was not written by this class, ``ValueError`` if it was with other settings.
+    file was not written by this class, ``ValueError`` if it was with other settings or has other lines.
     """
 
     def __init__(
@@ -60,12 +60,26 @@ class JSONLWriter:
         if changed:
             raise ValueError(f"{self.output} was written with other settings ({'; '.join(changed)}): {cure}")
 
+    def _check_line(self, number: int, line: bytes) -> None:
+        """Raise ValueError unless a whole line is one that :meth:`write` may have written."""
+        try:
+            written = isinstance(json.loads(line), dict)
+        except ValueError:
+            written = False
+        if not written:
+            raise ValueError(
+                f"line {number} of {self.output} is no line of an output ({line[:60]!r}), so it cannot be continued: "
+                "choose another output, or start anew with overwrite"
+            )
+
     def _truncate(self, group: int) -> int:
         """Truncate the file after its last complete group, and return the number of lines kept."""
         kept = end = position = 0
         with self.output.open("rb") as file:
             for count, line in enumerate(file, start=1):
                 position += len(line)
+                if line.endswith(b"\n"):
+                    self._check_line(count, line)
                 if line.endswith(b"\n") and count % group == 0:
                     kept, end = count, position
         if end < position:

@@ -143,3 +143,18 @@ def test_vllm_generates_what_the_local_engine_does(vllm_model: Path, vllm_pool: 
     ]
     made, expected = map(read_lines, files)
     assert [line["completion_ids"] for line in made] == [line["completion_ids"] for line in expected]
+
+
+@pytest.mark.parametrize(("precision", "expected"), [(None, torch.bfloat16), ("32-true", torch.float32)])
+def test_the_model_computes_in_the_type_it_is_saved_in(tmp_path: Path, precision: str | None, expected: Any) -> None:
+    started: list[torch.dtype] = []
+
+    class Seen(LocalEngine):
+        def start(self, model: str, *, dtype: torch.dtype, **options: Any) -> None:
+            started.append(dtype)
+            super().start(model, dtype=dtype, **options)
+
+    folder = tiny_model(tmp_path / "model")
+    load_causal_lm(str(folder), dtype=torch.bfloat16).save_pretrained(folder)
+    run(str(folder), tmp_path / "out.jsonl", ROWS[:1], engine=Seen(), precision=precision)
+    assert started == [expected]

@@ -61,3 +61,15 @@ def test_lines_are_strict_json(tmp_path: Path) -> None:
         "number": None,
         "parts": {"a": None, "b": [1.5, None]},
     }
+
+
+@pytest.mark.parametrize("garbage", ["nothing of ours\n", "[1, 2]\n", '{"row": 0\n'])
+def test_lines_of_something_else_do_not_count_as_done(tmp_path: Path, garbage: str) -> None:
+    path = tmp_path / "out.jsonl"
+    with JSONLWriter(path, SETTINGS) as writer:
+        writer.write([{"row": 0}])
+    changed = garbage + path.read_text()
+    path.write_text(changed)
+    with pytest.raises(ValueError, match=r"line 1 of .*out.jsonl is no line of an output .*overwrite"):
+        JSONLWriter(path, SETTINGS)
+    assert path.read_text() == changed

@@ -345,6 +345,12 @@ class RolloutCallback(Callback):
         reward, scored = self.reward, bool(shared.summary.reward_parts)
         silent = self._share_advantages(experience, len(shared.summary))
         metrics = iteration_metrics(shared, silent=silent, rewarded=reward is not None or scored)
+        if reward is not None and bool(shared.summary.rewards.isnan().all()) and self._attached().is_global_zero:
+            log.warning(
+                "iteration %d: the reward returned None for all %d samples, so nothing is learned from them; check "
+                "what it cannot score",
+                *(self.iteration, len(shared.summary)),
+            )
         metrics["rollout/probe_difference"] = self.weight_synchronizer.difference
         metrics |= self.weight_synchronizer.metrics
         if reward is not None:

@@ -21,7 +21,8 @@ def iteration_metrics(
 
     Returns:
         ``rollout/...``: means of rewards and their parts (if ``rewarded``), of lengths in tokens and of the numbers in
-        ``Sample.info``; fractions of samples truncated at the length limit, not scored, or with advantage 0.
+        ``Sample.info``; fractions of samples truncated at the length limit or not scored, and of scored samples with
+        advantage 0.
     """
     summary, numbers = shared.summary, shared.numbers
     rewards = summary.rewards[~summary.rewards.isnan()]
@@ -44,7 +45,9 @@ def iteration_metrics(
         metrics[f"rollout/reward/{name}"] = fmean(scored) if scored else math.nan
     if not rewarded:
         metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/reward")}
-    if silent is not None:
+    if silent is not None and rewarded:
+        silent = silent[~summary.rewards.isnan()]  # those without a reward count in unscored_fraction
+    if silent is not None and len(silent):
         metrics["rollout/zero_advantage_fraction"] = float(silent.float().mean())
     return metrics
 

@@ -4,6 +4,7 @@ Errors name the file, the column and what to do. Every rank reads the same data 
 """
 
 import codecs
+import csv
 import logging
 import os
 import re
@@ -136,8 +137,11 @@ def _read_path(name: str, split: str, subset: str | None, **options: Any) -> Any
             raise NoRowsError(f"{name} is empty; at least one row is needed")
         if ".tsv" in path.suffixes[-2:]:
             options["sep"] = "\t"
-        if builder == "json" and not options.get("streaming") and path.suffix not in _COMPRESSIONS:
-            _check_utf8(path)
+        if not options.get("streaming") and path.suffix not in _COMPRESSIONS:
+            if builder == "json":
+                _check_utf8(path)
+            if builder == "csv":
+                _check_quotes(path, options.get("sep", ","))
         split = re.sub(r"\w+", "train", split, count=1)  # the one split of a file
         return _load(name, builder, data_files=str(path), split=split, **options)
     if builder is not None or name.startswith(".") or not HUB_NAME.fullmatch(name):
@@ -223,6 +227,24 @@ def _check_utf8(path: Path) -> None:
         while block := file.read(2**24):
             decoder.decode(block)
         decoder.decode(b"", final=True)
+
+
+def _check_quotes(path: Path, separator: str) -> None:
+    """Raise ValueError if a quote of a CSV file is missing, behind which rows would become part of one value."""
+    longest = csv.field_size_limit(2**31 - 1)
+    first = 1  # line of the row that is read
+    try:
+        with readable(path), path.open(encoding="utf-8", newline="") as file:
+            rows = csv.reader(file, delimiter=separator, strict=True)
+            for _ in rows:
+                first = rows.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}: the row that begins in line {first} has a quote too many or too few ({error}), so that it would "
+            'swallow rows behind it: close its values with a quote, and write a quote inside of a value twice ("")'
+        ) from error
+    finally:
+        csv.field_size_limit(longest)
 
 
 def _table(rows: list[dict[str, Any]]) -> "Dataset":

@@ -97,7 +97,7 @@ def test_first_step_is_the_policy_gradient_of_the_scored_samples(tmp_path: Path,
     assert trainer.callback_metrics["rollout/unscored_fraction"] == pytest.approx(9 / 32)
 
 
-def test_rewards_that_are_all_missing_leave_the_policy_alone(tmp_path: Path) -> None:
+def test_rewards_that_are_all_missing_leave_the_policy_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rollouts = RolloutCallback(lambda samples: [None] * len(samples), sampling=SamplingSpec(group_size=4))
     trainer, module, data, _ = setup_run(tmp_path, module_arguments={"kl_coef": 0.1}, rollouts=rollouts, max_epochs=1)
     rollouts.sampling = SamplingSpec(group_size=4, max_new_tokens=8)
@@ -106,6 +106,8 @@ def test_rewards_that_are_all_missing_leave_the_policy_alone(tmp_path: Path) -> 
     for name, tensor in weights(module).items():
         assert torch.equal(tensor, start[name]), name
     assert trainer.callback_metrics["rollout/unscored_fraction"] == 1
+    assert "iteration 0: the reward returned None for all 32 samples, so nothing is learned from them" in caplog.text
+    assert "the reward is constant" not in caplog.text  # the alarm on equal rewards
 
 
 def test_old_log_probs_are_those_of_the_policy_before_the_iteration_at_its_temperature(tmp_path: Path) -> None:

@@ -188,3 +188,26 @@ def test_the_hub_is_not_asked_for_what_cannot_be_a_name(text: str, monkeypatch: 
     monkeypatch.setattr("datasets.load_dataset", asked)
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         read_rows(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('prompt,answer\n"a, b",1\n"c, d,2\n"e, f",3\n"g",4\n', 3),  # the quote behind d
+        ('prompt,answer\na,1\n"c, d,2\ne,3\n', 3),  # to the end of the file
+        ('prompt,answer\n"a\nb",1\n"c" d",2\n', 4),
+    ],
+)
+def test_a_missing_quote_of_a_csv_file_is_found(tmp_path: Path, text: str, line: int) -> None:
+    """Rows behind it were read as a part of one value, without a word."""
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ValueError, match=rf"a\.csv: the row that begins in line {line} has a quote too many"):
+        read_rows(tmp_path / "a.csv")
+    (tmp_path / "a.tsv").write_text(text.replace(",", "\t"))
+    with pytest.raises(ValueError, match=rf"a\.tsv: the row that begins in line {line} has"):
+        read_rows(tmp_path / "a.tsv")
+
+
+def test_quotes_that_belong_there_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt,answer\n"say ""hi"",\nplease",1\n5" wide,2\n' + f'"{"x" * 200_000}",3\n')
+    assert read_rows(tmp_path / "a.csv")["prompt"][:] == ['say "hi",\nplease', '5" wide', "x" * 200_000]
