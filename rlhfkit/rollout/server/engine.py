@@ -62,8 +62,7 @@ class VLLMServer(RolloutEngine):
         retries: How often a request is sent again that found no connection or no answer, or status 408, 429 or 5xx;
             to another server, if there is one.
         backoff: Seconds before the first repetition; doubled each time up to 30, plus a random part of up to this.
-        transfer: ``"auto"``: gloo from or to CPUs, NCCL between GPUs; or ``"gloo"``, ``"nccl"``. Servers with the
-            backend ``nccl``, vLLM's own, get weights by that.
+        transfer: ``"auto"``: gloo from or to CPUs, NCCL between GPUs; or ``"gloo"``, ``"nccl"``.
         bucket_bytes: Bytes per broadcast of a weight transfer.
         ssl_ca_certs: File of certificate authorities (PEM) to verify the servers with; ``None``: the system's.
 

@@ -77,15 +77,12 @@ def choose_sender(
     if len(kinds) > 1:
         raise EngineError(f"the servers take weights in different ways, {sorted(kinds)}: start all alike")
     backend, device = kinds.pop()
-    if backend not in ("rlhfkit", "nccl"):
+    if backend != "rlhfkit":
         raise EngineError(
             f"servers with --weight-transfer-config backend {backend!r} are not supported; {HOW_TO_SERVE}"
         )
-    if backend == "nccl":
-        resolved = resolve_transfer("native", device=device, colocate=False)
-    else:
-        both = "cuda" if device == "cuda" and trainer_has_gpu else "cpu"
-        resolved = resolve_transfer(transfer, device=both, colocate=False)
+    both = "cuda" if device == "cuda" and trainer_has_gpu else "cpu"
+    resolved = resolve_transfer(transfer, device=both, colocate=False)
     return make_sender(resolved, timeout=timeout, bucket_bytes=bucket_bytes)
 
 

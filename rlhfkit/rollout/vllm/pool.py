@@ -74,8 +74,7 @@ class VLLMPool(RemoteEnginePool):
         sync_timeout: Seconds for each step of a weight transfer, and for each bucket.
         transfer: How weights get to the engines. ``"auto"``: gloo on CPUs, IPC when colocated, NCCL between GPUs.
             ``"nccl"``: from GPU to GPU. ``"gloo"``: through main memory, slower, also for GPUs where the others fail.
-            ``"ipc"``: handles to GPU memory, when colocated. ``"native"``: vLLM's own NCCL transfer, which has no time
-            limit.
+            ``"ipc"``: handles to GPU memory, when colocated.
         probe_tolerance: Largest difference between the engines' log-probs of the same tokens that :meth:`score`
             accepts, in 16-bit types their mean difference; ``None``: 0.001 in float32, 0.3 in bfloat16, 0.1 in float16.
         bucket_bytes: Bytes per broadcast of a weight transfer.
@@ -87,7 +86,7 @@ class VLLMPool(RemoteEnginePool):
             first where engines can (not with ``colocate`` or ``delta_sync``), which is logged.
         delta_sync: Send only what has changed since the last sync; the engines end with the same bits. Costs a copy of
             the weights in the main memory of rank 0 and of each process of an engine: for slow networks between them.
-            Not with ``colocate`` or the transfer ``"native"``.
+            Not with ``colocate``.
         health: How engines are probed, and how often they are restarted.
 
     Raises:
@@ -149,8 +148,6 @@ class VLLMPool(RemoteEnginePool):
             raise ValueError(
                 "VLLMPool(delta_sync=True) saves bytes of a network, and with colocate=True none are sent: use one"
             )
-        if delta_sync and transfer == "native":
-            raise ValueError("VLLMPool(delta_sync=True) needs a transfer of rlhfkit's own, and 'native' is vLLM's")
         if (engine_arguments or {}).get("enable_lora"):
             raise ValueError(
                 "VLLMPool(engine_arguments=...) must leave enable_lora out: engines have a LoRA slot if the policy has "
@@ -270,8 +267,8 @@ class VLLMPool(RemoteEnginePool):
             sleeps=self.colocate,
             logprobs_mode=self._logprobs_mode,
         ) | quantization_arguments(self.quantization, self.dtype or dtype)
-        if self.adapter is not None and self.sender.backend in ("nccl", "ipc"):
-            self._merge_adapter(f"vLLM's own {self.sender.backend} transfer takes weights only")
+        if self.adapter is not None and self.sender.backend == "ipc":
+            self._merge_adapter("vLLM's own ipc transfer takes weights only")
         if self.adapter is not None:
             arguments |= adapter_arguments(self.adapter)
         arguments |= self.engine_arguments

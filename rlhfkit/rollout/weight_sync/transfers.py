@@ -4,12 +4,11 @@ from typing import Literal, cast, get_args
 
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.delta import DeltaSender
-from rlhfkit.rollout.weight_sync.native import NativeSender
 from rlhfkit.rollout.weight_sync.process_group.groups import Backend
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 
-Transfer = Literal["auto", "gloo", "nccl", "ipc", "native"]
+Transfer = Literal["auto", "gloo", "nccl", "ipc"]
 
 
 def check_transfer(transfer: str, *, device: str | None, colocate: bool) -> Transfer:
@@ -20,7 +19,7 @@ def check_transfer(transfer: str, *, device: str | None, colocate: bool) -> Tran
     if transfer not in get_args(Transfer):
         allowed = ", ".join(map(repr, get_args(Transfer)))
         raise ValueError(f"transfer must be one of {allowed}, got {transfer!r}")
-    if transfer in ("nccl", "native", "ipc") and device == "cpu":
+    if transfer in ("nccl", "ipc") and device == "cpu":
         raise ValueError(
             f"transfer={transfer!r} sends from GPU to GPU, and the engines are on CPUs: use 'auto' or 'gloo'"
         )
@@ -29,9 +28,9 @@ def check_transfer(transfer: str, *, device: str | None, colocate: bool) -> Tran
             "transfer='ipc' passes handles to memory of a GPU that engine and rank share: it needs colocate=True; use "
             "'auto' or 'nccl' for engines with GPUs of their own"
         )
-    if transfer in ("nccl", "native") and colocate:
+    if transfer == "nccl" and colocate:
         raise ValueError(
-            f"transfer={transfer!r} cannot connect two processes on one GPU, which colocate=True means: use 'auto', "
+            "transfer='nccl' cannot connect two processes on one GPU, which colocate=True means: use 'auto', "
             "'ipc', or 'gloo' (through main memory)"
         )
     return cast(Transfer, transfer)
@@ -57,8 +56,6 @@ def make_sender(transfer: Transfer, *, timeout: float, bucket_bytes: int, delta:
     """
     if transfer == "ipc":
         return IPCSender(bucket_bytes=bucket_bytes)
-    if transfer == "native":
-        return NativeSender(bucket_bytes=bucket_bytes)
     backend: Backend = "nccl" if transfer == "nccl" else "gloo"
     sender = ProcessGroupSender(backend, timeout=timeout, bucket_bytes=bucket_bytes)
     return DeltaSender(sender) if delta else sender

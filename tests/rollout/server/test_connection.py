@@ -20,6 +20,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import Prompt, SamplingSpec, VLLMServer
 from rlhfkit.rollout.errors import EngineError, RequestError
+from rlhfkit.rollout.server.weights import ServerInfo, choose_sender
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.server import Server
 
@@ -287,3 +288,9 @@ def test_servers_that_report_other_logprobs_are_refused(
                     engine.configure_logprobs(warm)
         finally:
             engine.close()
+
+
+def test_servers_with_vllms_own_transfer_are_refused_with_the_command_that_starts_one_with_ours() -> None:
+    infos = [ServerInfo("nccl", "cuda", 1)]
+    with pytest.raises(EngineError, match=r"backend 'nccl' are not supported; to train with it, .*\"rlhfkit\""):
+        choose_sender(infos, "auto", trainer_has_gpu=True, timeout=1.0, bucket_bytes=1)

@@ -1,9 +1,5 @@
-"""What senders tell the engines, read by the classes of the installed vLLM, 0.32 or 0.33.
+"""What our sender tells the engines, read by the classes of the installed vLLM, 0.32 or 0.33."""
 
-Covers ``native.py`` as far as it goes without GPUs: everything but NCCL itself.
-"""
-
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +28,12 @@ class Listening(EngineHandles):
         return SimpleNamespace(result=list, poll=self.poll)
 
     def poll(self) -> None:
-        if self.raises:
-            raise Recorded
+        raise Recorded
 
 
-def listening(*, raises: bool) -> Listening:
+def listening() -> Listening:
     two = Listening((SimpleNamespace(), SimpleNamespace()), 2, "127.0.0.1", 5.0)  # type: ignore[arg-type]
     object.__setattr__(two, "told", [])
-    object.__setattr__(two, "raises", raises)
     return two
 
 
@@ -47,7 +41,7 @@ def announced_in_groups(backend: Any) -> list[tuple[str, list[dict[str, Any]]]]:
     """What our own sender tells engines before the first byte."""
     from rlhfkit.rollout.weight_sync.process_group.transport import NetworkTransport
 
-    engines, sender = listening(raises=True), ProcessGroupSender(backend, timeout=5.0, shared_memory=False)
+    engines, sender = listening(), ProcessGroupSender(backend, timeout=5.0, shared_memory=False)
     with pytest.raises(Recorded):
         sender.connect(engines)
 
@@ -67,56 +61,22 @@ def announced_in_groups(backend: Any) -> list[tuple[str, list[dict[str, Any]]]]:
     return engines.told
 
 
-def announced_by_vllm() -> tuple[list[tuple[str, list[dict[str, Any]]]], list[str]]:
-    """What vLLM's own sender tells engines, and the names of what it would broadcast. Runs where vLLM is."""
-    from vllm.distributed.weight_transfer import nccl_engine
-
-    from rlhfkit.rollout.weight_sync.native import NativeSender
-
-    sent: list[str] = []
-
-    class WithoutNccl(nccl_engine.NCCLTrainerWeightTransferEngine):
-        def _broadcast(self, source: Any, meta: Any) -> None:
-            sent.extend(name for name, _ in self._checked_iter(source, meta))
-
-    engines, sender = listening(raises=False), NativeSender(bucket_bytes=77)
-    before = nccl_engine.open_trainer_endpoint, nccl_engine.NCCLTrainerWeightTransferEngine
-    factory = sys.modules["vllm.distributed.weight_transfer.factory"].WeightTransferTrainerFactory
-    registered = dict(factory._registry)
-    try:
-        nccl_engine.open_trainer_endpoint = lambda init_info: None
-        factory._registry["nccl"] = lambda: WithoutNccl
-        sender.connect(engines)
-        sender.send(engines, INFOS, iter(WEIGHTS))
-        sender.send(engines, INFOS, iter(WEIGHTS))
-    finally:
-        nccl_engine.open_trainer_endpoint = before[0]
-        factory._registry.clear()
-        factory._registry.update(registered)
-    return engines.told, sent
-
-
-def read_by_vllm(engine: str, told: list[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def read_by_vllm(told: list[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """The fields that vLLM's classes read. Runs where vLLM is."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     import rlhfkit.rollout.vllm.plugin  # noqa: F401  # registers ours
 
-    kind: Any = WeightTransferEngineFactory._registry[engine]()
+    kind: Any = WeightTransferEngineFactory._registry["rlhfkit"]()
     missing = getattr(kind, "__abstractmethods__", frozenset())
     assert not missing, f"{kind.__name__} does not implement {sorted(missing)}"
     parse = {"connect": kind.parse_init_info, "update": kind.parse_update_info}
     return [vars(parse[method](object.__new__(kind), row)) for method, rows in told for row in rows]
 
 
-def all_of_it() -> dict[str, Any]:
-    """Both senders' announcements, read. Runs where vLLM is."""
-    told, sent = announced_by_vllm()
-    return {
-        "groups": {backend: read_by_vllm("rlhfkit", announced_in_groups(backend)) for backend in ("gloo", "nccl")},
-        "native": read_by_vllm("nccl", told),
-        "sent": sent,
-    }
+def all_of_it() -> dict[str, list[dict[str, Any]]]:
+    """The announcements for each kind of group, read. Runs where vLLM is."""
+    return {backend: read_by_vllm(announced_in_groups(backend)) for backend in ("gloo", "nccl")}
 
 
 @pytest.mark.vllm
@@ -136,16 +96,11 @@ def test_what_senders_announce_is_what_vllm_reads(vllm_pool: SharedPool) -> None
     check(ray.get(actor.__ray_call__.remote(run_there, __file__, str(Path(__file__).parents[2]))))
 
 
-def check(read: dict[str, Any]) -> None:
-    for backend, (first, second, update, _) in read["groups"].items():
+def check(read: dict[str, list[dict[str, Any]]]) -> None:
+    for backend, (first, second, update, _) in read.items():
         assert (first["backend"], first["world_size"], first["shared_memory"]) == (backend, 5, None)
         assert [first["rank_offset"], second["rank_offset"]] == [1, 3]
         assert update == {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2, 3], [4]]}
-    first, second, update, *_ = read["native"]
-    assert [first["rank_offset"], second["rank_offset"]] == [1, 3]
-    assert (first["world_size"], first["packed"], first["packed_buffer_size_bytes"]) == (5, True, 77)
-    assert (update["names"], update["shapes"]) == (["a", "b"], [[2, 3], [4]])
-    assert read["sent"] == ["a", "b"] * 2
 
 
 if __name__ == "__main__":  # for a vLLM that is not installed: PYTHONPATH=<its folder> python <this file>

@@ -7,7 +7,6 @@ import pytest
 
 from rlhfkit import VLLMPool
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
-from rlhfkit.rollout.weight_sync.native import NativeSender
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.transfers import make_sender
 
@@ -21,7 +20,6 @@ from rlhfkit.rollout.weight_sync.transfers import make_sender
         ({"colocate": True}, "cuda", "ipc"),
         ({"transfer": "gloo"}, "cuda", "gloo"),
         ({"transfer": "gloo", "colocate": True}, "cuda", "gloo"),
-        ({"transfer": "native"}, "cuda", "native"),
         ({"transfer": "ipc", "colocate": True}, "cuda", "ipc"),
     ],
 )
@@ -34,13 +32,12 @@ def test_auto_is_what_the_devices_allow_and_anything_else_is_taken_as_it_is(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"transfer": "mpi"}, "transfer must be one of 'auto', 'gloo', 'nccl', 'ipc', 'native', got 'mpi'"),
+        ({"transfer": "mpi"}, "transfer must be one of 'auto', 'gloo', 'nccl', 'ipc', got 'mpi'"),
         ({"transfer": "nccl", "device": "cpu"}, "transfer='nccl' sends from GPU to GPU, and the engines are on CPUs"),
-        ({"transfer": "native", "device": "cpu"}, "use 'auto' or 'gloo'"),
+        ({"transfer": "ipc", "colocate": True, "device": "cpu"}, "use 'auto' or 'gloo'"),
+        ({"transfer": "native"}, "transfer must be one of"),
         ({"transfer": "ipc"}, "it needs colocate=True"),
         ({"transfer": "nccl", "colocate": True}, "cannot connect two processes on one GPU"),
-        ({"transfer": "native", "delta_sync": True}, "needs a transfer of rlhfkit's own"),
-        ({"transfer": "native", "colocate": True}, "cannot connect two processes on one GPU"),
     ],
 )
 def test_what_cannot_work_is_refused_when_constructed(arguments: dict[str, Any], message: str) -> None:
@@ -55,13 +52,11 @@ def test_a_device_that_was_not_known_then_is_refused_when_it_is() -> None:
 
 
 def test_each_transfer_has_its_sender_and_our_own_are_one_class_that_can_recover() -> None:
-    senders = {kind: make_sender(kind, timeout=7.0, bucket_bytes=11) for kind in ("gloo", "nccl", "ipc", "native")}
+    senders = {kind: make_sender(kind, timeout=7.0, bucket_bytes=11) for kind in ("gloo", "nccl", "ipc")}
     kinds = {kind: type(sender) for kind, sender in senders.items()}
-    assert kinds == {
-        "gloo": ProcessGroupSender, "nccl": ProcessGroupSender, "ipc": IPCSender, "native": NativeSender,
-    }  # fmt: skip
-    assert [senders[kind].recoverable for kind in kinds] == [True, True, False, False]
-    assert [senders[kind].backend for kind in kinds] == ["rlhfkit", "rlhfkit", "ipc", "nccl"]
-    assert [senders[kind].bucket_bytes for kind in kinds] == [11] * 4
+    assert kinds == {"gloo": ProcessGroupSender, "nccl": ProcessGroupSender, "ipc": IPCSender}
+    assert [senders[kind].recoverable for kind in kinds] == [True, True, False]
+    assert [senders[kind].backend for kind in kinds] == ["rlhfkit", "rlhfkit", "ipc"]
+    assert [senders[kind].bucket_bytes for kind in kinds] == [11] * 3
     assert [senders[kind].timeout for kind in ("gloo", "nccl")] == [7.0] * 2
     assert [senders[kind].group_backend for kind in ("gloo", "nccl")] == ["gloo", "nccl"]
