@@ -329,7 +329,7 @@ def engine_shape(
         itemsize=sizes.get(str(engine.dtype), precision.compute),
         quantized=engine.quantized,
         cache_itemsize=1 if of_cache.startswith("fp8") else sizes.get(of_cache),
-        takes_adapter=engine.lora != "merge" and not (engine.colocate or engine.delta_sync),
+        takes_adapter=engine.lora != "merge" and not engine.colocate,
         colocated=engine.colocate,
         sleeping_weights_on_host=engine.colocate and engine.sleep_level == 1,
         max_sequences=int(more.get("max_num_seqs") or (1024 if large else 256)),

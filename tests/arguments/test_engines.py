@@ -42,7 +42,6 @@ TABLE: dict[type, Rows] = {
         "transfer": Change("gloo", given={"device": "cuda", **BESIDE}),
         "probe_tolerance": Change(0.1, given={"num_engines": 2}),  # whose scores differ by 0.05
         "bucket_bytes": Change(2**15),
-        "delta_sync": Change(True),
         "lora": Change("adapter", refused=True),  # the policy has none
         "quantization": Change("fp8", given={"dtype": "bfloat16"}),
         "health": Change(HealthPolicy(max_restarts=1)),

@@ -76,12 +76,6 @@ def adapter(setting: Setting) -> Iterator[Figure]:
     yield from iterate(setting, lora_module=True, lora="adapter")
 
 
-@check("vllm/delta_sync", seconds=240, packages=PACKAGES, gpus=2, process="vllm delta")
-def delta_sync(setting: Setting) -> Iterator[Figure]:
-    """Only what has changed is sent."""
-    yield from iterate(setting, delta_sync=True)
-
-
 @check("vllm/fp8", seconds=240, packages=PACKAGES, gpus=2, process="vllm fp8")
 def fp8(setting: Setting) -> Iterator[Figure]:
     """An engine in 8 bits, quantized again at every sync."""

@@ -42,7 +42,6 @@ from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.supervision.router import EngineRouter
 from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
-from rlhfkit.rollout.weight_sync.delta import DeltaSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 from rlhfkit.rollout.weight_sync.transfers import Transfer, check_transfer, resolve_transfer
 from rlhfkit.validation import check_integer, check_number
@@ -380,8 +379,7 @@ class RemoteEnginePool(RolloutEngine):
             return False
 
     def _count_bytes(self, weights: WeightSource, total: int) -> None:
-        bytes_ = sum(info.num_bytes for info in weights.metadata())
-        sent = self.sender.sent_bytes if isinstance(self.sender, DeltaSender) else bytes_
+        sent = sum(info.num_bytes for info in weights.metadata())
         self._sync_metrics = {"rollout/sync_bytes": float(sent), "rollout/sync_bytes_saved": float(total - sent)}
 
     def sync_metrics(self) -> Mapping[str, float]:

@@ -1,47 +1,31 @@
-"""``BucketLoader``: what a vLLM worker does with the tensors of a transfer, whichever way they came.
-
-Weights are loaded at once; those of a delta transfer go to the worker's copy first.
-"""
+"""``BucketLoader``: what a vLLM worker does with the tensors of a transfer, over gloo or NCCL."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.vllm.adapter_slot import install_adapter
-from rlhfkit.rollout.weight_sync.delta import HEADER, WeightCopy
 from rlhfkit.rollout.weight_sync.source import ADAPTER_PREFIX, ADAPTER_SETTINGS
 
 
 class BucketLoader:
     """Loads the buckets of each transfer into a vLLM model, between the start and the finish of its reload."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model: Any = model  # torch types attributes of modules as tensors
-        self._device = device
-        self._copy: WeightCopy | None = None
         self._settings: dict[str, Any] = {}
         self._matrices: dict[str, Tensor] = {}
-        self._is_delta = False
 
     def begin(self, infos: Sequence[WeightInfo]) -> bool:
         """Begin a transfer of these tensors; returns whether weights are among them."""
         self._settings, self._matrices = {}, {}
-        self._is_delta = bool(infos) and infos[0].name == HEADER
-        if not self._is_delta:
-            self._copy = None
-        elif self._copy is None:
-            self._copy = WeightCopy(pinned=self._device.type == "cuda")
         return not all(info.name.startswith(ADAPTER_PREFIX) for info in infos)
 
     def load(self, named: Sequence[tuple[str, Tensor]], block: Tensor) -> None:
         """Load the tensors of one bucket, which are views of ``block``; it is overwritten afterwards."""
-        if self._is_delta and self._copy is not None:
-            self._copy.receive(named)
-            return
         weights = [(name, tensor) for name, tensor in named if not name.startswith(ADAPTER_PREFIX)]
         for name, tensor in named:
             if name == ADAPTER_SETTINGS:
@@ -51,15 +35,6 @@ class BucketLoader:
         if weights:
             self._model.load_weights(weights)
         _copy_pending_tensors(self._model, block)
-
-    def finish(self) -> None:
-        """Load what the end of the transfer completes."""
-        if self._is_delta and self._copy is not None:
-            # On a CPU vLLM 0.32 packs experts when their kernel is created, which an update has all do again.
-            experts = self._device.type == "cpu" and any(
-                hasattr(getattr(layer, "quant_method", None), "moe_kernel") for layer in self._model.modules()
-            )
-            self._model.load_weights(self._copy.finish(whole=experts))
 
     def install_adapter(self) -> None:
         """Put the adapter of the last transfer into vLLM's slot, or an empty one; finishing an update empties it."""

@@ -53,7 +53,7 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
         super().__init__(config, vllm_config, device, model)
         self._receiver = WeightReceiver(device)
         self._packed: dict[nn.Module, Any] = {}
-        self._loader = BucketLoader(model, device)
+        self._loader = BucketLoader(model)
         self._reloading = False
 
     def install_adapter(self) -> None:
@@ -115,7 +115,6 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
             if has_weights and not self._reloading:
                 self._start_reload()
             self._loader.load(tensors, block)
-        self._loader.finish()
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -83,10 +83,7 @@ class VLLMPool(RemoteEnginePool):
             another distribution than the policy's; modules correct for it (truncated importance sampling) by default.
         lora: How a policy with a LoRA adapter is sent: ``"adapter"``: its matrices alone, which engines apply in vLLM's
             LoRA slots, the weights under them once; ``"merge"``: the merged weights at every sync; ``"auto"``: the
-            first where engines can (not with ``colocate`` or ``delta_sync``), which is logged.
-        delta_sync: Send only what has changed since the last sync; the engines end with the same bits. Costs a copy of
-            the weights in the main memory of rank 0 and of each process of an engine: for slow networks between them.
-            Not with ``colocate``.
+            first where engines can (not with ``colocate``), which is logged.
         health: How engines are probed, and how often they are restarted.
 
     Raises:
@@ -119,7 +116,6 @@ class VLLMPool(RemoteEnginePool):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         quantization: str | None = None,
         lora: Literal["auto", "adapter", "merge"] = "auto",
-        delta_sync: bool = False,
         health: HealthPolicy | None = None,
     ) -> None:
         self.parallelism = Parallelism(
@@ -144,10 +140,6 @@ class VLLMPool(RemoteEnginePool):
         check_number("gpu_memory_utilization", gpu_memory_utilization, above=0, maximum=1, optional=True)
         check_number("kv_cache_gib", kv_cache_gib, above=0, optional=True)
         self.parallelism.check_engine_arguments(engine_arguments or {})
-        if delta_sync and colocate:
-            raise ValueError(
-                "VLLMPool(delta_sync=True) saves bytes of a network, and with colocate=True none are sent: use one"
-            )
         if (engine_arguments or {}).get("enable_lora"):
             raise ValueError(
                 "VLLMPool(engine_arguments=...) must leave enable_lora out: engines have a LoRA slot if the policy has "
@@ -157,11 +149,9 @@ class VLLMPool(RemoteEnginePool):
         self.quantization = quantization
         if lora not in ("auto", "adapter", "merge"):
             raise ValueError(f"VLLMPool(lora=...) must be 'auto', 'adapter' or 'merge', got {lora!r}")
-        if lora == "adapter" and (colocate or delta_sync):
-            other = "colocate" if colocate else "delta_sync"
-            raise ValueError(f"VLLMPool(lora='adapter') cannot be combined with {other}=True: use lora='merge'")
+        if lora == "adapter" and colocate:
+            raise ValueError("VLLMPool(lora='adapter') cannot be combined with colocate=True: use lora='merge'")
         self.lora = lora
-        self.delta_sync = delta_sync
         self.max_model_len = max_model_len
         self.dtype = dtype
         self.gpu_memory_utilization = gpu_memory_utilization or (0.5 if colocate else 0.9)
@@ -206,8 +196,8 @@ class VLLMPool(RemoteEnginePool):
                 raise ValueError("the policy has no LoRA adapter")
             return None
         adapter_arguments(settings)  # raises if its rank is too large
-        if self.colocate or self.delta_sync:
-            raise ValueError("engines on the ranks' GPUs, and those of a delta sync, take whole weights")
+        if self.colocate:
+            raise ValueError("engines on the ranks' GPUs take whole weights")
         return settings
 
     def start_engines(
@@ -243,9 +233,7 @@ class VLLMPool(RemoteEnginePool):
         device = self.connect_to_ray(ranks)
         self.parallelism.check_device(device)
         transfer = self.resolve_transfer(device)
-        self.sender = make_sender(
-            transfer, timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes, delta=self.delta_sync
-        )
+        self.sender = make_sender(transfer, timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes)
         in_process = device == "cpu" and self.processes_per_engine == 1
         environment = engine_environment(
             device=device,

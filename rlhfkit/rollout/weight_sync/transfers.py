@@ -3,7 +3,6 @@
 from typing import Literal, cast, get_args
 
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
-from rlhfkit.rollout.weight_sync.delta import DeltaSender
 from rlhfkit.rollout.weight_sync.process_group.groups import Backend
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
@@ -49,13 +48,9 @@ def resolve_transfer(transfer: Transfer, *, device: str, colocate: bool) -> Tran
     return "ipc" if colocate else "nccl"
 
 
-def make_sender(transfer: Transfer, *, timeout: float, bucket_bytes: int, delta: bool = False) -> WeightSender:
-    """Return the sender of a resolved transfer; ``timeout`` is in seconds for each step.
-
-    ``delta``: send what has changed only, over gloo or NCCL.
-    """
+def make_sender(transfer: Transfer, *, timeout: float, bucket_bytes: int) -> WeightSender:
+    """Return the sender of a resolved transfer; ``timeout`` is in seconds for each step."""
     if transfer == "ipc":
         return IPCSender(bucket_bytes=bucket_bytes)
     backend: Backend = "nccl" if transfer == "nccl" else "gloo"
-    sender = ProcessGroupSender(backend, timeout=timeout, bucket_bytes=bucket_bytes)
-    return DeltaSender(sender) if delta else sender
+    return ProcessGroupSender(backend, timeout=timeout, bucket_bytes=bucket_bytes)

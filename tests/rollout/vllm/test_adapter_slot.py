@@ -92,9 +92,8 @@ class Doubled(ModuleWeights):
         ({"rank": 600}, ModuleWeights, {}, "its rank is 600"),
         ({}, Doubled, {}, "Doubled may yield other weights"),
         ({}, ModuleWeights, {"colocate": True}, "engines on the ranks' GPUs"),
-        ({}, ModuleWeights, {"delta_sync": True}, "those of a delta sync"),
     ],
-    ids=["dora", "rank", "source", "colocate", "delta"],
+    ids=["dora", "rank", "source", "colocate"],
 )
 def test_any_other_is_merged_and_the_reason_is_logged(
     folder: Path,
@@ -131,6 +130,5 @@ def test_arguments_are_checked() -> None:
         VLLMPool(lora="both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must leave enable_lora out: .* see VLLMPool\(lora=\.\.\.\)"):
         VLLMPool(engine_arguments={"enable_lora": True})
-    for other in ("colocate", "delta_sync"):
-        with pytest.raises(ValueError, match=f"cannot be combined with {other}=True"):
-            VLLMPool(lora="adapter", **{other: True})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot be combined with colocate=True"):
+        VLLMPool(lora="adapter", colocate=True)

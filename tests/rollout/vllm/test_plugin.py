@@ -53,7 +53,7 @@ for wrong in ({"names": ["a"]}, {"names": [], "dtype_names": [], "shapes": [], "
     else:
         raise AssertionError(f"accepted {wrong}")
 engine._receiver = vllm_plugin.WeightReceiver(torch.device("cpu"))
-engine._loader = vllm_plugin.BucketLoader(torch.nn.Module(), torch.device("cpu"))
+engine._loader = vllm_plugin.BucketLoader(torch.nn.Module())
 try:
     engine.receive_weights(update)
 except RuntimeError as error:

@@ -27,7 +27,6 @@ from rlhfkit.rollout.local.generator import truncate
 from rlhfkit.rollout.remote.scheduler import split_into_jobs
 from rlhfkit.rollout.supervision.handle import EngineHandles
 from rlhfkit.rollout.vllm.pool import VLLMPool
-from rlhfkit.rollout.weight_sync.delta import DeltaSender
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rollout.zero3_ranks import run_ranks
@@ -160,44 +159,6 @@ class TestWeights:
                         parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
             vllm_pool.load(ModuleWeights(model), version)
             assert worst_difference(model, vllm_pool.generate(prompts[:3], SPEC, iteration=version)) <= EXACT
-
-    def test_a_delta_transfer_gives_the_bits_of_a_full_one_for_fewer_bytes(
-        self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        model, tokens = load_trainer_model(vllm_model), prompts[-1].token_ids
-        assert pool.sender is not None
-        assert pool._sync is not None
-        plain, delta = pool.sender, DeltaSender(pool.sender)
-        monkeypatch.setattr(pool, "sender", delta)
-        monkeypatch.setattr(pool._sync, "_sender", delta)
-        total, sent = sum(one.nbytes for one in model.parameters()), []
-
-        def change(seed: int, share: float, only: str = "") -> None:
-            generator = torch.Generator().manual_seed(seed)
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if only in name:
-                        chosen = torch.rand(parameter.shape, generator=generator) < share
-                        parameter += 0.1 * chosen * torch.randn(parameter.shape, generator=generator)
-
-        scores = []
-        # Everything first; then a part of each tensor, one layer, nothing, all of each tensor; then a new connection.
-        steps = [(1.0, ""), (0.02, ""), (0.5, "layers.1.mlp.up_proj"), (0.0, ""), (1.0, ""), (0.0, "")]
-        for version, (share, only) in enumerate(steps, start=1):
-            change(version, share, only)
-            if version == len(steps):
-                pool._sync._connected = ()  # as after the restart of an engine
-            pool.load(ModuleWeights(model), version)
-            assert score_difference(model, pool, tokens) <= EXACT
-            scores.append(pool.score([tokens])[0])
-            sent.append(pool.sync_metrics()["rollout/sync_bytes"])
-            assert sent[-1] + pool.sync_metrics()["rollout/sync_bytes_saved"] == total
-        assert [bytes_ >= total for bytes_ in sent] == [True, False, False, False, True, True]
-        assert sent[1] < 0.05 * total
-        assert sent[3] == 16  # the header
-        monkeypatch.setattr(pool._sync, "_sender", plain)
-        pool.load(ModuleWeights(model), len(steps) + 1)
-        assert pool.score([tokens])[0] == scores[-1] == scores[-2]
 
     def test_a_tampered_transfer_is_noticed_by_score(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
@@ -469,10 +430,6 @@ class TestWithoutEngines:
         assert not pool.configure_logprobs(SamplingSpec(temperature=0.7, top_p=0.9))
         chosen = VLLMPool(engine_arguments={"logprobs_mode": "processed_logprobs"})
         assert [chosen.configure_logprobs(spec) for spec in specs] == [True, False, True]
-
-    def test_a_delta_for_engines_on_the_ranks_gpus_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="saves bytes of a network, and with colocate=True none are sent"):
-            VLLMPool(colocate=True, delta_sync=True)
 
     def test_it_is_a_rollout_engine(self) -> None:
         assert isinstance(VLLMPool(), RolloutEngine)

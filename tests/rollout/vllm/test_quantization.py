@@ -16,7 +16,6 @@ from rlhfkit.losses import CORRECTION_PRESETS
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.vllm.quantization import quantization_arguments
-from rlhfkit.rollout.weight_sync.delta import DeltaSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 TOKENS = [(7 * position) % 100 + 5 for position in range(60)]
@@ -68,7 +67,7 @@ def train(pool: VLLMPool, folder: Path, model: Path, **arguments: Any) -> tuple[
 
 @pytest.mark.vllm
 def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
-    vllm_model: Path, ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm_model: Path, ray_session: None, tmp_path: Path
 ) -> None:
     pool = SharedPool(
         device="cpu", quantization="fp8", dtype="bfloat16", kv_cache_gib=1 / 16, max_model_len=128,
@@ -89,20 +88,9 @@ def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
         assert own.max() < 0.15
         assert others.min() > 3 * own.max()
 
-        # The same weights are the same numbers, also when only what has changed is sent.
-        assert pool.sender is not None
-        assert pool._sync is not None
-        plain, delta = pool.sender, DeltaSender(pool.sender)
-        for sender, changed in ((delta, 5), (delta, 6), (plain, None)):
-            if changed is not None:
-                change(policy, changed)
-            monkeypatch.setattr(pool, "sender", sender)
-            monkeypatch.setattr(pool._sync, "_sender", sender)
-            pool._sync._connected = pool._sync._connected if changed == 6 else ()
-            pool.load(ModuleWeights(policy, dtype=torch.bfloat16), 3)
-            scores.append(torch.tensor(pool.score([TOKENS])[0]))
-        assert torch.equal(scores[-1], scores[-2])
-        assert not torch.equal(scores[-2], scores[-3])
+        # The same weights are the same numbers.
+        pool.load(ModuleWeights(policy, dtype=torch.bfloat16), 3)
+        assert torch.equal(torch.tensor(pool.score([TOKENS])[0]), scores[-1])
 
         pool.close()  # the engines lose their version only
         module, metrics = train(pool, tmp_path, vllm_model)
