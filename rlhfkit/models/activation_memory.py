@@ -5,7 +5,7 @@ Both are options of ALST (Bekman et al., 2025, arXiv 2506.13996). They change no
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ def use_gradient_checkpointing(model: nn.Module, *, offload: bool = False) -> No
 
     Args:
         model: A ``PreTrainedModel``; adapters may be in it already.
-        offload: Keep these inputs in CPU memory, pinned for CUDA. On a CPU they stay where they are.
+        offload: Keep these inputs in CPU memory, pinned for CUDA; copies run beside the computation, and the host waits
+            for none. On a CPU they stay where they are.
     """
     hugging_face: Any = model
     hugging_face.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -49,17 +50,42 @@ def _with_offloaded_inputs(checkpointed: Callable[..., Any], function: Callable[
         return checkpointed(function, *inputs)
 
 
+@cache
+def _copy_stream(device: torch.device) -> Any:
+    """The stream in which the inputs of a device leave and return, in order."""
+    return torch.get_device_module(device).Stream(device)
+
+
 def _to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    if tensor.device.type == "cpu":
-        return tensor.device, tensor
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
-    copied.copy_(tensor)
-    return tensor.device, copied
+    device = tensor.device
+    if device.type == "cpu":
+        return device, tensor
+    module, stream = torch.get_device_module(device), _copy_stream(device)
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=device.type == "cuda")
+    stream.wait_stream(module.current_stream(device))  # until it has been computed
+    with module.stream(stream):
+        copied.copy_(tensor, non_blocking=True)
+    _keep_until_done(tensor, stream)
+    return device, copied
 
 
 def _to_device(saved: tuple[torch.device, Tensor]) -> Tensor:
-    device, tensor = saved
-    return tensor.to(device, non_blocking=tensor.is_pinned()) if device.type == "cuda" else tensor.to(device)
+    device, copied = saved
+    if device.type == "cpu":
+        return copied
+    module, stream = torch.get_device_module(device), _copy_stream(device)
+    with module.stream(stream):  # after the copy to the CPU, for which nobody has waited
+        tensor = copied.to(device, non_blocking=True)
+    current = module.current_stream(device)
+    current.wait_stream(stream)
+    _keep_until_done(tensor, current)
+    return tensor
+
+
+def _keep_until_done(tensor: Tensor, stream: Any) -> None:
+    """Tell torch's allocator that the memory of a tensor of another stream is in use until this one has come here."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(stream)
 
 
 def use_tiled_mlp(model: nn.Module, tokens: int | None = None) -> int:

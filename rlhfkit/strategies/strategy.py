@@ -95,8 +95,8 @@ class RLHFDeepSpeedStrategy(
             and rank 0's. ``None``: if they have at most 8 GB; otherwise a log line says what to use instead.
         log_gradient_norm: Whether to log ``grad_norm/<child>`` after each step.
         async_save: Whether checkpoints are written in the background: training stops only while each rank copies its
-            part (weights, optimizer state, its own file) into CPU memory, pinned on GPUs, which it holds until the
-            files are on disk. The next save waits for the one before.
+            part (weights, optimizer state, its own file) into CPU memory, which it holds until the files are on disk.
+            The next save waits for the one before.
         **kwargs: Arguments of Lightning's ``DeepSpeedStrategy`` (``config``, ``offload_optimizer``,
             ``offload_parameters``, ``timeout``, ...). A ``config`` replaces all defaults, ``stage`` included.
 

@@ -184,7 +184,10 @@ def _check_devices(function: Any, args: Any, simulated: list[Any], others: list[
 
 
 class _Stream:
-    """The only stream: everything has ended when the host asks."""
+    """A stream in which everything has ended when the host asks."""
+
+    def __init__(self, *unused: Any) -> None:
+        pass
 
     def wait_stream(self, stream: Any) -> None:
         pass
@@ -195,6 +198,8 @@ class _Stream:
 
 class _Backend(_DummyBackendModule):
     """The module ``torch.sim``, as far as PyTorch, Lightning and Transformers call it."""
+
+    Stream = _Stream
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]

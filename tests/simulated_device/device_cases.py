@@ -124,13 +124,20 @@ def offloaded(folder: Path) -> dict[str, Any]:
     for offload in (False, True):
         model = load_causal_lm(name, attention="eager", gradient_checkpointing=True, offload_activations=offload)
         model = model.to("sim")  # type: ignore[arg-type]
-        logits = model(input_ids=ids.to("sim"), use_cache=False).logits
+        with record_host_waits() as forward:
+            logits = model(input_ids=ids.to("sim"), use_cache=False).logits
         gc.collect()
         shape = (*ids.shape, model.config.hidden_size)
         left = sum(isinstance(each, SimulatedTensor) and each.shape == shape for each in gc.get_objects())
-        logits.sum().backward()
+        with record_host_waits() as backward:
+            logits.sum().backward()
+        places = [wait.place for wait in (*forward, *backward)]
         gradients = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-        found["with" if offload else "without"] = {"left": left, "gradients": [g.tolist() for g in gradients]}
+        found["with" if offload else "without"] = {
+            "left": left,
+            "gradients": [g.tolist() for g in gradients],
+            "waits": [place for place in places if "activation_memory" in place],
+        }
     return found
 
 

@@ -55,6 +55,7 @@ def test_offloaded_checkpoints_leave_the_device_and_come_back_for_the_same_numbe
     without, offloaded = found["offloaded"]["without"], found["offloaded"]["with"]
     assert without["left"] - offloaded["left"] == 2
     assert offloaded["gradients"] == without["gradients"]
+    assert offloaded["waits"] == []
 
 
 def test_a_fused_optimizer_that_resumes_from_a_converted_checkpoint_counts_its_steps_on_the_device(

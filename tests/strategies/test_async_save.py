@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.checkpoint import snapshot as snapshots
 from rlhfkit.strategies.checkpoint.snapshot import snapshot
 from strategies import ranks
 
@@ -33,14 +34,27 @@ def test_a_snapshot_is_a_copy_in_which_tensors_share_what_they_shared() -> None:
 
 
 @pytest.mark.cuda
-def test_a_snapshot_of_a_gpu_is_in_pinned_memory() -> None:
+def test_a_snapshot_of_a_gpu_takes_as_much_main_memory_as_it_has() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    value = torch.arange(1000, device="cuda")
-    copy, _ = snapshot({"value": value})
+    value = torch.arange(11_000_000, device="cuda")  # three pieces
+    copy, num_bytes = snapshot({"value": value})
     value.zero_()
-    assert copy["value"].is_pinned()
-    assert copy["value"].tolist() == list(range(1000))
+    assert not copy["value"].is_pinned()  # such memory is rounded up to a power of two
+    assert num_bytes == copy["value"].untyped_storage().nbytes() == 88_000_000
+    assert torch.equal(copy["value"], torch.arange(11_000_000))
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 9, 16, 100])
+def test_pieces_of_a_copy_are_all_of_it_through_two_of_them(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 8)
+    allocated: list[int] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: allocated.extend(sizes) or empty(*sizes, **options))
+    source, target = torch.arange(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    snapshots.copy_in_pieces(source, target)
+    assert torch.equal(target, source)
+    assert allocated == [min(size, 8)] * 2
 
 
 def test_async_save_is_a_boolean() -> None:
