@@ -100,6 +100,13 @@ def test_checks_of_one_process_run_together_up_to_the_next_of_another() -> None:
     assert next_group(checks, together=True) == checks
 
 
+def test_engines_start_after_all_measurements() -> None:
+    names = [name for name in load_checks() if CHECKS[name].run.__module__.startswith("benchmarks.gpu_check")]
+    first_engine = next(place for place, name in enumerate(names) if "vllm" in CHECKS[name].packages)
+    last_measurement = max(place for place, name in enumerate(names) if name.startswith("measure/"))
+    assert first_engine > last_measurement
+
+
 def failing(setting: Setting) -> Any:
     yield Figure("close enough", 0.5, 1.0)
     yield Figure("too far", 2.0, 1.0)
@@ -135,6 +142,17 @@ def raises(setting):
 def dies(setting):
     os.kill(os.getpid(), signal.SIGSEGV)
     yield
+@check.check("a/lacks", seconds=20)
+def lacks(setting):
+    yield check.Figure("before", 1.0, 2.0)
+    try:
+        import nowhere_to_be_found.part
+    except ImportError as error:
+        raise RuntimeError("pip install something") from error
+@check.check("a/broken", seconds=20)
+def broken(setting):
+    import json.nowhere
+    yield
 @check.check("a/skips", seconds=20)
 def skips(setting):
     raise check.SkippedError("for a reason")
@@ -156,4 +174,6 @@ def test_checks_that_hang_die_or_raise_do_not_stop_the_others(tmp_path: Path) ->
     assert by_name["a/raises"]["error"] == "ValueError: of its own"
     assert "ended with status -11" in by_name["a/dies"]["error"]
     assert by_name["a/skips"]["skipped"] == "for a reason"
+    assert by_name["a/lacks"]["skipped"] == "not installed: nowhere_to_be_found"
+    assert by_name["a/broken"]["error"].startswith("ModuleNotFoundError")
     assert by_name["measure/last"]["figures"][0]["value"] == 5.0

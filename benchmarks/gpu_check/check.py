@@ -22,15 +22,17 @@ MODULES = (
     "benchmarks.gpu_check.correctness.processes.transfer",
     "benchmarks.gpu_check.correctness.processes.ipc",
     "benchmarks.gpu_check.correctness.processes.nccl",
+    "benchmarks.gpu_check.correctness.processes.meshes",
     "benchmarks.gpu_check.correctness.suite",
-    "benchmarks.gpu_check.correctness.vllm",
     "benchmarks.gpu_check.measurements.heads",
     "benchmarks.gpu_check.measurements.attention",
     "benchmarks.gpu_check.measurements.training",
     "benchmarks.gpu_check.measurements.spread",
     "benchmarks.gpu_check.measurements.rollouts",
+    "benchmarks.gpu_check.correctness.vllm",
 )
-"""Modules with checks, in the order of running: cheap checks of correctness first, measurements last."""
+"""Modules with checks, in the order of running: cheap checks of correctness, measurements, and last what starts
+engines, which would use up the budget."""
 
 
 class SkippedError(Exception):

@@ -17,6 +17,7 @@ from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.mesh import mesh_of
 from rlhfkit.protocols import experience_source_of
 
 DIGIT = 3 + ord("0") - 32
@@ -86,6 +87,9 @@ class Answers(L.LightningDataModule):
             targets=[one.targets for one in fields],
             micro_batch_size=self.micro_batch_size,
             accumulate=epochs.accumulate_grad_batches,
+            rank=epochs.global_rank,
+            world_size=epochs.world_size,
+            ranks_per_forward=mesh_of(epochs).forward_group_size,
             epoch=lambda: epochs.current_epoch,
         )
 

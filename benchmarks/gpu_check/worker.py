@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.check import Check, Setting, SkippedError
-from benchmarks.gpu_check.packages import describe
+from benchmarks.gpu_check.packages import describe, is_installed
 
 CLEAN, BROKEN = 0, 3
 """Exit statuses: all checks ran; the device gives nothing but errors after one of them."""
@@ -51,6 +51,11 @@ def work(checks: Sequence[Check], setting: Setting, path: Path) -> None:
         except SkippedError as reason:
             outcome["skipped"] = str(reason)
         except Exception as error:  # whatever a check raises is its result
+            absent = missing_package(error)
+            if absent is not None:
+                outcome["skipped"] = f"not installed: {absent}"
+                lines.write(end=each.name, seconds=round(time.perf_counter() - start, 2), **outcome)
+                continue
             traceback.print_exc()
             text = next(iter(str(error).strip().splitlines()), "")
             outcome["error"] = f"{type(error).__name__}: {text}"[:400]
@@ -58,6 +63,17 @@ def work(checks: Sequence[Check], setting: Setting, path: Path) -> None:
         if "error" in outcome and not _usable(setting):
             _exit(BROKEN)
     _exit(CLEAN)
+
+
+def missing_package(error: BaseException) -> str | None:
+    """The package for the lack of which a check failed; ``None`` if that was not the reason."""
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, ModuleNotFoundError) and reason.name:
+            package = reason.name.partition(".")[0]
+            return None if is_installed(package) else package
+        reason = reason.__cause__
+    return None
 
 
 def register_simulated_device() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.check import Figure, Setting, check
+from benchmarks.gpu_check.compare import distance
 from benchmarks.gpu_check.models import tiny_model
 
 
@@ -61,3 +62,54 @@ def _resume(setting: Setting) -> Iterator[Figure]:
         # No run can be nearer to another than the device's kernels are to themselves.
         yield Figure(f"{name}: largest difference when resumed", float((straight - resumed).abs().max()), 2 * noise)
         yield Figure(f"{name}: weights that are not finite", int((~straight.isfinite()).sum()), 0)
+
+
+def reloading(folder: Path, batches: int) -> Any:
+    """A callback that after some batches loads the engines with what a resume on other ranks would give them."""
+    import lightning as L
+
+    from rlhfkit.strategies.checkpoint import universal
+    from rlhfkit.strategies.checkpoint.directory import read_manifest
+
+    class Reload(L.Callback):
+        left = batches
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.left -= 1
+            if self.left:
+                return
+            strategy, path = trainer.strategy, folder / "saved.ckpt"
+            trainer.save_checkpoint(path)
+            manifest = read_manifest(path)
+            names = sorted(manifest["engines"])
+            with universal.converted(path, names, manifest, timeout=60) as converted:
+                for name in names:
+                    (tag,) = (entry.name for entry in (converted / name).iterdir() if entry.is_dir())
+                    universal.load_converted(strategy.engines[name], converted / name, tag)
+            for optimizer in strategy.optimizers:
+                optimizer.share_groups()
+
+    return Reload()
+
+
+@check("resume/other_ranks", seconds=120, packages=("deepspeed",), process="deepspeed", simulated=False)
+def resumed_on_other_ranks(setting: Setting) -> Iterator[Figure]:
+    """What ranks of another number would load, on one: the fused optimizer goes on where it was."""
+    from benchmarks.gpu_check.correctness.deepspeed import moved, prepare
+    from benchmarks.gpu_check.runs import Answers, Published, trainer
+    from rlhfkit import SFTModule
+
+    prepare()
+    for stage in (1, 2, 3):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            tiny_model(folder / "model")
+            ends = []
+            for more in ([], [reloading(folder, 4)]):
+                published = Published()
+                options = {"max_epochs": 2, "accumulate_grad_batches": 2, "callbacks": [published, *more]}
+                run = trainer(setting, folder, strategy=f"rlhf_zero{stage}", **options)
+                module = SFTModule(str(folder / "model"), lr=1e-3, optimizer_arguments={"fused": True})
+                run.fit(module, Answers("tokens"))
+                ends.append(moved(published))
+        yield Figure(f"ZeRO {stage}: what the weights have moved", distance(*ends), 1e-3)

@@ -5,6 +5,7 @@ of vLLM 0.32 and 0.33 in packed mode (``vllm/distributed/weight_transfer/ipc_eng
 in both). Its readers have run on a CPU with memory that both processes map from a file; nothing has run on a GPU yet.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -115,7 +116,8 @@ class IPCSender:
         from torch.multiprocessing.reductions import reduce_tensor
 
         device = torch.device("cuda", torch.cuda.current_device())
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        with without_expandable_segments():
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
         reduce: Any = reduce_tensor  # has no types
         return buffer, {str(torch.cuda.get_device_properties(device).uuid): reduce(buffer)[1]}
 
@@ -125,6 +127,25 @@ class IPCSender:
 
     def close(self) -> None:
         """Do nothing: nothing is held between transfers."""
+
+
+@contextlib.contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """Have torch's allocator take memory that other processes can open, and then go on as it was set.
+
+    Expandable segments are opened through ``pidfd_getfd``, which containers refuse. While the option is off, the
+    allocator of torch 2.13 gives away none of the segments that it has.
+    """
+    allocator: Any = torch._C  # the public function is deprecated in its favour
+    settings = allocator._accelerator_getAllocatorSettings()
+    if "expandable_segments:true" not in settings.lower().replace(" ", ""):
+        yield
+        return
+    allocator._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        allocator._accelerator_setAllocatorSettings(settings)
 
 
 def _announcement(infos: Sequence[WeightInfo], handles: dict[str, Any]) -> dict[str, Any]:

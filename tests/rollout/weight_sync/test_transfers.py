@@ -1,14 +1,25 @@
 """Which way weights take."""
 
+import enum
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlhfkit import VLLMPool
-from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
+from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender, without_expandable_segments
+from rlhfkit.rollout.weight_sync.process_group.groups import NcclGroup
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.transfers import make_sender
+
+
+class Error(enum.Enum):
+    """As torch's ``ErrorType``."""
+
+    SUCCESS = 0
+    REMOTE = 3
 
 
 @pytest.mark.parametrize(
@@ -60,3 +71,30 @@ def test_each_transfer_has_its_sender_and_our_own_are_one_class_that_can_recover
     assert [senders[kind].bucket_bytes for kind in kinds] == [11] * 3
     assert [senders[kind].timeout for kind in ("gloo", "nccl")] == [7.0] * 2
     assert [senders[kind].group_backend for kind in ("gloo", "nccl")] == ["gloo", "nccl"]
+
+
+def test_memory_for_handles_is_taken_without_expandable_segments_and_the_settings_stay() -> None:
+    allocator: Any = torch._C
+    read, write = allocator._accelerator_getAllocatorSettings, allocator._accelerator_setAllocatorSettings
+    before, chosen = read(), "max_split_size_mb:512,expandable_segments:True"
+    try:
+        write(chosen)
+        with without_expandable_segments():
+            assert read() == "expandable_segments:False"
+        assert read() == chosen
+        write("max_split_size_mb:512")
+        with without_expandable_segments():
+            assert read() == "max_split_size_mb:512"
+    finally:
+        write(before)
+
+
+def test_a_group_of_nccl_without_its_error_state_has_none() -> None:
+    group = object.__new__(NcclGroup)
+    for kind, error in ((SimpleNamespace(), None), (SimpleNamespace(get_error=lambda: Error.REMOTE), "REMOTE")):
+        group._group = kind
+        assert group.error == error
+    group._group = SimpleNamespace(get_error=lambda: Error.SUCCESS)
+    assert group.error is None
+    group._group = None
+    assert group.error == "the group for the weight transfer was closed"

@@ -185,8 +185,9 @@ class NcclGroup:
         group = self._group
         if group is None:
             return _CLOSED
-        error = group.get_error()
-        return None if error.name == "SUCCESS" else str(error.name)
+        get_error = getattr(group, "get_error", None)  # torch 2.13 has it; without it time limits end what hangs
+        error = None if get_error is None else get_error()
+        return None if error is None or error.name == "SUCCESS" else str(error.name)
 
     def broadcast(self, block: Tensor) -> Broadcast:
         """Start to send (rank 0) or receive a contiguous CUDA tensor, after what the current stream does with it."""
