@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhfkit.data.types import GREEDY_REWARD, Experience
+from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.modules.on_policy.functions import AdvantageFunction
 from rlhfkit.modules.on_policy.preparation.local_rows import (
     function_label,
@@ -71,6 +72,19 @@ class AdvantageModule(RewardedModule):
         if advantages.dim() == 1:
             advantages = advantages[:, None].expand_as(experience.action_mask)
         return dataclasses.replace(experience, advantages=advantages)
+
+    def check_finite(self, experience: Experience) -> None:
+        """Check what the loss multiplies trained tokens by, before the first update of an iteration. A collective.
+
+        One value that is not finite makes all weights NaN, which is seen one iteration later.
+
+        Raises:
+            ValueError: If an advantage, or a log-prob that importance weights are computed from, is not finite at a
+                token that is trained on; names what it was computed from that is not finite there either.
+        """
+        function = self.advantage_function
+        source = f"advantages={function.name}" if function is not None else f"{type(self).__name__}.advantages()"
+        run_on_all_ranks(lambda: _check_finite(experience, source), error_type=ValueError)
 
     def advantages_by_rewards(self, function: AdvantageFunction, experience: Experience, rewards: Tensor) -> Tensor:
         """Advantages (B,) by a function of rewards (B,) and groups, or rewards of greedy answers. A collective."""
@@ -143,3 +157,51 @@ class AdvantageModule(RewardedModule):
         """
         # Abstract by hand: a LightningModule is no abc.ABC, and a function may be given instead.
         raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
+
+
+_INPUTS = {
+    "rewards": "the reward function or its processing",
+    "token_rewards": "the environment",
+    "rollout_logprobs": "the engine, or a wrapper around it, which gives NaN where it knows none",
+    "old_logprobs": "the policy before the iteration",
+    "ref_logprobs": "the reference model",
+    "teacher_logprobs": "the teacher",
+    "sum_squares": "the policy before the iteration",
+    "values": "the critic",
+}
+"""What advantages are computed from, and where it comes from."""
+
+
+def _check_finite(experience: Experience, source: str) -> None:
+    """Raise ValueError for the rows of this rank, see :meth:`AdvantageModule.check_finite`."""
+    mask, advantages = experience.action_mask, experience.advantages
+    if advantages is not None and bool((wrong := mask & ~advantages.isfinite()).any()):
+        causes = [f"{name} ({origin})" for name, origin in _INPUTS.items() if _is_wrong(experience, name, wrong)]
+        raise ValueError(
+            f"{source}: {_places(experience, wrong)} are not finite. "
+            + (f"Neither are there: {'; '.join(causes)}" if causes else "What they are computed from is finite there")
+        )
+    given = experience.rollout_logprobs
+    wrong = mask & given.isinf()  # NaN is a log-prob that is not known, whose weight is 1
+    if bool(wrong.any()):
+        places = _places(experience, wrong, "log-probs")
+        raise ValueError(f"rollout_logprobs: {places} are infinite, from {_INPUTS['rollout_logprobs']}")
+
+
+def _is_wrong(experience: Experience, name: str, tokens: Tensor) -> bool:
+    """Whether a field of rows or tokens is not finite at some of the chosen tokens, (B, T-1)."""
+    values: Tensor | None = getattr(experience, name)
+    if values is None:
+        return False
+    finite = values.isfinite() if values.dim() == 2 else values.isfinite()[:, None]
+    return bool((tokens & ~finite).any())
+
+
+def _places(experience: Experience, tokens: Tensor, what: str = "advantages") -> str:
+    """How many trained tokens are chosen, (B, T-1), and where the first is."""
+    row = int(tokens.any(-1).int().argmax())
+    prompt, sample = int(experience.group[row]), int(experience.sample_index[row])
+    return (
+        f"{what} of {int(tokens.sum())} of {int(experience.action_mask.sum())} trained tokens "
+        f"(first: sample {sample} of prompt {prompt})"
+    )

@@ -244,6 +244,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             experience = part.prepare(experience)
             if part.stage == Stage.SCORE:
                 scored = experience
+        self.check_finite(experience)
         return dataclasses.replace(
             experience,
             rewards=scored.rewards,

@@ -24,6 +24,7 @@ from rlhfkit import (
     Step,
     presets,
 )
+from rlhfkit.data import Experience
 from rlhfkit.episodes import Action
 from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.rewards import EpisodeReward, WeightedSum
@@ -187,3 +188,57 @@ def test_recorded_samples_have_no_greedy_answers(tmp_path: Path) -> None:
 def test_rewards_of_samples_alone_are_not_processed() -> None:
     with pytest.raises(ValueError, match="leave reward_processing out"):
         GRPOModule("anywhere", **presets.REMAX, reward_processing=RewardProcessing(clip=1.0))
+
+
+class Forgetful(LocalEngine):
+    """Does not know the log-prob of the first token of a prompt's second sample, later."""
+
+    value = math.nan
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        samples = super().generate(prompts, sampling, iteration=iteration)
+        for sample in samples:
+            if iteration == 1 and sample.sample_index == 1:
+                sample.logprobs = [self.value, *sample.logprobs[1:]]
+        return samples
+
+
+class Infinite(Forgetful):
+    """Gives a log-prob of -inf there."""
+
+    value = -math.inf
+
+
+def by_surprise(experience: Experience) -> torch.Tensor:
+    return -experience.rewards[:, None] * experience.rollout_logprobs
+
+
+def half(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    return torch.where(group == group.min(), torch.inf, rewards)
+
+
+@pytest.mark.parametrize(
+    ("engine", "advantages", "message"),
+    [
+        (
+            Forgetful,
+            by_surprise,
+            r"by_surprise: advantages of 8 of \d+ trained tokens \(first: sample 1 of prompt \d+\) are not finite. "
+            r"Neither are there: rollout_logprobs \(the engine, or a wrapper",
+        ),
+        (Infinite, None, r"rollout_logprobs: log-probs of 8 of \d+ trained tokens \(first: sample 1 .* are infinite"),
+        (LocalEngine, half, r"half: advantages of .* What they are computed from is finite there"),
+    ],
+)
+def test_an_advantage_or_log_prob_that_is_not_finite_is_named_before_an_update(
+    tmp_path: Path, engine: Any, advantages: Any, message: str
+) -> None:
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module_arguments={"advantages": advantages, "correction": "tis"},
+        rollouts=RolloutCallback(digits, engine=engine(), sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, data)
+    assert trainer.global_step == (0 if advantages is half else 2)  # the first iteration was right
+    assert all(weight.isfinite().all() for weight in module.parameters())
