@@ -51,19 +51,22 @@ def moved(tensor: Tensor, device: torch.device | str, **kwargs: Any) -> Tensor:
 
 @dataclass(kw_only=True)
 class PaddedBatch:
-    """Sequences padded on the right, and the size of the optimizer step that the batch is part of."""
+    """Sequences padded on the right, and the size of the optimizer step that the batch is part of.
+
+    Attributes:
+        input_ids: (B, T) int64, padded with 0 on the right.
+        attention_mask: (B, T) bool, true on real tokens.
+        step_tokens: Selected tokens of the whole optimizer step, all micro-batches and ranks.
+        step_sequences: Sequences with a selected token of the whole optimizer step, all micro-batches and ranks.
+        step_micro_batches: Micro-batches (times ranks) whose losses are averaged in one optimizer step.
+    """
 
     input_ids: Tensor = token_field()
-    """(B, T) int64, padded with 0 on the right."""
     attention_mask: Tensor = token_field()
-    """(B, T) bool, true on real tokens."""
 
     step_tokens: float | None = None
-    """Selected tokens of the whole optimizer step, all micro-batches and ranks."""
     step_sequences: float | None = None
-    """Sequences with a selected token of the whole optimizer step, all micro-batches and ranks."""
     step_micro_batches: int = 1
-    """Micro-batches (times ranks) whose losses are averaged in one optimizer step."""
 
     def __len__(self) -> int:
         """Number of sequences B."""

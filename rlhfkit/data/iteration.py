@@ -14,32 +14,34 @@ class IterationSummary:
     """N sequences, of all ranks, in the order in which their prompts were drawn; the same on every rank.
 
     Row n of the iteration is row n here; :attr:`~rlhfkit.data.Experience.rows` has the n of a rank's own rows.
+
+    Attributes:
+        rewards: (N,) float32, NaN where the sample could not be scored.
+        group: (N,) int64, equal for samples of one prompt.
+        sample_index: (N,) int64, position in the group.
+        truncated: (N,) bool, true when generation stopped at the length limit.
+        lengths: (N,) int64, tokens of prompt and completion.
+        prompt_lengths: (N,) int64, tokens before the first that is trained on; 0 where none is.
+        trained_tokens: (N,) int64, tokens in the action mask.
+        oldest_version: (N,) int64, smallest policy version of a trained token; -1 where there is none.
+        newest_version: (N,) int64, largest policy version of a trained token; -1 where there is none.
+        update: (N,) int64, the optimizer update of this iteration that trains on the row.
+        replayed: (N,) bool, true where the sample was made for an earlier iteration.
+        reward_parts: (N,) float32 each.
     """
 
     rewards: Tensor
-    """(N,) float32, NaN where the sample could not be scored."""
     group: Tensor
-    """(N,) int64, equal for samples of one prompt."""
     sample_index: Tensor
-    """(N,) int64, position in the group."""
     truncated: Tensor
-    """(N,) bool, true when generation stopped at the length limit."""
     lengths: Tensor
-    """(N,) int64, tokens of prompt and completion."""
     prompt_lengths: Tensor
-    """(N,) int64, tokens before the first that is trained on; 0 where none is."""
     trained_tokens: Tensor
-    """(N,) int64, tokens in the action mask."""
     oldest_version: Tensor
-    """(N,) int64, smallest policy version of a trained token; -1 where there is none."""
     newest_version: Tensor
-    """(N,) int64, largest policy version of a trained token; -1 where there is none."""
     update: Tensor
-    """(N,) int64, the optimizer update of this iteration that trains on the row."""
     replayed: Tensor
-    """(N,) bool, true where the sample was made for an earlier iteration."""
     reward_parts: dict[str, Tensor] = field(default_factory=dict)
-    """(N,) float32 each."""
 
     def __len__(self) -> int:
         """Number of sequences N."""

@@ -54,18 +54,20 @@ class Prompt:
     Example::
 
         Prompt(index=7, token_ids=[15, 3, 22], text="2+3=", answer="5")
+
+    Attributes:
+        index: Row in the data set; unique, and part of the seed of each of its samples.
+        token_ids: Input of the engine. Text is never tokenised a second time. Each read makes a new list.
+        text: The prompt as text, for rewards and logs.
+        answer: The reference answer, if the data has one.
+        metadata: All other columns of the row, by name.
     """
 
     index: int
-    """Row in the data set; unique, and part of the seed of each of its samples."""
     token_ids: list[int]
-    """Input of the engine. Text is never tokenised a second time. Each read makes a new list."""
     text: str = ""
-    """The prompt as text, for rewards and logs."""
     answer: Any = None
-    """The reference answer, if the data has one."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """All other columns of the row, by name."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,36 +89,40 @@ class Sample:
 
     Fields per token can be set as lists, arrays, or tensors, and are read as lists, a **new one** each time:
     ``sample.token_ids.append(9)`` changes nothing. :attr:`num_tokens` and :attr:`version_runs` make none.
+
+    Attributes:
+        prompt: What was completed; of an episode whose environment began the conversation, with the tokens of that.
+        sample_index: Position in the group of the prompt, 0 .. group_size - 1.
+        token_ids: Tokens after the prompt, including the end-of-sequence token when it was sampled.
+        logprobs: Log-prob of each token under the policy at the sampling temperature, before truncation (top-p and the
+            like); NaN where the engine gives none.
+        versions: Policy version (optimizer updates so far) that sampled each token; :data:`OTHER_MODEL`: another model
+            did.
+        finish_reason: ``stop``: the model ended it; ``length``: a limit did; ``abort``: an error or a time limit.
+        action_mask: True where the policy chose the token, false where an environment wrote it; ``None``: the policy
+            chose all.
+        text: The completion as text, without special tokens; decoded when it is read, after :meth:`decode_with`.
+        reward: Total reward; ``None``: could not be scored, the sample is not trained on.
+        reward_parts: Components of the reward by name, before weighting.
+        token_rewards: The part of ``reward`` earned at each token (turns of an episode, steps of a solution); the
+            remainder belongs to the last action. ``None``: all of it does.
+        info: Further facts about the sample (turns of an episode, why it ended); numbers are logged as means.
+        replayed: Whether it was sampled for an earlier iteration, see :class:`~rlhfkit.ReplayBuffer`.
     """
 
     prompt: Prompt
     sample_index: int
-    """Position in the group of the prompt, 0 .. group_size - 1."""
     token_ids: list[int]
-    """Tokens after the prompt, including the end-of-sequence token when it was sampled."""
     logprobs: list[float]
-    """Log-prob of each token under the policy at the sampling temperature, before truncation (top-p and the like); NaN
-    where the engine gives none.
-    """
     versions: list[int]
-    """Policy version (optimizer updates so far) that sampled each token; :data:`OTHER_MODEL`: another model did."""
     finish_reason: FinishReason
     action_mask: list[bool] | None = None
-    """True where the policy chose the token, false where an environment wrote it; ``None``: the policy chose all."""
     text: str = ""
-    """The completion as text, without special tokens; decoded when it is read, after :meth:`decode_with`."""
     reward: float | None = None
-    """Total reward; ``None``: could not be scored, the sample is not trained on."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Components of the reward by name, before weighting."""
     token_rewards: list[float] | None = None
-    """The part of ``reward`` earned at each token (turns of an episode, steps of a solution); the remainder belongs to
-    the last action. ``None``: all of it does.
-    """
     info: dict[str, Any] = field(default_factory=dict)
-    """Further facts about the sample (turns of an episode, why it ended); numbers are logged as means."""
     replayed: bool = False
-    """Whether it was sampled for an earlier iteration, see :class:`~rlhfkit.ReplayBuffer`."""
 
     def __post_init__(self) -> None:
         """Check that the per-token fields have one length."""
@@ -213,69 +219,75 @@ decode_when_read(Sample, "text")
 
 @dataclass(kw_only=True)
 class Experience(PaddedBatch):
-    """A batch of samples as tensors. Fields that a module has not computed yet are ``None``."""
+    """A batch of samples as tensors. Fields that a module has not computed yet are ``None``.
+
+    Attributes:
+        action_mask: (B, T-1) bool, true where token t+1 was chosen by the policy and is trained on.
+        rollout_logprobs: (B, T-1) float32, the engine's before truncation, NaN where it gives none; 0 outside the
+            action mask.
+        versions: (B, T-1) int64, policy version per token; -1 (:data:`OTHER_MODEL`) outside the action mask, and where
+            another model sampled it.
+        rewards: (B,) float32; NaN where the sample could not be scored (its action mask is all false).
+        group: (B,) int64, equal for samples of one prompt.
+        sample_index: (B,) int64, position in the group.
+        truncated: (B,) bool, true when generation stopped at the length limit.
+        update: (B,) int64, the optimizer update of this iteration that trains on the row; 0 is on-policy.
+        token_rewards: (B, T-1) float32, the part of ``rewards`` that each token earned; ``None``: no sample has it. Not
+            masked: rewards of tokens of an environment count too.
+        old_logprobs: (B, T-1) float32, the trainer's before the iteration; ``None`` in the first update: equal to the
+            current ones.
+        ref_logprobs: (B, T-1) float32, under the reference policy.
+        teacher_logprobs: (B, T-1) float32, under the teacher of a distillation.
+        teacher_top_logprobs: (B, T-1, K) float32, of the teacher's K likeliest tokens, at the temperature of sampling.
+        teacher_top_ids: (B, T-1, K) int32, these tokens.
+        teacher_spans: (B, T-1) int32, where the teacher has other tokens: the span of text that each token is in, -1:
+            none. Then ``teacher_logprobs`` are those of spans, at the last token of each.
+        routing: (B, T-1, C) int16, the experts that routers shall choose, see :func:`~rlhfkit.models.policy_output`.
+        high_entropy: (B, T-1) bool, true where the policy before the iteration has one of its highest entropies over
+            all trained tokens of the iteration; ``None``: not asked for.
+        sum_squares: (B, T-1) float32, ``Σ_v π(v)²`` of the policy before the iteration, for advantages that ask for it.
+        values: (B, T-1) float32, values of the critic before the iteration.
+        advantages: (B, T-1) float32.
+        returns: (B, T-1) float32, targets of the critic.
+        reward_parts: (B,) float32 each.
+        replayed: (B,) bool, true where the sample was made for an earlier iteration; ``None``: nowhere.
+        rows: (B,) int64, which row of the iteration each one is; ``None``: the rows are the iteration, in order.
+        iteration: What every rank knows of all rows of the iteration; ``None``: these rows are all, or a micro-batch of
+            them.
+        step_rows: Rows of the whole optimizer step, also those without a trained token, all micro-batches and ranks.
+        temperature: Sampling temperature; the trainer divides its logits by it so that its log-probs are those of the
+            sampler.
+    """
 
     action_mask: Tensor = step_field()
-    """(B, T-1) bool, true where token t+1 was chosen by the policy and is trained on."""
     rollout_logprobs: Tensor = step_field()
-    """(B, T-1) float32, the engine's before truncation, NaN where it gives none; 0 outside the action mask."""
     versions: Tensor = step_field(fill=-1)
-    """(B, T-1) int64, policy version per token; -1 (:data:`OTHER_MODEL`) outside the action mask, and where another
-    model sampled it."""
     rewards: Tensor = row_field()
-    """(B,) float32; NaN where the sample could not be scored (its action mask is all false)."""
     group: Tensor = row_field()
-    """(B,) int64, equal for samples of one prompt."""
     sample_index: Tensor = row_field()
-    """(B,) int64, position in the group."""
     truncated: Tensor = row_field()
-    """(B,) bool, true when generation stopped at the length limit."""
     update: Tensor = row_field()
-    """(B,) int64, the optimizer update of this iteration that trains on the row; 0 is on-policy."""
 
     token_rewards: Tensor | None = step_field(None)
-    """(B, T-1) float32, the part of ``rewards`` that each token earned; ``None``: no sample has it. Not masked: rewards
-    of tokens of an environment count too.
-    """
     old_logprobs: Tensor | None = step_field(None)
-    """(B, T-1) float32, the trainer's before the iteration; ``None`` in the first update: equal to the current ones."""
     ref_logprobs: Tensor | None = step_field(None)
-    """(B, T-1) float32, under the reference policy."""
     teacher_logprobs: Tensor | None = step_field(None)
-    """(B, T-1) float32, under the teacher of a distillation."""
     teacher_top_logprobs: Tensor | None = step_field(None)
-    """(B, T-1, K) float32, of the teacher's K likeliest tokens, at the temperature of sampling."""
     teacher_top_ids: Tensor | None = step_field(None)
-    """(B, T-1, K) int32, these tokens."""
     teacher_spans: Tensor | None = step_field(None, fill=-1)
-    """(B, T-1) int32, where the teacher has other tokens: the span of text that each token is in, -1: none. Then
-    ``teacher_logprobs`` are those of spans, at the last token of each."""
     routing: Tensor | None = step_field(None)
-    """(B, T-1, C) int16, the experts that routers shall choose, see :func:`~rlhfkit.models.policy_output`."""
     high_entropy: Tensor | None = step_field(None)
-    """(B, T-1) bool, true where the policy before the iteration has one of its highest entropies over all trained
-    tokens of the iteration; ``None``: not asked for."""
     sum_squares: Tensor | None = step_field(None)
-    """(B, T-1) float32, ``Σ_v π(v)²`` of the policy before the iteration, for advantages that ask for it."""
     values: Tensor | None = step_field(None)
-    """(B, T-1) float32, values of the critic before the iteration."""
     advantages: Tensor | None = step_field(None)
-    """(B, T-1) float32."""
     returns: Tensor | None = step_field(None)
-    """(B, T-1) float32, targets of the critic."""
 
     reward_parts: dict[str, Tensor] = rows_field()
-    """(B,) float32 each."""
     replayed: Tensor | None = row_field(None)
-    """(B,) bool, true where the sample was made for an earlier iteration; ``None``: nowhere."""
     rows: Tensor | None = row_field(None)
-    """(B,) int64, which row of the iteration each one is; ``None``: the rows are the iteration, in order."""
     iteration: IterationSummary | None = None
-    """What every rank knows of all rows of the iteration; ``None``: these rows are all, or a micro-batch of them."""
     step_rows: float | None = None
-    """Rows of the whole optimizer step, also those without a trained token, all micro-batches and ranks."""
     temperature: float = 1.0
-    """Sampling temperature; the trainer divides its logits by it so that its log-probs are those of the sampler."""
 
     @property
     def row_denominator(self) -> float | None:

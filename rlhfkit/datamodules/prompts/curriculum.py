@@ -13,26 +13,41 @@ from rlhfkit.validation import check_integer, check_number
 
 
 class PromptStats(NamedTuple):
-    """Rewards of a prompt's samples."""
+    """Rewards of a prompt's samples.
+
+    Attributes:
+        samples: Scored samples so far.
+        reward: Mean reward of the latest group.
+        mean: Mean reward of all scored samples so far.
+    """
 
     samples: int
-    """Scored samples so far."""
     reward: float
-    """Mean reward of the latest group."""
+    mean: float
+
+    @classmethod
+    def after(cls, earlier: "PromptStats | None", rewards: Sequence[float]) -> "PromptStats":
+        """The statistics of a prompt with one more group, of one scored sample or more."""
+        samples, total = (0, 0.0) if earlier is None else (earlier.samples, earlier.samples * earlier.mean)
+        count = samples + len(rewards)
+        return cls(count, sum(rewards) / len(rewards), (total + sum(rewards)) / count)
 
 
 @dataclass(frozen=True)
 class PromptPass:
-    """A pass over the prompts, to be ordered by a curriculum; a row is a position among the prompts in use."""
+    """A pass over the prompts, to be ordered by a curriculum; a row is a position among the prompts in use.
+
+    Attributes:
+        number: Passes before this one.
+        rows: All rows in their order without a curriculum: shuffled, sources mixed.
+        history: Statistics by row, of the prompts that were sampled.
+        column: Returns the values of a data column, by row.
+    """
 
     number: int
-    """Passes before this one."""
     rows: Sequence[int]
-    """All rows in their order without a curriculum: shuffled, sources mixed."""
     history: Mapping[int, PromptStats]
-    """Statistics by row, of the prompts that were sampled."""
     column: Callable[[str], Sequence[Any]]
-    """Returns the values of a data column, by row."""
 
 
 Curriculum = Callable[[PromptPass], Sequence[int]]

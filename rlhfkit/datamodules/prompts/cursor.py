@@ -43,7 +43,11 @@ class PromptCursor(NamedTuple):
     def from_state_dict(cls, state: dict[str, Any]) -> Self:
         """Inverse of :meth:`state_dict`; ignores other entries of ``state``."""
         saved = state.get("history")
-        history = None if saved is None else {row: PromptStats(*stats) for row, *stats in saved}
+        history = None
+        if saved is not None:
+            history = {
+                row: PromptStats(samples, reward, *mean or [reward]) for row, samples, reward, *mean in saved
+            }  # checkpoints of earlier versions have no mean
         return cls(state["pass"], state["offset"], tuple(state["postponed"]), state.get("rows"), history)
 
 
@@ -192,8 +196,7 @@ class IterationQueue:
         for index, values in rewards.items():
             if values:
                 row = self._rows[index]
-                before = history[row].samples if row in history else 0
-                history[row] = PromptStats(before + len(values), sum(values) / len(values))
+                history[row] = PromptStats.after(history.get(row), values)
         self.cursor = self.cursor._replace(history=history)
 
     @property

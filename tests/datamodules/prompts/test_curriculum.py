@@ -24,7 +24,7 @@ TOTAL = 9
 
 def one_pass(number: int = 0, rewards: dict[int, float] | None = None) -> PromptPass:
     values = {"level": [2, 0, 1, 0, 2, 1, 0, 1, 2]}
-    history = {row: PromptStats(4, reward) for row, reward in (rewards or {}).items()}
+    history = {row: PromptStats(4, reward, reward) for row, reward in (rewards or {}).items()}
     return PromptPass(number, [8, 3, 5, 0, 6, 1, 7, 2, 4], history, values.__getitem__)
 
 
@@ -178,3 +178,14 @@ def test_a_resumed_run_goes_on_bitwise(run: Run, tmp_path: Path, after: int) -> 
     resumed, rest = run(ckpt_path=str(tmp_path / "saved.ckpt"))
     assert rest.prompts[-1] == watch.prompts[-1]
     assert all(torch.equal(tensor, straight[name]) for name, tensor in resumed.items())
+
+
+def test_statistics_of_a_prompt_have_the_latest_group_and_all_samples() -> None:
+    once = PromptStats.after(None, [1.0, 0.0])
+    twice = PromptStats.after(once, [1.0, 1.0, 0.0, 1.0])
+    assert once == (2, 0.5, 0.5)
+    assert twice == (6, 0.75, pytest.approx(4 / 6))
+    saved = PromptCursor(history={3: twice}).state_dict()
+    assert PromptCursor.from_state_dict(saved).history == {3: twice}
+    saved["history"] = [[3, 6, 0.75]]  # of a version without the mean
+    assert PromptCursor.from_state_dict(saved).history == {3: (6, 0.75, 0.75)}

@@ -115,7 +115,11 @@ class ScoredModule(PlacedModule):
                 setattr(self, self._child(name), self._load_reward_model(one) if name else self.build_reward_model())
 
     def build_reward_model(self) -> nn.Module:
-        """Load a single reward model, frozen; ValueError if its tokens differ. Override to wrap or change it."""
+        """Load a single reward model, frozen; ValueError if its tokens differ. Override to wrap or change it.
+
+        What it returns is asked for normalized scores: it has to be a :class:`~rlhfkit.models.ScalarModel`, or wrap one
+        (peft), as its ``normalize(rewards)`` is called on the (B,) scores.
+        """
         assert self.reward_model_name is not None
         return self._load_reward_model(self.reward_model_name)
 
