@@ -240,6 +240,9 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     def offline(kind: str, source: str, rows: Mapping[str, Any], **given: Any) -> Callable[[], dict[str, Any]]:
         return functools.partial(supervise, folder, kind, source, rows, **given)
 
+    def part(name: str, **arguments: Any) -> dict[str, Any]:
+        return {"class_path": f"rlhfkit.modules.parts.{name}", "init_args": arguments}
+
     texts = {"data": path["pairs"], "prompt": "prompt", "completion": "chosen"}
     pairs, judged = {"data": path["pairs"]}, {"data": path["judged"]}
     epochs = {"rows": {"epochs_per_iteration": 2}, "trainer": {"accumulate_grad_batches": 4}}
@@ -264,7 +267,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "control": grpo(
             kl_coef=0.05,
             kl_control={"target": 0.001, "early_stop": 0.0004, "horizon": 100},
-            entropy_control={"target": 2.5, "step": 0.01},
+            parts=[part("entropy.EntropyTarget", target=2.5, step=0.01)],
             token_filter={"top_entropy": 0.5},
         ),
         "remax": grpo(**presets.REMAX),
@@ -282,7 +285,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         ),
         "early_stop_epochs": grpo(kl_control={"early_stop": 0.0005}, **epochs),
         "entropy_bonus": grpo(entropy_coef=0.05),
-        "entropy_both": grpo(entropy_coef=0.05, entropy_control={"target": 2.5, "step": 0.02}),
+        "entropy_both": grpo(entropy_coef=0.05, parts=[part("entropy.EntropyTarget", target=2.5, step=0.02)]),
         "off_policy": grpo(token_filter={"off_policy": 0.0}, rollout={"max_staleness": 1}),
         "rejection": grpo(
             token_filter={"rejection": {"level": "sequence-mean", "divergence": "k3", "high": 3e-3}},

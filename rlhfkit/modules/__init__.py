@@ -16,7 +16,6 @@ from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.preparation.kl_control import KLControl
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
-from rlhfkit.modules.on_policy.update.entropy_control import EntropyControl
 from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.bco import BCOModule
@@ -37,7 +36,6 @@ __all__ = [
     "DFTModule",
     "DPOModule",
     "DistillationModule",
-    "EntropyControl",
     "GRPOModule",
     "KLControl",
     "KTOModule",

@@ -117,8 +117,6 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "token_filter.top_entropy": Change(0.3),
     "token_filter.off_policy": Change(0.0),
     "token_filter.rejection": Change({"level": "token", "divergence": "k2", "high": 1e-20}),
-    "entropy_control.target": Change(100.0),
-    "entropy_control.step": Change(0.5, given={"entropy_control.target": 100.0}),
     "proximal": Change("log-linear"),
     "kl_clamp": Change(1e-6, given=KL, around={"epochs": 2}),
     "kl_importance_weight": Change(True, given=KL, around={"epochs": 2}),

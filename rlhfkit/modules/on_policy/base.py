@@ -7,7 +7,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -106,8 +106,9 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         self.router_replay = router_replay
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
-        self.parts = [make_part(one) for one in parts]
-        self.hparams.update(parts=[part.plain() for part in self.parts])
+        given = [make_part(one) for one in parts]
+        self.parts = [*self.own_parts, *given]
+        self.hparams.update(parts=[part.plain() for part in given])  # arguments make the others again
         self._assemble()
         self._check_passes()
 
@@ -318,8 +319,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             observed |= observe(batch, out, self.old_logprobs(batch, out))
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.measure(batch, out.logprobs)
-        if self.entropy_control.target is not None:
-            self.entropy_controller.measure(batch, cast(Tensor, out.entropy))
         loss, means = result.loss, {}
         if self.ptx_coef:
             text_loss = self.pretraining_loss()
@@ -368,12 +367,8 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         """Do nothing: ``RolloutCallback`` generates, scores and logs."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Log the metrics of the step, skip the policy's update after early stopping, and adapt the entropy bonus."""
+        """Log the metrics of the step, and skip the policy's update after early stopping."""
         super().on_before_optimizer_step(optimizer)
-        if self.entropy_control.target is not None:
-            applied = self.entropy_controller.applied
-            self.log_means({"policy/entropy_coef": torch.full((), applied, device=self.device)})
-            self.entropy_controller.update(self)
         if self.kl_early_stopping is not None:
             stopped = self.kl_early_stopping.should_stop(self)
             self.log_means({"policy/kl_early_stopped": torch.full((), float(stopped), device=self.device)})
@@ -394,7 +389,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             checkpoint["kl_early_stopped"] = self.kl_early_stopping.stopped
         if kept := self.first_pass.state_dict():
             checkpoint["first_pass_logprobs"] = kept
-        checkpoint["entropy_control"] = self.entropy_controller.state_dict()
         checkpoint["iteration_version"] = self.iteration_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -403,5 +397,4 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         if self.kl_early_stopping is not None:
             self.kl_early_stopping.stopped = checkpoint.get("kl_early_stopped", False)
         self.first_pass.load_state_dict(checkpoint.get("first_pass_logprobs", {}))
-        self.entropy_controller.load_state_dict(checkpoint.get("entropy_control", [0.0, 0.0]))
         self.iteration_version = checkpoint.get("iteration_version", 0)

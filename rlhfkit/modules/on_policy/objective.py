@@ -13,7 +13,6 @@ from rlhfkit.losses import (
     Aggregation,
     GradientScope,
     LossOutput,
-    entropy_bonus,
     kl_loss,
     log_linear_proximal_logprobs,
     mean_metric,
@@ -32,7 +31,6 @@ from rlhfkit.modules.on_policy.update.engine_mismatch import (
     correction_weights,
     weighs_sequences,
 )
-from rlhfkit.modules.on_policy.update.entropy_control import EntropyControl, EntropyController
 from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
 from rlhfkit.parts import Part
 from rlhfkit.validation import check_number
@@ -55,15 +53,14 @@ class PolicyLossModule(AdvantageModule):
         aggregation: How token losses become one number, see :func:`~rlhfkit.losses.aggregate`; ``None``: the default of
             the policy loss.
         max_length: Tokens; the constant of the ``constant-length`` aggregation.
-        entropy_coef: Weight of an entropy bonus.
+        entropy_coef: Weight of an :class:`~rlhfkit.modules.parts.entropy.EntropyBonus`;
+            :class:`~rlhfkit.modules.parts.entropy.EntropyTarget` has one that follows the entropy.
         correction: Importance correction for differences between engine and trainer: a name of
             :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
             ``None``: none, but ``"tis"`` if the engine is quantized or samples are replayed; ``"none"``: none with any
             engine. Not for policy losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
         token_filter: Tests that a token has to pass to be learned from: its entropy, or how near engine and policy are,
             see :class:`~rlhfkit.modules.on_policy.update.token_filter.TokenFilter`.
-        entropy_control: An entropy bonus whose weight follows the entropy, beside ``entropy_coef``, see
-            :class:`~rlhfkit.modules.on_policy.update.entropy_control.EntropyControl`.
         proximal: Which log-probs the ratio is taken to in later updates of an iteration: ``"recompute"``: those of the
             policy before it, by a forward pass; ``"log-linear"``: between the engine's and the policy's own by policy
             versions, without a pass (AReaL, Fu et al., 2025, arXiv:2505.24298; see
@@ -100,7 +97,6 @@ class PolicyLossModule(AdvantageModule):
         entropy_coef: float = 0.0,
         correction: str | Mapping[str, Any] | None = None,
         token_filter: TokenFilter | None = None,
-        entropy_control: EntropyControl | None = None,
         proximal: Literal["recompute", "log-linear"] = "recompute",
         kl_clamp: float | None = None,
         kl_importance_weight: bool = False,
@@ -119,10 +115,12 @@ class PolicyLossModule(AdvantageModule):
         )
         self.max_length = max_length
         self.entropy_coef = entropy_coef
+        if entropy_coef:
+            from rlhfkit.modules.parts.entropy import EntropyBonus
+
+            self.own_parts.append(EntropyBonus(entropy_coef))
         self.correction, self._chose_correction = correction_arguments(correction), correction is not None
         self.token_filter = options(TokenFilter, token_filter)
-        self.entropy_control = options(EntropyControl, entropy_control)
-        self.entropy_controller = EntropyController(self.entropy_control)
         if proximal not in ("recompute", "log-linear"):
             raise ValueError(f"proximal must be recompute or log-linear, got {proximal!r}")
         self.proximal = proximal
@@ -135,7 +133,6 @@ class PolicyLossModule(AdvantageModule):
         self.hparams.update(
             policy_loss=self.policy_loss.name,
             token_filter=dataclasses.asdict(self.token_filter),
-            entropy_control=dataclasses.asdict(self.entropy_control),
         )
         self._check_combinations()
         self._check_loss()
@@ -211,8 +208,7 @@ class PolicyLossModule(AdvantageModule):
     @property
     def needs_entropy(self) -> bool:
         """Whether entropy is logged or rewarded."""
-        known = self.log_entropy or bool(self.entropy_coef) or self.entropy_control.target is not None
-        return known or any("entropy" in part.outputs for part in self.parts)
+        return self.log_entropy or any("entropy" in part.outputs for part in self.parts)
 
     def loss_gradient_scope(self, batch: Experience) -> GradientScope | None:
         """What the gradient of :meth:`loss` depends on, by the policy loss and whether this is the first update."""
@@ -263,9 +259,6 @@ class PolicyLossModule(AdvantageModule):
             if self.kl_importance_weight:
                 more["importance_weight"] = policy_tokens(out.logprobs, old, batch.advantages, mask).ratio
             parts.append(kl_loss(out.logprobs, reference, mask, coef=kl_coef, estimator=estimator, **more))
-        if bonus := self.entropy_coef + self.entropy_controller.applied:
-            assert out.entropy is not None
-            parts.append(entropy_bonus(out.entropy, mask, coef=bonus, **reduction))
         result = sum_losses(*parts, *(term(batch, out, old) for term in self.terms))
         if self.kl_control.target is not None:
             metrics = {**metrics, "policy/kl_coef": torch.tensor(self.kl_coef)}

@@ -19,7 +19,6 @@ OF_POLICY_LOSSES = (
     "aggregation",
     "max_length",
     "entropy_coef",
-    "entropy_control",
     "correction",
     "token_filter",
     "proximal",

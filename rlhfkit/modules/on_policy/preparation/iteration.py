@@ -18,6 +18,7 @@ from rlhfkit.models.forward import unwrap
 from rlhfkit.models.routing import choices_per_token
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.preparation.local_rows import gather_experience, gather_rows, update_moments, whiten_all
+from rlhfkit.parts import Part
 from rlhfkit.validation import check_integer
 
 
@@ -53,6 +54,8 @@ class IterationModule(PolicyModule):
 
     def __init__(self, model: str, *, max_tokens_per_forward: int = 16384, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
+        self.own_parts: list[Part] = []
+        """What arguments of the module stand for; the parts that are given come after them."""
         check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         self.max_tokens_per_forward = max_tokens_per_forward
 

@@ -211,9 +211,6 @@ def penalizing_loss(
         ({"proximal": "log-linear", "kl_coef": 0.1, "kl_in_reward": True}, "use proximal='recompute'"),
         ({"proximal": "log-linear", "kl_control": KLControl(early_stop=0.1)}, "use proximal='recompute'"),
         ({"proximal": "log-linear", "advantages": exact_optimal_token_baseline}, "use proximal='recompute'"),
-        ({"entropy_control": {"target": 0.0}}, "EntropyControl.target"),
-        ({"entropy_control": {"target": 0.1, "step": 0.0}}, "EntropyControl.step"),
-        ({"entropy_control": {"step": 0.1}}, "step=0.1.*give target too"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

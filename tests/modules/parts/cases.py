@@ -1,0 +1,194 @@
+"""The registry of parts: what each is tried out with, and a run of it.
+
+Every part of ``rlhfkit/modules/parts`` has a :class:`Case` here, for which ``test_every_part.py`` checks the same: its
+formula against an independent computation, equal numbers on one rank and two, a resumed run, and plain values.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from rl_runs import PlainGRPO, setup_run
+from torch import Tensor
+
+import rlhfkit.modules.parts
+from rlhfkit import Experience, PolicyOutput
+from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
+from rlhfkit.parts import Part
+
+LR = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A part, what else its module is given, and a check of its formula."""
+
+    make: Callable[[], Part]
+    formula: Callable[[Path], None]
+    module: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    """What it logs."""
+
+
+class Steps(L.Callback):
+    """Calls a function after each micro-batch, and keeps how many optimizer steps there were by then."""
+
+    def __init__(self, function: Callable[[L.Trainer, Any], None]) -> None:
+        self.function = function
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        self.function(trainer, pl_module)
+
+
+def fit(folder: Path, case: Case, *, parts: list[Part] | None = None, ckpt: Path | None = None, **trainer: Any) -> Any:
+    """Train with SGD, two iterations of two updates; returns the Trainer and the module."""
+    L.seed_everything(0, verbose=False)
+    world = trainer.get("devices", 1)
+    made, module, data, _ = setup_run(
+        folder,
+        module=PlainGRPO,
+        module_arguments={"lr": LR, "parts": [case.make()] if parts is None else parts} | case.module,
+        data_arguments={"micro_batch_size": 8 // world} | case.data,
+        **trainer,
+    )
+    made.fit(module, data, ckpt_path=ckpt)
+    return made, module
+
+
+def numbers(trainer: L.Trainer, module: Any) -> dict[str, float]:
+    """Logged values, but for times, and the sums of the weights."""
+    kept = {name: float(value) for name, value in trainer.callback_metrics.items() if "time/" not in name}
+    sums = {name: float(value.double().abs().sum()) for name, value in module.policy.state_dict().items()}
+    return kept | sums
+
+
+def on_ranks(folder: Path, world: int, data: str) -> dict[str, Any]:
+    """What a rank runs: every case."""
+    found = {}
+    for name, case in CASES.items():
+        strategy = "ddp" if world > 1 else "auto"
+        arguments = {"strategy": strategy, "devices": world, "use_distributed_sampler": False}
+        found[name] = numbers(*fit(Path(data), case, **arguments))
+    return found
+
+
+def batch_of(tokens: int = 5) -> Experience:
+    """Two sequences, of which the second has fewer tokens; counts of an optimizer step with another micro-batch."""
+    from dataclasses import replace
+
+    from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
+
+    one = two_tokens()
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(2, tokens, dtype=torch.bool)
+    mask[1, 3:] = False
+    values = torch.randn(2, tokens, generator=generator)
+    return replace(
+        one,
+        input_ids=torch.zeros(2, tokens + 1, dtype=torch.int64),
+        attention_mask=torch.ones(2, tokens + 1, dtype=torch.bool),
+        action_mask=mask,
+        rollout_logprobs=values - 2.0,
+        versions=torch.zeros(2, tokens, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0]),
+        group=torch.zeros(2, dtype=torch.int64),
+        sample_index=torch.arange(2),
+        truncated=torch.tensor([False, True]),
+        update=torch.zeros(2, dtype=torch.int64),
+        advantages=torch.tensor([1.0, -1.0])[:, None].expand(2, tokens),
+        step_tokens=16.0,
+        step_micro_batches=2,
+    )
+
+
+def output_of(batch: Experience) -> PolicyOutput:
+    """Log-probs and entropies, NaN where no token is trained on."""
+    generator = torch.Generator().manual_seed(1)
+    shape = batch.action_mask.shape
+    logprobs = -torch.rand(shape, generator=generator)
+    entropy = torch.rand(shape, generator=generator).masked_fill(~batch.action_mask, torch.nan)
+    return PolicyOutput(logprobs.requires_grad_(), entropy.requires_grad_())
+
+
+# ---------------------------------------------------------------------- formulas
+
+
+def attached(part: Part) -> Part:
+    """The part in a module that is not loaded."""
+    from rlhfkit import GRPOModule
+
+    GRPOModule("no/model", parts=[part])
+    return part
+
+
+def entropy_bonus_formula(folder: Path) -> None:
+    """Minus ``coef`` times the mean entropy of the step's 16 tokens, as this micro-batch's share of two."""
+    batch = batch_of()
+    out = output_of(batch)
+    loss = attached(EntropyBonus(0.25)).term(batch, out, out.logprobs.detach()).loss
+    entropy: Tensor = out.entropy  # type: ignore[assignment]
+    total = sum(entropy.detach()[batch.action_mask].tolist())
+    torch.testing.assert_close(float(loss), -0.25 * total / 16 * 2)
+    loss.backward()
+    gradient: Tensor = entropy.grad  # type: ignore[assignment]
+    torch.testing.assert_close(gradient, -0.25 * 2 / 16 * batch.action_mask.float())
+
+
+def entropy_target_formula(folder: Path) -> None:
+    """The weight rises below the target, falls above it, and acts below only: the rule of section 4 by hand."""
+
+    def weights(target: float, place: str) -> tuple[list[float], list[float]]:
+        entropies: dict[int, float] = {}
+        applied: list[float] = []
+        part = EntropyTarget(target, step=0.3)
+
+        class Watch(Part):
+            outputs = ("entropy",)
+
+            def observe(self, batch: Any, out: Any, old: Any) -> dict[str, Any]:
+                step = self.module.global_step
+                if step not in entropies:
+                    applied.append(part.applied)
+                mean = float((out.entropy.detach() * batch.action_mask).sum()) / batch.step_tokens
+                entropies[step] = entropies.get(step, 0.0) + mean
+                return {}
+
+        fit(folder / place, Case(lambda: part, entropy_target_formula), parts=[part, Watch()], max_epochs=3)
+        return list(entropies.values()), applied
+
+    entropies, applied = weights(100.0, "below")
+    torch.testing.assert_close(applied, [0.0, 0.3, 0.6, 0.9, 1.2, 1.5])
+    target = sorted(entropies)[2] + 1e-4  # crossed within the run
+    entropies, applied = weights(target, "across")
+    coefficient, expected = 0.0, [0.0]
+    for entropy in entropies:
+        coefficient = max(0.0, coefficient + (0.3 if entropy < target else -0.3))
+        expected.append(coefficient if entropy <= target else 0.0)
+    assert len({*expected}) > 2
+    torch.testing.assert_close(applied, expected[:-1])
+
+
+CASES: dict[str, Case] = {
+    "EntropyBonus": Case(lambda: EntropyBonus(0.1), entropy_bonus_formula),
+    "EntropyTarget": Case(
+        lambda: EntropyTarget(100.0, step=0.02), entropy_target_formula, metrics=("policy/entropy_coef",)
+    ),
+}
+
+
+def all_parts() -> dict[str, type[Part]]:
+    """The classes of ``rlhfkit/modules/parts``."""
+    found: dict[str, type[Part]] = {}
+    for file in pkgutil.iter_modules(rlhfkit.modules.parts.__path__):
+        home = importlib.import_module(f"rlhfkit.modules.parts.{file.name}")
+        for name, kind in vars(home).items():
+            if inspect.isclass(kind) and issubclass(kind, Part) and kind.__module__ == home.__name__:
+                found[name] = kind
+    return found

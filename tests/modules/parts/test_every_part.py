@@ -1,0 +1,74 @@
+"""Every part: its formula, the same numbers on one rank and two, a resumed run, and plain values.
+
+Covers ``modules/parts/entropy.py``.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from strategies import ranks
+from tiny_models import tiny_model
+
+from rlhfkit import GRPOModule
+from rlhfkit.parts import make_part
+
+from .cases import CASES, Steps, all_parts, fit, numbers, on_ranks
+
+every_part = pytest.mark.parametrize("name", CASES)
+
+
+def test_every_part_is_in_the_registry() -> None:
+    assert set(all_parts()) == set(CASES)
+
+
+@every_part
+def test_formula(name: str, tmp_path: Path) -> None:
+    CASES[name].formula(tmp_path)
+
+
+@every_part
+def test_plain_values_make_it_again(name: str) -> None:
+    part = CASES[name].make()
+    again = make_part(part.plain())
+    assert type(again) is type(part)
+    assert again.plain() == part.plain()
+    assert (again.stage, again.reads, again.writes, again.outputs) == (
+        *(part.stage, part.reads, part.writes, part.outputs),
+    )
+
+
+@every_part
+def test_a_resumed_run_is_the_straight_one(name: str, tmp_path: Path) -> None:
+    case, saved = CASES[name], tmp_path / "saved.ckpt"
+
+    def save(trainer: object, pl_module: object) -> None:
+        if trainer.global_step == 3 and not saved.exists():  # type: ignore[attr-defined]
+            trainer.save_checkpoint(saved)  # type: ignore[attr-defined]
+
+    trainer, straight = fit(tmp_path, case, callbacks=[Steps(save)])
+    again, resumed = fit(tmp_path, case, ckpt=saved)
+    assert trainer.global_step == again.global_step == 4
+    assert [part.state_dict() for part in resumed.parts] == [part.state_dict() for part in straight.parts]
+    for key, value in straight.policy.state_dict().items():
+        assert torch.equal(value, resumed.policy.state_dict()[key]), key
+    assert {*case.metrics} <= {*trainer.callback_metrics}
+    loaded = GRPOModule.load_from_checkpoint(saved)
+    assert [part.plain() for part in loaded.parts] == [part.plain() for part in straight.parts]
+
+
+@pytest.mark.distributed
+def test_two_ranks_have_the_numbers_of_one(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model")
+    alone = on_ranks(tmp_path, 1, str(tmp_path))
+    both = ranks.run("modules.parts.cases:on_ranks", 2, tmp_path, data=str(tmp_path), world=2)
+    for name, expected in alone.items():
+        for found in both:
+            assert found[name] == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in expected.items()}
+
+
+def test_a_part_changes_what_is_learned(tmp_path: Path) -> None:
+    plain = numbers(*fit(tmp_path, CASES["EntropyBonus"], parts=[]))
+    for name, case in CASES.items():
+        found = numbers(*fit(tmp_path, case))
+        assert any(found[key] != value for key, value in plain.items()), name
