@@ -243,6 +243,10 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     def part(name: str, **arguments: Any) -> dict[str, Any]:
         return {"class_path": f"rlhfkit.modules.parts.{name}", "init_args": arguments}
 
+    def control(target: float | None, limit: float | None = None) -> list[dict[str, Any]]:
+        found = [] if target is None else [part("kl_control.KLTarget", target=target, horizon=100)]
+        return found if limit is None else [*found, part("kl_control.StopEarly", limit=limit)]
+
     texts = {"data": path["pairs"], "prompt": "prompt", "completion": "chosen"}
     pairs, judged = {"data": path["pairs"]}, {"data": path["judged"]}
     epochs = {"rows": {"epochs_per_iteration": 2}, "trainer": {"accumulate_grad_batches": 4}}
@@ -266,8 +270,10 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "epochs": grpo(**epochs),
         "control": grpo(
             kl_coef=0.05,
-            kl_control={"target": 0.001, "early_stop": 0.0004, "horizon": 100},
-            parts=[part("entropy.EntropyTarget", target=2.5, step=0.01)],
+            parts=[
+                *control(0.001, 0.0004),
+                part("entropy.EntropyTarget", target=2.5, step=0.01),
+            ],
             token_filter={"top_entropy": 0.5},
         ),
         "remax": grpo(**presets.REMAX),
@@ -281,9 +287,9 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "kl_weighted": grpo(kl_coef=0.1, kl_importance_weight=True, kl_estimator="k1"),
         "kl_sequence": grpo(kl_coef=0.1, kl_in_reward="sequence", advantage_scale="none"),
         "kl_target_in_reward": grpo(
-            kl_coef=0.1, kl_in_reward="token", kl_control={"target": 0.001, "horizon": 100}, gamma=0.9
+            kl_coef=0.1, kl_in_reward="token", parts=control(0.001), gamma=0.9
         ),
-        "early_stop_epochs": grpo(kl_control={"early_stop": 0.0005}, **epochs),
+        "early_stop_epochs": grpo(parts=control(None, 0.0005), **epochs),
         "entropy_bonus": grpo(entropy_coef=0.05),
         "entropy_both": grpo(entropy_coef=0.05, parts=[part("entropy.EntropyTarget", target=2.5, step=0.02)]),
         "off_policy": grpo(token_filter={"off_policy": 0.0}, rollout={"max_staleness": 1}),
@@ -314,7 +320,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         ),
         "ppo_shared": ppo(shared_backbone=True, value_coef=0.1, whiten_advantages=False),
         "ppo_control": ppo(
-            kl_control={"target": 0.001, "early_stop": 0.001, "horizon": 100}, entropy_coef=0.01, mask_truncated=True
+            parts=control(0.001, 0.001), entropy_coef=0.01, mask_truncated=True
         ),
         "ppo_text": lambda: with_text(ppo),
         "ppo_function": ppo(advantages="rlhfkit.modules.on_policy.presets.no_baseline", kl_coef=0.0),

@@ -13,7 +13,6 @@ from rlhfkit.modules.on_policy.online_preference.nash_md import NashMDModule
 from rlhfkit.modules.on_policy.online_preference.online_dpo import OnlineDPOModule
 from rlhfkit.modules.on_policy.online_preference.xpo import XPOModule
 from rlhfkit.modules.on_policy.ppo import PPOModule
-from rlhfkit.modules.on_policy.preparation.kl_control import KLControl
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
@@ -37,7 +36,6 @@ __all__ = [
     "DPOModule",
     "DistillationModule",
     "GRPOModule",
-    "KLControl",
     "KTOModule",
     "NashMDModule",
     "ORPOModule",

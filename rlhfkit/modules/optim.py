@@ -33,6 +33,20 @@ DEFAULT_BETAS = (0.9, 0.95)
 """Averaging factors of AdamW if none are given."""
 
 
+def skip_update(module: L.LightningModule, child: str) -> None:
+    """Leave a child of a module unchanged in the coming update; call it in ``on_before_optimizer_step``.
+
+    Its gradients are dropped. Weights and optimizer state stay bitwise the same (no weight decay, no momentum);
+    learning-rate schedules and ``global_step`` advance.
+    """
+    strategy = module.trainer.strategy
+    if isinstance(strategy, RLHFStrategy):
+        strategy.skip_update(child)  # the gradients are in its engine
+        return
+    for parameter in module.get_submodule(child).parameters():
+        parameter.grad = None  # an optimizer ignores parameters without a gradient
+
+
 class OptimizationMixin(L.LightningModule):
     """The part of a module that makes its optimizer and clips its gradients."""
 

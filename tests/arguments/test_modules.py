@@ -94,7 +94,6 @@ REFERENCE: dict[str, Change | Unseen] = {
 }
 PAIRS: dict[str, Change | Unseen] = {"beta": Change(0.7), "label_smoothing": Change(0.2), "nll_coef": Change(0.5)}
 KL: dict[str, Any] = {"kl_coef": 0.1}
-TARGET: dict[str, Any] = {"kl_control.target": 0.01}
 CONSTANT: dict[str, Any] = {"aggregation": "constant-length", "max_length": 4}
 ON_POLICY: dict[str, Change | Unseen] = {
     "advantages": Change(by_rewards),
@@ -106,9 +105,6 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "max_length": Change(9, given=CONSTANT),
     "kl_coef": Change(0.3),
     "kl_estimator": Change("k2", given=KL),
-    "kl_control.target": Change(0.01, given=KL),
-    "kl_control.horizon": Change(20, given=KL | TARGET, around={"epochs": 2}),
-    "kl_control.early_stop": Change(1e-6),
     "kl_in_reward": Change("token", given=KL),
     "entropy_coef": Change(0.1),
     "parts": Change([f"{Watches.__module__}.Watches"]),
@@ -181,8 +177,6 @@ PPO: dict[str, Change | Unseen] = {
     "kl_coef": Change(0.3, around={"epochs": 2}),  # in the first iteration the policy is the reference
     "kl_in_reward": Change(False),
     "kl_estimator": Change("k2"),
-    "kl_control.target": Change(0.01),
-    "kl_control.horizon": Change(20, given=TARGET, around={"epochs": 2}),
 }
 SCALAR = POLICY | {"head_std": Change(0.5)}
 TABLE: dict[type, tuple[str, Rows]] = {
@@ -296,8 +290,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "reward_model": Change("@scorer"),
             "mask_truncated": Change(True),
             "reward_processing.normalize": Change(True, refused=True),
-            "kl_control.target": Change(0.01, refused=True),
-            "kl_control.horizon": Unseen("of the target, which is refused"),
             "loss_type": Change("ipo"),
             "divergence": Change("forward_kl"),
             "divergence_alpha": Change(0.2, given={"divergence": "alpha"}),
@@ -314,8 +306,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "mask_truncated": Change(True),
             "ref_model_sync_steps": Change(1, refused=True),
             "ref_model_mixup_alpha": Unseen("of moves, which are refused"),
-            "kl_control.target": Change(0.01, refused=True),
-            "kl_control.horizon": Unseen("of the target, which is refused"),
             "beta": Change(0.7),
             "link": Change("win-rate", refused=True),  # the rewards are no win rates
         },

@@ -104,7 +104,8 @@ def config(tmp_path: Path) -> Path:
 
 def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecorder) -> None:
     options = {"clip_high": "0.3", "policy_loss": "gspo_loss", "advantages": "rloo_advantages"}
-    options |= {"kl_coef": "0.01", "kl_in_reward": "sequence", "kl_control.target": "0.1"}
+    part = "{class_path: rlhfkit.modules.parts.kl_control.KLTarget, init_args: {target: 0.1}}"
+    options |= {"kl_coef": "0.01", "kl_in_reward": "sequence", "parts": f"[{part}]"}
     chosen = [word for name, value in options.items() for word in (f"--model.init_args.{name}", value)]
     cli = run(["fit", "--config", str(config), *chosen])
     assert cli.trainer.global_step == 2
@@ -112,7 +113,7 @@ def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecor
     assert cli.model.hparams["policy_loss"] == "rlhfkit.losses.policy.sequence.gspo_loss"
     assert cli.model.hparams["advantages"] == "rlhfkit.losses.advantages.group.rloo_advantages"
     assert cli.model.kl_in_reward == "sequence"
-    assert cli.model.kl_control.target == 0.1
+    assert [one.plain()["init_args"] for one in cli.model.parts] == [{"target": 0.1, "horizon": 10000}]
     assert cli.trainer.callbacks[0].engine.max_sequences == 5
     assert any(isinstance(callback, MemoryCheck) for callback in cli.trainer.callbacks)
     assert "rollout/reward_format" in cli.trainer.callback_metrics

@@ -20,7 +20,6 @@ from rlhfkit.models.forward import unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.routing import attach_routing
 from rlhfkit.modules.on_policy.objective import PolicyLossModule
-from rlhfkit.modules.on_policy.preparation.kl_control import KLEarlyStopping, skip_update
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule, RewardProcessing
 from rlhfkit.modules.on_policy.preparation.token_selection import highest_entropies
@@ -101,8 +100,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, **kwargs)
-        early_stop = self.kl_control.early_stop
-        self.kl_early_stopping = None if early_stop is None else KLEarlyStopping(early_stop)
         self.router_replay = router_replay
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
@@ -144,7 +141,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             ModuleStep(self.shape_rewards, Stage.SHAPE) if shapes else None,
             ModuleStep(self.add_logprobs, Stage.POLICY, writes=self.columns_of_models),
             ModuleStep(self.compute_advantages, Stage.CREDIT, writes=self.columns_of_credit),
-            ModuleStep(self.adapt_kl_coef, Stage.CREDIT) if self.kl_control.target is not None else None,
             ModuleStep(self.mask_truncated_samples, Stage.SELECT) if selects else None,
         ]
         return [step for step in steps if step is not None]
@@ -197,10 +193,10 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
                 "router_replay records which experts are chosen in the forward pass of the old log-probs, which "
                 "proximal='log-linear' leaves out: give one of them"
             )
-        if self.needs_old_logprobs or self.needs_sum_squares or self.kl_early_stopping is not None:
+        if self.needs_old_logprobs or self.needs_sum_squares:
             raise ValueError(
                 "proximal='log-linear' makes no forward pass for old log-probs, which a KL penalty in the reward, "
-                "KLControl, a teacher's log-probs, and advantages with sums of squared probabilities compare with: use "
+                "KLTarget, a teacher's log-probs, and advantages with sums of squared probabilities compare with: use "
                 "proximal='recompute'"
             )
 
@@ -238,8 +234,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         """
         self.first_pass.reset()
         self.iteration_version = 0 if self._trainer is None else self.trainer.global_step
-        if self.kl_early_stopping is not None:
-            self.kl_early_stopping.reset()
         scored = experience
         for part in self.order:
             experience = part.prepare(experience)
@@ -317,8 +311,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         observed: dict[str, Any] = {}
         for observe in self._observing:
             observed |= observe(batch, out, self.old_logprobs(batch, out))
-        if self.kl_early_stopping is not None:
-            self.kl_early_stopping.measure(batch, out.logprobs)
         loss, means = result.loss, {}
         if self.ptx_coef:
             text_loss = self.pretraining_loss()
@@ -366,15 +358,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Do nothing: ``RolloutCallback`` generates, scores and logs."""
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Log the metrics of the step, and skip the policy's update after early stopping."""
-        super().on_before_optimizer_step(optimizer)
-        if self.kl_early_stopping is not None:
-            stopped = self.kl_early_stopping.should_stop(self)
-            self.log_means({"policy/kl_early_stopped": torch.full((), float(stopped), device=self.device)})
-            if stopped:
-                skip_update(self, "policy")
-
     def on_train_epoch_end(self) -> None:
         """Forget the old log-probs of the iteration that was trained on."""
         super().on_train_epoch_end()
@@ -383,18 +366,19 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
     # ------------------------------------------------------------------ checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save whether early stopping is in effect, and old log-probs that later epochs of the iteration need."""
+        """Save old log-probs that later epochs of the iteration need."""
         super().on_save_checkpoint(checkpoint)
-        if self.kl_early_stopping is not None:
-            checkpoint["kl_early_stopped"] = self.kl_early_stopping.stopped
         if kept := self.first_pass.state_dict():
             checkpoint["first_pass_logprobs"] = kept
         checkpoint["iteration_version"] = self.iteration_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with early stopping, and with the iteration's old log-probs."""
+        """Continue with the iteration's old log-probs; without a Trainer, also with the states of parts."""
         super().on_load_checkpoint(checkpoint)
-        if self.kl_early_stopping is not None:
-            self.kl_early_stopping.stopped = checkpoint.get("kl_early_stopped", False)
+        if self._trainer is None:  # else the Trainer does it, after this
+            states = checkpoint.get("callbacks", {})
+            for part in self.parts:
+                if part.state_key in states:
+                    part.load_state_dict(states[part.state_key])
         self.first_pass.load_state_dict(checkpoint.get("first_pass_logprobs", {}))
         self.iteration_version = checkpoint.get("iteration_version", 0)

@@ -260,8 +260,6 @@ class PolicyLossModule(AdvantageModule):
                 more["importance_weight"] = policy_tokens(out.logprobs, old, batch.advantages, mask).ratio
             parts.append(kl_loss(out.logprobs, reference, mask, coef=kl_coef, estimator=estimator, **more))
         result = sum_losses(*parts, *(term(batch, out, old) for term in self.terms))
-        if self.kl_control.target is not None:
-            metrics = {**metrics, "policy/kl_coef": torch.tensor(self.kl_coef)}
         return LossOutput(result.loss, {**result.metrics, **metrics})
 
     def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:

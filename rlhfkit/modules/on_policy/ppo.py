@@ -27,10 +27,10 @@ from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import ModuleStep, OnPolicyModule
 from rlhfkit.modules.on_policy.final_states import with_final_states
 from rlhfkit.modules.on_policy.preparation.frozen_critic import FrozenCritic, check_frozen_settings, value_metrics
-from rlhfkit.modules.on_policy.preparation.kl_control import skip_update
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.on_policy.remote_critic import RemoteCritic, check_overrides
+from rlhfkit.modules.optim import skip_update
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.parts import Part, Stage
 from rlhfkit.roles import CriticPool, FrozenModel, ModelPool

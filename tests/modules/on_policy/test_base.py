@@ -16,7 +16,7 @@ from rl_runs import digits, setup_run
 from torch import Tensor
 
 import rlhfkit.losses
-from rlhfkit import GRPOModule, KLControl, OnPolicyDistillationModule, PPOModule, RolloutCallback, SamplingSpec, presets
+from rlhfkit import GRPOModule, OnPolicyDistillationModule, PPOModule, RolloutCallback, SamplingSpec, presets
 from rlhfkit.callbacks.rollout.micro_batching import MicroBatches
 from rlhfkit.data import Experience
 from rlhfkit.data.packing import MicroBatch
@@ -285,29 +285,6 @@ def test_samples_of_quantized_engines_are_corrected_unless_it_was_chosen_otherwi
     assert not made.correct_off_policy()  # once
 
 
-def test_the_kl_coefficient_moves_towards_its_target_and_is_remembered(tmp_path: Path) -> None:
-    seen: list[tuple[float, float]] = []
-
-    class Keep(L.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            rollouts = trainer.callbacks[0]
-            batch = rollouts.experience
-            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator="k3", mask=batch.action_mask)
-            seen.append((float(kl.sum() / batch.action_mask.sum()), pl_module.kl_coef))
-
-    arguments = {"kl_coef": 0.1, "kl_control": KLControl(target=1e-3, horizon=100), "lr": 1e-2}
-    trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments, callbacks=[Keep()], max_epochs=3)
-    trainer.fit(module, data)
-    expected = 0.1
-    for kl, coef in seen:
-        expected *= 1 + min(max(kl / 1e-3 - 1, -0.2), 0.2) * 32 / 100
-        assert coef == pytest.approx(expected, rel=1e-6)
-    assert seen[0][1] < 0.1 < seen[-1][1]  # no distance at first, then more than wanted
-    assert float(trainer.callback_metrics["policy/kl_coef"]) == pytest.approx(seen[-1][1])
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    assert GRPOModule.load_from_checkpoint(tmp_path / "run.ckpt").kl_coef == module.kl_coef
-
-
 class CuriousGRPO(GRPOModule):
     """The README's subclass, which names its hyperparameter as the base class does."""
 
@@ -509,10 +486,7 @@ def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
         ({"kl_in_reward": "answer", "kl_coef": 0.1}, "'token' or 'sequence', got 'answer'"),
         ({"kl_estimator": "k1", "kl_coef": 0.1}, r"gradient of mean 0.*use 'k2' or 'k3', or kl_in_reward=True"),
         ({"kl_estimator": "k2"}, "kl_estimator='k2' says how the KL penalty is estimated"),
-        ({"kl_control": {"horizon": 100}}, "horizon=100.*give target too"),
         ({"correction": "tiss"}, "correction must be one of tis"),
-        ({"kl_control": {"target": 0.1}}, r"KLControl\(target=0.1\) needs a positive kl_coef"),
-        ({"kl_control": {"goal": 0.1}}, "KLControl has no goal; it has target, horizon, early_stop"),
         ({"gamma": 1.5}, "gamma must be a finite number of at least 0 and at most 1, got 1.5"),
         ({"clip_low": -1.0}, "clip_low"),
         ({"aggregation": "mean"}, "mean"),

@@ -15,8 +15,9 @@ from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhfkit import Experience, KLControl, PPOModule, Prompt, RewardProcessing, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import Experience, PPOModule, Prompt, RewardProcessing, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model, scalar_output
+from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.rewards import ModelReward
 
 from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainPPO, check_moved_alike
@@ -87,8 +88,9 @@ def test_three_iterations_are_the_loop_by_hand(tmp_path: Path, shaped: bool) -> 
 def test_the_critic_learns_the_returns_of_the_kl_coefficient_that_the_advantages_have() -> None:
     rows = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
     batch = experience()
-    control = KLControl(target=1e-3, horizon=6)
-    module: Any = PPOModule("anywhere", kl_coef=0.5, kl_control=control, whiten_advantages=False, lam=1.0)
+    module: Any = PPOModule(
+        "anywhere", kl_coef=0.5, parts=[KLTarget(1e-3, horizon=6)], whiten_advantages=False, lam=1.0
+    )
     module.critic = torch.nn.Identity()
     module.add_logprobs = lambda experience: experience
     module.distributed_forward = lambda *arguments: rows.where(batch.action_mask, 0.0)
@@ -186,7 +188,6 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
         ({"reward_processing": {"clip": 0.0}}, r"RewardProcessing\.clip must be a finite number above 0 or None"),
         ({"reward_processing": {"missing_eos_penalty": -1.0}}, "missing_eos_penalty"),
         ({"reward_processing": {"stop_properly_coef": 1.5}}, "stop_properly_coef"),
-        ({"kl_control": {"early_stop": 0.0}}, "early_stop"),
         ({"ptx_coef": -0.1}, "ptx_coef"),
     ],
 )

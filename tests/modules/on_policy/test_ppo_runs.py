@@ -15,19 +15,32 @@ from strategies import ranks
 from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import KLControl, LoRA, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec, SFTDataModule
+from rlhfkit import LoRA, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec, SFTDataModule
 from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 
 from .ppo_cases import PlainPPO
 from .preparation.test_rewards import reward_model
 
+
+def control(limit: float | None = None) -> list[dict[str, Any]]:
+    """A target of the KL and, with a limit, early stopping, as plain values: each module makes its own parts."""
+    target = KLTarget(0.01, horizon=100)
+    return [target.plain()] if limit is None else [target.plain(), StopEarly(limit).plain()]
+
+
+def has_stopped(module: PPOModule) -> bool:
+    """Whether early stopping is in effect."""
+    return any(part.stopped for part in module.parts if isinstance(part, StopEarly))
+
+
 EVERYTHING: dict[str, Any] = {
-    "ptx_coef": 0.2, "kl_control": KLControl(target=0.01, horizon=100, early_stop=5e-3), "kl_coef": 0.05,
+    "ptx_coef": 0.2, "parts": control(5e-3), "kl_coef": 0.05,
     "reward_processing": RewardProcessing(missing_eos_penalty=0.1, normalize=True, clip=2.0),
     "normalize_values": True, "entropy_coef": 1e-3,
 }  # fmt: skip
 
-STOPS_EARLY = KLControl(target=0.01, horizon=100, early_stop=1e-3)
+STOPS_EARLY = control(1e-3)
 
 
 def text(micro_batch_size: int = 2, rows: int = 21) -> SFTDataModule:
@@ -64,7 +77,7 @@ class SaveAt(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.count += 1
         if self.count == self.batch:
-            self.stopped = pl_module.kl_early_stopping.stopped
+            self.stopped = has_stopped(pl_module)
             trainer.save_checkpoint(self.path)
 
 
@@ -90,7 +103,7 @@ def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(
 
 @pytest.mark.parametrize("shared", [False, True], ids=["two models", "shared backbone"])
 def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, shared: bool) -> None:
-    base = {"lr": 0.05, "critic_lr": 0.05, "shared_backbone": shared, "kl_control": STOPS_EARLY}
+    base = {"lr": 0.05, "critic_lr": 0.05, "shared_backbone": shared, "parts": STOPS_EARLY}
     made = []
     for size, attention in [(8, None), (2, None), (4, "sdpa")]:
         arguments = base | {"attention": attention}
@@ -105,7 +118,7 @@ def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, sh
 
 def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_has_its_own(tmp_path: Path) -> None:
     trainer, module, data, rollouts = run(
-        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "kl_control": KLControl(target=0.01, horizon=100)}, max_epochs=2
+        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "parts": control()}, max_epochs=2
     )
     trainer.fit(module, data)
     assert not hasattr(module, "reference")
@@ -169,11 +182,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "two models": {
-        "ptx_coef": 0, "kl_control": KLControl(target=0.01, horizon=100), "reward_processing": None,
+        "ptx_coef": 0, "parts": control(), "reward_processing": None,
         "normalize_values": False, "lr": 0.05,
     },
-    "everything": {"kl_control": STOPS_EARLY, "lr": 0.05, "critic_lr": 0.02, "critic_warmup_steps": 1},
-    "shared backbone": {"kl_control": STOPS_EARLY, "lr": 0.05, "shared_backbone": True},
+    "everything": {"parts": STOPS_EARLY, "lr": 0.05, "critic_lr": 0.02, "critic_warmup_steps": 1},
+    "shared backbone": {"parts": STOPS_EARLY, "lr": 0.05, "shared_backbone": True},
 }  # fmt: skip
 
 
@@ -194,9 +207,7 @@ class Sums(L.Callback):
             with full_parameters(parameters):
                 sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)
         self.sums.append(sums)
-        stopping = pl_module.kl_early_stopping
-        stopped = stopping is not None and stopping.stopped
-        self.still.append(stopped or trainer.global_step <= pl_module.critic_warmup_steps)
+        self.still.append(has_stopped(pl_module) or trainer.global_step <= pl_module.critic_warmup_steps)
         self.tokens = [sample.token_ids for sample in samples_of_all_ranks(trainer.callbacks[0])]
 
 

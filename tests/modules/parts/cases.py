@@ -20,7 +20,10 @@ from torch import Tensor
 import rlhfkit.modules.parts
 from rlhfkit import Experience, PolicyOutput
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
+from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.parts import Part
+
+from .kl_control_cases import kl_target_formula, stop_early_formula
 
 LR = 0.05
 
@@ -135,7 +138,7 @@ def entropy_bonus_formula(folder: Path) -> None:
     loss = attached(EntropyBonus(0.25)).term(batch, out, out.logprobs.detach()).loss
     entropy: Tensor = out.entropy  # type: ignore[assignment]
     total = sum(entropy.detach()[batch.action_mask].tolist())
-    torch.testing.assert_close(float(loss), -0.25 * total / 16 * 2)
+    torch.testing.assert_close(loss.item(), -0.25 * total / 16 * 2)
     loss.backward()
     gradient: Tensor = entropy.grad  # type: ignore[assignment]
     torch.testing.assert_close(gradient, -0.25 * 2 / 16 * batch.action_mask.float())
@@ -177,6 +180,10 @@ def entropy_target_formula(folder: Path) -> None:
 
 CASES: dict[str, Case] = {
     "EntropyBonus": Case(lambda: EntropyBonus(0.1), entropy_bonus_formula),
+    "KLTarget": Case(
+        lambda: KLTarget(1e-3, horizon=100), kl_target_formula, {"kl_coef": 0.1}, metrics=("policy/kl_coef",)
+    ),
+    "StopEarly": Case(lambda: StopEarly(1e-3), stop_early_formula, metrics=("policy/kl_early_stopped",)),
     "EntropyTarget": Case(
         lambda: EntropyTarget(100.0, step=0.02), entropy_target_formula, metrics=("policy/entropy_coef",)
     ),

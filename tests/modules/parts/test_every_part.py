@@ -1,6 +1,6 @@
 """Every part: its formula, the same numbers on one rank and two, a resumed run, and plain values.
 
-Covers ``modules/parts/entropy.py``.
+Covers ``modules/parts/entropy.py`` and ``modules/parts/kl_control.py``.
 """
 
 from pathlib import Path
@@ -55,6 +55,9 @@ def test_a_resumed_run_is_the_straight_one(name: str, tmp_path: Path) -> None:
     assert {*case.metrics} <= {*trainer.callback_metrics}
     loaded = GRPOModule.load_from_checkpoint(saved)
     assert [part.plain() for part in loaded.parts] == [part.plain() for part in straight.parts]
+    states = torch.load(saved, weights_only=True)["callbacks"]
+    for part in loaded.parts:
+        assert part.state_dict() == states.get(part.state_key, {})
 
 
 @pytest.mark.distributed
@@ -68,7 +71,6 @@ def test_two_ranks_have_the_numbers_of_one(tmp_path: Path) -> None:
 
 
 def test_a_part_changes_what_is_learned(tmp_path: Path) -> None:
-    plain = numbers(*fit(tmp_path, CASES["EntropyBonus"], parts=[]))
     for name, case in CASES.items():
-        found = numbers(*fit(tmp_path, case))
+        plain, found = numbers(*fit(tmp_path, case, parts=[])), numbers(*fit(tmp_path, case))
         assert any(found[key] != value for key, value in plain.items()), name

@@ -63,8 +63,6 @@ class OnlinePreferenceModule(OnPolicyModule):
                 f"{', '.join(in_loss)} takes part in a policy loss, and a loss of pairs has none: leave it out, or "
                 "override loss()"
             )
-        if self.kl_control.target is not None:
-            raise ValueError("KLControl(target=...) moves the weight of a KL penalty, and beta is none: leave it out")
         processing = self.reward_processing
         if mask_truncated:
             of_truncated = {
@@ -72,6 +70,11 @@ class OnlinePreferenceModule(OnPolicyModule):
                 "RewardProcessing(missing_eos_penalty=...)": processing.missing_eos_penalty != 0.0,
             }
             refuse_without_effect(of_truncated, "mask_truncated, which compares no answer that was cut off")
+
+    @property
+    def has_kl_penalty(self) -> bool:
+        """Return False: ``beta`` is a constant of the loss."""
+        return False
 
     def correct_off_policy(self) -> bool:
         """Return False: the loss has no weights of tokens, so that replayed samples are refused."""

@@ -17,7 +17,13 @@ from rlhfkit.models import packs_batches, policy_output
 from rlhfkit.models.forward import unwrap
 from rlhfkit.models.routing import choices_per_token
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.on_policy.preparation.local_rows import gather_experience, gather_rows, update_moments, whiten_all
+from rlhfkit.modules.on_policy.preparation.local_rows import (
+    gather_experience,
+    gather_rows,
+    mean_of_all,
+    update_moments,
+    whiten_all,
+)
 from rlhfkit.parts import Part
 from rlhfkit.validation import check_integer
 
@@ -76,6 +82,10 @@ class IterationModule(PolicyModule):
     def whiten(self, experience: Experience, values: Tensor) -> Tensor:
         """:func:`~rlhfkit.losses.whiten` of values of tokens (B, T-1), by the moments of all ranks. A collective."""
         return whiten_all(experience, values, self.device)
+
+    def mean_of_all(self, experience: Experience, values: Tensor) -> float:
+        """Mean of values of tokens (B, T-1) over the trained tokens of all ranks; 0 without any. A collective."""
+        return mean_of_all(experience, values, self.device)
 
     def updated_moments(self, moments: RewardMoments, experience: Experience, values: Tensor) -> RewardMoments:
         """Add the values of all ranks, of any shape on each, to running moments. A collective."""

@@ -19,11 +19,7 @@ from rlhfkit.losses import (
 )
 from rlhfkit.modules.arguments import options
 from rlhfkit.modules.moving_reference import MovingReferenceModule
-from rlhfkit.modules.on_policy.preparation.kl_control import KLControl
-from rlhfkit.modules.on_policy.preparation.local_rows import (
-    local_rows,
-    mean_of_all,
-)
+from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.reward_models import ScoredModule
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
@@ -84,7 +80,6 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
             answer's total from the reward of the sample, before the baseline (RLOO; TRL's, and verl's for estimators
             that compare samples). ``True``: ``token`` for PPO, ``sequence`` for GRPO. ``None``: ``token`` for PPO, in
             the loss for others.
-        kl_control: A coefficient that follows a target, and early stopping, see :class:`KLControl`.
         **kwargs: Reward models: see :class:`~rlhfkit.modules.on_policy.preparation.reward_models.ScoredModule`; a
             reference that moves: :class:`~rlhfkit.modules.moving_reference.MovingReferenceModule`.
 
@@ -108,7 +103,6 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         kl_coef: float = 0.0,
         kl_estimator: KLEstimator | None = None,
         kl_in_reward: bool | KLPlace | None = None,
-        kl_control: KLControl | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
@@ -120,7 +114,7 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         """Count, mean and squared deviations of the rewards so far, with ``RewardProcessing(normalize=True)``."""
         self.initial_kl_coef = kl_coef
         self.kl_coef = kl_coef
-        """Weight of the KL penalty now; moves with ``KLControl(target=...)``."""
+        """Weight of the KL penalty now; moves with :class:`~rlhfkit.modules.parts.kl_control.KLTarget`."""
         if kl_estimator is not None and not kl_coef:
             raise ValueError(
                 f"kl_estimator={kl_estimator!r} says how the KL penalty is estimated, and kl_coef=0 that there is "
@@ -129,7 +123,6 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         self.kl_in_reward = self._kl_place(kl_coef, kl_in_reward)
         """What the KL penalty is subtracted from; ``None``: it is in the loss, or there is none."""
         self.kl_estimator: KLEstimator = kl_estimator or ("k3" if self.kl_in_reward is None else "k1")
-        self.kl_control = options(KLControl, kl_control)
         if self.reference_pool is not None:
             self.hparams.update(reference=self.reference_pool.plain())
         if self.reference_pool is not None and not self.kl_coef:
@@ -147,14 +140,7 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
                 f"ref_model_sync_steps={self.ref_model_sync_steps} moves a reference that nothing asks: give a kl_coef "
                 "(0.01 is OpenRLHF's), or leave ref_model_sync_steps out"
             )
-        self.hparams.update(
-            reward_processing=dataclasses.asdict(self.reward_processing), kl_control=dataclasses.asdict(self.kl_control)
-        )
-        if self.kl_control.target is not None and not self.kl_coef:
-            raise ValueError(
-                f"KLControl(target={self.kl_control.target}) needs a positive kl_coef to start from, got "
-                f"kl_coef={self.kl_coef}"
-            )
+        self.hparams.update(reward_processing=dataclasses.asdict(self.reward_processing))
 
     def _kl_place(self, kl_coef: float, kl_in_reward: bool | KLPlace | None) -> KLPlace | None:
         if kl_in_reward not in (None, True, False, *get_args(KLPlace)):
@@ -223,9 +209,14 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         return bool(self.initial_kl_coef) and self.reference_pool is None
 
     @property
+    def has_kl_penalty(self) -> bool:
+        """Whether ``kl_coef`` is the weight of a KL penalty."""
+        return bool(self.initial_kl_coef)
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Whether advantages need the old log-probs of all samples, the first update's too."""
-        return self.kl_in_reward is not None or self.kl_control.target is not None
+        return self.kl_in_reward is not None
 
     def sample_rewards(self, experience: Experience) -> Tensor:
         """(B,) rewards, minus the KL penalty of the whole answer with ``kl_in_reward="sequence"``."""
@@ -255,24 +246,15 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         assert reference is not None
         return kl_estimate(old, reference, estimator=self.kl_estimator, mask=experience.action_mask)
 
-    def adapt_kl_coef(self, experience: Experience) -> None:
-        """Move the coefficient towards the KL target, by the KL over the tokens of all ranks. A collective."""
-        if self.kl_control.target is not None:
-            kl = mean_of_all(experience, self.reference_kl(experience), self.device)
-            samples = len(experience if experience.iteration is None else experience.iteration)
-            self.kl_coef = self.kl_control.adapted(self.kl_coef, kl, samples)
-
     # ------------------------------------------------------------------ checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the running moments, and the KL coefficient that was reached."""
+        """Save the running moments."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["reward_moments"] = self.reward_moments.plain()
-        checkpoint["kl_coef"] = self.kl_coef
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with the running moments and the KL coefficient."""
+        """Continue with the running moments."""
         super().on_load_checkpoint(checkpoint)
-        self.kl_coef = checkpoint.get("kl_coef", self.kl_coef)
         if "reward_moments" in checkpoint:
             self.reward_moments = RewardMoments.of(checkpoint["reward_moments"])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhfkit import LocalEngine, NashMDModule, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.checks import check_replay
-from rlhfkit.modules import KLControl
+from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.rewards import PairwiseReward
 
 BETA, LR, TEMPERATURE, NLL = 0.4, 0.05, 0.8, 0.3
@@ -138,7 +138,7 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
         ({"loss_type": "aot"}, "equally good"),
         ({"loss_type": {"sigmoid": 1.0, "sft": 0.1}}, "nll_coef"),
         ({"loss_type": "sigmoidal"}, "loss_type must be"),
-        ({"kl_control": KLControl(target=0.1)}, "beta is none"),
+        ({"parts": [KLTarget(0.1)]}, "moves the weight of a KL penalty, and .* has none here"),
     ):
         with pytest.raises(ValueError, match=message):
             OnlineDPOModule("model", **arguments)

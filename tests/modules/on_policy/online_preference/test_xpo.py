@@ -25,7 +25,7 @@ from rlhfkit import (
     SamplingSpec,
     XPOModule,
 )
-from rlhfkit.modules import KLControl
+from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.rewards import PairwiseReward
 
 BETA, LR, ALPHA = 0.4, 0.05, 0.02
@@ -153,7 +153,7 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
         (NashMDModule, {"ref_model_sync_steps": 4}, "does not move"),
         (NashMDModule, {"clip_low": 0.1}, "clip_low=0.1 has no effect"),
         (NashMDModule, {"link": "elo"}, "link must be one of"),
-        (NashMDModule, {"kl_control": KLControl(target=0.1)}, "beta is none"),
+        (NashMDModule, {"parts": [KLTarget(0.1)]}, "moves the weight of a KL penalty, and .* has none here"),
         (NashMDModule, {"reward_processing": {"normalize": True}}, "compare rewards of any size"),
     ):
         with pytest.raises(ValueError, match=message):

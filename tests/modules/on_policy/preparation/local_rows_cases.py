@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from rlhfkit import (
     GRPOModule,
-    KLControl,
     OnPolicyDistillationModule,
     PPOModule,
     RewardProcessing,
@@ -31,6 +30,7 @@ from rlhfkit.distributed import gather_objects, get_rank
 from rlhfkit.losses import gdpo_advantages, opo_advantages, pass_at_k_advantages
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.parts.kl_control import KLTarget
 
 SEQUENCES, GROUP = 24, 4
 SHARES = (13, 8, 3)
@@ -115,11 +115,11 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
         GRPOModule,
         {"advantage_scale": "none", "token_level_rewards": True, "reward_processing": RewardProcessing(normalize=True)},
     ),
-    "moving kl": (GRPOModule, {"kl_coef": 0.5, "kl_control": KLControl(target=0.21, horizon=100)}),
+    "moving kl": (GRPOModule, {"kl_coef": 0.5, "parts": [KLTarget(0.21, horizon=100).plain()]}),
     "lengths": (GRPOModule, {"advantages": opo_advantages}),
     "pass at k": (GRPOModule, {"advantages": functools.partial(pass_at_k_advantages, k=2)}),
     "reward model": (GRPOModule, {"reward_model": "reward", "kl_coef": 0.1, "kl_in_reward": "sequence"}),
-    "ppo": (PPOModule, {"lam": 0.9, "kl_coef": 0.3, "kl_control": KLControl(target=0.01, horizon=100)}),
+    "ppo": (PPOModule, {"lam": 0.9, "kl_coef": 0.3, "parts": [KLTarget(0.01, horizon=100).plain()]}),
     "ppo, normalized values": (
         PPOModule,
         {"normalize_values": True, "kl_coef": 0.3, "kl_in_reward": "sequence", "reward_processing": PROCESSING},

@@ -15,7 +15,7 @@ from rl_runs import PlainGRPO, digits, setup_run, weights
 from torch import Tensor
 
 from modules.on_policy.test_base import experience
-from rlhfkit import GRPOModule, KLControl, RolloutCallback, SamplingSpec, TokenFilter
+from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec, TokenFilter
 from rlhfkit.losses import (
     LossOutput,
     group_advantages,
@@ -29,6 +29,7 @@ from rlhfkit.losses import (
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.on_policy.preparation.token_selection import nth_largest_of_all
 from rlhfkit.modules.on_policy.presets import exact_optimal_token_baseline
+from rlhfkit.modules.parts.kl_control import StopEarly
 
 REJECTION = {"level": "token", "divergence": "k2", "high": 0.02}
 
@@ -209,7 +210,7 @@ def penalizing_loss(
         ),
         ({"proximal": "older"}, "proximal must be recompute or log-linear"),
         ({"proximal": "log-linear", "kl_coef": 0.1, "kl_in_reward": True}, "use proximal='recompute'"),
-        ({"proximal": "log-linear", "kl_control": KLControl(early_stop=0.1)}, "use proximal='recompute'"),
+        ({"proximal": "log-linear", "parts": [StopEarly(0.1)]}, "use proximal='recompute'"),
         ({"proximal": "log-linear", "advantages": exact_optimal_token_baseline}, "use proximal='recompute'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Early stopping at a KL; the coefficient that follows a target is tested in test_base.py."""
+"""The formulas of ``KLTarget`` and ``StopEarly``, from the log-probs of the policies of a run."""
 
 import copy
 from pathlib import Path
@@ -11,7 +11,9 @@ from rl_runs import digits, setup_run
 from torch import Tensor
 
 from modules.on_policy.ppo_cases import logprobs_of
-from rlhfkit import GRPOModule, KLControl, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit.losses import kl_estimate
+from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 
 LIMIT = 2e-2
 
@@ -44,20 +46,25 @@ def same(one: Any, other: Any) -> bool:
     return all(torch.equal(left, right) for left, right in pairs)
 
 
-@pytest.mark.parametrize("module", [PPOModule, GRPOModule])
-def test_updates_stop_where_the_distance_passes_the_limit_and_begin_again(tmp_path: Path, module: Any) -> None:
-    watch = Watch()
+def stop_early_formula(folder: Path) -> None:
+    """Updates stop where the distance passes the limit, and begin again with the next iteration."""
+    for module in (PPOModule, GRPOModule):
+        check_stops(folder / module.__name__, module)
+
+
+def check_stops(tmp_path: Path, module: Any) -> None:
+    watch, stopping = Watch(), StopEarly(LIMIT)
     trainer, made, data, _ = setup_run(
         tmp_path,
         module=module,
-        module_arguments={"lr": 1e-3, "kl_control": KLControl(early_stop=LIMIT), "weight_decay": 0.1},
+        module_arguments={"lr": 1e-3, "parts": [stopping], "weight_decay": 0.1},
         data_arguments={"rollout_batch_size": 8, "micro_batch_size": 4},  # four updates of two micro-batches
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[watch],
     )
     trainer.fit(made, data)
     watch.policies.append(made.policy)
-    watch.moments.append(watch.moments[-1] if made.kl_early_stopping.stopped else [])
+    watch.moments.append(watch.moments[-1] if stopping.stopped else [])
     made_updates, expected_stops = 0, 0
     for first in (0, 4):
         stopped = False
@@ -86,3 +93,27 @@ def test_updates_stop_where_the_distance_passes_the_limit_and_begin_again(tmp_pa
     if module is PPOModule:  # the critic is still updated
         pairs = zip(watch.critics, watch.critics[1:], strict=False)
         assert all(not torch.equal(one[0], other[0]) for one, other in pairs)
+
+
+def kl_target_formula(folder: Path) -> None:
+    """The coefficient moves towards its target by the rule of Ziegler et al., and is remembered."""
+    seen: list[tuple[float, float]] = []
+
+    class Keep(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            rollouts = trainer.callbacks[0]
+            batch = rollouts.experience
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator="k3", mask=batch.action_mask)
+            seen.append((float(kl.sum() / batch.action_mask.sum()), pl_module.kl_coef))
+
+    arguments = {"kl_coef": 0.1, "parts": [KLTarget(1e-3, horizon=100)], "lr": 1e-2}
+    trainer, module, data, _ = setup_run(folder, module_arguments=arguments, callbacks=[Keep()], max_epochs=3)
+    trainer.fit(module, data)
+    expected = 0.1
+    for kl, coef in seen:
+        expected *= 1 + min(max(kl / 1e-3 - 1, -0.2), 0.2) * 32 / 100
+        assert coef == pytest.approx(expected, rel=1e-6)
+    assert seen[0][1] < 0.1 < seen[-1][1]  # no distance at first, then more than wanted
+    assert float(trainer.callback_metrics["policy/kl_coef"]) == pytest.approx(seen[-1][1])
+    trainer.save_checkpoint(folder / "run.ckpt")
+    assert GRPOModule.load_from_checkpoint(folder / "run.ckpt").kl_coef == module.kl_coef
