@@ -1,6 +1,6 @@
 """``GRPOModule``: group relative policy optimization (Shao et al., 2024, arXiv:2402.03300) and its relatives."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.parts import Part
 from rlhfkit.validation import check_number
 
 
@@ -58,6 +59,8 @@ class GRPOModule(OnPolicyModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only; the reference is the policy without them.
+        parts: More features, each a :class:`~rlhfkit.Part` or a function of an iteration's rows, see
+            :class:`OnPolicyModule`.
         **kwargs: Loss: see :class:`OnPolicyModule`; rewards and KL: see
             :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`; model: see :class:`PolicyModule`.
 
@@ -90,6 +93,7 @@ class GRPOModule(OnPolicyModule):
         attention: str | None = None,
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
+        parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -109,6 +113,7 @@ class GRPOModule(OnPolicyModule):
             attention=attention,
             gradient_checkpointing=gradient_checkpointing,
             lora=lora,
+            parts=parts,
             **kwargs,
         )
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale=advantage_scale)  # checks the scale

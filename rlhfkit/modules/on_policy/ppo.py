@@ -1,7 +1,7 @@
 """``PPOModule``: proximal policy optimization with a critic (Schulman et al., 2017; Ouyang et al., 2022)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -92,6 +92,8 @@ class PPOModule(OnPolicyModule):
         attention: Transformers' ``attn_implementation``.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters only; the reference is the policy without them.
+        parts: More features, each a :class:`~rlhfkit.Part` or a function of an iteration's rows, see
+            :class:`OnPolicyModule`.
         **kwargs: Loss: see :class:`OnPolicyModule`; rewards and KL: see
             :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`; model: see :class:`PolicyModule`.
 
@@ -133,6 +135,7 @@ class PPOModule(OnPolicyModule):
         attention: str | None = None,
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
+        parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -151,6 +154,7 @@ class PPOModule(OnPolicyModule):
             attention=attention,
             gradient_checkpointing=gradient_checkpointing,
             lora=lora,
+            parts=parts,
             **kwargs,
         )
         check_number("critic_lr", critic_lr, above=0)

@@ -6,6 +6,7 @@ formula against an independent computation, equal numbers on one rank and two, a
 
 import importlib
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,10 +76,11 @@ def numbers(trainer: L.Trainer, module: Any) -> dict[str, float]:
 def on_ranks(folder: Path, world: int, data: str) -> dict[str, Any]:
     """What a rank runs: every case."""
     found = {}
+    home = Path(data) / f"rank{os.environ.get('LOCAL_RANK', '')} of {world}"  # ranks must not write the same files
     for name, case in CASES.items():
         strategy = "ddp" if world > 1 else "auto"
         arguments = {"strategy": strategy, "devices": world, "use_distributed_sampler": False}
-        found[name] = numbers(*fit(Path(data), case, **arguments))
+        found[name] = numbers(*fit(home, case, **arguments))
     return found
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from strategies import ranks
-from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule
 from rlhfkit.parts import make_part
@@ -62,7 +61,6 @@ def test_a_resumed_run_is_the_straight_one(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_two_ranks_have_the_numbers_of_one(tmp_path: Path) -> None:
-    tiny_model(tmp_path / "model")
     alone = on_ranks(tmp_path, 1, str(tmp_path))
     both = ranks.run("modules.parts.cases:on_ranks", 2, tmp_path, data=str(tmp_path), world=2)
     for name, expected in alone.items():
