@@ -26,6 +26,23 @@ from rlhfkit.losses.policy.ppo import ppo_loss
 _SMALLEST_LOG_WEIGHT = math.log(1e-8)
 
 
+def check_advantages_of_sequences(advantages: Tensor, mask: Tensor, name: str) -> None:
+    """Raise ValueError if the selected tokens of a sequence have different advantages; waits for a device.
+
+    Args:
+        advantages: (B, T).
+        mask: (B, T), true where a token counts.
+        name: The loss, which has one ratio for a sequence.
+    """
+    largest = select(advantages, mask, -math.inf).amax(-1)
+    smallest = select(advantages, mask, math.inf).amin(-1)
+    if bool((largest > smallest).any()):
+        raise ValueError(
+            f"{name} has one ratio for a sequence and takes one advantage for it, and the advantages differ between "
+            "the tokens of a sequence, which it would average: use gspo_token_loss"
+        )
+
+
 @gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def gspo_loss(
@@ -51,7 +68,8 @@ def gspo_loss(
     term.
 
     Args:
-        advantages: (B,) or (B, 1), detached here; with (B, T) use :func:`gspo_token_loss`.
+        advantages: (B,) or (B, 1), detached here. Those of a sequence's tokens, (B, T), are averaged in the gradient,
+            as in OpenRLHF; :func:`gspo_token_loss` gives each token its own, and modules refuse them here.
         clip_low: ``ε_low``; 3e-4 in section 5.1 of the paper.
         clip_high: ``ε_high``; 4e-4 there.
         log_ratio_clamp: Limit of each token's log-ratio in nats, before the mean; no limit when ``None``.

@@ -73,18 +73,23 @@ class AdvantageModule(RewardedModule):
             advantages = advantages[:, None].expand_as(experience.action_mask)
         return dataclasses.replace(experience, advantages=advantages)
 
-    def check_finite(self, experience: Experience) -> None:
+    def check_advantages(self, experience: Experience) -> None:
         """Check what the loss multiplies trained tokens by, before the first update of an iteration. A collective.
 
         One value that is not finite makes all weights NaN, which is seen one iteration later.
 
         Raises:
             ValueError: If an advantage, or a log-prob that importance weights are computed from, is not finite at a
-                token that is trained on; names what it was computed from that is not finite there either.
+                token that is trained on (names what it was computed from that is not finite there either), or if the
+                policy loss takes other advantages.
         """
+        run_on_all_ranks(lambda: self._check_own_advantages(experience), error_type=ValueError)
+
+    def _check_own_advantages(self, experience: Experience) -> None:
+        """Raise the error of :meth:`check_advantages` for the rows of this rank."""
         function = self.advantage_function
         source = f"advantages={function.name}" if function is not None else f"{type(self).__name__}.advantages()"
-        run_on_all_ranks(lambda: _check_finite(experience, source), error_type=ValueError)
+        _check_finite(experience, source)
 
     def advantages_by_rewards(self, function: AdvantageFunction, experience: Experience, rewards: Tensor) -> Tensor:
         """Advantages (B,) by a function of rewards (B,) and groups, or rewards of greedy answers. A collective."""
@@ -173,7 +178,7 @@ _INPUTS = {
 
 
 def _check_finite(experience: Experience, source: str) -> None:
-    """Raise ValueError for the rows of this rank, see :meth:`AdvantageModule.check_finite`."""
+    """Raise ValueError for the rows of this rank, see :meth:`AdvantageModule.check_advantages`."""
     mask, advantages = experience.action_mask, experience.advantages
     if advantages is not None and bool((wrong := mask & ~advantages.isfinite()).any()):
         causes = [f"{name} ({origin})" for name, origin in _INPUTS.items() if _is_wrong(experience, name, wrong)]

@@ -239,7 +239,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             experience = part.prepare(experience)
             if part.stage == Stage.SCORE:
                 scored = experience
-        self.check_finite(experience)
+        self.check_advantages(experience)
         return dataclasses.replace(
             experience,
             rewards=scored.rewards,

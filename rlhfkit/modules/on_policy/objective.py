@@ -13,14 +13,18 @@ from rlhfkit.losses import (
     Aggregation,
     GradientScope,
     LossOutput,
+    gspo_loss,
     kl_loss,
     log_linear_proximal_logprobs,
+    luspo_loss,
     mean_metric,
     policy_tokens,
     ppo_loss,
+    rloo_loss,
     sum_losses,
     vespo_loss,
 )
+from rlhfkit.losses.policy.sequence import check_advantages_of_sequences
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.arguments import options, refuse_without_effect
 from rlhfkit.modules.on_policy.advantages import AdvantageModule
@@ -181,6 +185,12 @@ class PolicyLossModule(AdvantageModule):
             PolicyLossModule.loss(self, batch, PolicyOutput(probe, probe))
         except TypeError as error:
             raise ValueError(f"{self.policy_loss.name} does not take what it is given: {error}") from error
+
+    def _check_own_advantages(self, experience: Experience) -> None:
+        """Also refuse advantages of tokens with a policy loss that takes those of sequences."""
+        super()._check_own_advantages(experience)
+        if self.policy_loss.function in (gspo_loss, luspo_loss, rloo_loss) and experience.advantages is not None:
+            check_advantages_of_sequences(experience.advantages, experience.action_mask, self.policy_loss.name)
 
     @property
     def uses_rollout_logprobs(self) -> bool:

@@ -29,6 +29,8 @@ from rlhfkit.episodes import Action
 from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.rewards import EpisodeReward, WeightedSum
 
+from .test_base import experience
+
 ONE = SamplingSpec(group_size=1, max_new_tokens=8)
 
 
@@ -242,3 +244,15 @@ def test_an_advantage_or_log_prob_that_is_not_finite_is_named_before_an_update(
         trainer.fit(module, data)
     assert trainer.global_step == (0 if advantages is half else 2)  # the first iteration was right
     assert all(weight.isfinite().all() for weight in module.parameters())
+
+
+@pytest.mark.parametrize("loss", ["gspo_loss", "luspo_loss", "rloo_loss"])
+def test_advantages_of_tokens_are_refused_by_losses_with_one_ratio_for_a_sequence(loss: str) -> None:
+    """They would be averaged; equal ones are those of the sequence, and masked ones are nobody's."""
+    batch = experience()
+    batch.advantages = torch.arange(6.0)[:, None].repeat(1, 6).masked_fill(~batch.action_mask, 9.0)
+    GRPOModule("anywhere", policy_loss=loss).check_advantages(batch)
+    batch.advantages[2, 3] += 0.5
+    with pytest.raises(ValueError, match=rf"{loss} has one ratio for a sequence .* use gspo_token_loss"):
+        GRPOModule("anywhere", policy_loss=loss).check_advantages(batch)
+    GRPOModule("anywhere", policy_loss="gspo_token_loss").check_advantages(batch)
