@@ -67,7 +67,7 @@ def test_first_step_is_the_policy_gradient_of_the_scored_samples(tmp_path: Path,
     trainer.fit(module, data)
     assert trainer.global_step == 1
 
-    # At ratio 1 the gradient of the clipped surrogate is that of -A log p. Only scored samples exist here.
+    # At ratio 1 the gradient of the clipped surrogate is that of -A log p, in which only scored samples are.
     groups: dict[int, list[Sample]] = {}
     for sample in rollouts.samples:
         if sample.reward is not None:
@@ -84,7 +84,7 @@ def test_first_step_is_the_policy_gradient_of_the_scored_samples(tmp_path: Path,
                 "token-mean": 1 / tokens,
                 "sequence-mean-token-mean": 1 / (len(scored) * len(sample.token_ids)),
                 "sequence-mean-token-sum": 1 / len(scored),
-                "constant-length": 1 / (len(scored) * 8),
+                "constant-length": 1 / (len(rollouts.samples) * 8),  # of all rows, as in Dr.GRPO and TRL
             }[aggregation]
             loss = loss - weight * (sample.reward - mean) * chosen.sum()  # type: ignore[operator]
     loss.backward()
