@@ -30,7 +30,8 @@ Transformers 5.19). A family that is not listed is treated the same way: its sup
 - **vLLM sync**: weights from a trainer are loaded by vLLM 0.32's CPU build under the names that it expects, and
   after two updates its log-probs equal Transformers' within 5e-5 nats. "differs by itself": also with weights that
   vLLM has read from the files; the probe after a sync refuses such a run unless `probe_tolerance` allows it.
-  Recorded in `docs/model_families_vllm.json`; `pytest -m families` tests all families marked "yes", `make test-all` three.
+  Recorded in `docs/model_families_vllm.json`; `pytest -m families` tests all families marked "yes", `make test-all`
+  three.
 
 For every family the test also samples with `LocalEngine`, whose log-probs equal the trainer's within 1e-4 nats, and
 saves and loads the model.
