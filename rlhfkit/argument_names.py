@@ -4,6 +4,7 @@ Imports the standard library only.
 """
 
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping
 
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -93,6 +94,33 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """What the options of TRL and others that most people use are called here, the first that a class takes being meant;
 ``Class(argument=)`` is an argument of another class. docs/coming_from.md explains them."""
+
+
+def refuse_arguments(owner: type, unknown: Iterable[str]) -> None:
+    """Raise if a constructor was given arguments that neither its class nor a base has.
+
+    Args:
+        owner: The class that was called, not the base whose constructor found them.
+        unknown: Names of what was left over.
+
+    Raises:
+        TypeError: Names the class, the argument, and what it probably stands for.
+    """
+    for name in unknown:
+        guess = hint(name, _arguments(owner))
+        raise TypeError(f"{owner.__name__} takes no argument {name}" + (f": {guess}" if guess else ""))
+
+
+def _arguments(owner: type) -> list[str]:
+    """Names of the arguments of a constructor and of those that its ``**kwargs`` go to."""
+    found: list[str] = []
+    for kind in owner.__mro__:
+        if "__init__" in vars(kind):
+            own = inspect.signature(vars(kind)["__init__"]).parameters.values()
+            found += [one.name for one in own if one.name != "self"]
+            if not any(one.kind is one.VAR_KEYWORD and one.name != "unknown" for one in own):
+                break
+    return found
 
 
 def hint(name: str, known: Iterable[str]) -> str:

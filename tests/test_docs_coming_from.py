@@ -8,7 +8,11 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+import rlhfkit
 from rlhfkit.argument_names import OTHER_NAMES
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
@@ -41,7 +45,9 @@ def arguments(name: str) -> frozenset[str]:
     for kind in found.__mro__:
         parameters = inspect.signature(kind.__init__).parameters if "__init__" in vars(kind) else {}
         names |= set(parameters)
-        if parameters and not any(one.kind == inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        if parameters and not any(
+            one.kind == inspect.Parameter.VAR_KEYWORD and one.name != "unknown" for one in parameters.values()
+        ):
             break
     return frozenset(names)
 
@@ -57,3 +63,32 @@ def test_a_name_of_ours_is_no_name_of_others() -> None:
     for name, others in OTHER_NAMES.items():
         for kind, argument in (call for one in others for call in CALL.findall(one)):
             assert name == argument or name not in arguments(kind), (name, kind)
+
+
+@pytest.mark.parametrize(
+    ("called", "given", "answer"),
+    [
+        ("GRPOModule", {"beta": 0.1}, "GRPOModule takes no argument beta: .* beta is kl_coef here"),
+        ("SFTModule", {"learning_rate": 1.0}, "SFTModule takes no argument learning_rate: .* is lr here"),
+        ("DPOModule", {"learning_rat": 1.0}, "DPOModule takes no argument learning_rat"),
+        ("PPOModule", {"cliprange_value": 0.2}, "PPOModule .* cliprange_value is value_clip here"),
+        ("RewardModule", {"center_rewards_coefficient": 0.1}, "is centering here"),
+        ("GRPOModule", {"num_generations": 8}, r"did you mean SamplingSpec\(group_size=\)\?"),
+        ("KTOModule", {"xyz": 8}, "KTOModule takes no argument xyz$"),
+        (
+            "PreferenceDataModule",
+            {"train_dataset": 1},
+            "PreferenceDataModule .* train_dataset is data here",
+        ),
+        ("StreamingSFTDataModule", {"eval_dataset": 1}, "is validation_data here"),
+        ("PromptDataModule", {"num_iterations": 2}, "num_iterations is epochs_per_iteration here"),
+        ("RolloutCallback", {"reward_funcs": []}, "RolloutCallback .* reward_funcs is reward here"),
+    ],
+)
+def test_a_name_from_elsewhere_is_answered(called: str, given: dict[str, Any], answer: str) -> None:
+    """The error names the class that was called, not the base whose constructor found the argument."""
+    first = () if called == "RolloutCallback" else ("somewhere",)
+    more = {"rollout_batch_size": 4, "micro_batch_size": 4} if called == "PromptDataModule" else {}
+    more |= {"steps_per_epoch": 4} if called.startswith("Streaming") else {}
+    with pytest.raises(TypeError, match=answer):
+        getattr(rlhfkit, called)(*first, **more, **given)

@@ -12,9 +12,11 @@ from typing import Any
 
 import nbformat
 import pytest
+from jsonargparse import auto_cli, capture_parser
 
 import rlhfkit
-from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS
+from rlhfkit.cli.estimate import parser as estimate_parser
+from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -78,6 +80,7 @@ def signature(called: Callable[..., Any]) -> inspect.Signature:
     merged: dict[str, inspect.Parameter] = {}
     for function in owners or [called]:
         own = list(inspect.signature(function).parameters.values())[bool(owners) :]
+        own = [value for value in own if value.name != "unknown"]  # refused: see rlhfkit.argument_names
         positions = not merged or any(value.kind is value.VAR_POSITIONAL for value in merged.values())
         merged = {name: value for name, value in merged.items() if value.kind not in VARIABLE}
         for value in own:
@@ -166,6 +169,70 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             known = inspect.signature(resolve(FUNCTION_COMMANDS[words[1]][1].replace(":", "."))).parameters
             options = [word[2:].split(".")[0].split("=")[0] for word in words if word.startswith("--")]
             assert [option for option in options if option not in known] == [], line
+
+
+def shell_lines() -> Iterator[tuple[str, str]]:
+    """Where a command is written, and the command: pages, tutorials with their notebooks, and our own docstrings."""
+    for path in [*PAGES, *PROGRAMS, *sorted((ROOT / "tutorials").glob("*.yaml")), *sorted(COMMAND_FILES)]:
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r" *\\\n *", " ", text)
+        if path in COMMAND_FILES:
+            text = re.sub(r"(rlhfkit [^\n]+)\n +(?=--)", r"\1 ", text)  # a line of a docstring goes on in the next
+        for line in re.findall(rf"(?:^|[:`]) *(rlhfkit (?:{'|'.join(COMMANDS)}) [^`\n]+)", text, re.MULTILINE):
+            if "DATA" not in line and ("--" in line or len(shlex.split(line, comments=True)) > 3):
+                yield path.name, line.strip()
+
+
+COMMAND_FILES = {*(ROOT / "rlhfkit" / "cli").glob("*.py")}
+SHELL_LINES = sorted({*shell_lines()})
+PARTIAL = ("score --reward_model", "fit --print_config", "export --adapter")
+"""Commands in running text that name one option."""
+
+
+@pytest.mark.parametrize(("page", "line"), SHELL_LINES)
+def test_shell_lines_are_parsed_by_the_command_line(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is run; ``run.yaml`` and ``long.yaml`` of the pages are a tutorial's configuration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tutorials").symlink_to(ROOT / "tutorials")
+    for name in ("run.yaml", "long.yaml"):
+        (tmp_path / name).write_text((ROOT / "tutorials" / "grpo_arithmetic.yaml").read_text())
+    _, command, *words = shlex.split(line, comments=True)
+    if f"{command} {words[0]}" in PARTIAL:
+        assert page != "README.md"
+        return
+    if command in FUNCTION_COMMANDS:
+        function = resolve(FUNCTION_COMMANDS[command][1].replace(":", "."))
+        parser = capture_parser(lambda: auto_cli(function, args=words))
+        parser.exit_on_error = False
+        parser.parse_args(words)
+        return
+    if command == "estimate":
+        _, words = estimate_parser().parse_known_args(words)
+    with pytest.raises(SystemExit) as ended:
+        main([command if command != "estimate" else "fit", *words, "--print_config"])
+    assert not ended.value.code, capsys.readouterr().err
+
+
+def test_shell_lines_of_all_kinds_are_found() -> None:
+    commands = {shlex.split(line, comments=True)[1] for _, line in SHELL_LINES}
+    assert commands >= {"fit", "estimate", *FUNCTION_COMMANDS}
+    pages = {page for page, _ in SHELL_LINES}
+    assert {"README.md", "recipes.md", "main.py", "grpo_arithmetic.yaml", "generate.py"} <= pages
+
+
+@every_page
+def test_targets_of_make_and_programs_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    lines = [line for block in blocks(page, "bash", "") for line in block.splitlines()]
+    for words in (shlex.split(line, comments=True) for line in lines if re.match(r"(make|python3?) ", line)):
+        if words[0] == "make":
+            assert words[1] in targets
+        elif words[1] == "-m" and words[2].startswith("benchmarks"):
+            assert (ROOT / f"{words[2].replace('.', '/')}.py").exists() or (ROOT / words[2].replace(".", "/")).is_dir()
+        elif words[1].endswith(".py"):
+            assert (ROOT / words[1]).exists() or page.name == "strategy.md", words
 
 
 @every_page

@@ -165,6 +165,7 @@ class Estimate:
         notes += [f"Does not fit: {problem}" for problem in self.problems] or [
             f"Everything fits ({FRAGMENTATION:.0%} of a GPU kept free)."
         ]
+        notes.append(f"GPUs in all: {self.run.gpus}, {self.run.sharding.ranks} of them for training.")
         tables = [memory, time, *([self._table_of_rows()] if len(self.longest_rows) > 1 else [])]
         return Group(*tables, *notes)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import lightning as L
 
+from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.datamodules.tokenization.cache import TokenCache
@@ -85,6 +86,7 @@ class SFTDataModule(L.LightningDataModule):
         tokenizer: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
         num_proc: int = 1,
+        **unknown: Any,
     ) -> None:
         """Check the arguments; data is opened in ``setup``.
 
@@ -131,6 +133,7 @@ class SFTDataModule(L.LightningDataModule):
         Raises:
             ValueError: If an argument is out of range, or two exclude one another.
         """
+        refuse_arguments(type(self), unknown)
         super().__init__()
         check_integer("max_length", max_length, minimum=2, why="one token to learn and one in front of it")
         check_integer("micro_batch_size", micro_batch_size, minimum=1, optional=True)

@@ -22,7 +22,7 @@ def tool_schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
 
     Example::
 
-        PromptDataModule(..., chat_template_arguments={"tools": tool_schemas([search])})
+        PromptDataModule(..., chat_template_kwargs={"tools": tool_schemas([search])})
 
     Args:
         tools: Functions with type hints and a Google-style docstring that describes each argument.

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.batch import PaddedBatch, moved
 from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
@@ -125,8 +126,10 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         quantization: Quantization | None = None,
         router_aux_loss_coef: float = 0.0,
         trust_remote_code: bool = False,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        refuse_arguments(type(self), unknown)
         check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 leaves the loss out")
         check_attention(attention)
         if offload_activations and not gradient_checkpointing:

@@ -119,9 +119,9 @@ class CosineLength:
 class RepetitionPenalty:
     """0 for a completion without repetitions, down to ``-penalty`` for one that says the same again and again.
 
-    ``-penalty (1 - distinct n-grams / n-grams)``, as in Open R1 and TRL, which count words where this counts tokens
-    unless ``words``. In episodes only what the policy wrote counts, turn by turn. Yeo et al. (2025, arXiv:2502.03373)
-    penalise repeated n-grams of 40 tokens, token by token.
+    ``-penalty (1 - distinct n-grams / n-grams)``, as in TRL, which counts token ids too, and in Open R1, which counts
+    words (``words=True``). In episodes only what the policy wrote counts, turn by turn. Yeo et al. (2025,
+    arXiv:2502.03373) penalise repeated n-grams of 40 tokens, token by token.
 
     Example::
 

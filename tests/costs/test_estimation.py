@@ -379,6 +379,10 @@ def test_a_report_is_a_table_and_json() -> None:
     text = console.file.getvalue()
     for wanted in ("policy: activations", "total, train", "engine: key-value cache", "Does not fit: train", "Assumed:"):
         assert wanted in text
+    run = found.run
+    assert run.engine is not None
+    engines = run.engine.count * run.engine.tensor_parallel  # on GPUs of their own
+    assert f"GPUs in all: {run.sharding.ranks + engines}, {run.sharding.ranks} of them for training." in text
     read = json.loads(json.dumps(found.to_dict()))
     assert read["first_problem"] == found.first_problem
     assert read["peak"][TRAINING] == found.peak[TRAINING]

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
 from rlhfkit.callbacks.rollout.checks import (
@@ -128,7 +129,9 @@ class RolloutCallback(Callback):
         offload_training: bool | None = None,
         alarms: Sequence[Alarm] | None = None,
         probe_tolerance: float | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_arguments(type(self), unknown)
         if reward is not None and not callable(reward):
             raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
         if engine is None:

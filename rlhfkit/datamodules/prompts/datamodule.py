@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import lightning as L
 
+from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
@@ -82,6 +83,7 @@ class PromptDataModule(L.LightningDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         special_tokens_in_text: SpecialTokensInText | None = None,
         tokenizer: Any = None,
+        **unknown: Any,
     ) -> None:
         """Check the arguments; data is opened in ``setup``.
 
@@ -135,6 +137,7 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: If an argument is out of range.
         """
+        refuse_arguments(type(self), unknown)
         super().__init__()
         check_integer("rollout_batch_size", rollout_batch_size, minimum=1)
         check_integer("micro_batch_size", micro_batch_size, minimum=1, optional=True)

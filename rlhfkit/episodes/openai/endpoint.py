@@ -70,7 +70,7 @@ class OpenAIEndpoint:
         max_body_values: Maximum number of values in a request's JSON: texts, numbers, lists and objects.
         max_concurrent: Maximum of concurrent requests; others are refused with 503, which clients retry.
         parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
-        chat_template_arguments: Passed to the chat template.
+        chat_template_kwargs: Passed to the chat template.
 
     Raises:
         ValueError: If the host can be reached from outside and there is no token, or a limit is out of range.

@@ -78,7 +78,7 @@ def gpg_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
     Chu et al. (GPG, 2025, arXiv:2504.02546). The factor corrects for groups without gradient in the mean over the
     batch. The paper's batch is that of an optimizer step, this one that given, an iteration in
-    :class:`rlhfkit.GRPOModule`.
+    :class:`rlhfkit.GRPOModule`. verl's ``gpg`` has the same formula with M the number of rewards of 0.
 
     Args:
         rewards: (B,), NaN where missing; such samples are counted neither in B nor in M.

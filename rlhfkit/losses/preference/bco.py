@@ -48,8 +48,8 @@ def bco_loss(
         weights: (B,) w of the undesirable answers, detached here; 1 when ``None``.
         mask: (B,) answers that count, all when ``None``; the others may hold anything.
         denominator: Answers of the whole optimizer step divided by the number of micro-batches that are averaged. The
-            answers of this call when ``None``. (The paper and TRL average each class by itself, ours counts them as
-            they are in the data, so that micro-batches do not matter; ``desirable_weight`` balances classes.)
+            answers of this call when ``None``. (The paper averages each class by itself, this function and TRL
+            all answers together; ``desirable_weight`` balances classes.)
 
     Returns:
         The loss with the metrics of :func:`kto_loss` (``rewards/chosen`` is the mean ``βΔ`` of desirable answers), and

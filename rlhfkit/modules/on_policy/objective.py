@@ -273,7 +273,10 @@ class PolicyLossModule(AdvantageModule):
         return LossOutput(result.loss, {**result.metrics, **metrics})
 
     def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:
-        """Arguments of :func:`~rlhfkit.losses.aggregate` for the terms of the loss, exact over the optimizer step."""
+        """Arguments of the terms of the loss, exact over the optimizer step.
+
+        ``aggregation`` (:func:`~rlhfkit.losses.aggregate` itself calls it ``mode``), ``denominator``, ``max_length``.
+        """
         aggregation = self.policy_loss.aggregation
         # As aggregate() counts: the divisor of constant-length does not depend on how many rows are trained on.
         counts = {"token-mean": batch.token_denominator, "constant-length": batch.row_denominator}

@@ -18,7 +18,7 @@ def learning_rate_factor(
     minimum: float = 0.0,
     decay_steps: int | None = None,
 ) -> float:
-    """Factor in [0, 1] of the peak learning rate after ``step`` optimizer steps, as in Transformers' schedules.
+    """Factor in [0, 1] of the peak learning rate after ``step`` optimizer steps.
 
     It rises linearly from 0 to 1 during warm-up. Then, with ``x`` from 0 to 1 through the rest of the run, it is
 
