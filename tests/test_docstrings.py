@@ -157,6 +157,7 @@ def test_an_example_runs(example: Example, names: dict[str, Any], place: None) -
     )
     mine = importlib.import_module("my_rewards")
     known = vars(home) | names | {name: getattr(mine, name) for name in ("MyJudge", "Style", "key")}
+    known |= {"my_rewards": mine, "my_function": mine.unit_tests}
     exec(compile(example.code, str(example), "exec"), known)
 
 
