@@ -41,9 +41,8 @@ from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.supervision.router import EngineRouter
 from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
-from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
-from rlhfkit.rollout.weight_sync.transfers import Transfer, check_transfer, resolve_transfer
+from rlhfkit.rollout.weight_sync.transfers import Transfer, check_transfer, make_sender, resolve_transfer
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -84,13 +83,13 @@ class RemoteEnginePool(RolloutEngine):
         sync_timeout: float,
         transfer: str = "auto",
         probe_tolerance: float | None,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         health: HealthPolicy | None,
     ) -> None:
         check_integer("num_engines", num_engines, minimum=1)
         check_integer("processes_per_engine", processes_per_engine, minimum=1)
         check_integer("cpus_per_engine", cpus_per_engine, minimum=1)
-        check_integer("bucket_bytes", bucket_bytes, minimum=1)
+        check_integer("bucket_bytes", bucket_bytes, minimum=1, optional=True)
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
         check_number("generate_timeout", generate_timeout, above=0, why="it is in seconds")
         check_number("sync_timeout", sync_timeout, above=0, why="it is in seconds")
@@ -246,7 +245,7 @@ class RemoteEnginePool(RolloutEngine):
         self.prepare_requests(model, trust_remote_code)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.resolve_transfer(device) == "ipc":  # the only one with a part for every rank
-            self.sender = IPCSender(bucket_bytes=self.bucket_bytes)
+            self.sender = make_sender("ipc", timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes)
         entries: list[tuple[int, EnginePoolInfo]] = []
         while not entries:
             entries = log.read(1.0)

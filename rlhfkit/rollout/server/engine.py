@@ -27,7 +27,6 @@ from rlhfkit.rollout.server.weights import (
 from rlhfkit.rollout.server.wire import COMPLETIONS, parse_completion, parse_scores, sample_body, score_body
 from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
 from rlhfkit.rollout.weight_sync.coordinator import attempt_sync
-from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 from rlhfkit.rollout.weight_sync.transfers import check_transfer
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.validation import check_integer, check_number
@@ -63,7 +62,8 @@ class VLLMServer(RolloutEngine):
             to another server, if there is one.
         backoff: Seconds before the first repetition; doubled each time up to 30, plus a random part of up to this.
         transfer: ``"auto"``: gloo from or to CPUs, NCCL between GPUs; or ``"gloo"``, ``"nccl"``.
-        bucket_bytes: Bytes per broadcast of a weight transfer.
+        bucket_bytes: Bytes per broadcast of a weight transfer; ``None``: 64 MiB through main memory, 512 MiB between
+            GPUs.
         ssl_ca_certs: File of certificate authorities (PEM) to verify the servers with; ``None``: the system's.
 
     Raises:
@@ -88,7 +88,7 @@ class VLLMServer(RolloutEngine):
         retries: int = 5,
         backoff: float = 1.0,
         transfer: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         ssl_ca_certs: str | None = None,
     ) -> None:
         self.options = ServerOptions(
@@ -102,7 +102,7 @@ class VLLMServer(RolloutEngine):
         )
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
         check_number("sync_timeout", sync_timeout, above=0, why="it is in seconds")
-        check_integer("bucket_bytes", bucket_bytes, minimum=1)
+        check_integer("bucket_bytes", bucket_bytes, minimum=1, optional=True)
         if transfer not in ("auto", "gloo", "nccl"):
             raise ValueError(f"VLLMServer(transfer=...) must be 'auto', 'gloo' or 'nccl', got {transfer!r}")
         self.served_model = served_model

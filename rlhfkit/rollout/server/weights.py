@@ -70,7 +70,7 @@ def served_versions(connections: ServerConnections) -> list[str]:
 
 
 def choose_sender(
-    infos: Sequence[ServerInfo], transfer: Transfer, *, trainer_has_gpu: bool, timeout: float, bucket_bytes: int
+    infos: Sequence[ServerInfo], transfer: Transfer, *, trainer_has_gpu: bool, timeout: float, bucket_bytes: int | None
 ) -> WeightSender:
     """Return the sender for what all servers have; EngineError if they differ or have none that is known."""
     kinds = {(info.backend, info.device) for info in infos}

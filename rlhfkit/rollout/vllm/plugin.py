@@ -83,6 +83,7 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
         if self.device.type == "cpu":
             _reset_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
+        self._loader.begin_reload()
         self._reloading = True
 
     def finish_weight_update(self) -> None:
@@ -115,6 +116,7 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
             if has_weights and not self._reloading:
                 self._start_reload()
             self._loader.load(tensors, block)
+        self._loader.finish()
 
     def shutdown(self) -> None:
         """Leave the group."""

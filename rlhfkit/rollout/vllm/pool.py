@@ -28,7 +28,6 @@ from rlhfkit.rollout.vllm.arguments import (
 )
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 from rlhfkit.rollout.vllm.quantization import check_quantization, quantization_arguments
-from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 from rlhfkit.rollout.weight_sync.transfers import make_sender
 from rlhfkit.validation import check_integer, check_number
 
@@ -77,7 +76,9 @@ class VLLMPool(RemoteEnginePool):
             ``"ipc"``: handles to GPU memory, when colocated.
         probe_tolerance: Largest difference between the engines' log-probs of the same tokens that :meth:`score`
             accepts, in 16-bit types their mean difference; ``None``: 0.001 in float32, 0.3 in bfloat16, 0.1 in float16.
-        bucket_bytes: Bytes per broadcast of a weight transfer.
+        bucket_bytes: Bytes per broadcast of a weight transfer; ``None``: 64 MiB through main memory, 512 MiB between
+            GPUs. Rank 0 and each process of an engine have two blocks of this size, or of that of the largest tensor
+            if it is larger, while weights are sent: engines have them beside ``gpu_memory_utilization``.
         quantization: Engines compute in 8 bits, with the weights of every sync quantized by vLLM: ``"fp8"`` (that is
             ``"fp8_per_channel"``), ``"fp8_per_tensor"``, ``"fp8_per_block"`` or ``"mxfp8"``. Samples then come from
             another distribution than the policy's; modules correct for it (truncated importance sampling) by default.
@@ -113,7 +114,7 @@ class VLLMPool(RemoteEnginePool):
         sync_timeout: float = 300.0,
         transfer: str = "auto",
         probe_tolerance: float | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         quantization: str | None = None,
         lora: Literal["auto", "adapter", "merge"] = "auto",
         health: HealthPolicy | None = None,

@@ -17,7 +17,7 @@ from rlhfkit.distributed import gather_objects, get_rank, run_on_all_ranks
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.weight_sync.sender import Receivers, verified
-from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
+from rlhfkit.rollout.weight_sync.source import GPU_BUCKET_BYTES
 
 _NO_TRANSFER: tuple[int, ...] = (-1,)
 """What rank 0 tells the others, in place of the ranks whose workers read, if it could not begin."""
@@ -48,7 +48,7 @@ class IPCSender:
     # vLLM 0.32 has no way to reset a partly loaded layer from outside.
     recoverable = False
 
-    def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(self, *, bucket_bytes: int = GPU_BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
         self._announced = False  # whether the other ranks know that this transfer takes place
 

@@ -28,6 +28,8 @@ from rlhfkit.rollout.engine import WeightInfo, WeightSource
 
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 """64 MiB: large enough for the speed of the link, small enough to gather a ZeRO-3 bucket on any GPU."""
+GPU_BUCKET_BYTES = 512 * 2**20
+"""512 MiB between GPUs, where the calls for a bucket take longer than its bytes; vLLM's own transfers have 1 GB."""
 
 _ALIGNMENT = 64  # bytes; keeps views of mixed types legal and copies aligned to cache lines
 

@@ -6,6 +6,7 @@ from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.process_group.groups import Backend
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
+from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, GPU_BUCKET_BYTES
 
 Transfer = Literal["auto", "gloo", "nccl", "ipc"]
 
@@ -48,8 +49,16 @@ def resolve_transfer(transfer: Transfer, *, device: str, colocate: bool) -> Tran
     return "ipc" if colocate else "nccl"
 
 
-def make_sender(transfer: Transfer, *, timeout: float, bucket_bytes: int) -> WeightSender:
-    """Return the sender of a resolved transfer; ``timeout`` is in seconds for each step."""
+def make_sender(transfer: Transfer, *, timeout: float, bucket_bytes: int | None) -> WeightSender:
+    """Return the sender of a resolved transfer.
+
+    Args:
+        transfer: As :func:`resolve_transfer` returns it.
+        timeout: Seconds for each step.
+        bucket_bytes: Bytes of a bucket; ``None``: 64 MiB through main memory, 512 MiB between GPUs.
+    """
+    if bucket_bytes is None:
+        bucket_bytes = DEFAULT_BUCKET_BYTES if transfer == "gloo" else GPU_BUCKET_BYTES
     if transfer == "ipc":
         return IPCSender(bucket_bytes=bucket_bytes)
     backend: Backend = "nccl" if transfer == "nccl" else "gloo"

@@ -58,6 +58,77 @@ try:
     engine.receive_weights(update)
 except RuntimeError as error:
     assert "before the trainer's group was joined" in str(error)
+
+# A bucket looks at no module but those that it brings weights of, and what they keep of it is copied.
+from torch import nn
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+        self.weight.weight_loader = self.load
+
+    def load(self, param, loaded, part):
+        param.data[part].copy_(loaded)
+
+class Model(nn.Module):
+    visited = 0
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Fused() for _ in range(50))
+
+    def modules(self):
+        for module in super().modules():
+            self.visited += 1
+            yield module
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            layer, part = map(int, name.split("."))
+            param = self.layers[layer].weight
+            param.weight_loader(param, tensor, part)
+
+model = Model()
+record_metadata_for_reloading(model)
+loader = vllm_plugin.BucketLoader(model)
+parts = [(layer, part) for layer in range(50) for part in range(2)]
+infos = [vllm_plugin.WeightInfo(f"{layer}.{part}", (4,), torch.float32) for layer, part in parts]
+for transfer in range(2):
+    assert loader.begin(infos)
+    initialize_layerwise_reload(model)
+    loader.begin_reload()
+    visited, block = model.visited, torch.empty(32, dtype=torch.uint8)
+    for start in range(-1, 100, 2):  # the second part of a layer and the first of the next one
+        named = []
+        for place, number in enumerate(range(max(start, 0), min(start + 2, 100))):
+            view = block[16 * place : 16 * place + 16].view(torch.float32)
+            named.append((infos[number].name, view.fill_(1000 * transfer + number)))
+        loader.load(named, block)
+        block.fill_(255)
+    assert model.visited == visited, (model.visited - visited) / 51
+    finalize_layerwise_reload(model, None)
+    loader.finish()
+    for number, (layer, part) in enumerate(parts):
+        assert model.layers[layer].weight[part].tolist() == [1000 * transfer + number] * 4, (layer, part)
+
+loader.begin(infos)
+initialize_layerwise_reload(model)
+loader.begin_reload()
+get_layerwise_info(model.layers[3]).loaded_weights = []  # as a version that makes lists of its own
+loader.load([("3.0", block[:16].view(torch.float32))], block)
+try:
+    loader.finish()
+except RuntimeError as error:
+    assert "keeps weights of 'layers.3' (Fused) where rlhfkit does not look" in str(error)
+else:
+    raise AssertionError("weights that may have been overwritten were taken")
 print("fine")
 """
 
