@@ -9,6 +9,7 @@ import torch
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
 
 
+@pytest.mark.long
 def test_a_random_model_learns_to_ask_a_tool_and_to_say_what_it_was_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def run(name: str, world: Path, folder: Path, capsys: pytest.CaptureFixture[str]
     return [float(number) for line in lines for number in re.findall(r"([\d.]+)%", line)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["rejection_sampling", "iterative_dpo"])
 def test_one_round_improves_the_policy(
     name: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -51,6 +52,7 @@ def test_one_round_improves_the_policy(
     assert after >= before + 5
 
 
+@pytest.mark.long
 def test_the_reward_in_the_prompt_steers_the_model(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +61,7 @@ def test_the_reward_in_the_prompt_steers_the_model(
     assert good >= bad + 15
 
 
+@pytest.mark.long
 def test_the_return_in_the_prompt_steers_the_model(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +72,7 @@ def test_the_return_in_the_prompt_steers_the_model(
     assert one_wrong >= two_wrong
 
 
+@pytest.mark.long
 def test_online_dpo_improves_the_policy_and_draws_curves(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
