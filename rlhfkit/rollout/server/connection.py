@@ -22,6 +22,7 @@ from rlhfkit.serving.endpoints import Endpoint, InvalidResponse, ServerUnavailab
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
+    import httpx
     from tenacity import AsyncRetrying
 
 log = logging.getLogger(__name__)
@@ -98,14 +99,23 @@ class ServerConnections:
             insecure = [url for url in options.urls if url.startswith("http:") and not self._local(url)]
             if insecure:
                 log.warning("the token for %s is sent unencrypted; use https unless the network is trusted", *insecure)
-        self._client: httpx.AsyncClient = httpx.AsyncClient(
-            headers=headers,
-            # Not the environment's proxies and .netrc, which would receive or replace the token.
-            verify=ssl.create_default_context(cafile=options.ssl_ca_certs),
-            trust_env=False,
-            timeout=httpx.Timeout(options.timeout, connect=min(30.0, options.timeout), pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=options.concurrency),
-        )
+        verify = ssl.create_default_context(cafile=options.ssl_ca_certs)
+
+        def make_client(keepalive_connections: int) -> httpx.AsyncClient:
+            return httpx.AsyncClient(
+                headers=headers,
+                # Not the environment's proxies and .netrc, which would receive or replace the token.
+                verify=verify,
+                trust_env=False,
+                timeout=httpx.Timeout(options.timeout, connect=min(30.0, options.timeout), pool=None),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=keepalive_connections),
+            )
+
+        # uvicorn closes a connection when its application has raised, after the response, and after 5 idle seconds. A
+        # request that is sent at that moment fails. Requests that are repeated share connections all the same; the
+        # steps of a weight sync, which are sent once, have one each.
+        self._client = make_client(options.concurrency)
+        self._single_use_client = make_client(0)
         self._slots = asyncio.Semaphore(options.concurrency * len(self.endpoints))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlhfkit-server-requests", daemon=True)
@@ -138,7 +148,9 @@ class ServerConnections:
                         endpoint = least_outstanding(self.endpoints, asked)
                         asked.add(endpoint)
                         with endpoint.in_use():
-                            return await self._exchange("POST", endpoint.url + path, content, self.options.timeout)
+                            return await self._exchange(
+                                self._client, "POST", endpoint.url + path, content, self.options.timeout
+                            )
         except ServerUnavailable as error:
             raise EngineError(
                 f"{self._shown(error)}; given up after {1 + self.options.retries} attempt(s). Is the server running? A "
@@ -153,17 +165,22 @@ class ServerConnections:
     async def call(
         self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
     ) -> Any:
-        """Send one request to one server, once, and return what its JSON says; EngineError if that fails."""
+        """Send one request to one server, once, on a new connection, and return what its JSON says.
+
+        EngineError if that fails.
+        """
         content = None if body is None else json.dumps(body).encode()
         try:
-            return await self._exchange(method, endpoint.url + path, content, timeout)
+            return await self._exchange(self._single_use_client, method, endpoint.url + path, content, timeout)
         except InvalidResponse as error:
             raise ServerRefusal(self._refusal(error), error.status) from None
         except ServerUnavailable as error:
             raise EngineError(self._shown(error)) from None
 
-    async def _exchange(self, method: str, url: str, content: bytes | None, timeout: float) -> Any:
-        answer = await exchange(self._client, method, url, content, timeout=timeout, max_bytes=MAX_RESPONSE_BYTES)
+    async def _exchange(
+        self, client: "httpx.AsyncClient", method: str, url: str, content: bytes | None, timeout: float
+    ) -> Any:
+        answer = await exchange(client, method, url, content, timeout=timeout, max_bytes=MAX_RESPONSE_BYTES)
         try:
             return json.loads(answer or b"null")
         except ValueError as error:
@@ -210,6 +227,7 @@ class ServerConnections:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
             await self._client.aclose()
+            await self._single_use_client.aclose()
 
         self.submit(end()).result(timeout=30)
         self._loop.call_soon_threadsafe(self._loop.stop)

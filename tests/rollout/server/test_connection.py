@@ -20,7 +20,8 @@ from tiny_models import tiny_model
 
 from rlhfkit import Prompt, SamplingSpec, VLLMServer
 from rlhfkit.rollout.errors import EngineError, RequestError
-from rlhfkit.rollout.server.weights import ServerInfo, choose_sender
+from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
+from rlhfkit.rollout.server.weights import ServerInfo, ServerReceivers, choose_sender
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.server import Server
 
@@ -49,6 +50,8 @@ class Misbehaviour:
         self.requests: Counter[str] = Counter()
         self.models: Any = {"data": [MODEL]}
         self.answer: Callable[[dict[str, Any], int], Any] = lambda body, number: completion(body)
+        self.crashing: set[str] = set()
+        """Paths whose handler raises after the response."""
         self.most = 0
         self.now = 0
 
@@ -71,7 +74,12 @@ class Misbehaviour:
             self.now -= 1
             found = self.answer(json.loads(await request.body()), self.requests[path])
             response = found if isinstance(found, Response) else JSONResponse(found)
+        elif path in self.crashing:
+            response = Response("broken", 500)
         await response(scope, receive, send)
+        if path in self.crashing:
+            time.sleep(0.2)  # blocks, like the logging of a traceback, before uvicorn closes the connection
+            raise RuntimeError("broken")
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +192,21 @@ def test_a_server_that_stays_broken_ends_the_call(app: Misbehaviour, started: Ca
     app.answer = lambda body, number: Response("out of memory", 500)
     with pytest.raises(EngineError, match=r"status 500: out of memory; given up after 3 attempt"):
         engine.generate([Prompt(0, [5])], SPEC, iteration=0)
+
+
+def test_a_step_of_a_sync_after_one_that_failed_does_not_use_the_connection_that_the_server_closes(
+    app: Misbehaviour, running: tuple[Misbehaviour, str]
+) -> None:
+    app.crashing = {"/finish_weight_update"}
+    connections = ServerConnections(ServerOptions(urls=(running[1],), token=AccessToken(SECRET)))
+    receivers = ServerReceivers(connections, [1], timeout=10)
+    try:
+        for _ in range(3):
+            with pytest.raises(EngineError, match="status 500: broken"):
+                receivers.call("/finish_weight_update", {}).result()
+            assert receivers.call("/v1/models").result() == [app.models]
+    finally:
+        connections.close()
 
 
 def test_a_slow_server_is_given_up(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
