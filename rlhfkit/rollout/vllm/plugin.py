@@ -1,6 +1,6 @@
 """A weight-transfer engine named ``rlhfkit`` for vLLM 0.32 and 0.33, beside their own ``nccl`` and ``ipc``.
 
-It receives over gloo or NCCL, or by shared memory, as the trainer's
+It receives over gloo or NCCL, as the trainer's
 :class:`~rlhfkit.rollout.weight_sync.sender.ProcessGroupSender` says.
 
 It is registered by the entry point ``vllm.general_plugins``, which vLLM loads in each of its processes, and again when

@@ -39,9 +39,9 @@ def listening() -> Listening:
 
 def announced_in_groups(backend: Any) -> list[tuple[str, list[dict[str, Any]]]]:
     """What our own sender tells engines before the first byte."""
-    from rlhfkit.rollout.weight_sync.process_group.transport import NetworkTransport
+    from rlhfkit.rollout.weight_sync.process_group.transport import Transport
 
-    engines, sender = listening(), ProcessGroupSender(backend, timeout=5.0, shared_memory=False)
+    engines, sender = listening(), ProcessGroupSender(backend, timeout=5.0)
     with pytest.raises(Recorded):
         sender.connect(engines)
 
@@ -54,7 +54,7 @@ def announced_in_groups(backend: Any) -> list[tuple[str, list[dict[str, Any]]]]:
         def close(self) -> None:
             pass
 
-    sender._transport = NetworkTransport(Silent(), 5.0)  # type: ignore[arg-type]
+    sender._transport = Transport(Silent(), 5.0)  # type: ignore[arg-type]
     with pytest.raises(Recorded):
         sender.send(engines, INFOS, iter(WEIGHTS))
     sender.close()
@@ -98,7 +98,7 @@ def test_what_senders_announce_is_what_vllm_reads(vllm_pool: SharedPool) -> None
 
 def check(read: dict[str, list[dict[str, Any]]]) -> None:
     for backend, (first, second, update, _) in read.items():
-        assert (first["backend"], first["world_size"], first["shared_memory"]) == (backend, 5, None)
+        assert (first["backend"], first["world_size"]) == (backend, 5)
         assert [first["rank_offset"], second["rank_offset"]] == [1, 3]
         assert update == {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2, 3], [4]]}
 

@@ -1,4 +1,4 @@
-"""The transfer of weights to another process, as engines get them, without vLLM: gloo, shared memory and NCCL."""
+"""The transfer of weights to another process, as engines get them, without vLLM: gloo and NCCL."""
 
 import os
 import pickle
@@ -161,13 +161,13 @@ class Weights:
         return sum(sums.get(name) != float(tensor.double().sum()) for name, tensor in self)
 
 
-def transfer(setting: Setting, backend: str, target: str, *, shared_memory: bool) -> Iterator[Figure]:
+def transfer(setting: Setting, backend: str, target: str) -> Iterator[Figure]:
     """Two updates of all tensors, in buckets smaller than the largest of them."""
     from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 
     weights = Weights(setting.device, setting.size(100_000, 300))
     largest = max(info.num_bytes for info in weights.infos())
-    sender = ProcessGroupSender(backend, timeout=30, bucket_bytes=largest // 2, shared_memory=shared_memory)  # type: ignore[arg-type]
+    sender = ProcessGroupSender(backend, timeout=30, bucket_bytes=largest // 2)  # type: ignore[arg-type]
     engine = Engine(target)
     try:
         sender.connect(engine)
@@ -184,16 +184,10 @@ def transfer(setting: Setting, backend: str, target: str, *, shared_memory: bool
 @check("transfer/gloo", seconds=90, process="transfer", simulated=False)
 def gloo(setting: Setting) -> Iterator[Figure]:
     """From this device over gloo to the same device in another process."""
-    yield from transfer(setting, "gloo", setting.device, shared_memory=False)
-
-
-@check("transfer/shared_memory", seconds=90, process="transfer", simulated=False)
-def shared_memory(setting: Setting) -> Iterator[Figure]:
-    """Through memory that both processes have."""
-    yield from transfer(setting, "gloo", setting.device, shared_memory=True)
+    yield from transfer(setting, "gloo", setting.device)
 
 
 @check("transfer/nccl", seconds=120, gpus=2, process="transfer")
 def nccl(setting: Setting) -> Iterator[Figure]:
     """From GPU 0 to GPU 1."""
-    yield from transfer(setting, "nccl", "cuda:1", shared_memory=False)
+    yield from transfer(setting, "nccl", "cuda:1")

@@ -1,4 +1,4 @@
-"""Weights in blocks of bytes from training rank 0 to all workers: over gloo or NCCL, or by shared memory.
+"""Weights in blocks of bytes from training rank 0 to all workers: over gloo or NCCL.
 
 May import: ``engine.py``, ``errors.py``, and ``sender.py`` and ``source.py`` of the folder above.
 Start at :mod:`rlhfkit.rollout.weight_sync.process_group.sender` (the trainer) and ``receiver.py`` (the workers). Only

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed does not export its type
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.process_group.groups import Backend
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import Meeting, TrainerWatch, connect_worker, report
-from rlhfkit.rollout.weight_sync.process_group.shared_memory import SharedBlocks
-from rlhfkit.rollout.weight_sync.process_group.transport import NetworkTransport, SharedMemoryTransport, Transport
+from rlhfkit.rollout.weight_sync.process_group.transport import Transport
 from rlhfkit.rollout.weight_sync.source import plan_buckets
 
 
@@ -33,8 +31,6 @@ class Invitation:
     bucket_bytes: int
     timeout: float
     """Seconds for each step."""
-    shared_memory: str | None
-    """Path of the memory that gloo's place is taken by on one machine; ``None``: none."""
 
 
 class WeightReceiver:
@@ -49,7 +45,7 @@ class WeightReceiver:
         """Join the trainer's group and leave any earlier one; ``number`` is that of this worker in its engine, from 0.
 
         Raises:
-            RuntimeError: If the trainer, its shared memory or another worker cannot be reached.
+            RuntimeError: If the trainer or another worker cannot be reached.
             TimeoutError: If the group does not connect within the time limit.
         """
         self.leave()
@@ -57,17 +53,10 @@ class WeightReceiver:
         meeting = Meeting(
             invitation.address, invitation.port, invitation.prefix, invitation.world_size, invitation.timeout
         )
-        blocks = None
-        if invitation.shared_memory is not None:
-            blocks = SharedBlocks.open(invitation.shared_memory, invitation.bucket_bytes)
         rank = invitation.rank_offset + number
         store = report(meeting, rank)
-        if blocks is not None:
-            named = PrefixStore(meeting.prefix, store)
-            self._transport = SharedMemoryTransport(named, blocks, meeting.size - 1, meeting.timeout)
-        else:
-            group = connect_worker(store, meeting, invitation.backend, rank, self.device)
-            self._transport = NetworkTransport(group, meeting.timeout, TrainerWatch(store, meeting))
+        group = connect_worker(store, meeting, invitation.backend, rank, self.device)
+        self._transport = Transport(group, meeting.timeout, TrainerWatch(store, meeting))
 
     def receive(self, infos: Sequence[WeightInfo]) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor]]:
         """Yield the tensors of each bucket by name, and the block that they are views of, as they arrive.

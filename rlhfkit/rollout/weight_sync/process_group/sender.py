@@ -1,14 +1,13 @@
-"""``ProcessGroupSender``: the trainer's side of a transfer over gloo or NCCL, or by shared memory in gloo's place.
+"""``ProcessGroupSender``: the trainer's side of a transfer over gloo or NCCL.
 
 Training rank 0 is rank 0 of a group with the engines' workers.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed does not export their types
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export its type
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
@@ -20,19 +19,15 @@ from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
     gather_workers,
     open_store,
 )
-from rlhfkit.rollout.weight_sync.process_group.shared_memory import INVISIBLE, SharedBlocks
-from rlhfkit.rollout.weight_sync.process_group.transport import NetworkTransport, SharedMemoryTransport, Transport
+from rlhfkit.rollout.weight_sync.process_group.transport import Transport
 from rlhfkit.rollout.weight_sync.sender import Receivers, verified
 from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, plan_buckets
-
-log = logging.getLogger(__name__)
 
 
 class ProcessGroupSender:
     """Sends buckets in a process group: over gloo from the CPU, or over NCCL from the current GPU to the engines' GPUs.
 
-    Gloo's place is taken by shared memory if all engines are on this machine and ``shared_memory`` is true. ``timeout``
-    is in seconds, for the rendezvous and for each bucket.
+    ``timeout`` is in seconds, for the rendezvous and for each bucket.
     """
 
     backend = "rlhfkit"
@@ -44,12 +39,10 @@ class ProcessGroupSender:
         *,
         timeout: float,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        shared_memory: bool = True,
     ) -> None:
         self.group_backend = group_backend
         self.timeout = timeout
         self.bucket_bytes = bucket_bytes
-        self.shared_memory = shared_memory and group_backend == "gloo"
         self._store: TCPStore | None = None
         self._num_groups = 0  # formed so far; part of the prefix of their keys
         self._prefix: str | None = None  # of the current group
@@ -62,24 +55,12 @@ class ProcessGroupSender:
             EngineError: If a worker does not come, or the group does not connect, within ``timeout``; names the
                 engines, the address and the port.
         """
-        blocks = None
-        if self.shared_memory and receivers.address == "127.0.0.1":
-            blocks = SharedBlocks.create(self.bucket_bytes)
         try:
-            self._connect(receivers, blocks)
+            self._connect(receivers)
         except TimeoutError as error:
             raise EngineError(str(error)) from None
-        except RuntimeError as error:
-            if INVISIBLE not in str(error):
-                raise
-            log.info("an engine of this machine does not see its shared memory: weights are sent over the network")
-            self.shared_memory = False
-            self._connect(receivers, None)
-        finally:
-            if blocks is not None:
-                blocks.hide()
 
-    def _connect(self, receivers: Receivers, blocks: SharedBlocks | None) -> None:
+    def _connect(self, receivers: Receivers) -> None:
         self.close()
         if self._store is None:
             self._store = open_store(receivers.address, self.timeout)
@@ -96,16 +77,11 @@ class ProcessGroupSender:
                 "world_size": meeting.size,
                 "bucket_bytes": self.bucket_bytes,
                 "timeout": self.timeout,
-                "shared_memory": None if blocks is None else str(blocks.path),
             }
         )
         gather_workers(self._store, meeting, pending.poll, receivers.worker)
-        if blocks is None:
-            group = connect_trainer(self._store, meeting, self.group_backend, self._device(), pending.poll)
-            transport: Transport = NetworkTransport(group, self.timeout)
-        else:
-            named = PrefixStore(meeting.prefix, self._store)
-            transport = SharedMemoryTransport(named, blocks, receivers.num_workers, self.timeout)
+        group = connect_trainer(self._store, meeting, self.group_backend, self._device(), pending.poll)
+        transport = Transport(group, self.timeout)
         try:
             pending.result()
         except BaseException:

@@ -1,4 +1,4 @@
-"""``Transport``: how buckets of weights get from the trainer to the workers, over the network or by shared memory.
+"""``Transport``: how blocks of weights get from the trainer to the workers, from and to main memory or GPUs.
 
 Both sides alternate between two blocks of memory, so that one is filled while the other is loaded. The blocks are kept
 between updates, as reused memory is several times as fast as new memory.
@@ -6,38 +6,19 @@ between updates, as reused memory is several times as fast as new memory.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store  # torch.distributed does not export its type
 
 from rlhfkit.rollout.weight_sync.process_group.groups import Broadcast, TransferGroup
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import TrainerWatch
-from rlhfkit.rollout.weight_sync.process_group.shared_memory import SharedBlocks
 from rlhfkit.rollout.weight_sync.process_group.waiting import Poll, wait_until
 
 _SETTLE_SECONDS = 5.0
 """Time for a failure to become known in better words."""
 
 
-class Transport(Protocol):
-    """A way to send bytes; both sides use the same kind."""
-
-    def send_blocks(self, sizes: Sequence[int], poll: Poll) -> Iterator[Tensor]:
-        """Yield blocks to fill. A block is sent when the next one is requested; iterate to the end."""
-        ...
-
-    def receive_blocks(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield blocks as they arrive, each valid until the next one is requested."""
-        ...
-
-    def close(self) -> None:
-        """Disconnect; processes that wait for data fail at once."""
-        ...
-
-
-class NetworkTransport(Transport):
+class Transport:
     """Broadcasts in a process group, between any machines: gloo from and to the CPU, NCCL from GPU to GPU.
 
     ``timeout`` is in seconds per block; ``watch`` looks after the trainer while a worker waits.
@@ -62,6 +43,7 @@ class NetworkTransport(Transport):
             self._blocks = []
 
     def send_blocks(self, sizes: Sequence[int], poll: Poll) -> Iterator[Tensor]:
+        """Yield blocks to fill. A block is sent when the next one is requested; iterate to the end."""
         sending: list[Broadcast | None] = [None, None]  # the block before is being sent while one is filled
         for number, num_bytes in enumerate(sizes):
             self._wait(sending[number % 2], poll, f"block {number - 1} of {len(sizes)} was not received by all workers")
@@ -73,6 +55,7 @@ class NetworkTransport(Transport):
         self._release()
 
     def receive_blocks(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Yield blocks as they arrive, each valid until the next one is requested."""
         if self._watch is None:
             raise RuntimeError("a transport that receives needs a TrainerWatch")
         with self._watch as watch:
@@ -107,80 +90,6 @@ class NetworkTransport(Transport):
             raise
 
     def close(self) -> None:
+        """Disconnect; processes that wait for data fail at once."""
         self._group.close()
         self._blocks = []
-
-
-def _pieces(whole: Tensor, num_bytes: int) -> list[Tensor]:
-    return [whole[start : start + num_bytes] for start in range(0, whole.numel(), num_bytes)]
-
-
-class SharedMemoryTransport(Transport):
-    """Shared memory on one machine; keys in ``store`` mark blocks as filled or loaded.
-
-    Buckets larger than a block are sent in pieces. Loading a block may take ``timeout`` seconds; waiting for one is
-    limited by the store's own timeout. ``workers`` is the number of processes that load.
-    """
-
-    def __init__(self, store: Store, blocks: SharedBlocks, workers: int, timeout: float) -> None:
-        self._store = store
-        self._blocks = blocks
-        self._workers = workers
-        self._timeout = timeout
-        self._number = 0  # number of the next block, counted over all updates, the same on both sides
-        self._sends = False
-
-    def _fill(self, num_bytes: int, poll: Poll) -> Tensor:
-        """Return the next block to fill, once all workers have loaded its old content."""
-        before = self._number - 2
-        if before >= 0:
-            late = f"workers did not load a block of weights within {self._timeout:g} s"
-            loaded = f"loaded/{before}"
-            wait_until(lambda: self._store.add(loaded, 0) == self._workers, poll, self._timeout, lambda: late)
-            self._store.delete_key(f"loaded/{before}")
-            self._store.delete_key(f"filled/{before}")
-        return self._blocks.block(self._number)[:num_bytes]
-
-    def _filled(self) -> None:
-        self._store.set(f"filled/{self._number}", "yes")
-        self._number += 1
-
-    def send_blocks(self, sizes: Sequence[int], poll: Poll) -> Iterator[Tensor]:
-        self._sends = True
-        for num_bytes in sizes:
-            if num_bytes <= self._blocks.num_bytes:
-                yield self._fill(num_bytes, poll)
-                self._filled()
-                continue
-            whole = torch.empty(num_bytes, dtype=torch.uint8)
-            yield whole
-            for piece in _pieces(whole, self._blocks.num_bytes):
-                self._fill(piece.numel(), poll).copy_(piece)
-                self._filled()
-
-    def _load(self, num_bytes: int) -> Tensor:
-        """Return the next block, once it is filled."""
-        if self._store.get(f"filled/{self._number}") != b"yes":
-            raise RuntimeError("the trainer has given up sending weights")
-        return self._blocks.block(self._number)[:num_bytes]
-
-    def _loaded(self) -> None:
-        self._store.add(f"loaded/{self._number}", 1)
-        self._number += 1
-
-    def receive_blocks(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        for num_bytes in sizes:
-            if num_bytes <= self._blocks.num_bytes:
-                yield self._load(num_bytes)
-                self._loaded()
-                continue
-            whole = torch.empty(num_bytes, dtype=torch.uint8)
-            for piece in _pieces(whole, self._blocks.num_bytes):
-                piece.copy_(self._load(piece.numel()))
-                self._loaded()
-            yield whole
-
-    def close(self) -> None:
-        """On the sending side, tell the workers that nothing more is sent."""
-        if self._sends:
-            self._store.set(f"filled/{self._number}", "never")

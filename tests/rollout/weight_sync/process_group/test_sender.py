@@ -1,12 +1,11 @@
-"""A whole transfer, over real gloo and by shared memory; NCCL differs in ``NcclGroup`` only.
+"""A whole transfer, over real gloo; NCCL differs in ``NcclGroup`` only.
 
-Covers ``groups.py``, ``rendezvous.py``, ``receiver.py``, ``transport.py``, ``shared_memory.py`` and ``waiting.py`` too.
+Covers ``groups.py``, ``rendezvous.py``, ``receiver.py``, ``transport.py`` and ``waiting.py`` too.
 """
 
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,7 @@ from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
     report,
 )
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
-from rlhfkit.rollout.weight_sync.process_group.shared_memory import SharedBlocks
-from rlhfkit.rollout.weight_sync.process_group.transport import NetworkTransport, SharedMemoryTransport
+from rlhfkit.rollout.weight_sync.process_group.transport import Transport
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 CPU = torch.device("cpu")
@@ -105,24 +103,14 @@ class ReceiverThreads:
         self._threads.shutdown(wait=False)
 
 
-def transports(receivers: ReceiverThreads) -> set[type]:
-    return {type(receiver._transport) for receiver in receivers.receivers}
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_every_receiver_gets_every_bit_again_and_again(
-    num_workers: int, shared_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlhfkit.rollout.weight_sync.process_group.shared_memory._FOLDER", tmp_path)
+def test_every_receiver_gets_every_bit_again_and_again(num_workers: int) -> None:
     # Less than the larger weights.
-    sender = ProcessGroupSender("gloo", timeout=20, bucket_bytes=1000, shared_memory=shared_memory)
+    sender = ProcessGroupSender("gloo", timeout=20, bucket_bytes=1000)
     receivers = ReceiverThreads(num_workers)
     model = nn.Sequential(nn.Linear(7, 90), nn.Linear(90, 3).to(torch.bfloat16), nn.Linear(5, 5).double())
     try:
         sender.connect(receivers)
-        assert transports(receivers) == {SharedMemoryTransport if shared_memory else NetworkTransport}
-        assert not [*tmp_path.glob("rlhfkit-*")]  # freed with the processes, whatever ends them
         for _ in range(3):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -138,30 +126,8 @@ def test_every_receiver_gets_every_bit_again_and_again(
         receivers.close()
 
 
-def test_receivers_that_do_not_see_the_memory_get_weights_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def invisible(path: str, num_bytes: int) -> SharedBlocks:
-        return real(path + "-in-another-container", num_bytes)
-
-    real = SharedBlocks.open
-    monkeypatch.setattr(SharedBlocks, "open", invisible)
-    sender, receivers = ProcessGroupSender("gloo", timeout=20), ReceiverThreads(2)
-    weights = ModuleWeights(nn.Linear(7, 90))
-    try:
-        sender.connect(receivers)
-        sender.send(receivers, weights.metadata(), iter(weights))
-        assert transports(receivers) == {NetworkTransport}
-        for received in receivers.received:
-            assert all(torch.equal(received[name], tensor) for name, tensor in weights)
-    finally:
-        sender.close()
-        receivers.close()
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_receiver_that_leaves_is_noticed_at_once_and_the_others_can_be_sent_weights_again(
-    shared_memory: bool,
-) -> None:
-    sender = ProcessGroupSender("gloo", timeout=20, bucket_bytes=1000, shared_memory=shared_memory)
+def test_a_receiver_that_leaves_is_noticed_at_once_and_the_others_can_be_sent_weights_again() -> None:
+    sender = ProcessGroupSender("gloo", timeout=20, bucket_bytes=1000)
     receivers = ReceiverThreads(2, dies_after=3)
     weights = ModuleWeights(nn.Sequential(*(nn.Linear(15, 15) for _ in range(20))))
     try:
@@ -180,11 +146,8 @@ def test_a_receiver_that_leaves_is_noticed_at_once_and_the_others_can_be_sent_we
         receivers.close()
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_receivers_that_never_report_are_named_with_address_and_port_and_the_others_wait_no_longer(
-    shared_memory: bool,
-) -> None:
-    sender = ProcessGroupSender("gloo", timeout=2, shared_memory=shared_memory)
+def test_receivers_that_never_report_are_named_with_address_and_port_and_the_others_wait_no_longer() -> None:
+    sender = ProcessGroupSender("gloo", timeout=2)
     receivers = ReceiverThreads(4, absent=(1, 3))
     start = time.monotonic()
     try:
@@ -244,7 +207,7 @@ class TestSilence:
     """Waits end although the backend notices nothing."""
 
     def receiving(self, meeting: Meeting, store: Any) -> Iterator[Tensor]:
-        return NetworkTransport(SilentGroup(), meeting.timeout, TrainerWatch(store, meeting)).receive_blocks([8, 8])
+        return Transport(SilentGroup(), meeting.timeout, TrainerWatch(store, meeting)).receive_blocks([8, 8])
 
     def test_a_receiver_learns_from_the_store_that_the_trainer_has_left(self) -> None:
         store = open_store("127.0.0.1", 20)
@@ -263,7 +226,7 @@ class TestSilence:
 
     def test_the_trainer_polls_the_engines_and_then_gives_up(self) -> None:
         asked = []
-        blocks = NetworkTransport(SilentGroup(), 1.0).send_blocks([8] * 5, lambda: asked.append(1))
+        blocks = Transport(SilentGroup(), 1.0).send_blocks([8] * 5, lambda: asked.append(1))
         with pytest.raises(TimeoutError, match="block 1 of 5 was not received by all workers within 1 s"):
             list(blocks)
         assert len(asked) >= 3
@@ -272,7 +235,7 @@ class TestSilence:
             raise EngineError("engine 0 died")
 
         with pytest.raises(EngineError, match="engine 0 died"):
-            list(NetworkTransport(SilentGroup(), 100.0).send_blocks([8] * 5, dead))
+            list(Transport(SilentGroup(), 100.0).send_blocks([8] * 5, dead))
 
 
 def test_its_store_listens_on_the_given_address_only() -> None:

@@ -132,7 +132,7 @@ def trainer(scenario: str, pipes: dict[int, Connection], reports: Connection) ->
             yield info.name, values(index)
 
     workers = Pipes(pipes)
-    sender = ProcessGroupSender("gloo", timeout=limit, bucket_bytes=2**20, shared_memory=False)
+    sender = ProcessGroupSender("gloo", timeout=limit, bucket_bytes=2**20)
     sender.connect(workers)
     start = time.monotonic()
     try:
