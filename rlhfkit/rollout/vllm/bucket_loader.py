@@ -29,8 +29,11 @@ class BucketLoader:
         """Follow which layers wait for weights; called when vLLM has prepared the layers of the model."""
         self._incomplete = IncompleteLayers(self._model)
 
-    def load(self, named: Sequence[tuple[str, Tensor]], block: Tensor) -> None:
-        """Load the tensors of one bucket, which are views of ``block``; it is overwritten afterwards."""
+    def load(self, named: Sequence[tuple[str, Tensor]], block: Tensor | None) -> None:
+        """Load the tensors of one bucket, which are views of ``block``.
+
+        It is overwritten afterwards; with ``None`` the tensors stay as they are.
+        """
         weights = [(name, tensor) for name, tensor in named if not name.startswith(ADAPTER_PREFIX)]
         for name, tensor in named:
             if name == ADAPTER_SETTINGS:
@@ -69,10 +72,12 @@ class IncompleteLayers:
             info = get_layerwise_info(layer)
             info.loaded_weights = _KeptTensors(info, self._arrived)
 
-    def copy_views(self, block: Tensor) -> None:
+    def copy_views(self, block: Tensor | None) -> None:
         """Copy what is kept of the last bucket if it is a view of ``block``, which is about to be overwritten."""
         arrived = self._arrived[:]
         self._arrived.clear()
+        if block is None:
+            return
         first, last = block.data_ptr(), block.data_ptr() + block.numel()
         for kept, arguments in arrived:
             if kept.info.loaded_weights is not kept:  # the layer is complete

@@ -116,6 +116,7 @@ class ProcessGroupTransferEngine(WeightTransferEngine[ProcessGroupInitInfo, Proc
             if has_weights and not self._reloading:
                 self._start_reload()
             self._loader.load(tensors, block)
+            del tensors, block  # a large tensor is freed before the next one comes
         self._loader.finish()
 
     def shutdown(self) -> None:

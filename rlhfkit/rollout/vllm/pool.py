@@ -77,8 +77,8 @@ class VLLMPool(RemoteEnginePool):
         probe_tolerance: Largest difference between the engines' log-probs of the same tokens that :meth:`score`
             accepts, in 16-bit types their mean difference; ``None``: 0.001 in float32, 0.3 in bfloat16, 0.1 in float16.
         bucket_bytes: Bytes per broadcast of a weight transfer; ``None``: 64 MiB through main memory, 512 MiB between
-            GPUs. Rank 0 and each process of an engine have two blocks of this size, or of that of the largest tensor
-            if it is larger, while weights are sent: engines have them beside ``gpu_memory_utilization``.
+            GPUs. While weights are sent, rank 0 and each process of an engine have two such blocks, or, where one is
+            larger, the process has one tensor instead. Engines have them beside ``gpu_memory_utilization``.
         quantization: Engines compute in 8 bits, with the weights of every sync quantized by vLLM: ``"fp8"`` (that is
             ``"fp8_per_channel"``), ``"fp8_per_tensor"``, ``"fp8_per_block"`` or ``"mxfp8"``. Samples then come from
             another distribution than the policy's; modules correct for it (truncated importance sampling) by default.

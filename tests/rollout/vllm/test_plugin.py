@@ -122,7 +122,7 @@ loader.begin(infos)
 initialize_layerwise_reload(model)
 loader.begin_reload()
 get_layerwise_info(model.layers[3]).loaded_weights = []  # as a version that makes lists of its own
-loader.load([("3.0", block[:16].view(torch.float32))], block)
+loader.load([("3.0", torch.ones(4))], None)
 try:
     loader.finish()
 except RuntimeError as error:

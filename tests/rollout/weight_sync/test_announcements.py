@@ -54,7 +54,7 @@ def announced_in_groups(backend: Any) -> list[tuple[str, list[dict[str, Any]]]]:
         def close(self) -> None:
             pass
 
-    sender._transport = Transport(Silent(), 5.0)  # type: ignore[arg-type]
+    sender._transport = Transport(Silent(), 2**20, 5.0)  # type: ignore[arg-type]
     with pytest.raises(Recorded):
         sender.send(engines, INFOS, iter(WEIGHTS))
     sender.close()

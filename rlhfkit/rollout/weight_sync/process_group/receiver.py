@@ -56,19 +56,24 @@ class WeightReceiver:
         rank = invitation.rank_offset + number
         store = report(meeting, rank)
         group = connect_worker(store, meeting, invitation.backend, rank, self.device)
-        self._transport = Transport(group, meeting.timeout, TrainerWatch(store, meeting))
+        self._transport = Transport(group, invitation.bucket_bytes, meeting.timeout, TrainerWatch(store, meeting))
 
-    def receive(self, infos: Sequence[WeightInfo]) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor]]:
+    def receive(self, infos: Sequence[WeightInfo]) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor | None]]:
         """Yield the tensors of each bucket by name, and the block that they are views of, as they arrive.
 
-        Both are valid until the next ones are requested.
+        Both are valid until the next ones are requested. A tensor of more than ``bucket_bytes`` comes alone, with
+        ``None`` for the block, and stays valid.
         """
         if self._transport is None:
             raise RuntimeError("weights cannot be received before the trainer's group was joined")
         buckets = plan_buckets(infos, self._bucket_bytes)
         blocks = self._transport.receive_blocks([bucket.num_bytes for bucket in buckets])
-        for bucket, block in zip(buckets, blocks, strict=True):
-            yield bucket.views(block, infos), block
+        for bucket in buckets:
+            block = next(blocks)
+            large = bucket.num_bytes > self._bucket_bytes
+            yield bucket.views(block, infos), None if large else block
+            del block  # a large one is freed before there is the next
+        next(blocks, None)
 
     def leave(self) -> None:
         """Leave the group."""

@@ -21,7 +21,7 @@ from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
 )
 from rlhfkit.rollout.weight_sync.process_group.transport import Transport
 from rlhfkit.rollout.weight_sync.sender import Receivers, verified
-from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, plan_buckets
+from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES, Bucket, plan_buckets
 
 
 class ProcessGroupSender:
@@ -81,7 +81,7 @@ class ProcessGroupSender:
         )
         gather_workers(self._store, meeting, pending.poll, receivers.worker)
         group = connect_trainer(self._store, meeting, self.group_backend, self._device(), pending.poll)
-        transport = Transport(group, self.timeout)
+        transport = Transport(group, self.bucket_bytes, self.timeout)
         try:
             pending.result()
         except BaseException:
@@ -110,15 +110,31 @@ class ProcessGroupSender:
         buckets = plan_buckets(infos, self.bucket_bytes)
         try:
             blocks = self._transport.send_blocks([bucket.num_bytes for bucket in buckets], pending.poll)
-            for number, block in enumerate(blocks):
-                for _, view in buckets[number].views(block, infos):
-                    view.copy_(next(stream)[1])
+            for bucket in buckets:
+                self._fill(blocks, bucket, infos, stream)
+            next(blocks, None)  # sends the last one
         except TimeoutError as error:
             self.close()  # ends what hangs on both sides
             pending.result()  # says which engine is late
             raise EngineError(str(error)) from None
         next(stream, None)  # ends the source, and raises if there is more than was announced
         pending.result()
+
+    def _fill(
+        self,
+        blocks: Iterator[Tensor],
+        bucket: Bucket,
+        infos: Sequence[WeightInfo],
+        weights: Iterator[tuple[str, Tensor]],
+    ) -> None:
+        """Fill the blocks of one bucket: one, or a piece after the other if a tensor is larger than that."""
+        if bucket.num_bytes <= self.bucket_bytes:
+            for _, view in bucket.views(next(blocks), infos):
+                view.copy_(next(weights)[1])
+            return
+        flat = next(weights)[1].detach().contiguous().view(-1).view(torch.uint8)
+        for piece in torch.split(flat, self.bucket_bytes):
+            next(blocks).copy_(piece)
 
     def close(self) -> None:
         """Leave the group; workers that wait for data fail at once."""

@@ -21,20 +21,34 @@ _SETTLE_SECONDS = 5.0
 class Transport:
     """Broadcasts in a process group, between any machines: gloo from and to the CPU, NCCL from GPU to GPU.
 
-    ``timeout`` is in seconds per block; ``watch`` looks after the trainer while a worker waits.
+    A block of more than ``bucket_bytes`` travels in pieces of that size. The sender has two pieces of it in memory; the
+    receiver has the whole, in memory of its own, beside no other block.
+
+    Args:
+        group: The connected group.
+        bucket_bytes: Bytes of a broadcast at most; the same on both sides.
+        timeout: Seconds for each broadcast.
+        watch: Looks after the trainer while a worker waits.
     """
 
-    def __init__(self, group: TransferGroup, timeout: float, watch: TrainerWatch | None = None) -> None:
+    def __init__(
+        self, group: TransferGroup, bucket_bytes: int, timeout: float, watch: TrainerWatch | None = None
+    ) -> None:
         self._group = group
+        self._bucket_bytes = bucket_bytes
         self._timeout = timeout
         self._watch = watch
         self._blocks: list[Tensor] = []
 
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
+
     def _block(self, number: int, num_bytes: int) -> Tensor:
         if not self._blocks:
-            self._blocks = [torch.empty(0, dtype=torch.uint8, device=self._group.device)] * 2
+            self._blocks = [self._allocate(0)] * 2
         if self._blocks[number % 2].numel() < num_bytes:
-            self._blocks[number % 2] = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
+            self._blocks[number % 2] = self._allocate(0)  # the old one is freed first
+            self._blocks[number % 2] = self._allocate(num_bytes)
         return self._blocks[number % 2][:num_bytes]
 
     def _release(self) -> None:
@@ -42,39 +56,55 @@ class Transport:
         if self._group.device.type != "cpu":
             self._blocks = []
 
+    def _pieces(self, num_bytes: int) -> list[int]:
+        """Bytes of each piece of a block."""
+        full, rest = divmod(num_bytes, self._bucket_bytes)
+        return [self._bucket_bytes] * full + [rest] * (rest > 0 or full == 0)
+
     def send_blocks(self, sizes: Sequence[int], poll: Poll) -> Iterator[Tensor]:
-        """Yield blocks to fill. A block is sent when the next one is requested; iterate to the end."""
-        sending: list[Broadcast | None] = [None, None]  # the block before is being sent while one is filled
-        for number, num_bytes in enumerate(sizes):
-            self._wait(sending[number % 2], poll, f"block {number - 1} of {len(sizes)} was not received by all workers")
+        """Yield the pieces of all blocks to fill, in order. One is sent when the next is requested; go to the end."""
+        pieces = [piece for size in sizes for piece in self._pieces(size)]
+        sending: list[Broadcast | None] = [None, None]  # the piece before is being sent while one is filled
+        for number, num_bytes in enumerate(pieces):
+            self._wait(
+                sending[number % 2], poll, f"block {number - 1} of {len(pieces)} was not received by all workers"
+            )
             block = self._block(number, num_bytes)
             yield block
             sending[number % 2] = self._group.broadcast(block)
-        for number in (len(sizes), len(sizes) + 1):
-            self._wait(sending[number % 2], poll, f"block {number - 1} of {len(sizes)} was not received by all workers")
+        for number in (len(pieces), len(pieces) + 1):
+            self._wait(
+                sending[number % 2], poll, f"block {number - 1} of {len(pieces)} was not received by all workers"
+            )
         self._release()
 
     def receive_blocks(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield blocks as they arrive, each valid until the next one is requested."""
+        """Yield blocks as they arrive; one of at most ``bucket_bytes`` is valid until the next one is requested."""
         if self._watch is None:
             raise RuntimeError("a transport that receives needs a TrainerWatch")
         with self._watch as watch:
             # The next block is received while one is loaded. NCCL waits for the loading of the one before it, which
             # had the same memory, because the current stream has it in its queue.
-            arriving = self._receive(0, sizes)
-            for number in range(len(sizes)):
-                assert arriving is not None
-                block, broadcast = arriving
-                self._wait(broadcast, watch.poll, f"block {number + 1} of {len(sizes)} did not come from the trainer")
-                arriving = self._receive(number + 1, sizes)
+            arriving: tuple[Tensor, list[Broadcast]] | None = None
+            for number, size in enumerate(sizes):
+                block, broadcasts = arriving or self._receive(number, size)
+                arriving = None
+                while broadcasts:
+                    late = f"block {number + 1} of {len(sizes)} did not come from the trainer"
+                    self._wait(broadcasts.pop(0), watch.poll, late)
+                if number + 1 < len(sizes) and max(sizes[number : number + 2]) <= self._bucket_bytes:
+                    arriving = self._receive(number + 1, sizes[number + 1])
                 yield block
+                del block  # a large one is freed before there is the next
         self._release()
 
-    def _receive(self, number: int, sizes: Sequence[int]) -> tuple[Tensor, Broadcast] | None:
-        if number >= len(sizes):
-            return None
-        block = self._block(number, sizes[number])
-        return block, self._group.broadcast(block)
+    def _receive(self, number: int, num_bytes: int) -> tuple[Tensor, list[Broadcast]]:
+        if num_bytes > self._bucket_bytes:
+            self._blocks = []
+            block = self._allocate(num_bytes)
+        else:
+            block = self._block(number, num_bytes)
+        return block, [self._group.broadcast(piece) for piece in torch.split(block, self._bucket_bytes)]
 
     def _wait(self, broadcast: Broadcast | None, poll: Poll, late: str) -> None:
         """Wait for a broadcast, unless the other side has failed, which would never take part in it."""

@@ -3,6 +3,8 @@
 Covers ``groups.py``, ``rendezvous.py``, ``receiver.py``, ``transport.py`` and ``waiting.py`` too.
 """
 
+import itertools
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
@@ -91,11 +94,13 @@ class ReceiverThreads:
         return Calls([self._threads.submit(self._receive, number, infos) for number in range(self.num_workers)])
 
     def _receive(self, number: int, infos: list[WeightInfo]) -> None:
-        for count, (tensors, _) in enumerate(self.receivers[number].receive(infos)):
-            if number == 1 and count == self.dies_after:
+        counts = itertools.count()
+        for tensors, block in self.receivers[number].receive(infos):
+            if number == 1 and next(counts) == self.dies_after:
                 self.receivers[number].leave()
                 raise RuntimeError("receiver 1 is gone")
             self.received[number].update({name: view.clone() for name, view in tensors})
+            del tensors, block
 
     def close(self) -> None:
         for receiver in self.receivers:
@@ -121,6 +126,42 @@ def test_every_receiver_gets_every_bit_again_and_again(num_workers: int) -> None
             for received in receivers.received:
                 assert received.keys() == dict(model.named_parameters()).keys()
                 assert all(torch.equal(received[name], p) for name, p in model.named_parameters())
+    finally:
+        sender.close()
+        receivers.close()
+
+
+def test_large_tensors_travel_in_pieces_and_receivers_have_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate, capacity, lock = Transport._allocate, 1000, threading.Lock()
+    alive: dict[Transport, list[tuple[StorageWeakRef, int]]] = {}
+    most: dict[Transport, int] = {}
+
+    def counted(self: Transport, num_bytes: int) -> Tensor:
+        block = allocate(self, num_bytes)
+        with lock:
+            mine = alive.setdefault(self, [])
+            mine.append((StorageWeakRef(block.untyped_storage()), num_bytes))
+            most[self] = max(most.get(self, 0), sum(size for one, size in mine if not one.expired()))
+        return block
+
+    monkeypatch.setattr(Transport, "_allocate", counted)
+    shapes = [(3, 40), (50, 100), (7,), (100,), (60, 90), (49, 101), (0,), (2, 9)]
+    sent = {f"t{number}": torch.randn(shape) for number, shape in enumerate(shapes)}
+    sent["t9"] = torch.arange(2003, dtype=torch.int8).reshape(2003)  # a last piece of three bytes
+    infos = [WeightInfo(name, tuple(one.shape), one.dtype) for name, one in sent.items()]
+    sender, receivers = ProcessGroupSender("gloo", timeout=20, bucket_bytes=capacity), ReceiverThreads(2)
+    try:
+        sender.connect(receivers)
+        for _ in range(2):
+            sender.send(receivers, infos, iter(sent.items()))
+            for received in receivers.received:
+                assert received.keys() == sent.keys()
+                assert all(torch.equal(received[name], tensor) for name, tensor in sent.items())
+        largest = max(info.num_bytes for info in infos)
+        assert largest == 60 * 90 * 4
+        assert sender._transport is not None
+        assert most.pop(sender._transport) == 2 * capacity
+        assert list(most.values()) == [largest] * 2
     finally:
         sender.close()
         receivers.close()
@@ -207,7 +248,7 @@ class TestSilence:
     """Waits end although the backend notices nothing."""
 
     def receiving(self, meeting: Meeting, store: Any) -> Iterator[Tensor]:
-        return Transport(SilentGroup(), meeting.timeout, TrainerWatch(store, meeting)).receive_blocks([8, 8])
+        return Transport(SilentGroup(), 8, meeting.timeout, TrainerWatch(store, meeting)).receive_blocks([8, 8])
 
     def test_a_receiver_learns_from_the_store_that_the_trainer_has_left(self) -> None:
         store = open_store("127.0.0.1", 20)
@@ -226,7 +267,7 @@ class TestSilence:
 
     def test_the_trainer_polls_the_engines_and_then_gives_up(self) -> None:
         asked = []
-        blocks = Transport(SilentGroup(), 1.0).send_blocks([8] * 5, lambda: asked.append(1))
+        blocks = Transport(SilentGroup(), 8, 1.0).send_blocks([8] * 5, lambda: asked.append(1))
         with pytest.raises(TimeoutError, match="block 1 of 5 was not received by all workers within 1 s"):
             list(blocks)
         assert len(asked) >= 3
@@ -235,7 +276,7 @@ class TestSilence:
             raise EngineError("engine 0 died")
 
         with pytest.raises(EngineError, match="engine 0 died"):
-            list(Transport(SilentGroup(), 100.0).send_blocks([8] * 5, dead))
+            list(Transport(SilentGroup(), 8, 100.0).send_blocks([8] * 5, dead))
 
 
 def test_its_store_listens_on_the_given_address_only() -> None:
