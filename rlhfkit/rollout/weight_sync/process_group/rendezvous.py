@@ -145,6 +145,7 @@ def connect_worker(store: Store, meeting: Meeting, backend: Backend, rank: int, 
 class TrainerWatch:
     """Asks the store once a second, as a context, whether the trainer has left; NCCL does not notice it.
 
+    The context is entered anew for each update.
     In a thread of its own, because the question itself may hang when the trainer's machine is gone.
     """
 
@@ -155,14 +156,15 @@ class TrainerWatch:
         self._reason: str | None = None
 
     def __enter__(self) -> "TrainerWatch":
-        threading.Thread(target=self._watch, name="trainer watch", daemon=True).start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, args=(self._ended,), name="trainer watch", daemon=True).start()
         return self
 
     def __exit__(self, *ignored: object) -> None:
         self._ended.set()
 
-    def _watch(self) -> None:
-        while not self._ended.wait(_WATCH_SECONDS):
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(_WATCH_SECONDS):
             try:
                 if self._store.check(["left"]):
                     self._reason = "has given up sending weights"

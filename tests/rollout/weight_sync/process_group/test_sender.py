@@ -260,6 +260,16 @@ class TestSilence:
             next(self.receiving(meeting, store))
         assert time.monotonic() - start < 5
 
+    def test_a_receiver_learns_it_in_a_later_update_too(self) -> None:
+        store = open_store("127.0.0.1", 20)
+        meeting = Meeting("127.0.0.1", store.port, "weights1", 2, 10.0)
+        watch = TrainerWatch(store, meeting)
+        with watch:
+            pass  # an update that was complete
+        end_meeting(store, "weights1")
+        with pytest.raises(RuntimeError, match=rf"trainer at 127\.0\.0\.1:{store.port} has given up sending"):
+            next(Transport(SilentGroup(), 8, meeting.timeout, watch).receive_blocks([8, 8]))
+
     def test_a_block_that_does_not_come_is_waited_for_no_longer_than_the_limit(self) -> None:
         store = open_store("127.0.0.1", 20)
         with pytest.raises(TimeoutError, match=r"block 1 of 2 did not come from the trainer within 0\.5 s"):
