@@ -53,7 +53,7 @@ class CheckpointMixin(L.LightningModule):
     def restore_tokenizer(self, checkpoint: Mapping[str, Any]) -> None:
         """Use the tokenizer of a checkpoint, if it has one and none was given."""
         if TOKENIZER in checkpoint and self.given_tokenizer is None:
-            trusted = bool(self.hparams.get("trust_remote_code"))
+            trusted = bool(getattr(self, "trust_remote_code", False))
             self.take_tokenizer(tokenizer_of_files(checkpoint[TOKENIZER], trust_remote_code=trusted), "the checkpoint")
 
     @property
