@@ -1,6 +1,5 @@
 """``OptimizationMixin``: the optimizer of a module, its learning-rate schedule, and clipping."""
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from rlhfkit.modules.optimizers.factories import (
     OptimizerFactory,
     check_optimizer_arguments,
     make_optimizer,
+    taken_names,
 )
 from rlhfkit.modules.optimizers.groups import check_parameter_options, divide_groups
 from rlhfkit.modules.optimizers.schedules import ENDLESS, SCHEDULES, Schedule, learning_rate_factor
@@ -93,8 +93,10 @@ class OptimizationMixin(L.LightningModule):
         self.optimizer_name = optimizer if isinstance(optimizer, str) else function_name(optimizer)
         self.optimizer_arguments = dict(optimizer_arguments or {})
         check_optimizer_arguments(self.optimizer_function, self.optimizer_name, self.optimizer_arguments)
-        if tuple(betas) != DEFAULT_BETAS and "betas" not in inspect.signature(self.optimizer_function).parameters:
-            rank_zero_warn(f"betas={tuple(betas)} is not used: optimizer={self.optimizer_name!r} takes no betas")
+        chosen = {"betas": tuple(betas), "weight_decay": weight_decay}
+        for name, value in chosen.items():
+            if value not in (DEFAULT_BETAS, 0.0) and name not in taken_names(self.optimizer_function):
+                rank_zero_warn(f"{name}={value} is not used: optimizer={self.optimizer_name!r} takes no {name}")
         self.parameter_options = check_parameter_options(parameter_options)
         self.hparams.update(
             optimizer=self.optimizer_name,

@@ -1,7 +1,7 @@
 """Functions that make optimizers of parameter groups; their names are values of a module's ``optimizer`` argument.
 
-A function of your own is given the parameter groups, and ``lr``, ``weight_decay``, ``betas`` and ``trainer`` if it has
-such arguments; torch's classes are such functions. :mod:`rlhfkit.modules.optim` calls them.
+A function of your own is given the parameter groups and ``lr``, and ``weight_decay``, ``betas`` and ``trainer`` if it
+has such arguments; torch's classes are such functions. :mod:`rlhfkit.modules.optim` calls them.
 """
 
 import importlib.util
@@ -248,6 +248,11 @@ def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: 
     Raises:
         ValueError: If a name is unknown or a value out of range.
     """
+    if "lr" not in taken_names(function):
+        raise ValueError(
+            f"optimizer={name!r} takes no lr, so that of the module would have no effect: give the function an "
+            "argument lr, and make the optimizer with it"
+        )
     taken = sorted({*arguments} & {*GIVEN})
     if taken:
         raise ValueError(f"optimizer_arguments has {', '.join(taken)}: give it as an argument of the module")
@@ -273,8 +278,12 @@ def make_optimizer(function: OptimizerFactory, groups: Groups, arguments: Mappin
 
     One that passes ``**kwargs`` on is given the rate and the decay, which every optimizer takes.
     """
-    parameters = inspect.signature(function).parameters
-    names = {*parameters}
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        names |= {"lr", "weight_decay"}
+    names = taken_names(function)
     return function(groups, **{name: value for name, value in given.items() if name in names}, **arguments)
+
+
+def taken_names(function: OptimizerFactory) -> set[str]:
+    """Names of the arguments that a function takes; with ``**kwargs`` also the rate and the decay."""
+    parameters = inspect.signature(function).parameters
+    passes_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {*parameters} | ({"lr", "weight_decay"} if passes_on else set())

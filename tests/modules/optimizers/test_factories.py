@@ -124,6 +124,15 @@ def test_betas_that_an_optimizer_does_not_take_are_not_ignored_silently(recwarn:
         SFTModule("model", optimizer="sgd", betas=(0.5, 0.5))
 
 
+def test_a_decay_that_an_optimizer_does_not_take_is_not_ignored_silently(recwarn: pytest.WarningsRecorder) -> None:
+    for optimizer in ("adamw", passes_on):
+        SFTModule("model", optimizer=optimizer, weight_decay=0.1)
+    SFTModule("model", optimizer=rms_prop)
+    assert not [one for one in recwarn if "weight_decay" in str(one.message)]
+    with pytest.warns(UserWarning, match="weight_decay=0.1 is not used: .*rms_prop' takes no weight_decay"):
+        SFTModule("model", optimizer=rms_prop, weight_decay=0.1)
+
+
 def test_the_state_of_another_optimizer_is_unknown() -> None:
     assert state_bytes(torch.optim.RAdam, {}) is None
 
@@ -157,6 +166,10 @@ def passes_on(groups: Any, **more: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, **more)
 
 
+def without_rate(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(groups, lr=1.0)
+
+
 def test_functions_and_classes_are_given_what_they_take() -> None:
     module = SFTModule("a model", lr=0.1, betas=(0.5, 0.6), weight_decay=0.2, optimizer="torch.optim.RAdam")
     module.policy = torch.nn.Linear(2, 2)
@@ -188,6 +201,7 @@ def test_functions_and_classes_are_given_what_they_take() -> None:
             {"optimizer": "torch.optim.RAdam", "optimizer_arguments": {"lr": 1}},
             "lr: give it as an argument of the module",
         ),
+        ({"optimizer": without_rate}, "without_rate' takes no lr.* give the function an argument lr"),
         ({"optimizer": "sgd", "optimizer_arguments": {"nesterov": True}}, "Nesterov momentum requires"),
         ({"optimizer": "muon", "optimizer_arguments": {"adjust_lr": "no"}}, "refuses optimizer_arguments"),
         ({"warmup_steps": 2, "warmup_ratio": 0.1}, "give warmup_steps=2 or warmup_ratio=0.1, not both"),
