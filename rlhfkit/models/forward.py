@@ -250,7 +250,7 @@ def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
         raise RuntimeError(
             f"no attention layer of {type(unwrap(model)).__name__} has read where the sequences of a packed row begin "
             "and end, so they have seen one another: the model's forward pass must pass its keyword arguments on to "
-            "its attention layers; or load it with attention='sdpa'"
+            "its attention layers; or load it with attention='eager'"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.models.activation_memory import save_activation_memory
-from rlhfkit.models.attention.families import use_packed_attention
+from rlhfkit.models.attention.families import attention_cap, use_packed_attention
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.attention.varlen import FLASH_PACKAGES
 from rlhfkit.models.liger import require_liger_kernels, use_liger_kernels
@@ -172,13 +172,19 @@ def pretrained_arguments(
     """Turn arguments of :func:`load_causal_lm` into those of any ``from_pretrained``; ``config`` may be changed.
 
     Raises:
-        ValueError: If the attention is unknown.
+        ValueError: If the attention is unknown, or would leave out a soft cap of the model's.
         ImportError: If flash attention or bitsandbytes is asked for and not installed.
     """
     from transformers import AutoConfig
 
     require_attention(attention)
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    cap = attention_cap(config)
+    if attention == "sdpa" and cap is not None:
+        raise ValueError(
+            f"attention='sdpa' would be wrong for {name}: its attention scores have a soft cap ({cap:g}), which "
+            "PyTorch's scaled_dot_product_attention does not compute; leave attention out, or take 'eager'"
+        )
     arguments = {
         "config": config,
         "dtype": dtype,

@@ -57,6 +57,12 @@ def exact_attention(model: nn.Module) -> str | None:
     return _exact_attention(FamilyKey.of(model))
 
 
+def attention_cap(config: Any) -> float | None:
+    """Soft cap of the attention scores, which the small scores of a random copy may not reach; ``None``: none."""
+    cap: float | None = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return cap
+
+
 @dataclass(frozen=True)
 class FamilyKey:
     """Class and configuration of a model, hashable."""
@@ -76,12 +82,6 @@ class FamilyKey:
         return cls(type(model), json.dumps(said, sort_keys=True, default=repr), config)
 
     @property
-    def attention_cap(self) -> float | None:
-        """Soft cap of the attention scores, which the small scores of a random copy may not reach; ``None``: none."""
-        cap: float | None = getattr(self.config.get_text_config(), "attn_logit_softcapping", None)
-        return cap
-
-    @property
     def has_interface(self) -> bool:
         """Whether the class declares that it uses Transformers' attention interface."""
         return bool(getattr(self.kind, "_supports_attention_backend", False))
@@ -91,10 +91,9 @@ class FamilyKey:
 def _packing_problem(family: FamilyKey) -> str | None:
     if not family.has_interface:
         return "its attention does not go through Transformers' attention interface"
-    if family.attention_cap is not None:
-        return (
-            f"its attention scores have a soft cap ({family.attention_cap:g}), which packed attention does not compute"
-        )
+    cap = attention_cap(family.config)
+    if cap is not None:
+        return f"its attention scores have a soft cap ({cap:g}), which packed attention does not compute"
     return find_problem(lambda: _packed(TinyCopies(family)))
 
 
@@ -102,7 +101,7 @@ def _packing_problem(family: FamilyKey) -> str | None:
 def _exact_attention(family: FamilyKey) -> str | None:
     if not family.has_interface:
         return None  # the class implements its own attention, which is taken as exact
-    if family.attention_cap is not None:
+    if attention_cap(family.config) is not None:
         return "eager"
     if find_problem(lambda: _padded(TinyCopies(family), None)) is None:
         return None

@@ -98,6 +98,17 @@ def test_a_soft_cap_that_a_random_copy_does_not_reach_is_not_left_out() -> None:
         assert packing_problem(meta(uncapped)) is None
 
 
+def test_attention_that_would_leave_out_a_soft_cap_is_refused(tmp_path: Path) -> None:
+    """Transformers takes ``sdpa`` for Gemma 2 if it is asked for, and computes it without the cap."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = Gemma2Config(**shape, num_key_value_heads=1, head_dim=16, vocab_size=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for load in (load_causal_lm, load_scalar_model):
+        with pytest.raises(ValueError, match=r"attention='sdpa' would be wrong.*soft cap \(50\).*take 'eager'"):
+            load(str(tmp_path), attention="sdpa")
+    assert load_causal_lm(str(tmp_path), attention="eager").config._attn_implementation == "eager"
+
+
 def test_an_unpacked_model_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = AutoConfig.for_model("bloom", vocab_size=128, hidden_size=32, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
