@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import get_world_size
 from rlhfkit.rollout.engine import AdapterSource, SamplingSpec, WeightSource
@@ -118,7 +119,9 @@ class VLLMPool(RemoteEnginePool):
         quantization: str | None = None,
         lora: Literal["auto", "adapter", "merge"] = "auto",
         health: HealthPolicy | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_arguments(type(self), unknown)
         self.parallelism = Parallelism(
             tensor_parallel_size, pipeline_parallel_size, data_parallel_size, expert_parallel
         )
