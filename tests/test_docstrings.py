@@ -16,9 +16,12 @@ from test_docs_examples import complaint
 
 import rlhfkit
 from rlhfkit.cli.configuration.signatures import Definition, Module, signature
+from rlhfkit.models.attention.packed import PACKED_ATTENTIONS
+from rlhfkit.modules.optimizers.schedules import SCHEDULES
 
 PACKAGE = Path(rlhfkit.__file__).parent
 ROOMS = ("rewards", "losses", "data", "modules", "models", "rollout", "episodes", "callbacks", "strategies")
+OPTIMIZERS = ("adamw", "adamw_8bit", "muon", "sgd", "adafactor")
 ELSEWHERE = {
     "applied": "inside a fit",
     "NonFiniteGuard": "a file that a run which was stopped leaves",
@@ -198,3 +201,18 @@ def test_described_arguments_exist() -> None:
                 wrong += [f"{module.name}.{name}: {one}" for one in listed if one not in found.arguments]
     assert [one for one in wrong if not one.endswith((": kwargs", ": parts"))] == []
     assert described > 600
+
+
+def test_copied_arguments_of_modules_name_all_values() -> None:
+    """A module repeats the most used arguments of PolicyModule; what they take must not get lost on the way."""
+    values = {"lr_schedule": SCHEDULES, "attention": (*PACKED_ATTENTIONS, "sdpa"), "optimizer": OPTIMIZERS}
+    missing, copies = [], 0
+    for path, owner, text in docstrings():
+        if path.is_relative_to(PACKAGE / "modules"):
+            for name in {*argument_names(text)} & {*values}:
+                said = re.search(rf"^    {name}: ((?:.*\n?)(?:     .*\n?)*)", text, re.MULTILINE)
+                assert said is not None
+                copies += 1
+                missing += [f"{owner}({name}=): {one}" for one in values[name] if f"``{one}``" not in said[1]]
+    assert missing == []
+    assert copies > 28

@@ -189,7 +189,7 @@ def load_scalar_model(
         head_std: Standard deviation of a new head's normally distributed weights; ``None``: 1 / (H + 1), as OpenRLHF
             and Stiennon et al. (2020, arXiv:2009.01325, appendix B.1); 0: all outputs start at 0.
         dtype: Of the weights.
-        attention: Transformers' ``attn_implementation``; ``None``: our packed attention where the model allows it.
+        attention: As in :func:`~rlhfkit.models.load_causal_lm`; ``None``: packed where the model can be packed.
         gradient_checkpointing: Recompute activations in the backward pass.
         offload_activations: Keep the checkpointed inputs of layers in CPU memory.
         tiled_mlp: Compute MLPs in tiles of this many tokens; ``True``: of the hidden size.

@@ -58,23 +58,29 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
     Args:
         model: Folder or hub name of the policy. If the folder holds an adapter, training continues with it.
         lr: Peak learning rate.
-        weight_decay: Decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         betas: AdamW's two averaging factors (0.9 and 0.95: OpenRLHF's default).
         optimizer: ``adamw``, ``adamw_8bit``, ``muon``, ``sgd``, ``adafactor`` (:mod:`rlhfkit.modules.optimizers`), or a
-            function of parameter groups or class of optimizers, itself or by its dotted name (``torch.optim.RAdam``).
+            function of parameter groups and ``lr`` or a class of optimizers, itself or by its dotted name
+            (``torch.optim.RAdam``).
         optimizer_arguments: More arguments of ``optimizer``, for example ``{"eps": 1e-6}``.
         parameter_options: ``lr`` and ``weight_decay`` of parts: ``embeddings``, ``heads``, ``matrices``, ``vectors``,
             ``stacks`` (of experts), a child (``critic``) or both (``critic.heads``), which wins.
         warmup_steps: Optimizer steps of linear warm-up.
         warmup_ratio: Warm-up as a part of the run's optimizer steps, instead of ``warmup_steps``.
         lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``.
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). The formulas are those of
+            :func:`~rlhfkit.modules.optimizers.schedules.learning_rate_factor`.
         min_lr_ratio: The rate at the end, as a part of the peak; not with ``constant``.
         decay_ratio: The part of the run in which ``wsd`` decays, only with it (0.2: Hägele et al., 2024,
             arXiv:2405.18392).
-        attention: Packed with the kernel of this name (``auto``, ``varlen``, ``flash_attention_2``,
-            ``flash_attention_3``, ``buckets``), or Transformers' ``attn_implementation``, padded. ``None`` is ``auto``:
-            the first kernel that can run, where the model can be packed.
+        attention: How attention is computed. ``None`` or ``auto``: packed where the model can be packed, with the first
+            kernel that can run, else padded. ``varlen`` (torch's ``varlen_attn``), ``flash_attention_2``,
+            ``flash_attention_3`` (packages ``flash_attn`` and ``flash_attn_interface``) and ``buckets`` (torch's
+            ``scaled_dot_product_attention`` over sequences of similar length): packed with this kernel. Else
+            Transformers' ``attn_implementation``, padded: ``eager``, ``sdpa`` (refused where it would leave out a soft
+            cap), ``flex_attention``, ``flash_attention_4``, a kernel on the hub (``organization/name``), or one
+            registered with ``transformers.AttentionInterface``.
         gradient_checkpointing: Recompute activations in the backward pass.
         offload_activations: Keep in CPU memory what ``gradient_checkpointing`` holds until the backward pass; for long
             rows on GPUs (ALST: Bekman et al., 2025, arXiv:2506.13996).
@@ -82,7 +88,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             activations exist for one tile only. ``True``: tiles of the hidden size (ALST's).
         liger_kernels: Compute norms, rotary embeddings and MLPs of policy and critic with Liger's Triton kernels (Hsu
             et al., 2024, arXiv:2410.10989); needs a GPU and the extra ``liger``.
-        lora: Train adapters and freeze the policy's own weights; checkpoints hold the adapters only.
+        lora: Train adapters, not the model's own weights; checkpoints then hold the adapters only. ``None``: all
+            weights, or the adapter that ``model`` holds.
         quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA); needs ``lora``.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, policy or critic, logged as
             ``aux_loss`` (0.001 in Transformers' configurations of Mixtral and Qwen); 0: not computed.
@@ -321,7 +328,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             self._rows_checked = True
             problems = self.row_problems(batch)
             if problems:
-                raise RuntimeError(f"{'; '.join(problems)}. Load the model with attention='sdpa' to train it")
+                raise RuntimeError(f"{'; '.join(problems)}. Load the model with attention='eager' to train it")
 
     def row_problems(self, batch: PaddedBatch) -> list[str]:
         """Compare the output for a random row alone with that in its batch. A collective of two forward passes.

@@ -63,7 +63,7 @@ class ModelReward:
             max_tokens_per_forward: Tokens per forward pass.
             dtype: Type of the weights: ``"float32"``, ``"bfloat16"`` ...; the head always computes in float32.
             device: Where it runs; ``None``: the process's accelerator (set to the rank's by a Trainer), else the CPU.
-            attention: Transformers' ``attn_implementation``; ``None``: packed attention where the model allows it.
+            attention: As in :class:`~rlhfkit.modules.PolicyModule`; ``None``: packed where the model can be packed.
             trust_remote_code: Run Python code that comes with the model.
             name: Name in logs.
 

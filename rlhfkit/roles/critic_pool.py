@@ -62,8 +62,8 @@ class CriticPool:
         resources: Ray resources of each rank: ``{"GPU": 1}``, ``{"CPU": 2}``, or your own; ``None``: the CPU of any
             machine, which is not counted.
         precision: As ``Trainer(precision=...)``; ``None``: that of the Trainer.
-        optimizer: Name of an optimizer, as ``PPOModule(optimizer=...)``; ``None``: that of the module. The learning
-            rate is ``PPOModule(critic_lr=...)``, and other settings are the module's.
+        optimizer: Name of an optimizer, as in :class:`~rlhfkit.modules.PolicyModule`; ``None``: the module's. The
+            learning rate is ``PPOModule(critic_lr=...)``, and other settings are the module's.
         optimizer_arguments: Keyword arguments of ``optimizer``.
         start_timeout: Seconds in which all ranks must be placed and have loaded the model.
         request_timeout: Seconds in which ranks that have been asked for something must finish something: the values or

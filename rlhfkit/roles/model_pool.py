@@ -80,7 +80,7 @@ class ModelPool:
         ranks_per_replica: Ray actors that a replica is divided over with ZeRO 3, on one machine; 1: one actor has it.
         resources: Ray resources of each actor: ``{"GPU": 1}``, ``{"CPU": 2}``, or your own; ``None``: the CPU of any
             machine, which is not counted.
-        attention: See :class:`~rlhfkit.modules.PolicyModule`.
+        attention: As in :class:`~rlhfkit.modules.PolicyModule`; ``None``: packed where the model can be packed.
         trust_remote_code: Run Python code that comes with the model.
         reads: What a reward model reads. ``tokens``: the policy's, which must be its own. A model with another
             tokenizer: ``chat``, prompt and answer, decoded without special tokens, as two turns in its own chat

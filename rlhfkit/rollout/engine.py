@@ -388,7 +388,7 @@ class RolloutEngine(Protocol):
         Args:
             model: Folder or hub name with the configuration and tokenizer.
             dtype: Type of the weights that will be loaded.
-            trust_remote_code: Passed to Transformers.
+            trust_remote_code: Run Python code that comes with the model.
             load_weights: Serve the model's own weights as version 0; otherwise they come with the first :meth:`load`.
         """
         ...

@@ -95,12 +95,16 @@ class OnPolicyDistillationModule(GRPOModule):
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss (0.28).
         kl_coef: Weight of a KL penalty towards the initial model; 0 loads no reference model.
         correction: Importance correction for differences between engine and trainer, see :class:`GRPOModule`.
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
-        attention: Transformers' ``attn_implementation``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
+        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
+            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
+            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters only.
+        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
+            holds.
         **kwargs: See :class:`GRPOModule`. Arguments without effect are refused: without a ``reward_coef`` those of the
             reward's advantage, and with a ``divergence`` then also ``policy_loss``, its arguments, and ``correction``.
 

@@ -53,12 +53,16 @@ class GRPOModule(OnPolicyModule):
         correction: Importance correction for differences between engine and trainer: ``"tis"``, ``"icepop"``, ``"mis"``
             and others of :data:`~rlhfkit.losses.CORRECTION_PRESETS`, or arguments of
             :func:`~rlhfkit.losses.importance_weights`.
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
-        attention: Transformers' ``attn_implementation``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
+        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
+            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
+            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters only; the reference is the policy without them.
+        lora: Train adapters, not the model's own weights, which are then the reference; ``None``: all weights, or the
+            adapter that ``model`` holds.
         parts: More features, each a :class:`~rlhfkit.Part` or a function of an iteration's rows, see
             :class:`OnPolicyModule`.
         **kwargs: Loss: see :class:`OnPolicyModule`; rewards and KL: see

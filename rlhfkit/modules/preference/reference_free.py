@@ -26,12 +26,16 @@ class SimPOModule(PreferenceModule):
         alpha: Shape of the reward in AlphaPO (Gupta et al., 2025, arXiv:2501.03884); 0 is SimPO.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
         nll_coef: Weight of the mean negative log-likelihood per token of the chosen answers; above 0: CPO-SimPO.
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
-        attention: Transformers' ``attn_implementation``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
+        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
+            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
+            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters only.
+        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
+            holds.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:
@@ -102,12 +106,16 @@ class CPOModule(PreferenceModule):
         loss_type: Contrastive term: ``sigmoid`` (the paper's), ``hinge`` or ``ipo``.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong; only for ``sigmoid``.
         nll_coef: Weight of the cross-entropy; 1 as in the paper (``cpo_alpha`` in TRL).
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
-        attention: Transformers' ``attn_implementation``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
+        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
+            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
+            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters only.
+        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
+            holds.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:
@@ -170,12 +178,16 @@ class ORPOModule(PreferenceModule):
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's default for DPO).
         beta: Weight of the odds-ratio term, the paper's λ; 0.1 as in the paper and TRL.
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
-        attention: Transformers' ``attn_implementation``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
+        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
+            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
+            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters only.
+        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
+            holds.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:

@@ -35,12 +35,16 @@ class ProcessRewardModule(ScalarModule):
         words: Words for a good and a bad step, such as ``("+", "-")``, each one token: the model is a language model.
             ``None``: it is a token classifier.
         head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`; not with ``words``.
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
-        attention: Transformers' ``attn_implementation``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
+        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
+            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
+            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters only.
+        lora: Train adapters and a new head, not the model's own weights; ``None``: all weights, or the adapter that
+            ``model`` holds.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:

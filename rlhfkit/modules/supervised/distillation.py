@@ -69,12 +69,16 @@ class DistillationModule(PolicyModule):
             ``default_root_dir``.
         chunk_size: Trained tokens whose logits exist at a time; changes memory and speed, not the result.
         max_tokens_per_forward: Tokens per forward pass of ``precompute_teacher``; only with it.
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
-        attention: Transformers' ``attn_implementation``, of student and teacher.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
+        attention: Of student and teacher. ``None`` or ``auto``: packed with the first kernel that can run, where the
+            model can be packed; ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this
+            one; else Transformers' ``attn_implementation`` (``sdpa``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters only.
+        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
+            holds.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:

@@ -29,12 +29,16 @@ class SFTModule(PolicyModule):
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (5e-6: OpenRLHF's default for SFT).
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
-        attention: Transformers' ``attn_implementation``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
+        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
+            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
+            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters only.
+        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
+            holds.
         neftune_alpha: NEFTune's α (5: Jain et al., 2023, arXiv:2310.05914): in training, uniform noise in ``±α / sqrt(L
             d)`` on embeddings of size d, with L the mean number of tokens of a micro-batch's sequences; 0: none.
         log_token_metrics: Log ``sft/token_accuracy``, the share of trained tokens that have the largest logit, and

@@ -62,12 +62,16 @@ class OnlineDPOModule(OnlinePreferenceModule):
         reward_model: Folder or hub name of a reward model whose score is added to the callback's reward, see
             :class:`GRPOModule`.
         mask_truncated: Leave answers that the length limit cut off out of the comparison.
-        weight_decay: AdamW's decoupled weight decay.
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``, ``linear`` or ``cosine``.
-        attention: Transformers' ``attn_implementation``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
+        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
+            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
+            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters only; the reference is the policy without them.
+        lora: Train adapters, not the model's own weights, which are then the reference; ``None``: all weights, or the
+            adapter that ``model`` holds.
         **kwargs: Rewards and reference: see :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`;
             model: see :class:`PolicyModule`. Arguments of policy losses and advantages are refused.
 
