@@ -48,7 +48,7 @@ POLICY_ARGUMENTS: Mapping[str, str] = {
     "kl_importance_weight": "Multiply the KL by the ratio ``ρ_t``, with its gradient: unbiased off-policy, TRL's "
     "default, see :func:`kl_estimate`. Off as in the GRPO paper.",
     "kl_clamp": "Limit of each token's KL estimate in nats, before the weight, beyond which it has no gradient; off as "
-    "in TRL, 10 in OpenRLHF and verl.",
+    "in TRL, 10 in OpenRLHF, and in verl for ``k3``.",
 }
 """Of policy losses."""
 

@@ -69,7 +69,7 @@ def distillation_loss(
         divergence: One of the three, or a function of the log-probs ``(log p, log q)``, (..., V) each, to (...).
         temperature: τ > 0 by which both logits are divided. Gradients shrink with ``1/τ²``; Hinton undoes that by a
             factor ``τ²``, TRL and this loss do not.
-        teacher_weight: ``w`` of ``jsd`` in (0, 1); 0.5 in GKD and TRL. ``w → 0``: like forward KL, 1: like reverse KL.
+        teacher_weight: ``w`` of ``jsd`` in (0, 1); 0.5 in TRL's GKD. ``w → 0``: like forward KL, 1: like reverse KL.
         top_k: Compare only the K likeliest tokens of the teacher; all V when ``None``.
         teacher_ids: (B, T, K) distinct token ids of ``teacher``; entries of log-prob ``-inf`` are ignored.
         remainder: With K < V, ``bucket`` makes all other tokens one category, which keeps a true divergence;

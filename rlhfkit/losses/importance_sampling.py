@@ -48,7 +48,7 @@ CORRECTION_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 ``icepop``         Ling team (2025, arXiv:2510.18855), bounds 0.5 and 5
 ``mis``            masked importance sampling of whole sequences, Liu et al. (2025); cap 3, TRL's default
 ``seq-tis``        truncated, of whole sequences, as verl
-``geo-mask``       sequences whose mean log-ratio is beyond 1 %, as in Molt and verl
+``geo-mask``       sequences whose mean log-ratio is beyond 1 %, as in Molt; 0.1 % in verl
 ``seq-mask-tis``   OpenRLHF's: token weights *without* a bound for sequences whose geometric mean lies in [0.5, 5]
 =================  =================================================================================================
 """

@@ -59,7 +59,7 @@ def kl_estimate(
         ref_logprobs: (B, T) under the reference, detached here.
         estimator: ``k1``, ``k2`` or ``k3``.
         clamp: Limit of the estimate in nats > 0, before the weight; beyond it there is no gradient. Off by default; 10
-            in OpenRLHF and verl.
+            in OpenRLHF, and in verl for ``k3``.
         importance_weight: (B, T) ratio ``π/π_behaviour`` to multiply by; not detached.
         mask: (B, T); entries outside become 0 in value and gradient and may hold anything. All count when ``None``.
 

@@ -45,7 +45,7 @@ def cross_entropy_loss(
         logprobs: (B, T) log-probs of the labels, ``logprobs[:, t]`` belongs to token ``t + 1``. Masked entries may hold
             anything, NaN included.
         aggregation: How the token losses become one number; ``token-mean`` as in TRL, OpenRLHF and Transformers.
-        label_smoothing: ε in [0, 1); 0 in all peers. Needs ``mean_logprobs``.
+        label_smoothing: ε in [0, 1). Needs ``mean_logprobs``.
         mean_logprobs: (B, T) mean over the vocabulary of the log-probs, ``log_softmax(logits).mean(-1)``.
         z_loss_coef: ζ ≥ 0; PaLM uses 1e-4. Needs ``log_normalizer``.
         log_normalizer: (B, T) ``logsumexp(logits, -1)``.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 DRAWS = 1000
-"""Subsets of k samples that maj@k is a mean over, where there are more (verl draws as many)."""
+"""Subsets of k samples that maj@k is a mean over, where there are more (verl draws as many, with replacement)."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ OPEN_R1_TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 class ReasoningFormat:
     """1 where a completion is reasoning between two tags and then an answer, else 0.
 
-    Each tag must be there once, the first at the beginning, and the answer must not be empty. As TRL's
-    ``think_format_reward``, which does not ask for an answer; with ``answer``, as DeepSeek-R1's (2025,
+    Each tag must be there once, the first at the beginning, and the answer must not be empty. TRL's
+    ``think_format_reward`` asks for no answer and allows more closing tags; with ``answer``, as DeepSeek-R1's (2025,
     arXiv:2501.12948). Texts have no special tokens: tags that are special tokens of a tokenizer are not in them.
 
     Example::

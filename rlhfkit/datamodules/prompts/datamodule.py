@@ -113,9 +113,8 @@ class PromptDataModule(L.LightningDataModule):
             updates_per_iteration: Optimizer updates of an epoch of an iteration with ``max_tokens_per_micro_batch``,
                 each on equally many sequences of all ranks; 1 (fully on-policy) if not given.
             epochs_per_iteration: How often an iteration is trained on (PPO's epochs: 3 to 10 in Schulman et al., 2017,
-                arXiv:1707.06347; TRL's ``num_iterations``, OpenRLHF's ``max_epochs``, verl's ``ppo_epochs``, 1 in all).
-                Later epochs are shuffled by prompts, with ``seed``, and use the old log-probs of the policy before the
-                iteration.
+                arXiv:1707.06347; 1 by default in TRL's GRPO, OpenRLHF and verl). Later epochs are shuffled by prompts,
+                with ``seed``, and use the old log-probs of the policy before the iteration.
             validation_batch_size: Prompts per batch of validation, all ranks together.
             max_prompt_length: Tokens of a prompt, template included; ``None``: as many as the model and engine take.
             overlong_prompts: ``"error"`` or ``"drop"`` (with a logged count) for prompts above that length.

@@ -29,8 +29,8 @@ def gae(
     ``δ_t = r_t + γ V_{t'} - V_t``, ``A_t = δ_t + γ λ A_{t'}``, ``R_t = A_t + V_t``, with ``t'`` the *next action* of
     the sequence, and ``V_{t'} = 0`` after the last one.
 
-    Schulman et al. (2016, arXiv:1506.02438, equation 16). ``γ = 1`` in all peers; ``λ`` is 0.95 in TRL and in the
-    paper, 1 in OpenRLHF and verl, where returns do not depend on the values (VAPO: 1 for the critic,
+    Schulman et al. (2016, arXiv:1506.02438, equation 16). ``γ = 1`` in TRL, OpenRLHF and verl; ``λ`` is 0.95 in TRL and
+    in the paper, 1 in OpenRLHF and verl, where returns do not depend on the values (VAPO: 1 for the critic,
     :func:`length_adaptive_lambda` for the policy, in two calls). Whiten with :func:`whiten` afterwards. Computed in
     ``log2(T)`` vectorised steps.
 

@@ -27,7 +27,7 @@ def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = 
 
     Shao et al. (2024, arXiv:2402.03300, section 4.1.2); without the division Dr.GRPO (Liu et al., 2025,
     arXiv:2503.20783); by the batch's deviation Liu et al. ("Tricks or Traps", 2025, arXiv:2508.08221). Equal rewards
-    give exactly 0, where peers divide the rounding error of the mean by ``ε`` (OpenRLHF: -7.45 for eight rewards of
+    give exactly 0, where others divide the rounding error of the mean by ``ε`` (OpenRLHF: -7.45 for eight rewards of
     0.1).
 
     Args:

@@ -156,7 +156,7 @@ def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 
 
     ``r - penalty 1[truncated]``
 
-    TRL's ``missing_eos_penalty`` of its PPO trainer, where 1 is advised and ``None`` the default.
+    ``missing_eos_penalty`` of TRL's former PPO trainer: 1 in its examples, ``None`` by default.
 
     Args:
         rewards: (B,), NaN where missing, which stays.

@@ -19,10 +19,10 @@ def optimal_token_advantages(
     ``W_jt = Σ_{s ≤ t} w_js`` and ``w = 1 - 2 π(y) + Σ_v π(v)²``, the squared norm of the gradient of ``log π(y)`` with
     respect to the logits.
 
-    Li et al. ("The Optimal Token Baseline", PMLR 306, 2026); verl's ``optimal_token_baseline``, which by default gives
-    positions that a single sample reaches a baseline of 0, where the advantage is 0 here. Without ``sum_squares``
-    ``w = (1 - π(y))²``, which is between the half and the whole of it. :func:`opo_advantages` has one baseline an
-    answer, with its length as weight.
+    Li et al. ("The Optimal Token Baseline", PMLR 306, 2026); verl's ``optimal_token_baseline``. At positions that a
+    single sample reaches the advantage is 0; verl's ``tir_optimal_token_baseline`` gives them a baseline of 0. Without
+    ``sum_squares`` ``w = (1 - π(y))²``, which is between the half and the whole of it. :func:`opo_advantages` has one
+    baseline an answer, with its length as weight.
 
     Args:
         rewards: (B,), NaN where missing. The whole batch: every row of a group must be in it.

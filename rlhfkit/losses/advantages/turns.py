@@ -47,9 +47,9 @@ def turn_advantages(
     of all turns ``k`` of all samples ``i`` of a prompt, and ``std`` unbiased (n-1).
 
     Process supervision with GRPO, Shao et al. (DeepSeekMath, 2024, arXiv:2402.03300, section 4.1.3), whose steps are
-    turns here; verl and TRL have outcome rewards only. A turn's reward is what was earned at its tokens and those of
-    the environment after it; what ``rewards`` has beyond that belongs to the last turn. Where ``γ = 1`` and every turn
-    of an episode but the last earns nothing, use GRPO's own: here longer episodes sum more of ``-mean(R)``.
+    turns here; the GRPO of verl and TRL has outcome rewards only. A turn's reward is what was earned at its tokens and
+    those of the environment after it; what ``rewards`` has beyond that belongs to the last turn. Where ``γ = 1`` and
+    every turn of an episode but the last earns nothing, use GRPO's own: here longer episodes sum more of ``-mean(R)``.
 
     Args:
         experience: The iteration, of all ranks.

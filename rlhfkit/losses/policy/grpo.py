@@ -44,8 +44,8 @@ def grpo_loss(
 
     Args:
         advantages: (B,) from :func:`group_advantages`, (B, 1) or (B, T); detached here.
-        aggregation: How the token losses become one number; ``sequence-mean-token-mean`` in the paper, ``token-mean``
-            in TRL and verl.
+        aggregation: How the token losses become one number; ``sequence-mean-token-mean`` in the paper; the
+            default of TRL and verl is ``token-mean``.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss`; with ``ref_logprobs`` also ``policy/ref_kl`` (nats per token).

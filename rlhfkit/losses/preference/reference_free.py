@@ -167,7 +167,7 @@ def orpo_loss(
     ``ℓ = -log π_c / mean(n_c) - β log σ(log(odds_c / odds_r))`` with ``odds = p / (1 - p)``, ``p = exp(log π / n)``.
 
     ORPO, Hong et al. (2024, arXiv:2403.07691, equations 6 and 7). ``p`` is kept one float step below 1, where the odds
-    are infinite and the gradient of peers' code is NaN. A float64 input stays float64, unlike in TRL.
+    are infinite and the gradient of TRL's code is NaN. A float64 input stays float64, unlike in TRL.
 
     Args:
         beta: Weight of the odds-ratio term, the paper's λ; 0.1 as in the paper and TRL.

@@ -49,7 +49,7 @@ def bradley_terry_loss(
         centering: ``c`` ≥ 0; off by default, TRL suggests 0.01.
         loss_type: ``sigmoid``, or ``log_exp`` for the same value, ``log(1 + e^(r_r - r_c))`` in OpenRLHF, where it
             overflows for large gaps and ignores the margin.
-        label_smoothing: ε in [0, 0.5), the probability that a label is wrong; 0 in all peers.
+        label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
         mask: (B,) pairs that count; others may hold anything.
         denominator: Pairs of the whole optimizer step divided by the number of micro-batches averaged; the local count
             when ``None``.

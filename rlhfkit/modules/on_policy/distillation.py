@@ -84,7 +84,7 @@ class OnPolicyDistillationModule(GRPOModule):
         distillation_gamma: Discount of the teacher's later advantages, in [0, 1]; 0 (Thinking Machines' default): only
             each token's own; 1: the gradient of the reverse KL of whole answers (MiniLLM, arXiv:2306.08543).
         reward_coef: Weight of the reward's advantage; 0: a reward is logged only.
-        teacher_weight: w of ``jsd``; 0.5 as in GKD and TRL.
+        teacher_weight: w of ``jsd``; 0.5 as in TRL's GKD.
         unmatched_weight: With a ``divergence`` from a teacher that reads text: weight of the tokens that only one has.
         top_k: Compare the teacher's K likeliest tokens only; ``None``: all. Only with a ``divergence``.
         remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.

@@ -69,7 +69,7 @@ class PolicyLossModule(AdvantageModule):
             policy before it, by a forward pass; ``"log-linear"``: between the engine's and the policy's own by policy
             versions, without a pass (AReaL, Fu et al., 2025, arXiv:2505.24298; see
             :func:`~rlhfkit.losses.log_linear_proximal_logprobs`). Decoupled PPO (arXiv:2110.00641) takes either.
-        kl_clamp: Limit in nats of each token's KL in the loss (10 in OpenRLHF and verl); ``None``: none.
+        kl_clamp: Limit in nats of each token's KL in the loss (10 in OpenRLHF, and in verl for k3); ``None``: none.
         kl_importance_weight: Multiply each token's KL in the loss by its ratio, with its gradient (unbiased off-policy:
             DeepSeek-V3.2, 2025, arXiv:2512.02556; on in TRL).
         log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.

@@ -59,7 +59,7 @@ class PPOModule(OnPolicyModule):
         critic_warmup_steps: Optimizer steps in which only the critic learns; the policy and its optimizer state stay
             bitwise the same.
         shared_backbone: Put a value head on the policy's own trunk instead of a second model. The two losses then
-            compete: choose ``value_coef`` (0.1 in TRL, 0.5 in the PPO paper's Atari runs).
+            compete: choose ``value_coef`` (0.1 in TRL's former PPO, 1 in the PPO paper's Atari runs).
         value_coef: Weight of the value loss; of no effect under Adam, except with a shared backbone.
         value_clip: Values are clipped to ± this around the old ones in the value loss (0.5: OpenRLHF's); ``None``: not.
         normalize_values: The critic predicts returns that are shifted and scaled by the mean and deviation of all

@@ -34,7 +34,7 @@ def learning_rate_factor(
     Args:
         step: Optimizer steps so far.
         schedule: Shape, see above.
-        warmup_steps: Optimizer steps of warm-up; ``inverse_sqrt`` takes 10,000 for 0, as Transformers does.
+        warmup_steps: Optimizer steps of warm-up; ``inverse_sqrt`` takes 10,000 for 0, as in Transformers.
         total_steps: Optimizer steps of the run; ``None`` for schedules that do not depend on it.
         minimum: Factor at the end, in [0, 1].
         decay_steps: Optimizer steps of ``wsd``'s decay.

@@ -25,7 +25,7 @@ class KLTarget(Part):
 
     Args:
         target: KL in nats per token, the mean over the tokens of all ranks.
-        horizon: Samples in which β may change by a fifth (10000: OpenRLHF's and the paper's).
+        horizon: Samples in which β may change by a fifth (10000: OpenRLHF's).
 
     Raises:
         ValueError: If an argument is out of range, or the module has no KL penalty.
@@ -77,7 +77,7 @@ class StopEarly(Part):
     """Updates the policy no more in an iteration once it is too far from the one that began it.
 
     The distance is k3 of old to new over all tokens of an update, measured while its gradient is computed; an update
-    that exceeds the limit is skipped too, as in Spinning Up, Stable-Baselines3 and TRL: it and the later ones of the
+    that exceeds the limit is skipped too, as in Spinning Up and Stable-Baselines3: it and the later ones of the
     iteration leave the policy bitwise unchanged. A critic is still updated, unless it shares the policy's trunk.
     ``policy/kl_early_stopped`` is the share of updates that were skipped. Example::
 

@@ -33,7 +33,7 @@ class RewardModule(ScalarModule):
         model: Folder or hub name of a causal language model, or of a reward model to continue with.
         lr: Peak learning rate (9e-6: OpenRLHF's default for reward models).
         centering: Weight of the squared sum of both rewards, which keeps rewards near 0; TRL suggests 0.01.
-        label_smoothing: Probability that a preference is wrong, below 0.5; 0 in TRL and OpenRLHF.
+        label_smoothing: Probability that a preference is wrong, below 0.5; TRL's and OpenRLHF's have no such option.
         head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
         weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
         warmup_steps: Optimizer steps of linear warm-up.

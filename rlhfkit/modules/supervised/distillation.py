@@ -59,7 +59,7 @@ class DistillationModule(PolicyModule):
         divergence: ``forward_kl``, ``reverse_kl``, ``jsd``, a function of the log-probs of student and teacher, or its
             dotted name; see :func:`~rlhfkit.losses.distillation_loss`.
         temperature: τ, divides the logits of both; 1 as in GKD and TRL.
-        teacher_weight: Weight of the teacher in ``jsd``; 0.5 as in GKD and TRL (their β).
+        teacher_weight: Weight of the teacher in ``jsd``; 0.5 as in TRL's GKD (its β).
         distillation_coef: c in [0, 1]; 1 leaves the cross-entropy out (OpenRLHF's ``kd_coef`` is 0.4).
         unmatched_weight: With a teacher that reads text: weight of the tokens that only one of both has.
         top_k: Compare only the teacher's K likeliest tokens; ``None``: all.

@@ -28,7 +28,7 @@ from rlhfkit.validation import check_number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardProcessing:
-    """Processing of rewards before baselines and advantages, in this order, which is OpenRLHF's.
+    """Processing of rewards before baselines and advantages, in this order; OpenRLHF clips after the baseline.
 
     Logs show the rewards before it. Example::
 
@@ -39,12 +39,12 @@ class RewardProcessing:
     """At most 1. In [0, 1]: positive rewards of answers that the length limit cut off are multiplied by it, so that
     with 0 only finished answers are rewarded; below 0: it is their reward (ProRL v2). 1: off."""
     missing_eos_penalty: float = 0.0
-    """Subtracted from the reward of answers that the length limit cut off (TRL's PPO). 0: off."""
+    """Subtracted from the reward of answers that the length limit cut off (TRL's former PPO). 0: off."""
     normalize: bool = False
     """Shift and scale by the mean and deviation of all rewards so far, this iteration's among them; they are saved in
-    checkpoints. Off in OpenRLHF and TRL."""
+    checkpoints."""
     clip: float | None = None
-    """Rewards are clipped to ± this (10 in OpenRLHF; off in TRL); ``None``: not."""
+    """Rewards are clipped to ± this (10 in OpenRLHF; off in TRL's RLOO); ``None``: not."""
 
     def __post_init__(self) -> None:
         """Check every field."""
