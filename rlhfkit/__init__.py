@@ -6,6 +6,7 @@ Every public name is imported on first use (PEP 562): ``import rlhfkit`` itself 
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit._version import __version__
+from rlhfkit.first_lines import silence_tips
 
 if TYPE_CHECKING:
     from rlhfkit.callbacks import (
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
         VLLMServer,
     )
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
+
+silence_tips()
 
 _HOMES = {
     "AgentEngine": "episodes",

@@ -324,6 +324,15 @@ class ChecksRows(Protocol):
 
 
 @runtime_checkable
+class DescribesData(Protocol):
+    """A DataModule that says what it has read, for the first lines of a run."""
+
+    def describe_data(self) -> str:
+        """Return sources, columns and numbers of rows in one line, after ``setup``."""
+        ...
+
+
+@runtime_checkable
 class HasPromptColumns(Protocol):
     """A DataModule whose prompts have further columns."""
 

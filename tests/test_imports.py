@@ -22,6 +22,7 @@ FLOORS = {
     "checkpoints": 1,
     "distributed": 1,
     "flat_parameters": 1,
+    "first_lines": 1,
     "mesh": 1,
     "rank_store": 1,
     "training_states": 1,

@@ -14,6 +14,7 @@ from rlhfkit import (
     PromptDataModule,
     RLHFDeepSpeedStrategy,
     RolloutCallback,
+    SFTDataModule,
     SFTModule,
     XPOModule,
     protocols,
@@ -50,6 +51,8 @@ CASES = [
     (protocols.ComparesGroups, OnlineDPOModule),
     (protocols.ChecksEngine, XPOModule),
     (protocols.HasPromptColumns, PromptDataModule),
+    (protocols.DescribesData, SFTDataModule),
+    (protocols.DescribesData, PromptDataModule),
 ]
 
 

@@ -46,6 +46,7 @@ class TrainingCurves(Callback):
         self.title = title
         self.history: dict[str, list[tuple[int, float]]] = {}
         self.saved: Path | None = None
+        self._ended: tuple[L.Trainer, int] | None = None  # the epoch whose last hooks run, until the next one begins
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the metrics of a validation."""
@@ -54,7 +55,12 @@ class TrainingCurves(Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the previous iteration, whose epoch means are known only after its last hook."""
+        self._ended = None
         self._update(trainer, draw=trainer.current_epoch % self.every_n_iterations == 0)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Have a checkpoint of the end of this iteration hold its metrics too."""
+        self._ended = trainer, trainer.current_epoch
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Plot the whole run."""
@@ -113,6 +119,9 @@ class TrainingCurves(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded metrics, so that a resumed run plots all of them."""
+        if self._ended is not None:  # a checkpoint is saved after the hooks that log
+            trainer, iteration = self._ended
+            self._record(trainer, "", iteration)
         return {"history": {name: [list(point) for point in points] for name, points in self.history.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

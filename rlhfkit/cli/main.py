@@ -132,8 +132,6 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
     from rlhfkit.strategies import register
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # this function is that use
-    # Lightning 2.6.6 calls a pytree test that torch 2.13 deprecates, once per process.
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     # Placed models are objects in a configuration that is saved as it was given.
     warnings.filterwarnings("ignore", message=r"\s*Unable to serialize instance")
     register()

@@ -93,6 +93,7 @@ class PreferenceDataModule(SFTDataModule):
     def _build(self, source: Source, split: str, tokenizer: Any) -> PreferenceExamples:
         rows = read_rows(source, split=split, subset=self.subset)
         columns = self._pair_columns(rows, source)
+        self._columns = {argument: column for argument, column in columns.items() if column is not None}
         builder = self._builder(PreferenceBuilder, source, tokenizer)
         pairs = builder.build_pairs(rows, columns)
         prompt, margin = columns["prompt"], columns["margin"]
@@ -158,7 +159,7 @@ class PreferenceBuilder(ExampleBuilder):
 
     def _log_pairs(self, rows: int, counts: Mapping[str, int]) -> None:
         for what, count in sorted(counts.items()):
-            if count:
+            if count and self.reports:
                 text = _LEFT_OUT[what].format(limit=self.max_length)
                 log.warning("%s: %d of %d pairs %s", self.source, count, rows, text)
 

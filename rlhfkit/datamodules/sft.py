@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import lightning as L
@@ -174,6 +175,8 @@ class SFTDataModule(L.LightningDataModule):
         self.tokenizer = tokenizer
         self._run_tokenizer = RunTokenizer(self)
         self.token_cache = TokenCache(cache_dir, num_proc)
+        self._preparing = False
+        self._columns: dict[str, str] = {}  # that are read, by argument
         self.examples: TokenizedDataset | None = None
         """The training examples, after ``setup``."""
         self.validation_examples: TokenizedDataset | None = None
@@ -185,10 +188,14 @@ class SFTDataModule(L.LightningDataModule):
         sources = [(source, self.split) for source in list_sources(self.data)]
         if self.validation_data is not None:
             sources.append((self.validation_data, self.validation_split))
-        for source, split in sources:
-            rows = read_rows(source, split=split, subset=self.subset)
-            if self.keeps_tokens and self.token_cache.keeps(rows):
-                self._build(source, split, self._load_tokenizer())
+        self._preparing = True
+        try:
+            for source, split in sources:
+                rows = read_rows(source, split=split, subset=self.subset)
+                if self.keeps_tokens and self.token_cache.keeps(rows):
+                    self._build(source, split, self._load_tokenizer())
+        finally:
+            self._preparing = False
 
     def setup(self, stage: str | None = None) -> None:
         """Read and tokenise the data; a second call does nothing.
@@ -205,6 +212,26 @@ class SFTDataModule(L.LightningDataModule):
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
         examples = [self._build(source, self.split, tokenizer) for source in list_sources(self.data)]
         self.examples = self.data.mix(examples, seed=self.seed) if isinstance(self.data, Mixture) else examples[0]
+
+    def describe_data(self) -> str:
+        """Sources, columns and numbers of rows in one line, after ``setup``."""
+        sources = " and ".join(describe(source) for source in list_sources(self.data))
+        columns = ", ".join(sorted(set(self._columns.values())))
+        text = f"{sources} (columns {columns})" if columns else sources
+        if self.examples is None:
+            text = f"a stream of {text}"
+        else:
+            counts: Counter[str] = Counter()
+            for part in getattr(self.examples, "sources", [self.examples]):
+                counts.update(getattr(getattr(part, "answers", part), "counts", {}))
+            out = sum(counts[name] for name in ("dropped", "empty", "no_answer", "same"))
+            cut = counts["truncated"] + counts["split"]
+            text += f": {len(self.examples.lengths)} examples"
+            text += f", {out} rows left out" if out else ""
+            text += f", {cut} rows cut at max_length {self.max_length}" if cut else ""
+        if self.validation_examples is None:
+            return text
+        return f"{text}; validation on {len(self.validation_examples.lengths)} examples"
 
     @property
     def _mesh(self) -> Mesh:
@@ -233,7 +260,7 @@ class SFTDataModule(L.LightningDataModule):
         """Read a source and tokenise it; override for other columns."""
         rows = read_rows(source, split=split, subset=self.subset)
         named = {name: getattr(self, name) for name in self.column_arguments}
-        columns = find_columns(rows, source, SUPERVISED, named)
+        self._columns = columns = find_columns(rows, source, SUPERVISED, named)
         return self._tokenize(rows, source, tokenizer, **columns)
 
     def _tokenize(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:
@@ -257,6 +284,7 @@ class SFTDataModule(L.LightningDataModule):
             describe(source),
             context=self._context_length(),
             cache=self.token_cache,
+            reports=not self._preparing,  # setup, which comes next, does
         )
 
     def _context_length(self) -> int | None:

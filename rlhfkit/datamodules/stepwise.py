@@ -124,12 +124,13 @@ class StepwiseBuilder(ExampleBuilder):
         labelled = rows.select_columns(read)
         labels = [self._labels(row, f"{self.source}, row {index},") for index, row in enumerate(labelled)]
         answers = self.cached_examples(rows, {**columns, "ends": ends}, lambda: self._make_examples(rows, columns))
-        log_counts(self.source, len(rows), answers.counts, self.max_length)
+        if self.reports:
+            log_counts(self.source, len(rows), answers.counts, self.max_length)
         # Cutting a sequence cuts its last steps, so the labels that are left are the first ones.
         kept = [labels[row][:steps] for row, steps in zip(answers.rows, answers.targets, strict=True)]
         given, used = sum(map(len, labels)), sum(answers.targets)
         log.info("%s: %d steps of %d answers", self.source, used, len(kept))
-        if used < given:
+        if used < given and self.reports:
             log.warning(
                 "%s: %d of %d steps lie behind max_length %d", self.source, given - used, given, self.max_length
             )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data.host_copies import on_both
 from rlhfkit.distributed import full_parameters
+from rlhfkit.first_lines import without_load_report, without_weights_bar
 from rlhfkit.losses.aggregation import full_precision
 from rlhfkit.mesh import forward_group_of
 from rlhfkit.models.activation_memory import save_activation_memory
@@ -221,7 +222,7 @@ def load_scalar_model(
         require_liger_kernels(config.model_type)
     is_new = _needs_head(config, name, stepwise, new_head)
     config.num_labels = 2 if stepwise else 1
-    loaded: Any = classifier_class(config, stepwise=stepwise).from_pretrained(name, **arguments)
+    loaded = _from_pretrained(classifier_class(config, stepwise=stepwise), name, is_new, arguments)
     choose_attention(loaded, attention)
     keep_4bit_layout(loaded)
     if liger_kernels:
@@ -256,6 +257,26 @@ def add_value_head(model: nn.Module, *, std: float | None = None) -> None:
     head = ScalarHead(width, 1, bias=False, device=embedding.device, dtype=embedding.dtype)
     _initialize(head, std)
     setattr(bare, VALUE_HEAD, head)
+
+
+def _from_pretrained(kind: Any, name: str, is_new: bool, arguments: Mapping[str, Any]) -> Any:
+    """Load a classifier; if its head ``is_new``, say that, in place of a report that it is missing."""
+    with without_weights_bar():
+        if not is_new:
+            return kind.from_pretrained(name, **arguments)
+        with without_load_report(_only_head_is_new) as found:
+            loaded, information = kind.from_pretrained(name, output_loading_info=True, **arguments)
+            found.update(information)
+    from lightning.pytorch.utilities import rank_zero_info
+
+    rank_zero_info(f"{name} has no head of numbers: its layer 'score' is new, and is trained")
+    return loaded
+
+
+def _only_head_is_new(found: Mapping[str, Any]) -> bool:
+    """Whether weights were loaded but for the new head, which takes the place of the output layer."""
+    missing = all(name.startswith("score.") for name in found["missing_keys"])
+    return missing and all(name.startswith("lm_head.") for name in found["unexpected_keys"])
 
 
 def _needs_head(config: Any, name: str, stepwise: bool, new_head: bool) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.first_lines import without_weights_bar
 from rlhfkit.models.activation_memory import save_activation_memory
 from rlhfkit.models.attention.families import attention_cap, use_packed_attention
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
@@ -262,7 +263,8 @@ def load_causal_lm(
     arguments = pretrained_arguments(base, dtype, attention, quantization, trust_remote_code)
     if liger_kernels:
         require_liger_kernels(arguments["config"].model_type)
-    model = AutoModelForCausalLM.from_pretrained(base, **arguments)
+    with without_weights_bar():
+        model = AutoModelForCausalLM.from_pretrained(base, **arguments)
     choose_attention(model, attention)
     keep_4bit_layout(model)
     if liger_kernels:

@@ -14,6 +14,7 @@ from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.batch import PaddedBatch, moved
 from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
+from rlhfkit.first_lines import print_run, print_sizes, replace_model_summary
 from rlhfkit.losses import GradientScope, LossOutput, aggregate
 from rlhfkit.models import (
     HeadLoss,
@@ -46,6 +47,9 @@ from rlhfkit.modules.optim import OptimizationMixin
 from rlhfkit.modules.optimizers.factories import OptimizerFactory
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.validation import check_integer, check_number
+
+_BAR = "bar:"
+"""Begins the names of metrics of a step that are on the progress bar only."""
 
 
 class PolicyModule(OptimizationMixin, CheckpointMixin):
@@ -106,6 +110,12 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
     head_loss_vocabulary: ClassVar[int] = 4096
     """Size of the smallest vocabulary with which :meth:`head_loss` is used: the output layer is little of a step of
     smaller models, whose results are then those of the output layer's ordinary gradients to the last bit."""
+    bar_metrics: ClassVar[Mapping[str, str]] = {
+        "rewards/accuracies": "accuracy",
+        "rewards/margins": "margin",
+        "prm/accuracy": "accuracy",
+    }
+    """Metrics of a step that the progress bar shows beside the loss, and their names there."""
     between_output_and_loss: ClassVar[tuple[str, ...]] = ("training_step", "policy_output")
     """Methods that :meth:`head_loss` relies on, besides ``loss``: an override of one may use the output otherwise."""
 
@@ -260,8 +270,18 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         """
         super().setup(stage)
         self._epoch_metrics = {}
-        if self._trainer is not None and not hasattr(self, "policy"):
-            require_gpu_memory(self)
+        if self._trainer is not None:
+            replace_model_summary(self._trainer)
+            if not hasattr(self, "policy"):
+                require_gpu_memory(self)
+
+    def on_fit_start(self) -> None:
+        """Print model, data and folders of the run."""
+        print_run(self)
+
+    def on_train_start(self) -> None:
+        """Print the sizes of an epoch or iteration, and the number of updates."""
+        print_sizes(self)
 
     def configure_model(self) -> None:
         """Build the network, once: Lightning calls this again before validation."""
@@ -533,12 +553,22 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             step = (id(self.trainer), self.trainer.global_step)
             self._step_metrics.add(step, as_metrics(metrics, weight, self.device))
 
+    def on_bar(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of :attr:`bar_metrics`, for :meth:`log_step`, under names that say so; none without a bar."""
+        if self._trainer is None or self.trainer.progress_bar_callback is None:
+            return {}
+        wanted = {name: shown for name, shown in self.bar_metrics.items() if name in metrics and shown not in metrics}
+        return {_BAR + shown: metrics[name] for name, shown in wanted.items()}
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log the metrics that :meth:`log_step` collected."""
         # Lightning reads what is on the progress bar after every micro-batch, for which the host waits.
         bar = self.trainer.progress_bar_callback is not None
-        for name, value in self._step_metrics.take().items():
-            self.log(name, value, prog_bar=bar and name == "loss", on_step=True, on_epoch=False, batch_size=1)
+        for key, value in self._step_metrics.take().items():
+            name = key.removeprefix(_BAR)
+            logged = None if name == key else False  # those of the bar are logged under their whole names
+            on_bar = bar and (name == "loss" or name != key)
+            self.log(name, value, prog_bar=on_bar, logger=logged, on_step=True, on_epoch=False, batch_size=1)
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -66,6 +66,15 @@ def token_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
+def cache_folder(chosen: str | None, kind: str) -> Path:
+    """The folder that was chosen, or one of this kind in the cache of ``datasets``, where tokens are kept too."""
+    if chosen is not None:
+        return Path(chosen)
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE) / "rlhfkit" / kind
+
+
 def load_or_compute(
     key: Callable[[], list[Any]], folder: Path, trainer: L.Trainer, compute: Callable[[], Any], what: str
 ) -> Any:

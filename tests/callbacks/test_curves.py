@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from rich.console import Console
 from rl_runs import setup_run
@@ -64,6 +65,23 @@ def test_the_curves_go_on_after_a_resume(run: tuple[RolloutCallback, TrainingCur
     again = TrainingCurves()
     again.load_state_dict(run[1].state_dict())
     assert again.history == run[1].history
+
+
+def test_a_checkpoint_of_the_end_of_an_iteration_has_its_point(tmp_path: Path) -> None:
+    def fit(epochs: int, checkpoint: str | None = None) -> tuple[TrainingCurves, str]:
+        curves = TrainingCurves()
+        saver = ModelCheckpoint(tmp_path / "saved", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
+        trainer, module, data, _ = setup_run(
+            tmp_path, callbacks=[curves, saver], max_epochs=epochs, enable_checkpointing=True, default_root_dir=tmp_path
+        )
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=False)
+        return curves, saver.best_model_path
+
+    first, checkpoint = fit(2)
+    resumed, _ = fit(3, checkpoint)
+    for name in ("rollout/reward", "policy/entropy"):
+        assert [x for x, _ in resumed.history[name]] == [0, 1, 2]
+        assert resumed.history[name][:2] == first.history[name]
 
 
 @pytest.mark.parametrize("arguments", [{"rows": 0}, {"every_n_iterations": 0}, {"max_characters": -1}])

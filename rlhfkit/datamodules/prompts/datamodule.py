@@ -339,6 +339,20 @@ class PromptDataModule(L.LightningDataModule):
     def _description(self) -> str:
         return " and ".join(describe(source) for source in list_sources(self.data))
 
+    def describe_data(self) -> str:
+        """Sources, columns and numbers of prompts in one line, after ``setup``."""
+        columns = ", ".join(name for name in (self.prompt, self.answer) if name is not None)
+        text = f"{self._description} (columns {columns})" if columns else self._description
+        if self._rows is None:
+            text = f"a stream of {text}"
+        else:
+            parts = self._rows.parts if isinstance(self._rows, MixedPrompts) else [self._rows]
+            out = sum(len(part.rows) - len(part.kept) for part in parts)
+            text += f": {len(self._rows)} prompts" + (f", {out} rows left out" if out else "")
+        if self._validation_rows is None:
+            return text
+        return f"{text}; validation on {len(self._validation_rows)} prompts"
+
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     @property

@@ -44,6 +44,7 @@ class ExampleBuilder:
         source: Where the rows come from, for messages.
         context: The model's context length; longer examples are an error; ``None``: unlimited.
         cache: Stores the examples for later runs; ``None``: they are not stored.
+        reports: Log how many rows were truncated or dropped.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ExampleBuilder:
         *,
         context: int | None = None,
         cache: TokenCache | None = None,
+        reports: bool = True,
     ) -> None:
         self.formatter = formatter
         self.tokenizer = formatter.tokenizer
@@ -63,6 +65,7 @@ class ExampleBuilder:
         self.source = source
         self.context = context
         self.cache = cache
+        self.reports = reports
 
     def for_row(self, row: Mapping[str, Any]) -> Self:
         """Return the builder for one row, with the template arguments of the row if it has any."""
@@ -96,7 +99,8 @@ class ExampleBuilder:
         columns |= {"input_ids": input_ids, "labels": labels, "loss_mask": loss_mask}
         self.check_first(rows[0], columns)
         examples = self.cached_examples(rows, columns, lambda: self._make_examples(rows, columns))
-        log_counts(self.source, len(rows), examples.counts, self.max_length)
+        if self.reports:
+            log_counts(self.source, len(rows), examples.counts, self.max_length)
         return examples
 
     def cached_examples(
@@ -219,7 +223,7 @@ class ExampleBuilder:
             written = write_conversation(builder.formatter, builder.formatter.messages(row[column]))
         except SpecialTokenError as error:
             raise ValueError(f"{where} {error}") from None
-        if written.stop == "left out":
+        if written.stop == "left out" and self.reports:
             log.warning(
                 "%s: the chat template's {%% generation %%} marks leave out the end-of-turn token, so the model does "
                 "not learn to stop: put the token in front of {%% endgeneration %%}",

@@ -10,9 +10,11 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rlhfkit.first_lines import without_file_bars
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -172,7 +174,8 @@ def _load(source: str, *args: Any, **kwargs: Any) -> Any:
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     try:
-        with readable(source):
+        bars = without_file_bars() if Path(source).expanduser().exists() else nullcontext()  # those of downloads stay
+        with readable(source), bars:
             return datasets.load_dataset(*args, **kwargs)
     except DatasetNotFoundError as error:
         raise FileNotFoundError(

@@ -63,8 +63,8 @@ def adamw(
 
 def _fused(trainer: "L.Trainer | None") -> bool:
     if trainer is None or trainer.strategy.root_device.type != "cuda":
-        fused, why = False, "no Trainer" if trainer is None else "not on a GPU"
-    elif isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
+        return False
+    if isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
         fused, why = False, "Lightning's gradient scaler cannot clip the gradients of fused optimizers"
     else:
         fused, why = True, "on a GPU"

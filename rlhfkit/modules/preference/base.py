@@ -96,7 +96,7 @@ class PreferenceModule(PolicyModule):
         result = self.with_head_gradient(self.loss(batch, out), out)
         result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         loss = share_metric(result.loss, pairs, batch.pair_denominator)
-        self.log_step({"loss": loss, **result.metrics}, pairs)
+        self.log_step({"loss": loss, **result.metrics, **self.on_bar(result.metrics)}, pairs)
         self.log_metrics(result.metrics, pairs, suffix="_epoch")
         return result.loss
 

@@ -248,7 +248,11 @@ class KTOModule(ReferenceModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Log means over the answers of the step."""
         super().on_before_optimizer_step(optimizer)
-        self.log_dict(self._class_metrics(self.kl), on_step=True, on_epoch=False, batch_size=1)
+        metrics = self._class_metrics(self.kl)
+        self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+        if self.trainer.progress_bar_callback is not None:
+            margin = metrics["rewards/margins"]
+            self.log("margin", margin, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
     def on_validation_epoch_start(self) -> None:
         """Save the sums of training until validation ends."""

@@ -1,7 +1,6 @@
 """``ReferenceModule``: a policy with a reference model, which is held in memory, precomputed or moved."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import lightning as L
@@ -17,7 +16,13 @@ from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import freeze
 from rlhfkit.modules.moving_reference import MovingReferenceModule
-from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
+from rlhfkit.modules.precompute import (
+    cache_folder,
+    load_or_compute,
+    model_fingerprint,
+    token_batches,
+    tokens_fingerprint,
+)
 from rlhfkit.protocols import MixedDataset
 from rlhfkit.validation import check_integer
 
@@ -52,8 +57,8 @@ class ReferenceModule(MovingReferenceModule):
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs of all data once, before training. Needs a
             DataModule of rlhfkit that holds the data in memory.
-        ref_cache: Folder for these log-probs, only with them; ``None``: ``reference_logprobs`` in the Trainer's
-            ``default_root_dir``.
+        ref_cache: Folder for these log-probs, only with them; ``None``: ``rlhfkit/reference_logprobs`` in the
+            cache folder of ``datasets``.
         max_tokens_per_forward: Tokens per forward pass of ``precompute_ref_log_probs``; only with it.
         **kwargs: A reference that moves: see :class:`~rlhfkit.modules.moving_reference.MovingReferenceModule`;
             optimizer and loading of the model: see :class:`PolicyModule`.
@@ -148,7 +153,7 @@ class ReferenceModule(MovingReferenceModule):
             model = self.policy if same else self.build_reference().to(self.device)
             return compute_reference(pairs, model, logprobs, self.trainer, max_tokens=self.max_tokens_per_forward)
 
-        folder = Path(self.ref_cache or Path(self.trainer.default_root_dir) / "reference_logprobs")
+        folder = cache_folder(self.ref_cache, "reference_logprobs")
         what = f"reference log-probs of {len(pairs)} pairs"
         found: Tensor = load_or_compute(key, folder, self.trainer, compute, what)
         return found
@@ -160,6 +165,7 @@ class ReferenceModule(MovingReferenceModule):
 
     def on_train_start(self) -> None:
         """Compute the reference's log-probs before the policy changes."""
+        super().on_train_start()
         self._precompute_all(self.trainer.train_dataloader)
         self._precompute_all(self.trainer.val_dataloaders)
         self._policy_is_initial = False

@@ -103,7 +103,7 @@ class ScalarModule(PolicyModule):
         result = self.loss(batch, out)
         count = self.number_of_cases(batch, out)
         result = self.with_router_loss(result, self._router_loss, count > 0)
-        self.log_step(self._loss_metric(batch, result.loss, count), count)
+        self.log_step(self._loss_metric(batch, result.loss, count) | self.on_bar(result.metrics), count)
         self.log_metrics(result.metrics, count)
         return result.loss
 

@@ -154,6 +154,7 @@ class RewardModule(ScalarModule):
 
     def on_fit_start(self) -> None:
         """Remove the constants of an earlier training, unless it is resumed."""
+        super().on_fit_start()
         if self.trainer.ckpt_path is None:
             self.constants = None
 

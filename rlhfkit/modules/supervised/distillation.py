@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,13 @@ from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_log
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optimizers.schedules import Schedule
-from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
+from rlhfkit.modules.precompute import (
+    cache_folder,
+    load_or_compute,
+    model_fingerprint,
+    token_batches,
+    tokens_fingerprint,
+)
 from rlhfkit.modules.teachers.comparison import SpanRows, TextComparison
 from rlhfkit.modules.teachers.frozen import (
     check_comparison,
@@ -65,8 +70,8 @@ class DistillationModule(PolicyModule):
         top_k: Compare only the teacher's K likeliest tokens; ``None``: all.
         remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
         precompute_teacher: Compute the teacher's K likeliest tokens before training; needs ``top_k``.
-        teacher_cache: Folder for them, only with it; ``None``: ``teacher_logprobs`` in the Trainer's
-            ``default_root_dir``.
+        teacher_cache: Folder for them, only with it; ``None``: ``rlhfkit/teacher_logprobs`` in the
+            cache folder of ``datasets``.
         chunk_size: Trained tokens whose logits exist at a time; changes memory and speed, not the result.
         max_tokens_per_forward: Tokens per forward pass of ``precompute_teacher``; only with it.
         weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
@@ -317,7 +322,7 @@ class DistillationModule(PolicyModule):
                 return self.served_top_k(examples, self.served_teacher)
             return self.teacher_top_k(examples, self.build_teacher().to(self.device))
 
-        folder = Path(self.teacher_cache or Path(self.trainer.default_root_dir) / "teacher_logprobs")
+        folder = cache_folder(self.teacher_cache, "teacher_logprobs")
         what = f"the teacher's {self.top_k} likeliest tokens of {count} examples"
         found: tuple[Tensor, Tensor] = load_or_compute(key, folder, self.trainer, compute, what)
         return found
@@ -382,6 +387,7 @@ class DistillationModule(PolicyModule):
 
     def on_train_start(self) -> None:
         """Compute the teacher's outputs for all data, if they are precomputed."""
+        super().on_train_start()
         self._precompute(self.trainer.train_dataloader)
         self._precompute(self.trainer.val_dataloaders)
 

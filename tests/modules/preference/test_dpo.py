@@ -116,6 +116,21 @@ def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, expec
 # ------------------------------------------------------------------------------------------------------- the reference
 
 
+def test_log_probs_computed_before_training_are_kept_beside_the_tokens(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    cache, here = tmp_path / "cache", tmp_path / "here"
+    here.mkdir()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.chdir(here)
+    options = {"ref_model": None, "precompute_ref_log_probs": True}
+    dpo_cases.fit(folder, module=options, default_root_dir=None, max_epochs=1)
+    assert not list(here.iterdir())
+    assert len(list((cache / "rlhfkit" / "reference_logprobs").iterdir())) == 1
+
+
 def test_log_probs_computed_before_training_are_those_of_the_live_reference(folder: Path, tmp_path: Path) -> None:
     live = dpo_cases.fit(folder, 2, module={"ref_model": None})
     before = {"ref_model": None, "precompute_ref_log_probs": True, "ref_cache": str(tmp_path)}
