@@ -44,7 +44,7 @@ def train(setting: Setting, folder: Path, strategy: Any, devices: int) -> Any:
     published = Published()
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": [published]}
     run = trainer(setting, folder, strategy=strategy, devices=devices, use_distributed_sampler=False, **options)
-    run.fit(with_sgd(SFTModule)(str(folder / "model"), lr=0.05), Answers("tokens", micro_batch_size=4 // devices))
+    run.fit(with_sgd(SFTModule)(str(folder / "model"), lr=0.05), Answers("tokens"))
     return moved(published)
 
 
