@@ -6,7 +6,6 @@ Every public name is imported on first use (PEP 562): ``import rlhfkit`` itself 
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit._version import __version__
-from rlhfkit.first_lines import silence_tips
 
 if TYPE_CHECKING:
     from rlhfkit.callbacks import (
@@ -82,8 +81,6 @@ if TYPE_CHECKING:
         VLLMServer,
     )
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
-
-silence_tips()
 
 _HOMES = {
     "AgentEngine": "episodes",
@@ -259,6 +256,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if _HOMES[name] in _LIGHTNING:
+        import_module("rlhfkit.first_lines").silence_tips()  # before Lightning and DeepSpeed have any
         import_module("rlhfkit.strategies")  # registers the names, so that Trainer(strategy="rlhf_zero2") works
     value = getattr(import_module(f"rlhfkit.{_HOMES[name]}"), name)
     globals()[name] = value

@@ -14,7 +14,7 @@ from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.batch import PaddedBatch, moved
 from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
-from rlhfkit.first_lines import print_run, print_sizes, replace_model_summary
+from rlhfkit.first_lines import print_run, print_sizes, replace_model_summary, silence_tips
 from rlhfkit.losses import GradientScope, LossOutput, aggregate
 from rlhfkit.models import (
     HeadLoss,
@@ -47,6 +47,8 @@ from rlhfkit.modules.optim import OptimizationMixin
 from rlhfkit.modules.optimizers.factories import OptimizerFactory
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.validation import check_integer, check_number
+
+silence_tips()  # of a module that is imported from its own room
 
 _BAR = "bar:"
 """Begins the names of metrics of a step that are on the progress bar only."""
