@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lightning as L
+import pytest
 import torch
 from tiny_models import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -176,8 +178,10 @@ def learn(
         around: ``text``: mix text in; ``epochs``: other than 1.
         built: Only build it.
     """
-    with tempfile.TemporaryDirectory() as own:
+    with tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
         place = Path(own)
+        # Log-probs that another run has computed would hide the arguments that they are computed with.
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
 
         def path(value: Any) -> Any:
             if not (isinstance(value, str) and value.startswith("@")):
