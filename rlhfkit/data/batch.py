@@ -1,13 +1,14 @@
 """Batches of padded sequences, and token examples with their collation for supervised training.
 
 Tensor fields of a :class:`PaddedBatch` subclass name their axis (:func:`token_field`, :func:`step_field`,
-:func:`row_field`); select, trim, pad, concat, to and state_dict then work on all of them.
+:func:`row_field`, and dictionaries of them :func:`steps_field`, :func:`rows_field`); select, trim, pad, concat, to and
+state_dict then work on all of them.
 On the **next-token axis** of length T - 1, entry ``t`` belongs to token ``t + 1``.
 Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded on the right).
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -35,7 +36,12 @@ def row_field(default: Any = dataclasses.MISSING) -> Any:
 
 def rows_field() -> Any:
     """A dictionary of (B,) tensors; empty by default."""
-    return field(default_factory=dict, metadata={"axis": "rows"})
+    return field(default_factory=dict, metadata={"axis": "row", "by_name": True})
+
+
+def steps_field() -> Any:
+    """A dictionary of (B, T-1) or (B, T-1, C) tensors on the next-token axis, padded with 0; empty by default."""
+    return field(default_factory=dict, metadata={"axis": "step", "by_name": True})
 
 
 def moved(tensor: Tensor, device: torch.device | str, **kwargs: Any) -> Tensor:
@@ -87,16 +93,33 @@ class PaddedBatch:
         """Denominator of an exact sequence mean: the step's sequences per averaged micro-batch; ``None`` if unknown."""
         return None if self.step_sequences is None else max(self.step_sequences, 1.0) / self.step_micro_batches
 
-    def map_tensors(self, change: Any) -> Self:
-        """Copy with every tensor replaced by ``change(tensor, metadata of the field)``."""
-        updates: dict[str, Any] = {}
+    def tensors(self) -> dict[str, tuple[Tensor, Mapping[str, Any]]]:
+        """Every tensor and the metadata of its field, by ``field``, or ``field.name`` in a dictionary."""
+        found: dict[str, tuple[Tensor, Mapping[str, Any]]] = {}
         for entry in dataclasses.fields(self):
-            value, axis = getattr(self, entry.name), entry.metadata.get("axis")
-            if axis == "rows":
-                updates[entry.name] = {name: change(tensor, {"axis": "row"}) for name, tensor in value.items()}
-            elif axis is not None and value is not None:
-                updates[entry.name] = change(value, entry.metadata)
+            value = getattr(self, entry.name)
+            if entry.metadata.get("by_name"):
+                found |= {f"{entry.name}.{name}": (tensor, entry.metadata) for name, tensor in value.items()}
+            elif "axis" in entry.metadata and value is not None:
+                found[entry.name] = value, entry.metadata
+        return found
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Copy with some tensors replaced or added, by name as in :meth:`tensors`."""
+        updates: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            owner, _, key = name.partition(".")
+            if key:
+                updates[owner] = {**updates.get(owner, getattr(self, owner)), key: tensor}
+            else:
+                updates[owner] = tensor
         return dataclasses.replace(self, **updates)
+
+    def map_tensors(self, change: Callable[[Tensor, Mapping[str, Any]], Tensor]) -> Self:
+        """Copy with every tensor replaced by ``change(tensor, metadata of the field)``."""
+        return self.with_tensors(
+            {name: change(tensor, metadata) for name, (tensor, metadata) in self.tensors().items()}
+        )
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
         """Select rows by their (N,) indices, in the given order, trimmed to the longest of them."""
@@ -162,7 +185,7 @@ class PaddedBatch:
         updates: dict[str, Any] = {}
         for entry in dataclasses.fields(cls):
             axis, values = entry.metadata.get("axis"), [getattr(batch, entry.name) for batch in padded]
-            if axis == "rows":
+            if entry.metadata.get("by_name"):
                 if len({frozenset(value) for value in values}) > 1:
                     raise ValueError(f"{entry.name} has different names in different batches: {[*map(sorted, values)]}")
                 updates[entry.name] = {name: torch.cat([value[name] for value in values]) for name in values[0]}

@@ -97,18 +97,16 @@ def exchange_rows(
 
     if token_rewards and experience.token_rewards is None:
         experience = dataclasses.replace(experience, token_rewards=torch.zeros_like(experience.rollout_logprobs))
-    columns: dict[str, Any] = {"attention_mask": attention}
-    for entry in dataclasses.fields(experience):
-        values, axis = getattr(experience, entry.name), entry.metadata.get("axis")
-        if axis in ("token", "step") and values is not None and entry.name not in columns:
+    received = {"attention_mask": attention}
+    for name, (values, metadata) in experience.tensors().items():
+        axis = metadata["axis"]
+        if axis != "row" and name not in received:
             # Token ids fit; and gloo sends no int16.
             sent_as = torch.int32 if axis == "token" or values.dtype == torch.int16 else None
-            columns[entry.name] = moved(
-                values, axis=int(axis == "step"), fill=entry.metadata.get("fill", 0), sent_as=sent_as
-            )
-    for name in ("rewards", "group", "sample_index", "truncated", "update", "replayed", "reward_parts"):
-        columns[name] = getattr(chosen, name)
-    return dataclasses.replace(experience, **columns, rows=rows, iteration=summary)
+            received[name] = moved(values, axis=int(axis == "step"), fill=metadata.get("fill", 0), sent_as=sent_as)
+    names = ("rewards", "group", "sample_index", "truncated", "update", "replayed", "reward_parts")
+    of_rows: dict[str, Any] = {name: getattr(chosen, name) for name in names}
+    return dataclasses.replace(experience.with_tensors(received), **of_rows, rows=rows, iteration=summary)
 
 
 def _by_rank(rows: Tensor, ranks: Tensor, world_size: int) -> list[Tensor]:

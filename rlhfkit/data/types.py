@@ -11,13 +11,13 @@ Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
 
-from rlhfkit.data.batch import PaddedBatch, row_field, rows_field, step_field
+from rlhfkit.data.batch import PaddedBatch, row_field, rows_field, step_field, steps_field
 from rlhfkit.data.iteration import IterationSummary
 from rlhfkit.data.sample_texts import Decode, TextDecoder, decode_when_read
 from rlhfkit.data.token_arrays import (
@@ -236,19 +236,12 @@ class Experience(PaddedBatch):
             masked: rewards of tokens of an environment count too.
         old_logprobs: (B, T-1) float32, the trainer's before the iteration; ``None`` in the first update: equal to the
             current ones.
-        ref_logprobs: (B, T-1) float32, under the reference policy.
-        teacher_logprobs: (B, T-1) float32, under the teacher of a distillation.
-        teacher_top_logprobs: (B, T-1, K) float32, of the teacher's K likeliest tokens, at the temperature of sampling.
-        teacher_top_ids: (B, T-1, K) int32, these tokens.
+        advantages: (B, T-1) float32.
         teacher_spans: (B, T-1) int32, where the teacher has other tokens: the span of text that each token is in, -1:
             none. Then ``teacher_logprobs`` are those of spans, at the last token of each.
-        routing: (B, T-1, C) int16, the experts that routers shall choose, see :func:`~rlhfkit.models.policy_output`.
-        high_entropy: (B, T-1) bool, true where the policy before the iteration has one of its highest entropies over
-            all trained tokens of the iteration; ``None``: not asked for.
-        sum_squares: (B, T-1) float32, ``Σ_v π(v)²`` of the policy before the iteration, for advantages that ask for it.
-        values: (B, T-1) float32, values of the critic before the iteration.
-        advantages: (B, T-1) float32.
-        returns: (B, T-1) float32, targets of the critic.
+        columns: What single features know of each token, by name, (B, T-1) or (B, T-1, C), padded with 0 or false:
+            ``ref_logprobs`` under the reference policy, ``values`` of a critic before the iteration and ``returns``
+            that it learns, ``teacher_logprobs``, and whatever parts write (:attr:`rlhfkit.Part.writes`).
         reward_parts: (B,) float32 each.
         replayed: (B,) bool, true where the sample was made for an earlier iteration; ``None``: nowhere.
         rows: (B,) int64, which row of the iteration each one is; ``None``: the rows are the iteration, in order.
@@ -270,24 +263,21 @@ class Experience(PaddedBatch):
 
     token_rewards: Tensor | None = step_field(None)
     old_logprobs: Tensor | None = step_field(None)
-    ref_logprobs: Tensor | None = step_field(None)
-    teacher_logprobs: Tensor | None = step_field(None)
-    teacher_top_logprobs: Tensor | None = step_field(None)
-    teacher_top_ids: Tensor | None = step_field(None)
-    teacher_spans: Tensor | None = step_field(None, fill=-1)
-    routing: Tensor | None = step_field(None)
-    high_entropy: Tensor | None = step_field(None)
-    sum_squares: Tensor | None = step_field(None)
-    values: Tensor | None = step_field(None)
     advantages: Tensor | None = step_field(None)
-    returns: Tensor | None = step_field(None)
+    teacher_spans: Tensor | None = step_field(None, fill=-1)
 
+    columns: dict[str, Tensor] = steps_field()
     reward_parts: dict[str, Tensor] = rows_field()
     replayed: Tensor | None = row_field(None)
     rows: Tensor | None = row_field(None)
     iteration: IterationSummary | None = None
     step_rows: float | None = None
     temperature: float = 1.0
+
+    def with_columns(self, **columns: Tensor | None) -> Self:
+        """Copy with more or other :attr:`columns`; ``None`` takes one out."""
+        every = self.columns | columns
+        return replace(self, columns={name: values for name, values in every.items() if values is not None})
 
     @property
     def row_denominator(self) -> float | None:

@@ -38,16 +38,16 @@ class UnpaddedRows(Generic[Batch]):
                 "the padding after them; got a row with padding before or between real tokens"
             )
         self._columns: dict[str, _Column] = {}
-        for entry in dataclasses.fields(batch):
-            values, axis = getattr(batch, entry.name), entry.metadata.get("axis")
-            if axis in ("token", "step") and values is not None and entry.name != "attention_mask":
-                shorter = int(axis == "step")
+        for name, (values, metadata) in batch.tensors().items():
+            if metadata["axis"] != "row" and name != "attention_mask":
+                shorter = int(metadata["axis"] == "step")
                 sizes = (self._lengths - shorter).clamp(min=0)
-                self._columns[entry.name] = _Column(
-                    _without_padding(values, sizes), sizes, shorter, entry.metadata.get("fill", 0), values.dtype
+                self._columns[name] = _Column(
+                    _without_padding(values, sizes), sizes, shorter, metadata.get("fill", 0), values.dtype
                 )
         # What is not per token; a batch's own methods leave out fields that are None.
-        missing: dict[str, Any] = dict.fromkeys([*self._columns, "attention_mask"])
+        per_token = [entry for entry in dataclasses.fields(batch) if entry.metadata.get("axis") in ("token", "step")]
+        missing: dict[str, Any] = {each.name: {} if each.metadata.get("by_name") else None for each in per_token}
         self._rows = dataclasses.replace(batch, **missing)
 
     def __len__(self) -> int:
@@ -59,9 +59,9 @@ class UnpaddedRows(Generic[Batch]):
         index = torch.as_tensor(rows, dtype=torch.int64, device=self._lengths.device)
         lengths = self._lengths[index]
         longest = max(int(lengths.max()), 1) if len(index) else 1
-        tensors: dict[str, Any] = {name: column.padded(index, longest) for name, column in self._columns.items()}
+        tensors = {name: column.padded(index, longest) for name, column in self._columns.items()}
         chosen = self._rows.map_tensors(lambda tensor, _: tensor[index])
-        return dataclasses.replace(chosen, attention_mask=_real(lengths, longest), **tensors)
+        return chosen.with_tensors({**tensors, "attention_mask": _real(lengths, longest)})
 
     def padded(self) -> Batch:
         """All rows, padded: the batch that these are the rows of."""

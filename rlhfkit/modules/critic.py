@@ -94,9 +94,9 @@ class CriticModule(PolicyModule):
 
     def value_loss(self, batch: Experience, values: Tensor) -> LossOutput:
         """Compute the loss from current values, (B, T-1)."""
-        assert batch.returns is not None
         mask, denominator = batch.action_mask, batch.token_denominator
-        return value_loss(values, batch.values, batch.returns, mask, clip=self.value_clip, denominator=denominator)
+        old, returns = batch.columns["values"], batch.columns["returns"]
+        return value_loss(values, old, returns, mask, clip=self.value_clip, denominator=denominator)
 
     def take_metrics(self) -> Mapping[str, Tensor]:
         """The metrics of all micro-batches since the last call, over all ranks. A collective."""

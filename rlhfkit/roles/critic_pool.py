@@ -324,10 +324,9 @@ def slim(batch: Experience) -> Experience:
     bare = dataclasses.replace(
         batch,
         old_logprobs=None,
-        ref_logprobs=None,
-        teacher_logprobs=None,
         advantages=None,
         token_rewards=None,
+        columns={name: batch.columns[name] for name in ("values", "returns") if name in batch.columns},
         reward_parts={},
         iteration=None,
     )

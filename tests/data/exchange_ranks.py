@@ -76,16 +76,18 @@ def everything(**_: Any) -> dict[str, Any]:
         if len(rows):
             experience = Experience.from_samples([samples[row] for row in rows.tolist()], temperature=0.7)
         if seed % 2:  # as a module has prepared it
-            whole.values = torch.where(whole.action_mask, torch.rand(whole.action_mask.shape, generator=generator), 0.0)
-            experience.values = whole.values[rows, : experience.action_mask.shape[1]]
+            whole.columns["values"] = torch.where(
+                whole.action_mask, torch.rand(whole.action_mask.shape, generator=generator), 0.0
+            )
+            experience.columns["values"] = whole.columns["values"][rows, : experience.action_mask.shape[1]]
         if seed % 4 == 1:  # several numbers of each token: experts, the teacher's likeliest tokens
             steps = whole.action_mask[..., None]
             choices = torch.randint(9, (*whole.action_mask.shape, 3), generator=generator)
-            whole.routing = torch.where(steps, choices, 0).to(torch.int16)
-            whole.teacher_top_logprobs = torch.where(steps, -choices / 7, 0.0)
-            whole.teacher_top_ids = torch.where(steps, choices, 0).int()
+            whole.columns["routing"] = torch.where(steps, choices, 0).to(torch.int16)
+            whole.columns["teacher_top_logprobs"] = torch.where(steps, -choices / 7, 0.0)
+            whole.columns["teacher_top_ids"] = torch.where(steps, choices, 0).int()
             for name in ("routing", "teacher_top_logprobs", "teacher_top_ids"):
-                setattr(experience, name, getattr(whole, name)[rows, : experience.action_mask.shape[1]])
+                experience.columns[name] = whole.columns[name][rows, : experience.action_mask.shape[1]]
         columns = {"row": rows.double(), **({"first": rows.double()} if rank == 0 else {})}
         found = gather_columns(columns, rows, total, names=["first", "row"])
         first = torch.where(source == 0, torch.arange(total), torch.nan).double()

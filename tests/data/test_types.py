@@ -114,11 +114,15 @@ def test_no_sample_and_empty_prompt_are_rejected() -> None:
         Experience.from_samples([sample(4, 0, 0, 3)])
 
 
+FILLED = ("old_logprobs", "columns.ref_logprobs", "columns.values", "advantages", "columns.returns")
+
+
 def filled(experience: Experience) -> Experience:
     """With every optional field set to something that differs per entry."""
-    for offset, name in enumerate(("old_logprobs", "ref_logprobs", "values", "advantages", "returns")):
+    for offset, name in enumerate(FILLED):
         count = experience.action_mask.numel()
-        setattr(experience, name, torch.arange(count).reshape(experience.action_mask.shape) + 1000.0 * (offset + 1))
+        values = torch.arange(count).reshape(experience.action_mask.shape) + 1000.0 * (offset + 1)
+        experience = experience.with_tensors({name: values})
     return experience
 
 
@@ -129,10 +133,11 @@ def assert_same(one: Experience, other: Experience) -> None:
 
 
 def test_select_takes_rows_in_order_and_trims(experience: Experience) -> None:
-    chosen = filled(experience).select([1, 0])
+    experience = filled(experience)
+    chosen = experience.select([1, 0])
     assert chosen.input_ids.tolist() == [[1, 2, 50, 0, 0], [1, 2, 50, 51, 52]]
     assert chosen.action_mask.shape == (2, 4)
-    assert chosen.values.tolist() == experience.values[[1, 0], :4].tolist()
+    assert chosen.columns["values"].tolist() == experience.columns["values"][[1, 0], :4].tolist()
     assert chosen.reward_parts["correct"].tolist() == [0.0, 1.0]
     assert_same(experience.select(torch.tensor([1, 0])), chosen)
 
@@ -141,8 +146,8 @@ def test_concat_of_the_rows_is_the_batch(experience: Experience) -> None:
     whole = filled(experience)
     for row in range(3):  # padding must not carry information
         end = int(whole.lengths[row]) - 1
-        for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
-            getattr(whole, name)[row, end:] = 0
+        for name in FILLED:
+            whole.tensors()[name][0][row, end:] = 0
     assert_same(Experience.concat([whole.select([0]), whole.select([1, 2])]), whole)
 
 
@@ -159,10 +164,13 @@ def test_pad_marks_padding(experience: Experience) -> None:
 
 def test_concat_rejects_what_does_not_agree(experience: Experience) -> None:
     other = experience.select([0, 1, 2])
-    other.values = torch.zeros_like(other.rollout_logprobs)
-    with pytest.raises(ValueError, match="values is set in some"):
+    other.old_logprobs = torch.zeros_like(other.rollout_logprobs)
+    with pytest.raises(ValueError, match="old_logprobs is set in some"):
         Experience.concat([experience, other])
-    other.values, other.reward_parts = None, {}
+    other.old_logprobs, other.columns = None, {"values": torch.zeros_like(other.rollout_logprobs)}
+    with pytest.raises(ValueError, match="columns has different names"):
+        Experience.concat([experience, other])
+    other.columns, other.reward_parts = {}, {}
     with pytest.raises(ValueError, match="reward_parts has different names"):
         Experience.concat([experience, other])
     other.reward_parts, other.temperature = experience.reward_parts, 1.0
@@ -174,7 +182,8 @@ def test_concat_rejects_what_does_not_agree(experience: Experience) -> None:
 
 def test_state_survives_a_weights_only_checkpoint(experience: Experience) -> None:
     file = io.BytesIO()
-    torch.save(filled(experience).state_dict(), file)
+    experience = filled(experience)
+    torch.save(experience.state_dict(), file)
     file.seek(0)
     assert_same(Experience.from_state_dict(torch.load(file, weights_only=True)), experience)
 

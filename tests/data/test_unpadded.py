@@ -68,10 +68,10 @@ def test_columns_of_several_numbers_a_token_are_kept_padded_and_stacked() -> Non
     lengths = [3, 1, 5]
     routing = torch.randint(1, 9, (3, 4, 6), dtype=torch.int16)
     routing[torch.arange(4) >= torch.tensor(lengths)[:, None] - 1] = 0
-    whole = experience_of(lengths, 0, routing=routing)
+    whole = experience_of(lengths, 0).with_columns(routing=routing)
     assert_equal(UnpaddedRows(whole).select([2, 0]), whole.select([2, 0]))
     assert_equal(Experience.concat([whole.select([2]), whole.select([0])]), whole.select([2, 0]))
-    assert whole.placeholder().routing.tolist() == [[[0] * 6]]
+    assert whole.placeholder().columns["routing"].tolist() == [[[0] * 6]]
 
 
 def test_padding_is_the_fill_whatever_it_was() -> None:

@@ -44,7 +44,7 @@ class Watch(L.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         experience = trainer.callbacks[0].experience
         if trainer.current_epoch == 0:
-            difference = (experience.ref_logprobs - experience.rollout_logprobs)[experience.action_mask]
+            difference = (experience.columns["ref_logprobs"] - experience.rollout_logprobs)[experience.action_mask]
             self.report["reference"].append(float(difference.abs().max()))
         self.report["probes"].append(trainer.callbacks[0].weight_synchronizer.difference)
 

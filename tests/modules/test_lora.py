@@ -147,7 +147,7 @@ def test_the_reference_is_the_policy_before_its_adapters(rl_run: dict[str, Any])
     module = rl_run["module"]
     assert not hasattr(module, "reference")
     batch = rl_run["first"]
-    assert torch.allclose(batch.ref_logprobs, batch.rollout_logprobs, atol=1e-5)
+    assert torch.allclose(batch.columns["ref_logprobs"], batch.rollout_logprobs, atol=1e-5)
     assert max(rl_run["kl"][-3:]) > 0.01
 
 

@@ -244,9 +244,8 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             experience,
             rewards=scored.rewards,
             token_rewards=scored.token_rewards,
-            sum_squares=None,
             iteration=scored.iteration,
-        )
+        ).with_columns(sum_squares=None)
 
     def shape_rewards(self, experience: Experience) -> Experience:
         """Call :meth:`process_rewards`, which a subclass may override for the rows of all ranks. A collective."""
@@ -260,9 +259,9 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         if self.needs_reference:
             with self.reference_model() as reference:
                 ref_logprobs = self.distributed_logprobs(reference, experience)
-            experience = dataclasses.replace(experience, ref_logprobs=ref_logprobs)
+            experience = experience.with_columns(ref_logprobs=ref_logprobs)
         if asked is not None and pool is not None:
-            experience = dataclasses.replace(experience, ref_logprobs=pool_result(asked, pool))
+            experience = experience.with_columns(ref_logprobs=pool_result(asked, pool))
         return experience
 
     def add_old_logprobs(self, experience: Experience) -> Experience:
@@ -290,12 +289,13 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             self.policy, experience, rows, entropy=share is not None, sum_squares=squares, routing=routing
         )
         if wanted:
-            experience = dataclasses.replace(experience, old_logprobs=found.logprobs, routing=found.routing)
+            experience = dataclasses.replace(experience, old_logprobs=found.logprobs)
+            experience = experience.with_columns(routing=found.routing)
         if share is not None and found.entropy is not None:
             trained = self.mask_truncated_samples(experience)
             chosen = highest_entropies(trained, found.entropy, share)
-            experience = dataclasses.replace(experience, high_entropy=chosen)
-        return dataclasses.replace(experience, sum_squares=found.sum_squares)
+            experience = experience.with_columns(high_entropy=chosen)
+        return experience.with_columns(sum_squares=found.sum_squares)
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -334,7 +334,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             entropy=self.needs_entropy,
             router_aux_loss=self.balances_routers,
             head_loss=head_loss,
-            routing=batch.routing,
+            routing=batch.columns.get("routing"),
         )
 
     def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:

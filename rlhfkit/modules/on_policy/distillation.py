@@ -311,16 +311,16 @@ class OnPolicyDistillationModule(GRPOModule):
             return self._with_likeliest_tokens(experience, pool_result(asked, pool), pool.top)
         found = self.teacher_logprobs(read) if pool is None or asked is None else pool_result(asked, pool)
         if rewritten is None:
-            return dataclasses.replace(experience, teacher_logprobs=found)
-        spans = rewritten.spans
-        return dataclasses.replace(experience, teacher_logprobs=rewritten.to_student(found), teacher_spans=spans)
+            return experience.with_columns(teacher_logprobs=found)
+        experience = dataclasses.replace(experience, teacher_spans=rewritten.spans)
+        return experience.with_columns(teacher_logprobs=rewritten.to_student(found))
 
     @staticmethod
     def _with_likeliest_tokens(experience: Experience, found: Tensor, top: int) -> Experience:
         """Add the teacher's likeliest tokens from (B, T-1, 2 K) log-probs and ids; a rank may have no rows."""
         found = found if len(experience) else torch.zeros(*experience.action_mask.shape, 2 * top)
         logprobs, ids = found[..., :top].contiguous(), found[..., top:].int()
-        return dataclasses.replace(experience, teacher_top_logprobs=logprobs, teacher_top_ids=ids)
+        return experience.with_columns(teacher_top_logprobs=logprobs, teacher_top_ids=ids)
 
     @staticmethod
     def _rewrite(text: TeacherText, experience: Experience) -> Rewritten:
@@ -367,8 +367,7 @@ class OnPolicyDistillationModule(GRPOModule):
             total += self.reward_coef * (scores[:, None] if scores.dim() == 1 else scores) * mask
         if self.divergence is None:
             assert experience.old_logprobs is not None
-            assert experience.teacher_logprobs is not None
-            old, teacher = experience.old_logprobs, experience.teacher_logprobs
+            old, teacher = experience.old_logprobs, experience.columns["teacher_logprobs"]
             gamma, spans = self.distillation_gamma, experience.teacher_spans
             if spans is None:
                 now = on_policy_distillation_advantages(old, teacher, mask)
@@ -424,9 +423,8 @@ class OnPolicyDistillationModule(GRPOModule):
             return spans.rows, spans
         if self.teacher_pool is None:
             return teacher_logits(self.teacher, batch, mask), None
-        assert batch.teacher_top_logprobs is not None
-        assert batch.teacher_top_ids is not None
-        return (batch.teacher_top_logprobs[mask], batch.teacher_top_ids[mask].long()), None
+        top_logprobs, top_ids = (batch.columns[name] for name in ("teacher_top_logprobs", "teacher_top_ids"))
+        return (top_logprobs[mask], top_ids[mask].long()), None
 
     def compare(self, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """(m,) divergences in nats from logits (m, V) of student and teacher; override it for another objective.
@@ -472,10 +470,9 @@ class OnPolicyDistillationModule(GRPOModule):
             batch = dataclasses.replace(batch, advantages=torch.zeros_like(batch.rollout_logprobs))
         base = super().loss(batch, out)
         if not isinstance(out, ComparedOutput):
-            assert batch.teacher_logprobs is not None
             metrics, spans = dict(base.metrics), batch.teacher_spans
             compared = mask if spans is None else mask & (spans >= 0)
-            gap = (self.old_logprobs(batch, out) - batch.teacher_logprobs).where(compared, 0.0)
+            gap = (self.old_logprobs(batch, out) - batch.columns["teacher_logprobs"]).where(compared, 0.0)
             metrics["distillation/reverse_kl"] = mean_metric(gap, compared)
             if spans is not None:
                 metrics["distillation/aligned_fraction"] = mean_metric(compared.float(), mask)

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def needs_sum_squares(function: F) -> F:
-    """Mark an ``advantages=`` function of the experience that reads ``experience.sum_squares`` and ``old_logprobs``.
+    """Mark an ``advantages=`` function of the experience that reads its column ``sum_squares`` and ``old_logprobs``.
 
     Both are then computed for all samples, in one forward pass of the policy before the iteration.
     """

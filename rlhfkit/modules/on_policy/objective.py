@@ -180,7 +180,8 @@ class PolicyLossModule(AdvantageModule):
     def _check_loss(self) -> None:
         """Compute the loss of one token, so that bad arguments raise before training."""
         probe = torch.zeros(1, 1)
-        batch = dataclasses.replace(two_tokens(), ref_logprobs=probe, advantages=probe, high_entropy=probe == 0)
+        batch = dataclasses.replace(two_tokens(), advantages=probe)
+        batch = batch.with_columns(ref_logprobs=probe, high_entropy=probe == 0)
         try:
             PolicyLossModule.loss(self, batch, PolicyOutput(probe, probe))
         except TypeError as error:
@@ -240,10 +241,11 @@ class PolicyLossModule(AdvantageModule):
         """Compute the policy's loss on one micro-batch of B sequences; override it for another objective."""
         assert batch.advantages is not None
         mask, old, reduction = batch.action_mask, self.old_logprobs(batch, out), self.aggregation_arguments(batch)
+        reference = batch.columns.get("ref_logprobs")
         offered: dict[str, Any] = {
             "weights": None,
             "rollout_logprobs": batch.rollout_logprobs,
-            "ref_logprobs": batch.ref_logprobs,
+            "ref_logprobs": reference,
             "denominator": reduction["denominator"],
         }
         metrics: Mapping[str, Tensor] = {}
@@ -257,15 +259,14 @@ class PolicyLossModule(AdvantageModule):
             factor, measured = weigh(batch, out, old)
             offered["weights"] = factor if offered["weights"] is None else factor * offered["weights"]
             metrics = {**metrics, **measured}
-        kl_coef = 0.0 if batch.ref_logprobs is None or self.kl_in_reward is not None else self.kl_coef
+        kl_coef = 0.0 if reference is None or self.kl_in_reward is not None else self.kl_coef
         if self.policy_loss.penalizes_kl:
             offered |= {"kl_coef": kl_coef, "kl_estimator": self.kl_estimator}
             offered |= {"kl_clamp": self.kl_clamp} if self.kl_clamp is not None else {}
             offered |= {"kl_importance_weight": True} if self.kl_importance_weight else {}
         parts = [self.policy_loss(out.logprobs, old, batch.advantages, mask, **offered)]
-        if batch.ref_logprobs is not None and not self.policy_loss.penalizes_kl:
-            reference, estimator = batch.ref_logprobs, self.kl_estimator
-            more = {"clamp": self.kl_clamp} | reduction
+        if reference is not None and not self.policy_loss.penalizes_kl:
+            estimator, more = self.kl_estimator, {"clamp": self.kl_clamp} | reduction
             if self.kl_importance_weight:
                 more["importance_weight"] = policy_tokens(out.logprobs, old, batch.advantages, mask).ratio
             parts.append(kl_loss(out.logprobs, reference, mask, coef=kl_coef, estimator=estimator, **more))

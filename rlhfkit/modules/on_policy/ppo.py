@@ -291,7 +291,7 @@ class PPOModule(OnPolicyModule):
         if self.shared_backbone:
             both = self.distributed_forward(self.policy, self._logprobs_and_values, experience, columns=2)
             old_logprobs, values = (column.contiguous() for column in both.unbind(-1))
-            experience = dataclasses.replace(experience, old_logprobs=old_logprobs, values=values)
+            experience = dataclasses.replace(experience, old_logprobs=old_logprobs).with_columns(values=values)
         return super().add_logprobs(experience)
 
     def _logprobs_and_values(self, batch: Experience) -> Tensor:
@@ -310,24 +310,22 @@ class PPOModule(OnPolicyModule):
         if self.shared_backbone:
             return experience
         if self.critic_elsewhere is not None:
-            return dataclasses.replace(experience, values=self.critic_elsewhere.values(experience))
-        values = self.distributed_forward(self.critic, self.value_output, experience)
-        return dataclasses.replace(experience, values=values)
+            return experience.with_columns(values=self.critic_elsewhere.values(experience))
+        return experience.with_columns(values=self.distributed_forward(self.critic, self.value_output, experience))
 
     def compute_advantages(self, experience: Experience) -> Experience:
         """Add advantages, and returns in the units of the critic's values."""
-        assert experience.values is not None
-        mask, predicted = experience.action_mask, experience.values
+        mask, predicted = experience.action_mask, experience.columns["values"]
         if self.normalize_values:
             values = predicted * self.return_moments.std + self.return_moments.mean
-            experience = dataclasses.replace(experience, values=values.to(predicted.dtype) * mask)
+            experience = experience.with_columns(values=values.to(predicted.dtype) * mask)
         self._final_values = self.final_values(experience) if self.bootstrap_truncated else None
         experience = super().compute_advantages(experience)
         _, returns = self._gae(experience, self.critic_lam)
         if self.normalize_values:
             self.return_moments = self.updated_moments(self.return_moments, experience, returns[mask])
             returns = normalize_rewards(returns, self.return_moments.mean, self.return_moments.std) * mask
-        return dataclasses.replace(experience, values=predicted, returns=returns)
+        return experience.with_columns(values=predicted, returns=returns)
 
     @local_rows
     def advantages(self, experience: Experience) -> Tensor:
@@ -354,11 +352,10 @@ class PPOModule(OnPolicyModule):
         return values.where(final, 0.0).sum(-1)
 
     def _gae(self, experience: Experience, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-        assert experience.values is not None
         rewards = self.token_rewards(experience, self.sample_rewards(experience), earned=experience.token_rewards)
         return gae(
             rewards,
-            experience.values,
+            experience.columns["values"],
             experience.action_mask,
             gamma=self.gamma,
             lam=lam,
@@ -417,9 +414,9 @@ class PPOModule(OnPolicyModule):
 
     def value_loss(self, batch: Experience, values: Tensor) -> LossOutput:
         """Compute the critic's loss from its current values, (B, T-1); override for another."""
-        assert batch.returns is not None
         mask, denominator = batch.action_mask, batch.token_denominator
-        return value_loss(values, batch.values, batch.returns, mask, clip=self.value_clip, denominator=denominator)
+        old, returns = batch.columns["values"], batch.columns["returns"]
+        return value_loss(values, old, returns, mask, clip=self.value_clip, denominator=denominator)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Skip the policy's update while the critic warms up."""

@@ -46,7 +46,7 @@ def exact_optimal_token_baseline(experience: Experience) -> Tensor:
     one = experience
     assert one.old_logprobs is not None
     return optimal_token_advantages(
-        one.rewards, one.group, one.action_mask, one.old_logprobs, sum_squares=one.sum_squares
+        one.rewards, one.group, one.action_mask, one.old_logprobs, sum_squares=one.columns["sum_squares"]
     )
 
 

@@ -205,7 +205,7 @@ def _without_numbers(experience: Experience) -> Experience:
         for field in dataclasses.fields(Experience)
         if field.metadata.get("axis") == "step" and field.default is None
     }
-    return dataclasses.replace(experience, **numbers)
+    return dataclasses.replace(experience, **numbers, columns={})
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

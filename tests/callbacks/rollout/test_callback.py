@@ -85,7 +85,7 @@ def test_later_updates_get_the_log_probs_of_the_policy_that_sampled(
 def test_reference_is_the_policy_at_step_zero(watched: tuple[Watched, Recorder, RolloutCallback]) -> None:
     module, _, _ = watched
     batch, logprobs, metrics = module.seen[0]
-    torch.testing.assert_close(batch.ref_logprobs, logprobs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(batch.columns["ref_logprobs"], logprobs, rtol=0, atol=2e-5)
     assert abs(float(metrics["policy/ref_kl"])) < 1e-9
     assert float(module.seen[-1][2]["policy/ref_kl"]) > 1e-6
 

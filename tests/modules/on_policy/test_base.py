@@ -77,7 +77,7 @@ def experience(seed: int = 0) -> Experience:
         truncated=torch.zeros(6, dtype=torch.bool),
         update=torch.ones(6, dtype=torch.int64),
         old_logprobs=old,
-        ref_logprobs=old + torch.where(action_mask, noise(0.2), 0.0),
+        columns={"ref_logprobs": old + torch.where(action_mask, noise(0.2), 0.0)},
         step_tokens=40.0,
         step_sequences=9.0,
         step_rows=10.0,
@@ -95,7 +95,7 @@ def loss_of(module: GRPOModule, batch: Experience, out: PolicyOutput) -> Tensor:
 def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
     """The same loss from the loss functions, with the numbers of the papers."""
     old, mask, rewards, group = batch.old_logprobs, batch.action_mask, batch.rewards, batch.group
-    reference, tokens, sequences = batch.ref_logprobs, 20.0, 4.5
+    reference, tokens, sequences = batch.columns["ref_logprobs"], 20.0, 4.5
     assert old is not None
     assert reference is not None
     standard = group_advantages(rewards, group)
@@ -150,15 +150,15 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     batch.reward_parts = {"greedy": torch.tensor([0.5, 0.5, 0.5, 0.1, 0.1, 0.1])}
     assert batch.old_logprobs is not None
     if not module.hparams["kl_coef"]:
-        batch.ref_logprobs, reference = None, batch.ref_logprobs
+        reference = batch.columns.pop("ref_logprobs")
     logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
     logprobs.requires_grad_()
     torch.manual_seed(0)  # Clip-Cov draws
     made = loss_of(module, batch, PolicyOutput(logprobs, None))
     gradient = torch.autograd.grad(made, logprobs)[0]
     torch.manual_seed(0)
-    if batch.ref_logprobs is None:
-        batch.ref_logprobs = reference
+    if "ref_logprobs" not in batch.columns:
+        batch.columns["ref_logprobs"] = reference
     expected = by_hand(name, batch, logprobs)
     torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-8)
@@ -186,9 +186,9 @@ def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_th
     logprobs.requires_grad_()
     entropy = torch.rand(6, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     kl = {"kl_coef": module.kl_coef, "kl_estimator": module.kl_estimator} if name == "grpo" else {}
-    kl |= {"ref_logprobs": batch.ref_logprobs} if kl else {}
+    kl |= {"ref_logprobs": batch.columns["ref_logprobs"]} if kl else {}
     if not module.hparams["kl_coef"]:
-        batch.ref_logprobs = None
+        batch.columns.pop("ref_logprobs", None)
     planned = [MicroBatch(rows, update=1) for rows in split]  # the first update has no old log-probs
     made: Any = 0.0
     torch.manual_seed(0)  # Clip-Cov draws
@@ -202,7 +202,7 @@ def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_th
     expected = pure(logprobs, batch.old_logprobs, batch.advantages, mask, **longest, **kl).loss
     expected = expected + entropy_bonus(entropy, mask, coef=0.01, **reduction).loss
     if name == "reinforce++-baseline":
-        expected = expected + kl_loss(logprobs, batch.ref_logprobs, mask, coef=0.01, estimator="k2").loss
+        expected = expected + kl_loss(logprobs, batch.columns["ref_logprobs"], mask, coef=0.01, estimator="k2").loss
     torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-9)
     gradients = [torch.autograd.grad(one, logprobs)[0] for one in (made, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
@@ -233,16 +233,17 @@ def test_the_exact_token_baseline_has_sums_of_squares_of_the_policy_before_the_i
     )
     trainer.fit(module, data)
     (one,), made = given, rollouts.experience
-    assert one.sum_squares is not None
     assert made is not None
-    assert made.sum_squares is None  # is not kept for training
+    assert "sum_squares" not in made.columns  # is not kept for training
     with torch.no_grad():
         logits = module.policy.double()(input_ids=one.input_ids[:1, : int(one.lengths[0])]).logits[0, :-1]
     chosen = one.action_mask[0, : len(logits)]
     expected = logits.softmax(-1).square().sum(-1)[chosen]
-    torch.testing.assert_close(one.sum_squares[0, : len(logits)][chosen].double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        one.columns["sum_squares"][0, : len(logits)][chosen].double(), expected, rtol=1e-5, atol=1e-7
+    )
     advantages = rlhfkit.losses.optimal_token_advantages(
-        one.rewards, one.group, one.action_mask, one.old_logprobs, sum_squares=one.sum_squares
+        one.rewards, one.group, one.action_mask, one.old_logprobs, sum_squares=one.columns["sum_squares"]
     )
     assert torch.equal(made.advantages, advantages)
     estimated = rlhfkit.losses.optimal_token_advantages(one.rewards, one.group, one.action_mask, one.old_logprobs)
@@ -251,7 +252,7 @@ def test_the_exact_token_baseline_has_sums_of_squares_of_the_policy_before_the_i
 
 def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
     batch = experience()
-    batch.ref_logprobs = None
+    batch.columns.pop("ref_logprobs", None)
     assert batch.old_logprobs is not None
     module = GRPOModule("anywhere", correction="tis", entropy_coef=0.01)
     entropy = torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
@@ -300,7 +301,7 @@ class CuriousGRPO(GRPOModule):
 
 def test_a_subclass_with_a_bonus_of_its_own_counts_it_once() -> None:
     batch, entropy = experience(), torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
-    batch.ref_logprobs = None
+    batch.columns.pop("ref_logprobs", None)
     assert batch.old_logprobs is not None
     out = PolicyOutput(batch.old_logprobs, entropy)
     plain, curious = (loss_of(each, batch, out) for each in (GRPOModule("anywhere"), CuriousGRPO("anywhere")))
@@ -349,7 +350,7 @@ def test_a_function_of_rewards_is_given_what_it_names_in_any_order() -> None:
 def test_advantages_may_be_a_function_of_rewards_and_groups_for_every_module(kind: Any, name: str) -> None:
     batch = experience()
     module = kind("anywhere", advantages=name, kl_coef=0.0)
-    batch.values, batch.ref_logprobs = torch.zeros(6, 6), None
+    batch.columns = {"values": torch.zeros(6, 6)}
     filled = OnPolicyModule.compute_advantages(module, batch)
     if name == "rloo_advantages":
         expected = rloo_advantages(batch.rewards, batch.group)
@@ -371,8 +372,7 @@ def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_
     module = kind("anywhere", advantages=look, kl_coef=0.1, kl_in_reward=True)
     filled = OnPolicyModule.compute_advantages(module, batch)
     assert batch.old_logprobs is not None
-    assert batch.ref_logprobs is not None
-    penalty = 0.1 * ((batch.old_logprobs - batch.ref_logprobs) * batch.action_mask).sum(-1)
+    penalty = 0.1 * ((batch.old_logprobs - batch.columns["ref_logprobs"]) * batch.action_mask).sum(-1)
     torch.testing.assert_close(seen[0], batch.rewards - penalty)
     assert torch.equal(filled.rewards, batch.rewards)
 
@@ -380,9 +380,8 @@ def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_
 def test_ppo_subtracts_the_kl_of_an_answer_from_its_last_token_where_it_is_told_to() -> None:
     batch = experience()
     assert batch.old_logprobs is not None
-    assert batch.ref_logprobs is not None
-    batch.values, mask = torch.zeros(6, 6), batch.action_mask
-    kl = torch.where(mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
+    batch.columns["values"], mask = torch.zeros(6, 6), batch.action_mask
+    kl = torch.where(mask, batch.old_logprobs - batch.columns["ref_logprobs"], 0.0)
     for place, rewards in (
         ("token", token_rewards(batch.rewards, mask, kl=kl, kl_coef=0.1)),
         ("sequence", token_rewards(batch.rewards - 0.1 * kl.sum(-1), mask)),
@@ -411,7 +410,7 @@ def test_the_kl_penalty_of_rloo_is_part_of_the_reward_that_is_left_out() -> None
         truncated=torch.zeros(4, dtype=torch.bool),
         update=torch.ones(4, dtype=torch.int64),
         old_logprobs=old,
-        ref_logprobs=old - 0.5 * (torch.arange(4) == 0)[:, None],
+        columns={"ref_logprobs": old - 0.5 * (torch.arange(4) == 0)[:, None]},
     )
     advantages = GRPOModule("anywhere", **presets.RLOO).advantages(batch)
     # Ahmadian et al.: reward 0.75 0 1 0, each minus the mean of the other three.
@@ -438,8 +437,7 @@ def test_an_estimator_that_sees_the_whole_iteration_is_a_function_and_survives_c
     lengths = [len(sample.token_ids) for sample in rollouts.samples]
     assert batch.advantages[:, 0].tolist() == [-float(length) for length in lengths]
     if kind is PPOModule:
-        assert batch.returns is not None  # the critic's targets are computed all the same
-        assert batch.returns.abs().sum() > 0
+        assert batch.columns["returns"].abs().sum() > 0  # the critic's targets are computed all the same
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     loaded = kind.load_from_checkpoint(tmp_path / "run.ckpt")
     assert loaded.hparams["advantages"] == f"{__name__}.shorter_is_better"

@@ -310,12 +310,11 @@ def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
     samples = run(teacher_column="kind").samples
     assert {sample.prompt.metadata["kind"] for sample in samples} == set(names)
     (experience,) = seen
-    assert experience.teacher_logprobs is not None
     for row, sample in enumerate(samples):
         model = AutoModelForCausalLM.from_pretrained(names[sample.prompt.metadata["kind"]])
         with torch.no_grad():
             expected = sampled(distributions(model, sample))
-        found = experience.teacher_logprobs[row, experience.action_mask[row]]
+        found = experience.columns["teacher_logprobs"][row, experience.action_mask[row]]
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match="source"):
         run()

@@ -62,7 +62,7 @@ class ByHand(L.Callback):
             _, returns = recursion(rewards, states, 0.9, cut_off=cut_off and self.bootstrap)
             known = experience.action_mask[row]
             torch.testing.assert_close(experience.advantages[row, known], advantages, rtol=0, atol=2e-5)  # type: ignore[index]
-            torch.testing.assert_close(experience.returns[row, known], returns, rtol=0, atol=2e-5)  # type: ignore[index]
+            torch.testing.assert_close(experience.columns["returns"][row, known], returns, rtol=0, atol=2e-5)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["two models", "shared backbone"])

@@ -77,7 +77,7 @@ def test_a_module_calls_the_loss_as_by_hand_with_its_own_defaults(name: str, kin
     assert batch.advantages is not None
     assert batch.old_logprobs is not None
     module = kind("anywhere", policy_loss=name, kl_coef=0.0, **({"max_length": 6} if name == "dr_grpo_loss" else {}))
-    batch.ref_logprobs = None
+    batch.columns.pop("ref_logprobs", None)
     torch.manual_seed(0)  # Clip-Cov draws
     got = through(module, batch, logprobs)
     parameters = inspect.signature(loss).parameters
@@ -101,7 +101,7 @@ def test_a_correction_weighs_every_loss_that_is_not_given_the_engines_log_probs(
     loss, (batch, logprobs) = EVERY[name], prepared()
     assert batch.advantages is not None
     assert batch.old_logprobs is not None
-    batch.ref_logprobs = None
+    batch.columns.pop("ref_logprobs", None)
     knobs: dict[str, Any] = {"max_length": 6} if name == "dr_grpo_loss" else {}
     correction = {"level": "sequence", "mode": "truncate", "high": 1.1}
     module = kind("anywhere", policy_loss=name, kl_coef=0.0, correction=correction, **knobs)
@@ -121,7 +121,7 @@ def test_a_correction_weighs_every_loss_that_is_not_given_the_engines_log_probs(
 
 def test_gspo_keeps_its_own_clip_and_a_given_one_holds() -> None:
     batch, logprobs = prepared()
-    batch.ref_logprobs = None
+    batch.columns.pop("ref_logprobs", None)
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
     inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
@@ -139,7 +139,7 @@ def test_the_default_loss_of_grpo_is_dapos_and_that_of_ppo_is_ppos() -> None:
     batch, logprobs = prepared()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
-    batch.ref_logprobs = None
+    batch.columns.pop("ref_logprobs", None)
     inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
     for kind, clip_high in ((GRPOModule, 0.28), (PPOModule, 0.2), (OnPolicyModule, 0.2)):
         made = kind("anywhere", kl_coef=0.0).loss(batch, PolicyOutput(logprobs, None)).loss
@@ -150,7 +150,7 @@ def test_dppo_sees_the_engines_log_probs_in_the_first_update_too() -> None:
     batch, _ = prepared()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
-    batch.ref_logprobs, current = None, batch.old_logprobs
+    batch.columns, current = {}, batch.old_logprobs
     batch.old_logprobs = None  # the policy's own are the old ones
     batch.rollout_logprobs = torch.where(batch.action_mask, current + 0.8 * batch.advantages.sign(), 0.0)
     batch.advantages = -batch.advantages  # each token has gone from the engine the way it is pushed
@@ -169,8 +169,10 @@ def test_a_loss_with_a_kl_penalty_of_its_own_makes_it_and_others_have_it_added()
     batch, logprobs = prepared()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
-    assert batch.ref_logprobs is not None
-    inputs, reference = (logprobs, batch.old_logprobs, batch.advantages, batch.action_mask), batch.ref_logprobs
+    inputs, reference = (
+        (logprobs, batch.old_logprobs, batch.advantages, batch.action_mask),
+        batch.columns["ref_logprobs"],
+    )
     weighted = {"policy_loss": "grpo_loss", "policy_loss_arguments": {"kl_importance_weight": True}}
     knobs: dict[str, Any] = {"ref_logprobs": reference, "kl_coef": 0.3, "denominator": SEQUENCES}
     got = through(GRPOModule("anywhere", kl_coef=0.3, **weighted), batch, logprobs)
@@ -195,7 +197,7 @@ def test_weights_of_tokens_and_of_sequences_enter_the_kernel_of_vespo_as_what_th
     batch, logprobs = prepared()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
-    batch.ref_logprobs, mask = None, batch.action_mask
+    batch.columns, mask = {}, batch.action_mask
     for level in ("token", "geometric"):
         correction = {"level": level, "mode": "none", "high": None}
         module = GRPOModule("anywhere", policy_loss="vespo_loss", correction=correction)
@@ -241,7 +243,7 @@ def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
     batch, logprobs = prepared()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
-    batch.ref_logprobs = None
+    batch.columns.pop("ref_logprobs", None)
     module = GRPOModule("anywhere", policy_loss=plain, policy_loss_arguments={"scale": 2.0})
     expected = -2.0 * (logprobs * batch.advantages * batch.action_mask).sum()
     torch.testing.assert_close(module.loss(batch, PolicyOutput(logprobs, None)).loss, expected)
@@ -310,7 +312,7 @@ def test_an_argument_that_is_named_like_one_of_the_module_belongs_to_the_loss_wh
     batch, logprobs = prepared()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
-    batch.ref_logprobs = None
+    batch.columns.pop("ref_logprobs", None)
     module = GRPOModule("anywhere", policy_loss="kl_cov_loss", policy_loss_arguments={"kl_coef": 7.0, "fraction": 0.3})
     inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
     expected = rlhfkit.losses.kl_cov_loss(*inputs, kl_coef=7.0, fraction=0.3, denominator=TOKENS).loss

@@ -127,8 +127,8 @@ def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_h
     with torch.no_grad():
         expected = policy_output(base, batch, batch.action_mask).logprobs
     assert batch is not None
-    torch.testing.assert_close(batch.ref_logprobs, expected, rtol=0, atol=1e-5)
-    assert (batch.ref_logprobs - batch.old_logprobs).abs().max() > 1e-2
+    torch.testing.assert_close(batch.columns["ref_logprobs"], expected, rtol=0, atol=1e-5)
+    assert (batch.columns["ref_logprobs"] - batch.old_logprobs).abs().max() > 1e-2
     moved = {
         child: {name for name, p in getattr(module, child).named_parameters() if p.requires_grad and p.abs().sum() > 0}
         for child in ("policy", "critic")

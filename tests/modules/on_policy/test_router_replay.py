@@ -55,7 +55,7 @@ def test_later_updates_have_the_choices_of_the_policy_before_the_iteration(runs:
     assert later
     for batch, before in later:
         real = batch.attention_mask[:, 1:]
-        assert torch.equal(batch.routing[real], before.routing[real])
+        assert torch.equal(batch.columns["routing"][real], before.routing[real])
         torch.testing.assert_close(
             batch.old_logprobs[batch.action_mask], before.logprobs[batch.action_mask], atol=1e-5, rtol=0.0
         )
@@ -67,7 +67,7 @@ def test_the_first_update_is_that_of_a_run_without(runs: dict[bool, Any]) -> Non
     firsts = [[out for batch, _, out in each.used if int(batch.update[0]) == 0] for each in (plain, replaying)]
     for without, with_replay in zip(*firsts, strict=True):
         assert torch.equal(without.logprobs, with_replay.logprobs)
-    assert all(batch.routing is None for batch, _, _ in plain.used)
+    assert all("routing" not in batch.columns for batch, _, _ in plain.used)
 
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def kl_target_formula(folder: Path) -> None:
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             rollouts = trainer.callbacks[0]
             batch = rollouts.experience
-            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator="k3", mask=batch.action_mask)
+            kl = kl_estimate(batch.old_logprobs, batch.columns["ref_logprobs"], estimator="k3", mask=batch.action_mask)
             seen.append((float(kl.sum() / batch.action_mask.sum()), pl_module.kl_coef))
 
     arguments = {"kl_coef": 0.1, "parts": [KLTarget(1e-3, horizon=100)], "lr": 1e-2}

@@ -150,12 +150,11 @@ class NashMDModule(OnlinePreferenceModule):
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """The loss of the policy's answers of a micro-batch; override it for another objective."""
         assert batch.advantages is not None
-        assert batch.ref_logprobs is not None
         mask = batch.action_mask
         counts = mask.any(-1)
         result = nash_md_loss(
             sequence_logprobs(out.logprobs, mask),
-            sequence_logprobs(batch.ref_logprobs, mask),
+            sequence_logprobs(batch.columns["ref_logprobs"], mask),
             batch.advantages[:, 0],
             beta=self.beta,
             mask=counts,

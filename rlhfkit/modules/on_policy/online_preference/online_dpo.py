@@ -175,9 +175,9 @@ class OnlineDPOModule(OnlinePreferenceModule):
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """The loss of the pairs of a micro-batch; override it for another objective."""
         assert batch.advantages is not None
-        assert batch.ref_logprobs is not None
         mask = batch.action_mask
-        logps, reference = sequence_logprobs(out.logprobs, mask), sequence_logprobs(batch.ref_logprobs, mask)
+        logps = sequence_logprobs(out.logprobs, mask)
+        reference = sequence_logprobs(batch.columns["ref_logprobs"], mask)
         # At the rows of the chosen answers; others are masked. Ranks without rows have a batch without pairs.
         partners, pairs = pair_partners(batch.advantages.sum(-1).sign() * mask.any(-1), batch.group)
         lengths, counted = mask.sum(-1), batch.sequence_denominator

@@ -55,7 +55,5 @@ def check_frozen_settings(kind: type, **given: Any) -> None:
 @torch.no_grad()
 def value_metrics(batch: Experience) -> dict[str, Any]:
     """How well the values predict the returns; those of :func:`~rlhfkit.losses.value_loss` that need no training."""
-    assert batch.values is not None
-    assert batch.returns is not None
-    found = value_loss(batch.values, None, batch.returns, batch.action_mask, clip=None)
+    found = value_loss(batch.columns["values"], None, batch.columns["returns"], batch.action_mask, clip=None)
     return {name: value for name, value in found.metrics.items() if name != "value/clip_fraction"}

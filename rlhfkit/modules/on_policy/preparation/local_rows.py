@@ -98,26 +98,20 @@ def gather_experience(experience: Experience, device: torch.device) -> Experienc
     """
     if not is_spread(experience):
         return experience
-    axes = {each.name: each.metadata["axis"] for each in dataclasses.fields(experience) if "axis" in each.metadata}
-    tensors = {name: getattr(experience, name) for name, axis in axes.items() if axis != "rows" and name != "rows"}
-    types = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-    parts = {name: getattr(experience, name) for name, axis in axes.items() if axis == "rows"}
-    names = {field: sorted(columns) for field, columns in parts.items()}
-    ranks = gather_objects((experience.input_ids.shape[1], types, names))
-    own = experience.pad(max(length for length, _, _ in ranks))
-    shapes = {"token": own.input_ids.shape, "step": own.action_mask.shape, "row": own.group.shape}
-    gathered: dict[str, Any] = {}
-    for name in tensors:
-        dtype = next((known[name] for _, known, _ in ranks if name in known), None)
-        if dtype is not None:
-            value = getattr(own, name)
-            missing = torch.zeros(shapes[axes[name]], dtype=dtype)
-            gathered[name] = gather_rows(experience, missing if value is None else value, device)
-    for field, columns in parts.items():
-        missing = torch.full(shapes["row"], torch.nan)
-        everywhere = sorted({name for _, _, known in ranks for name in known[field]})
-        gathered[field] = {name: gather_rows(experience, columns.get(name, missing), device) for name in everywhere}
-    return dataclasses.replace(own, **gathered, rows=None, iteration=None)
+    forms = {name: (value.dtype, value.shape[1:], axis["axis"]) for name, (value, axis) in experience.tensors().items()}
+    ranks = gather_objects((experience.input_ids.shape[1], forms))
+    own = experience.pad(max(length for length, _ in ranks))
+    known, lengths = own.tensors(), {"token": own.input_ids.shape[1:], "step": own.action_mask.shape[1:], "row": ()}
+    gathered: dict[str, Tensor] = {}
+    everywhere = {name: form for _, forms in reversed(ranks) for name, form in forms.items() if name != "rows"}
+    for name, (dtype, shape, axis) in sorted(everywhere.items()):
+        if name in known:
+            values = known[name][0]
+        else:
+            fill = torch.nan if name.startswith("reward_parts.") else 0
+            values = torch.full((len(own), *lengths[axis], *shape[1:]), fill, dtype=dtype)
+        gathered[name] = gather_rows(experience, values, device)
+    return dataclasses.replace(own.with_tensors(gathered), rows=None, iteration=None)
 
 
 def own_part(everyone: Experience, experience: Experience) -> Experience:
@@ -130,8 +124,7 @@ def warn_of_gathering(name: str, gathered: Experience) -> None:
     """Log, on rank 0, what it costs that a function is not marked with :func:`local_rows`."""
     if get_rank():
         return
-    tensors = [value for value in vars(gathered).values() if isinstance(value, Tensor)]
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    size = sum(tensor.numel() * tensor.element_size() for tensor, _ in gathered.tensors().values())
     log.warning(
         "%s is given the whole iteration, so that each of %d ranks holds %d sequences in %.1f MiB more. To keep rows "
         "where they are trained on, write it for this rank's rows and experience.summary and mark it with "

@@ -241,9 +241,8 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
 
     def reference_kl(self, experience: Experience) -> Tensor:
         """(B, T-1) estimate of the KL to the reference of the policy before the iteration."""
-        old, reference = experience.old_logprobs, experience.ref_logprobs
+        old, reference = experience.old_logprobs, experience.columns["ref_logprobs"]
         assert old is not None
-        assert reference is not None
         return kl_estimate(old, reference, estimator=self.kl_estimator, mask=experience.action_mask)
 
     # ------------------------------------------------------------------ checkpoints

@@ -65,8 +65,7 @@ class TokenFilter:
         """
         mask, kept = batch.action_mask, torch.ones_like(batch.action_mask)
         if self.top_entropy is not None:
-            assert batch.high_entropy is not None  # prepare() has chosen
-            kept = kept & (batch.high_entropy | ~mask)
+            kept = kept & (batch.columns["high_entropy"] | ~mask)
         known = batch.rollout_logprobs.where(~batch.rollout_logprobs.isnan(), logprobs.detach())
         if self.off_policy is not None:
             assert batch.advantages is not None

@@ -54,9 +54,8 @@ def several_rewards_of_all(experience: Experience) -> Tensor:
 
 def by_token(experience: Experience, *, scale: float = 1.0) -> Tensor:
     """Written for the whole iteration; depends on log-probs of other sequences, and differs between tokens."""
-    assert experience.ref_logprobs is not None
-    mean = experience.ref_logprobs[experience.action_mask].mean()
-    return scale * (experience.rewards.nan_to_num()[:, None] - mean + experience.ref_logprobs)
+    mean = experience.columns["ref_logprobs"][experience.action_mask].mean()
+    return scale * (experience.rewards.nan_to_num()[:, None] - mean + experience.columns["ref_logprobs"])
 
 
 @local_rows
@@ -230,7 +229,7 @@ def prepare(name: str, folder: Path, trainer: L.Trainer, take: Callable[[Experie
     for number in range(2):
         done = module.prepare(take(iteration(number), number))
         masks = {"action_mask": done.action_mask, "rows": done.own_rows}
-        values = {field: getattr(done, field) for field in FIELDS} | masks
+        values = {field: done.columns.get(field, getattr(done, field, None)) for field in FIELDS} | masks
         iterations.append({key: None if value is None else value.tolist() for key, value in values.items()})
     return {
         "iterations": iterations,
@@ -353,12 +352,11 @@ def under_zero_3(folder: Path, rank: int) -> dict[str, Any]:
         trainer.fit(module, data)
     done = keep.prepared
     assert done is not None
-    assert done.ref_logprobs is not None
     assert done.advantages is not None
     ranks = gather_objects(len(done))
     return {
         "rows": done.own_rows.tolist(),
-        "ref_logprobs": done.ref_logprobs.tolist(),
+        "ref_logprobs": done.columns["ref_logprobs"].tolist(),
         "advantages": done.advantages.tolist(),
         "shares": ranks,
     }

@@ -142,7 +142,7 @@ def test_rewards_are_penalised_then_normalised_over_all_so_far_then_clipped() ->
 
 def test_reinforce_plus_plus_credits_tokens_with_what_they_earn_and_groups_are_compared_by_sums() -> None:
     batch = experience()
-    batch.ref_logprobs = batch.old_logprobs
+    batch.columns["ref_logprobs"] = batch.old_logprobs
     mask = batch.action_mask
     earned = torch.where(mask, 0.1 * torch.arange(36).view(6, 6), 0.0)
     spread = dataclasses.replace(batch, token_rewards=earned)

@@ -59,9 +59,9 @@ def prepared() -> tuple[Any, Tensor, Tensor]:
 def test_a_token_that_fails_a_test_has_weight_0_and_counts(given: dict[str, Any], correction: str | None) -> None:
     batch, logprobs, entropy = prepared()
     mask, old, engine = batch.action_mask, batch.old_logprobs, batch.rollout_logprobs
-    batch.high_entropy = top_entropy_mask(entropy, mask, fraction=given.get("top_entropy", 1.0))
+    batch.columns["high_entropy"] = top_entropy_mask(entropy, mask, fraction=given.get("top_entropy", 1.0))
     kept = {
-        "top_entropy": lambda share: batch.high_entropy,
+        "top_entropy": lambda share: batch.columns["high_entropy"],
         "off_policy": lambda most: off_policy_sequence_mask(batch.advantages, logprobs, engine, mask, threshold=most),
         "rejection": lambda arguments: rejection_mask(old, engine, mask, **arguments),
     }
@@ -73,7 +73,7 @@ def test_a_token_that_fails_a_test_has_weight_0_and_counts(given: dict[str, Any]
     if correction is not None:
         weights = weights * importance_weights(old, engine, mask).weights
     module = GRPOModule("anywhere", policy_loss="ppo_loss", token_filter=TokenFilter(**given), correction=correction)
-    made = module.loss(dataclasses.replace(batch, ref_logprobs=None), PolicyOutput(logprobs, None))
+    made = module.loss(batch.with_columns(ref_logprobs=None), PolicyOutput(logprobs, None))
     expected = ppo_loss(logprobs, old, batch.advantages, mask, weights=weights, denominator=20.0)
     torch.testing.assert_close(made.loss, expected.loss)
     torch.testing.assert_close(made.metrics["policy/kept_fraction"], fraction)
@@ -95,7 +95,7 @@ class Watch(L.Callback):
             out = policy_output(self.policy, batch, batch.action_mask, entropy=True)
         for row in range(len(batch)):
             trained, key = batch.action_mask[row], (int(batch.group[row]), int(batch.sample_index[row]))
-            self.rows[key] = out.entropy[row, trained].tolist(), batch.high_entropy[row, trained].tolist()
+            self.rows[key] = out.entropy[row, trained].tolist(), batch.columns["high_entropy"][row, trained].tolist()
 
 
 def test_the_choice_is_of_the_whole_iteration_whatever_its_updates_and_micro_batches(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_the_kl_of_the_loss_is_clamped_and_weighted_with_any_policy_loss(policy_
     module = GRPOModule("anywhere", policy_loss=policy_loss, aggregation="token-mean", **arguments)
     made = module.loss(batch, PolicyOutput(logprobs, None)).loss
     expected = grpo_loss(
-        logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, ref_logprobs=batch.ref_logprobs,
+        logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, ref_logprobs=batch.columns["ref_logprobs"],
         aggregation="token-mean", denominator=20.0, **arguments,
     ).loss  # fmt: skip
     torch.testing.assert_close(made, expected)
