@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhfkit.flat_parameters import FlatLayout, Fragment
-from rlhfkit.modules.optimizers import Adafactor, Muon
+from rlhfkit.modules.optimizers import Muon
 
 SHAPES: tuple[tuple[int, ...], ...] = ((7, 5), (3, 4), (20, 6), (6, 9), (2, 2), (5, 1))
 STACKS: tuple[tuple[int, ...], ...] = (*SHAPES, (11,), (2, 3, 4), (1,))
@@ -98,16 +98,15 @@ def maps(layout: FlatLayout) -> bool:
     return once and same(layout, result, [a * (n + 1) + b.sum() for n, (a, b) in enumerate(pairs)])
 
 
-def steps(name: str, layout: FlatLayout, **options: Any) -> dict[str, bool]:
-    """Five steps of an optimizer, of which the last two come after a resume, beside those of whole parameters."""
-    make: Any = {"muon": Muon, "adafactor": Adafactor}[name]
+def steps(layout: FlatLayout, **options: Any) -> dict[str, bool]:
+    """Five steps of Muon, of which the last two come after a resume, beside those of whole parameters."""
     wholes = [torch.nn.Parameter(value) for value in randoms(layout.shapes, 3)]
     flat = torch.zeros(size_of(layout), requires_grad=True)
     with torch.no_grad():
         fill(layout, flat, wholes)
 
     def optimizer_of(parameters: list[Tensor]) -> Any:
-        return make([{"params": parameters, "kind": "matrices"}], lr=0.1, weight_decay=0.2, **options)
+        return Muon([{"params": parameters, "kind": "matrices"}], lr=0.1, weight_decay=0.2, **options)
 
     whole, divided = optimizer_of(wholes), optimizer_of([torch.nn.Parameter(torch.zeros(2, 2))])
     divided.param_groups[0]["params"] = [flat]  # as DeepSpeed does
@@ -142,8 +141,7 @@ def on_ranks(folder: Path) -> dict[str, Any]:
         matrices, stacks = (layout_of(shapes, division, rank, ranks) for shapes in (SHAPES, STACKS))
         report[division] = {
             "maps": maps(stacks),
-            "muon": steps("muon", matrices),
-            "muon without Nesterov": steps("muon", matrices, nesterov=False, adjust_lr="original"),
-            "adafactor": steps("adafactor", stacks),
+            "muon": steps(matrices),
+            "muon without Nesterov": steps(matrices, nesterov=False, adjust_lr="original"),
         }
     return report

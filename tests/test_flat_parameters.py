@@ -1,22 +1,19 @@
 """Optimizers of whole matrices compute with flat tensors that ranks divide as with whole parameters, bit for bit.
 
-Covers flat_parameters.py, modules/optimizers/whole_parameters.py and modules/optimizers/adafactor_optimizer.py.
+Covers flat_parameters.py and modules/optimizers/muon_adamw.py.
 """
 
 from pathlib import Path
 
 import flat_parameters_ranks as cases
 import pytest
-import torch
 from strategies import ranks
-
-from rlhfkit.modules.optimizers import Adafactor
 
 
 @pytest.mark.distributed
 def test_three_ranks_step_whole_matrices_as_one_process_does(tmp_path: Path) -> None:
     worked = {"moved": True, "same": True}
-    expected = {"maps": True, "muon": worked, "muon without Nesterov": worked, "adafactor": worked}
+    expected = {"maps": True, "muon": worked, "muon without Nesterov": worked}
     for report in ranks.run("flat_parameters_ranks:on_ranks", 3, tmp_path):
         assert report == dict.fromkeys(cases.DIVISIONS, expected)
 
@@ -42,16 +39,3 @@ def test_owners_of_divided_matrices_compute_about_as_much() -> None:
             work[rank] += 0 if number is None else shapes[number][0]
     assert sum(work) == sum(rows for rows, _ in shapes)
     assert max(work) - min(work) <= 64, "one small matrix"
-
-
-def test_whole_parameters_take_the_steps_of_torchs_adafactor() -> None:
-    gradients, weights = cases.randoms(cases.STACKS, 1), cases.randoms(cases.STACKS, 2)
-    ours, theirs = ([torch.nn.Parameter(weight.clone()) for weight in weights] for _ in range(2))
-    made = Adafactor(ours, lr=0.1, weight_decay=0.2), torch.optim.Adafactor(theirs, lr=0.1, weight_decay=0.2)
-    for _ in range(3):
-        for parameters, optimizer in zip((ours, theirs), made, strict=True):
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-    assert all(map(torch.equal, ours, theirs))
-    assert not any(map(torch.equal, ours, weights))

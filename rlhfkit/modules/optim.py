@@ -205,7 +205,7 @@ class OptimizationMixin(L.LightningModule):
             if not zero.get("stage", 0):
                 continue
             if self.optimizer_function not in FLAT_PARAMETERS:
-                return "ZeRO flattens and divides them from stage 1 on, of which optimizer='muon' and 'adafactor' know"
+                return "ZeRO flattens and divides them from stage 1 on, of which optimizer='muon' alone knows"
             if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
                 return "DeepSpeed's NVMe offload leaves only parts of its states in memory"
         return None

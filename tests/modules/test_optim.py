@@ -22,15 +22,13 @@ CASES: list[list[Any]] = [
     *(["adamw_8bit", strategy, {}] for strategy in ("rlhf_zero2", "offload") if EIGHT_BITS),
     *(["muon", strategy, {}] for strategy in ("ddp", "rlhf_zero1", "rlhf_zero3", "offload")),
     *(["muon", f"rlhf_zero{stage}", {"precision": "bf16-true"}] for stage in (0, 2)),
-    *(["adafactor", f"rlhf_zero{stage}", {}] for stage in (2, 3)),
-    ["torch.optim.Adafactor", "rlhf_zero2", {}],
+    *([name, "rlhf_zero2", {}] for name in ("adafactor", "torch.optim.Adafactor")),
 ]
-FLAT = ("muon, rlhf_zero1", "muon, rlhf_zero3", "muon, offload", "adafactor, rlhf_zero2", "adafactor, rlhf_zero3")
+FLAT = ("muon, rlhf_zero1", "muon, rlhf_zero3", "muon, offload")
 """In float32, where the weights of the model are the optimizer's."""
 RESUMED = [
     *([["adamw_8bit", "rlhf_zero2"]] if EIGHT_BITS else []),
     *(["muon", strategy] for strategy in ("offload", "rlhf_zero3")),
-    ["adafactor", "rlhf_zero3"],
 ]
 # Losses are about 4, where neighbouring float32 numbers are 4.8e-7 apart. Muon's matrix iterations are in bfloat16, of
 # whose 8 bits a rounding of the gradient can change the last, so that DDP is as far from one rank as ZeRO is
@@ -51,7 +49,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_two_ranks_learn_what_one_learns(report: dict[str, Any]) -> None:
     shown = {case: values for case, values in report.items() if "loss" in values}
-    assert len(shown) == (12 if EIGHT_BITS else 10)
+    assert len(shown) == (10 if EIGHT_BITS else 8)
     for case, values in shown.items():
         name = "bf16-true" if "bf16-true" in case else case.partition(",")[0]
         loss, weight = TOLERANCES.get(name, (2e-6, 2e-6))
@@ -73,11 +71,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(report: dict[str, Any]) -> None:
 
 def test_other_optimizers_of_whole_parameters_are_refused_where_parameters_are_divided(report: dict[str, Any]) -> None:
     errors = {case: values["error"] for case, values in report.items() if "error" in values}
-    assert set(errors) == {"torch.optim.Adafactor, rlhf_zero2"}
-    (error,) = errors.values()
-    assert "computes with whole parameters, and ZeRO flattens and divides them" in error
-    assert "optimizer='muon' and 'adafactor'" in error
-    assert "Trainer(strategy='ddp')" in error
+    assert set(errors) == {"adafactor, rlhf_zero2", "torch.optim.Adafactor, rlhf_zero2"}
+    for error in errors.values():
+        assert "computes with whole parameters, and ZeRO flattens and divides them" in error
+        assert "optimizer='muon' alone knows" in error
+        assert "Trainer(strategy='ddp')" in error
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ May import: ``distributed.py``, ``flat_parameters.py``, ``validation.py``; bitsa
 Start at :mod:`rlhfkit.modules.optimizers.factories`.
 """
 
-from rlhfkit.modules.optimizers.adafactor_optimizer import Adafactor
 from rlhfkit.modules.optimizers.factories import adafactor, adamw, adamw_8bit, muon, sgd
 from rlhfkit.modules.optimizers.muon_adamw import Muon
 
-__all__ = ["Adafactor", "Muon", "adafactor", "adamw", "adamw_8bit", "muon", "sgd"]
+__all__ = ["Muon", "adafactor", "adamw", "adamw_8bit", "muon", "sgd"]

@@ -14,7 +14,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-from rlhfkit.modules.optimizers.adafactor_optimizer import Adafactor
 from rlhfkit.modules.optimizers.muon_adamw import Muon
 
 if TYPE_CHECKING:
@@ -182,8 +181,8 @@ def adafactor(
     beta2_decay: float = -0.8,
     eps: tuple[float | None, float] = (None, 1e-3),
     d: float = 1.0,
-) -> Optimizer:
-    """Make :class:`~rlhfkit.modules.optimizers.Adafactor`: torch's, with second moments by row and column only.
+) -> torch.optim.Adafactor:
+    """Make torch's Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235), with second moments by row and column only.
 
     ``lr`` bounds its relative step: a step is at most ``lr`` times the root mean square of the parameter.
 
@@ -195,12 +194,19 @@ def adafactor(
         eps: Added to squared gradients, and the least root mean square of a parameter.
         d: Updates are clipped to this root mean square.
     """
-    return Adafactor(groups, lr=lr, weight_decay=weight_decay, beta2_decay=beta2_decay, eps=(eps[0], eps[1]), d=d)
+    return torch.optim.Adafactor(
+        groups, lr=lr, weight_decay=weight_decay, beta2_decay=beta2_decay, eps=(eps[0], eps[1]), d=d
+    )
 
 
-FLAT_PARAMETERS: tuple[OptimizerFactory, ...] = (muon, adafactor, Muon, Adafactor)
+FLAT_PARAMETERS: tuple[OptimizerFactory, ...] = (muon, Muon)
 """Functions whose optimizers compute with whole parameters, and find them in flat tensors if they know the layout."""
-WHOLE_PARAMETERS: tuple[OptimizerFactory, ...] = (*FLAT_PARAMETERS, torch.optim.Muon, torch.optim.Adafactor)
+WHOLE_PARAMETERS: tuple[OptimizerFactory, ...] = (
+    *FLAT_PARAMETERS,
+    adafactor,
+    torch.optim.Muon,
+    torch.optim.Adafactor,
+)
 """Functions whose optimizers compute with whole parameters, not number by number."""
 
 
@@ -239,7 +245,7 @@ def state_bytes(
         step = itemsize * (2.0 if arguments.get("nesterov") else 1.0)
         state = float(itemsize) if arguments.get("momentum") else 0.0
         return StateBytes(state, state, step, step)
-    return StateBytes(0.0, 0.0, itemsize, itemsize) if function in (adafactor, Adafactor) else None
+    return StateBytes(0.0, 0.0, itemsize, itemsize) if function is adafactor else None
 
 
 def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: Mapping[str, Any]) -> None:

@@ -7,10 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rlhfkit.modules.optimizers.whole_parameters import WholeParameterOptimizer
+from rlhfkit.distributed import full_shape
+from rlhfkit.flat_parameters import FlatLayout
 
 
-class Muon(WholeParameterOptimizer):
+class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) for groups with ``"kind": "matrices"``, else AdamW.
 
     Both are torch's own, over the same groups and states as this optimizer, so that one schedule, one checkpoint and
@@ -21,6 +22,9 @@ class Muon(WholeParameterOptimizer):
     which ZeRO divides, each rank keeps the momentum of its part; one rank makes a divided matrix's momentum orthogonal,
     from bfloat16 numbers as torch's Muon, and each rank steps its part (Liu et al., section 2.3).
     """
+
+    flat_layouts: Mapping[Tensor, FlatLayout] = {}
+    """The layouts of the parameters that are flat tensors."""
 
     def __init__(
         self,
@@ -72,9 +76,30 @@ class Muon(WholeParameterOptimizer):
         super().__init__([{**of[_is_matrices(group)], **group} for group in groups], {"lr": lr})
         self.require_whole()
 
-    def least_dimensions(self, group: Mapping[str, Any]) -> int:
-        """Two for matrices."""
-        return 2 if _is_matrices(group) else 0
+    def set_flat_layouts(self, layouts: Mapping[Tensor, FlatLayout]) -> None:
+        """Take the layout of each flat tensor among the parameters."""
+        self.flat_layouts = dict(layouts)
+
+    def layout_of(self, parameter: Tensor, group: Mapping[str, Any]) -> FlatLayout | None:
+        """The layout of a flat tensor of a group; ``None``: it is a whole parameter.
+
+        Raises:
+            ValueError: If a matrix is flat, and nothing says which matrices are in it.
+        """
+        layout = self.flat_layouts.get(parameter)
+        if layout is None and _is_matrices(group) and len(full_shape(parameter)) < 2:
+            raise ValueError(
+                f"{type(self).__name__} updates whole matrices and was given a tensor of shape "
+                f"{tuple(parameter.shape)}: the strategy flattens or divides weights, and does not say how. Train with "
+                "RLHFDeepSpeedStrategy or Trainer(strategy='ddp'), or take optimizer='adamw'"
+            )
+        return layout
+
+    def require_whole(self) -> None:
+        """Raise ValueError if there is a flat tensor of unknown matrices."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.layout_of(parameter, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the groups of both. A collective if matrices are divided over ranks."""
