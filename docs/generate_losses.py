@@ -33,7 +33,7 @@ ORDER += (
     "advantages.rewards",
     "advantages.turns",
 )
-ORDER += ("supervised", "distillation", "hybrid_distillation", "preference.dpo", "preference.reference_free")
+ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free")
 ORDER += (
     "preference.variants",
     "preference.kto",

@@ -22,7 +22,6 @@ from rlhfkit import (
     NashMDModule,
     OnlineDPOModule,
     ORPOModule,
-    PairedKTOModule,
     PPOModule,
     PreferenceDataModule,
     ProcessRewardModule,
@@ -51,7 +50,7 @@ KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
     "distillation": (
         DistillationModule,
         "texts",
-        [{"chunk_size": 3}, {"divergence": "jsd", "distillation_coef": 0.4, "teacher_reads": "text", "chunk_size": 5}],
+        [{"chunk_size": 3}, {"divergence": "jsd", "distillation_coef": 0.4, "chunk_size": 5}],
     ),
     "dpo": (
         DPOModule,
@@ -76,14 +75,11 @@ KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
     ),
     "ppo": (PPOModule, "prompts", [{}, {"shared_backbone": True, "normalize_values": True}]),
     "bco": (BCOModule, "unpaired", [{}, {"match_prompts": True}]),
-    "kto_paired": (PairedKTOModule, "pairs", [{"desirable_weight": 1.3}]),
     "online_dpo": (OnlineDPOModule, "prompts", [{"beta": 0.3, "nll_coef": 0.2}]),
     "xpo": (XPOModule, "prompts", [{"beta": 0.3, "alpha": 0.05}]),
     "nash": (NashMDModule, "prompts", [{"beta": 0.3, "link": "bradley-terry"}]),
 }
 """Class, data and settings. Losses that sort their batch, and the router's, depend on micro-batches and say so."""
-WHOLE_STEPS = {"kto_paired"}
-"""Kinds whose reference points are those of a micro-batch of all ranks, so that a step has one."""
 PAIRS = {"online_dpo", "xpo"}
 """Kinds that compare the samples of a prompt, so that a micro-batch has all of them."""
 
@@ -172,7 +168,7 @@ def train(
             return torch.optim.SGD([{"params": group["params"]} for group in self.parameter_groups()], lr=0.1)
 
     ranks = more.get("devices", 1) // sequence
-    size = STEP // ranks if kind in WHOLE_STEPS else max(size, 2) if kind in PAIRS else size
+    size = max(size, 2) if kind in PAIRS else size
     arguments: dict[str, Any] = {"model": str(folder / "model"), "attention": attention, **settings[setting]}
     arguments |= {"teacher": str(folder / "other")} if kind == "distillation" else {}
     fixed = data == "prompts" or (kind == "kto" and setting == 0)

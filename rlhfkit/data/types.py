@@ -237,8 +237,6 @@ class Experience(PaddedBatch):
         old_logprobs: (B, T-1) float32, the trainer's before the iteration; ``None`` in the first update: equal to the
             current ones.
         advantages: (B, T-1) float32.
-        teacher_spans: (B, T-1) int32, where the teacher has other tokens: the span of text that each token is in, -1:
-            none. Then ``teacher_logprobs`` are those of spans, at the last token of each.
         columns: What single features know of each token, by name, (B, T-1) or (B, T-1, C), padded with 0 or false:
             ``ref_logprobs`` under the reference policy, ``values`` of a critic before the iteration and ``returns``
             that it learns, ``teacher_logprobs``, and whatever parts write (:attr:`rlhfkit.Part.writes`).
@@ -264,7 +262,6 @@ class Experience(PaddedBatch):
     token_rewards: Tensor | None = step_field(None)
     old_logprobs: Tensor | None = step_field(None)
     advantages: Tensor | None = step_field(None)
-    teacher_spans: Tensor | None = step_field(None, fill=-1)
 
     columns: dict[str, Tensor] = steps_field()
     reward_parts: dict[str, Tensor] = rows_field()

@@ -51,7 +51,6 @@ from rlhfkit.losses.distillation import (
     distillation_loss,
     on_policy_distillation_advantages,
     on_policy_distillation_loss,
-    span_distillation_advantages,
 )
 from rlhfkit.losses.fused_head.logprobs import LogprobsOutput, linear_logprobs, logits_logprobs
 from rlhfkit.losses.fused_head.single_pass import (
@@ -62,7 +61,6 @@ from rlhfkit.losses.fused_head.single_pass import (
     linear_single_pass,
 )
 from rlhfkit.losses.gradient_scope import GradientScope, gradient_scope
-from rlhfkit.losses.hybrid_distillation import hybrid_distillation_loss, universal_logit_distance
 from rlhfkit.losses.importance_sampling import (
     CORRECTION_PRESETS,
     CorrectionLevel,
@@ -106,7 +104,7 @@ from rlhfkit.losses.policy.trust_region import (
 )
 from rlhfkit.losses.preference.bco import bco_loss, density_ratio_weights
 from rlhfkit.losses.preference.dpo import dpo_loss
-from rlhfkit.losses.preference.kto import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss
+from rlhfkit.losses.preference.kto import kto_kl_estimate, kto_kl_sums, kto_loss
 from rlhfkit.losses.preference.pairs import best_and_worst, pair_partners, rejected_values
 from rlhfkit.losses.preference.reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
 from rlhfkit.losses.preference.reward_model import bradley_terry_loss, pairwise_accuracy, process_reward_loss
@@ -176,7 +174,6 @@ __all__ = [
     "grpo_loss",
     "gspo_loss",
     "gspo_token_loss",
-    "hybrid_distillation_loss",
     "importance_weights",
     "ipo_policy_loss",
     "kl_cov_loss",
@@ -185,7 +182,6 @@ __all__ = [
     "kto_kl_estimate",
     "kto_kl_sums",
     "kto_loss",
-    "kto_paired_loss",
     "last_action_mask",
     "length_adaptive_lambda",
     "length_desensitized_logprobs",
@@ -235,7 +231,6 @@ __all__ = [
     "sequence_logprobs",
     "simpo_loss",
     "slic_loss",
-    "span_distillation_advantages",
     "stop_properly_penalty",
     "sum_losses",
     "sum_metric",
@@ -244,7 +239,6 @@ __all__ = [
     "top_entropy_mask",
     "turn_advantages",
     "turn_ends",
-    "universal_logit_distance",
     "value_loss",
     "vespo_loss",
     "weighted_metric",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlhfkit.losses.advantages.gae import discounted_returns
 from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,
@@ -157,49 +156,6 @@ def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor
     check_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     student, teacher = full_precision(logprobs.detach()), full_precision(teacher_logprobs.detach())
     return select(teacher, mask) - select(student, mask)
-
-
-def span_distillation_advantages(
-    logprobs: Tensor, teacher_logprobs: Tensor, spans: Tensor, mask: Tensor, *, gamma: float = 0.0
-) -> Tensor:
-    """:func:`on_policy_distillation_advantages` of a teacher with other tokens, by spans of the same text.
-
-    ``A_t = Σ_{s' ≥ s} γ^{s'-s} (log q(s') - log p(s'))`` for each token t of span s, with ``log p(s) = Σ_{u in s} log
-    p(y_u)`` by the chain rule and likewise ``log q(s)``, detached: minus the one-sample reverse KL of the text of the
-    span. A span is one action, whose log-prob is the sum of those of its tokens, so that each has its whole advantage.
-
-    Aligned spans and their chain rule: GOLD (General Online Logit Distillation, Patiño et al., Hugging Face, 2025).
-
-    Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the student.
-        teacher_logprobs: (B, T), of which those of a span sum to the teacher's log-prob of its text.
-        spans: (B, T) integers that grow along each sequence, the span of each token; -1: it is in none.
-        mask: (B, T), true at sampled tokens. Masked entries may hold anything.
-        gamma: Discount γ of later spans in [0, 1]; 0: only its own.
-
-    Returns:
-        (B, T) detached, in at least float32; 0 where masked and outside of spans.
-
-    Raises:
-        ValueError: If the shapes differ or ``gamma`` is out of range.
-    """
-    check_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, spans=spans, mask=mask)
-    inside = mask.bool() & (spans >= 0)
-    gaps = on_policy_distillation_advantages(logprobs, teacher_logprobs, inside)
-    slots = (spans.long() + 1).where(inside, 0)  # 0: in none; spans are fewer than tokens
-    sums = torch.zeros(len(gaps), gaps.shape[1] + 1, dtype=gaps.dtype, device=gaps.device).scatter_add(1, slots, gaps)
-    last = last_of_span(spans.where(inside, -1))
-    later = discounted_returns(sums.gather(1, slots), last, gamma=gamma)
-    returns = torch.zeros_like(sums).scatter_add(1, slots, later)
-    return select(returns.gather(1, slots), inside)
-
-
-def last_of_span(spans: Tensor) -> Tensor:
-    """(B, T) bool, true at the last token of each span of (B, T), once for each; -1 is no span, also inside of one."""
-    slots = spans.long() + 1
-    places = torch.arange(spans.shape[1], device=spans.device).expand_as(slots)
-    ends = slots.new_zeros(len(slots), slots.shape[1] + 1).scatter_reduce(1, slots, places, "amax")
-    return (spans >= 0) & (places == ends.gather(1, slots))
 
 
 @share_arguments(AGGREGATION_ARGUMENTS)

@@ -4,7 +4,7 @@ Only hidden states are kept for all tokens; the output layers run chunk by chunk
 Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,8 +25,8 @@ from rlhfkit.models.parallel.joined_rows import JoinedRow
 from rlhfkit.models.router_loss import router_loss
 
 TeacherRows = Callable[[slice], Any]
-"""The teacher at a slice of the M selected tokens, for a :data:`Compare`: logits (m, V) and None, log-probs and ids
-(m, K), or what else it compares. Where a forward group computes the teacher, the tokens are those that this rank
+"""The teacher at a slice of the M selected tokens, for a :data:`Compare`: logits (m, V) and None, or log-probs and ids
+(m, K). Where a forward group computes the teacher, the tokens are those that this rank
 computes, of it and of the student."""
 LogitRows = Callable[[slice | Tensor], tuple[Tensor, None]]
 """Logits (m, V) of a slice of the M selected tokens, or of those at an index (m,) int64."""
@@ -102,7 +102,6 @@ def compare_logits(
     chunk_size: int,
     denominator: float = 1.0,
     by_token: bool = False,
-    parts: Sequence[slice] | None = None,
     router_aux_loss: bool = False,
     packed: bool | None = None,
 ) -> Comparison:
@@ -115,18 +114,15 @@ def compare_logits(
         chunk_size: Tokens whose logits exist at a time.
         denominator: What ``compare`` is given with this batch's tokens.
         by_token: ``compare`` returns (m, ...), which are concatenated; else a tensor, which is summed over the chunks.
-        parts: The chunks, at least one, instead of ones of ``chunk_size``; not where a forward group computes them.
 
     Raises:
-        ValueError: If ``router_aux_loss`` is asked of a model without a router, or ``parts`` of a forward group.
+        ValueError: If ``router_aux_loss`` is asked of a model without a router.
     """
     bare = unwrap(model)
     known = output_logits(bare)
     inputs, positions, targets, _, joined = next_token_inputs(bare, batch, mask, packed)
     denominators = [denominator] if joined is None else joined.group.gather(denominator)
     rows_of = _rows_of(teacher, joined)
-    if parts is not None and joined is not None:
-        raise ValueError("parts are of this rank's own tokens, and a forward group computes those of all its members")
 
     def over(rows: Tensor, head: Callable[[Tensor], Tensor], among: slice, denominator: float) -> Tensor:
         def one(rows: Tensor, part: slice) -> Tensor:
@@ -134,7 +130,7 @@ def compare_logits(
 
         # At least one chunk, so that an empty sum has a gradient.
         starts = range(among.start, max(among.stop, among.start + 1), chunk_size)
-        chunks = parts or [slice(start, min(start + chunk_size, among.stop)) for start in starts]
+        chunks = [slice(start, min(start + chunk_size, among.stop)) for start in starts]
         values = [checkpoint(one, rows[part], part, use_reentrant=False) for part in chunks]
         return torch.cat(values) if by_token else torch.stack(values).sum(0)
 

@@ -20,7 +20,6 @@ from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.bco import BCOModule
 from rlhfkit.modules.preference.dpo import DPOModule
 from rlhfkit.modules.preference.kto import KTOModule
-from rlhfkit.modules.preference.kto_paired import PairedKTOModule
 from rlhfkit.modules.preference.reference import ReferenceModule
 from rlhfkit.modules.preference.reference_free import CPOModule, ORPOModule, SimPOModule
 from rlhfkit.modules.reward.base import ScalarModule
@@ -43,7 +42,6 @@ __all__ = [
     "OnPolicyModule",
     "OnlineDPOModule",
     "PPOModule",
-    "PairedKTOModule",
     "PolicyModule",
     "PreferenceModule",
     "ProcessRewardModule",

@@ -25,7 +25,6 @@ from rlhfkit import (
     OnlineDPOModule,
     OnPolicyDistillationModule,
     ORPOModule,
-    PairedKTOModule,
     Part,
     PPOModule,
     ProcessRewardModule,
@@ -36,7 +35,6 @@ from rlhfkit import (
     XPOModule,
 )
 from rlhfkit.modules.on_policy.online_preference.base import OF_POLICY_LOSSES
-from rlhfkit.modules.preference.kto_paired import OF_DPO_LOSSES
 
 from . import learning
 from .table import Change, Rows, Unseen, arguments_of, ignored
@@ -225,18 +223,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "loss_type": Change("kto", refused=True),
         },
     ),
-    PairedKTOModule: (
-        "pairs",
-        dict.fromkeys(POLICY | REFERENCE, AS_KTO)
-        | {name: Change(0.3, refused=True) for name in OF_DPO_LOSSES}
-        | {
-            "beta": Change(0.7),
-            "desirable_weight": Change(2.0),
-            "undesirable_weight": Change(2.0),
-            "ref_model": Change("@other"),
-            "ld_alpha": Change(0.1),
-        },
-    ),
     RewardModule: ("pairs", SCALAR | {"centering": Change(0.5), "label_smoothing": Change(0.2)}),
     ProcessRewardModule: ("steps", SCALAR | {"words": Change(["1", "2"])}),
     DistillationModule: (
@@ -247,8 +233,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "divergence": Change("reverse_kl"),
             "temperature": Change(3.0),
             "teacher_weight": Change(0.2, given=JSD),
-            "teacher_reads": Unseen("is the same with the same tokens; tests/modules/teachers/test_comparison.py"),
-            "unmatched_weight": Unseen("is for a teacher with other tokens; tests/modules/teachers/test_comparison.py"),
             "distillation_coef": Change(0.4),
             "top_k": Change(3),
             "remainder": Change("renormalize", given={"top_k": 3}),
@@ -265,14 +249,12 @@ TABLE: dict[type, tuple[str, Rows]] = {
         | ON_POLICY
         | {
             "teacher": Change("@model"),
-            "teacher_reads": Unseen("is the same with the same tokens; tests/modules/teachers/test_text.py"),
             "teacher_column": Unseen("chooses among several teachers; tests/modules/on_policy/test_distillation.py"),
             "divergence": Change("reverse_kl"),
             "distillation_coef": Change(0.3),
             "distillation_gamma": Change(0.5),
             "reward_coef": Change(0.5),
             "teacher_weight": Change(0.2, given=JSD),
-            "unmatched_weight": Unseen("is for a teacher with other tokens; tests/modules/teachers/test_text.py"),
             "top_k": Change(3, given=JSD),
             "remainder": Change("renormalize", given=JSD | {"top_k": 3}),
             "chunk_size": Change(1, given=JSD),

@@ -10,7 +10,6 @@ import torch
 from plain_sgd import PlainSGD
 from tiny_models import tiny_model
 
-from modules.teachers.teacher_cases import byte_tokenizer, model_with
 from rlhfkit import DistillationModule, SFTDataModule
 from rlhfkit.data.packing import permutation
 from rlhfkit.models import load_causal_lm
@@ -24,10 +23,9 @@ class PlainDistillation(PlainSGD, DistillationModule):
 
 
 def prepare(folder: Path) -> None:
-    """A student, a teacher with an output layer of its own, one with other tokens, and 24 answers of uneven lengths."""
+    """A student, a teacher with an output layer of its own, and 24 answers of uneven lengths."""
     tiny_model(folder / "model")
     tiny_model(folder / "teacher", seed=1, tied=False)
-    model_with(byte_tokenizer(), folder / "bytes")
     rows = [{"prompt": f"{i}+{i}=", "completion": "x" * (i % 5) + str(2 * i)} for i in range(24)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -65,8 +63,7 @@ class Steps(L.Callback):
 def fit(folder: Path, accumulate: int, knobs: dict[str, Any], *, ranks: int = 1, **arguments: Any) -> Steps:
     """One run in steps of 8 examples, however they are split; seven tokens at a time."""
     steps = Steps()
-    teacher = folder / ("bytes" if "teacher_reads" in knobs else "teacher")
-    module = PlainDistillation(str(folder / "model"), str(teacher), lr=LR, chunk_size=7, **knobs)
+    module = PlainDistillation(str(folder / "model"), str(folder / "teacher"), lr=LR, chunk_size=7, **knobs)
     run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
     run.fit(module, data(folder, STEP // accumulate // ranks))
     return steps
@@ -105,19 +102,15 @@ def by_hand(folder: Path, token_loss: Any) -> tuple[list[float], dict[str, torch
     return losses, student.state_dict()
 
 
-READS_TEXT: dict[str, Any] = {"teacher_reads": "text", "distillation_coef": 0.7}
-
-
-def on_ranks(folder: Path, data: str, knobs: dict[str, Any]) -> tuple[list[float], list[float]]:
+def on_ranks(folder: Path, data: str, knobs: dict[str, Any]) -> list[float]:
     """What one rank runs: ZeRO 3, where the teacher is an inference engine; then with the teacher's tokens on disk.
 
     Returns:
-        Losses of fifty further steps; and of some with a teacher that reads text, at ZeRO 3.
+        Losses of fifty further steps.
     """
     steps = fit(Path(data), 2, knobs, ranks=RANKS, strategy="rlhf_zero3")
     cache = {"precompute_teacher": True, "top_k": 5, "teacher_cache": str(folder / "cache")}
     kept = fit(Path(data), 2, knobs | cache, ranks=RANKS, strategy="rlhf_zero2")
     if steps.weights:
         torch.save([steps.weights, kept.weights], folder / "weights.pt")
-    fifty = fit(Path(data), 2, {}, ranks=RANKS, strategy="ddp", **FIFTY).losses
-    return fifty, fit(Path(data), 2, READS_TEXT, ranks=RANKS, strategy="rlhf_zero3").losses
+    return fit(Path(data), 2, {}, ranks=RANKS, strategy="ddp", **FIFTY).losses

@@ -105,7 +105,6 @@ def other_shapes() -> dict[str, dict[str, Any]]:
         "linear_policy_gradient": head | {"entropy_coefficients": normal(B * T)},
         "linear_single_pass": head | {"gradients": lambda logprobs, entropy, row: (logprobs, entropy), "entropy": True},
         "logits_logprobs": {"logits": normal(B * T, V), "entropy": True},
-        "hybrid_distillation_loss": {"later": -normal(B, T).abs(), "teacher_later": -normal(B, T).relu()},
         "gae": {"rewards": normal(B, T)},
         "discounted_returns": {"rewards": normal(B, T)},
         "reinforce_advantages": {"rewards": normal(B, T)},

@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Arguments that are no tensors, where a function needs some or its defaults leave a branch out."""
 OF_SEQUENCES = {
     "alphapo_loss", "bco_loss", "bradley_terry_loss", "clip_rewards", "cpo_loss", "dpo_loss", "kto_kl_estimate",
-    "kto_kl_sums", "kto_loss", "kto_paired_loss", "missing_eos_penalty", "normalize_rewards", "orpo_loss",
+    "kto_kl_sums", "kto_loss", "missing_eos_penalty", "normalize_rewards", "orpo_loss",
     "pairwise_accuracy", "rejected_values", "simpo_loss", "slic_loss", "stop_properly_penalty", "token_rewards",
     "divergence_score", "exploration_loss", "nash_md_loss",
 }  # fmt: skip

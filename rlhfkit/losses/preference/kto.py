@@ -23,7 +23,6 @@ from rlhfkit.losses.aggregation import (
     scalar_like,
     select,
 )
-from rlhfkit.losses.arguments import PAIR_ARGUMENTS, share_arguments
 
 KTOLossType = Literal["kto", "apo_zero_unpaired"]
 """Losses of :func:`kto_loss`."""
@@ -135,60 +134,6 @@ def kto_loss(
     if kl is not None:
         metrics["kl"] = anchor
     return LossOutput(aggregate(losses, keep, denominator=denominator), metrics)
-
-
-@share_arguments(PAIR_ARGUMENTS)
-def kto_paired_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-    chosen_kl: Tensor | float | None = None,
-    rejected_kl: Tensor | float | None = None,
-    mask: Tensor | None = None,
-    denominator: Tensor | float | None = None,
-) -> LossOutput:
-    """Kahneman–Tversky optimisation on pairs; each side's mean log-ratio is the other's reference point.
-
-    ``ℓ = λ_D (1 - σ(β(Δ_c - z_r))) + λ_U (1 - σ(β(z_c - Δ_r)))`` with ``z_c = max(0, mean Δ_c)``, ``z_r`` likewise,
-    and ``L = Σ ℓ / (2 D)``.
-
-    KTO, Ethayarajh et al. (2024, arXiv:2402.01306); OpenRLHF's "vanilla" variant, without mismatched answers. The
-    reference points are detached, as in the paper; in OpenRLHF they are not, so gradients differ.
-
-    Args:
-        desirable_weight: λ_D.
-        undesirable_weight: λ_U.
-        chosen_kl: Scalar ``z_c``, ``kto_kl_estimate(kto_kl_sums(chosen, ref_chosen))`` with a sum over ranks in
-            between; of this batch when ``None``.
-        rejected_kl: Scalar ``z_r``, likewise.
-
-    Returns:
-        The loss with the metrics of :func:`kto_loss`, ``rewards/accuracies``, ``kl/chosen`` and ``kl/rejected``.
-    """
-    check_same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, mask=mask)
-    _check_arguments(chosen, beta, desirable_weight, undesirable_weight)
-    keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
-    policy_chosen, policy_rejected = select(full_precision(chosen), keep), select(full_precision(rejected), keep)
-    chosen_ratio = policy_chosen - select(full_precision(ref_chosen.detach()), keep)
-    rejected_ratio = policy_rejected - select(full_precision(ref_rejected.detach()), keep)
-    if chosen_kl is None:
-        chosen_kl = kto_kl_estimate(kto_kl_sums(chosen, ref_chosen, keep))
-    if rejected_kl is None:
-        rejected_kl = kto_kl_estimate(kto_kl_sums(rejected, ref_rejected, keep))
-    chosen_kl, rejected_kl = (scalar_like(kl, chosen_ratio) for kl in (chosen_kl, rejected_kl))
-    losses = desirable_weight * torch.sigmoid(-beta * (chosen_ratio - rejected_kl))
-    losses = losses + undesirable_weight * torch.sigmoid(beta * (rejected_ratio - chosen_kl))
-    rewards = beta * torch.cat([chosen_ratio, rejected_ratio]).detach()
-    is_chosen, is_rejected = torch.cat([keep, keep & ~keep]), torch.cat([keep & ~keep, keep])
-    metrics = class_metrics(rewards, torch.cat([policy_chosen, policy_rejected]).detach(), is_chosen, is_rejected)
-    correct = (chosen_ratio > rejected_ratio).to(chosen_ratio.dtype)
-    metrics |= {"rewards/accuracies": masked_mean(correct, keep), "kl/chosen": chosen_kl, "kl/rejected": rejected_kl}
-    return LossOutput(0.5 * aggregate(losses, keep, denominator=denominator), metrics)
 
 
 def _check_arguments(logprobs: Tensor, beta: float, desirable_weight: float, undesirable_weight: float) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import exchange_errors
 from rlhfkit.losses import (
     LossOutput,
     aggregate,
@@ -17,7 +16,6 @@ from rlhfkit.losses import (
     logits_logprobs,
     mean_metric,
     on_policy_distillation_advantages,
-    span_distillation_advantages,
 )
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import HeadLoss, LoRA, PolicyOutput
@@ -29,17 +27,13 @@ from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.teachers.compared_output import ComparedOutput
-from rlhfkit.modules.teachers.comparison import ComparedSpans, TextComparison
 from rlhfkit.modules.teachers.domains import MAX_TEACHERS, TeacherDomains
 from rlhfkit.modules.teachers.frozen import (
     ask_for_likeliest,
     check_comparison,
-    check_reads,
     check_teacher_tokens,
     load_teacher,
-    teacher_text,
 )
-from rlhfkit.modules.teachers.text import Rewritten, TeacherText
 from rlhfkit.protocols import datamodule_of
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
@@ -53,8 +47,8 @@ class OnPolicyDistillationModule(GRPOModule):
     one-sample reverse KL, and the loss is the policy loss of :class:`GRPOModule` (Lu and Thinking Machines Lab,
     "On-Policy Distillation", 2025). With one, whole next-token distributions are compared at each sampled token (GKD,
     Agarwal et al., 2023, arXiv:2306.13649), with less noise and one more output layer to compute. Student and teacher
-    must have the same tokens, unless the teacher reads text (``teacher_reads``); both are compared at the temperature
-    of sampling. No reward is needed; one that is given is logged, and with a ``reward_coef`` its advantage is added.
+    must have the same tokens; both are compared at the temperature of sampling. No reward is needed; one that is given
+    is logged, and with a ``reward_coef`` its advantage is added.
 
     Example::
 
@@ -68,12 +62,6 @@ class OnPolicyDistillationModule(GRPOModule):
             with a ``divergence``. A mapping of domains to names: several teachers with the student's tokens, each a
             frozen child, of which ``teacher_column`` chooses one for each prompt; without a ``divergence`` only. Every
             teacher computes its own prompts' samples, so that they cost one pass in all.
-        teacher_reads: ``tokens``: the student's, which must be the teacher's too. Else the teacher has a tokenizer of
-            its own and reads the samples as text: ``text``: the prompt as it is, ``chat``: its turns in its own chat
-            template, or the dotted name of a function from the prompt's text, control tokens included, to the
-            teacher's. With one teacher only; compared by spans of the same text, see
-            :func:`~rlhfkit.losses.span_distillation_advantages` and, with a ``divergence``, for which the teacher must
-            be a child, :func:`~rlhfkit.losses.hybrid_distillation_loss`.
         teacher_column: Column of the prompts that names the domain, with several teachers; a mixture of data has
             ``source``.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default for reinforcement learning).
@@ -85,7 +73,6 @@ class OnPolicyDistillationModule(GRPOModule):
             each token's own; 1: the gradient of the reverse KL of whole answers (MiniLLM, arXiv:2306.08543).
         reward_coef: Weight of the reward's advantage; 0: a reward is logged only.
         teacher_weight: w of ``jsd``; 0.5 as in TRL's GKD.
-        unmatched_weight: With a ``divergence`` from a teacher that reads text: weight of the tokens that only one has.
         top_k: Compare the teacher's K likeliest tokens only; ``None``: all. Only with a ``divergence``.
         remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
         chunk_size: Sampled tokens whose logits exist at a time, with a ``divergence``; changes memory and speed only.
@@ -120,7 +107,6 @@ class OnPolicyDistillationModule(GRPOModule):
         model: str,
         teacher: str | ModelPool | ServedModel | Mapping[str, str],
         *,
-        teacher_reads: str = "tokens",
         teacher_column: str = "source",
         lr: float = 1e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
@@ -128,7 +114,6 @@ class OnPolicyDistillationModule(GRPOModule):
         distillation_gamma: float = 0.0,
         reward_coef: float = 0.0,
         teacher_weight: float = 0.5,
-        unmatched_weight: float = 1.0,
         top_k: int | None = None,
         remainder: Remainder = "bucket",
         chunk_size: int = 1024,
@@ -169,9 +154,7 @@ class OnPolicyDistillationModule(GRPOModule):
         check_number("distillation_gamma", distillation_gamma, minimum=0, maximum=1)
         check_comparison(
             divergence,
-            teacher_reads=teacher_reads,
             teacher_weight=teacher_weight,
-            unmatched_weight=unmatched_weight,
             top_k=top_k,
             remainder=remainder,
             chunk_size=chunk_size,
@@ -183,11 +166,6 @@ class OnPolicyDistillationModule(GRPOModule):
                 raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
             self.hparams.update(teacher=dict(self.domains.names))
             teacher = next(iter(self.domains.names.values()))
-        likeliest = divergence is not None and (top_k is not None or not isinstance(teacher, str))
-        self.teacher_reads = check_reads(teacher_reads, likeliest=likeliest, several=bool(self.domains))
-        self.unmatched_weight = unmatched_weight
-        self._comparison: TextComparison | None = None
-        self._teacher_text: TeacherText | None = None
         self.teacher_pool = None if isinstance(teacher, str) else frozen_model(cast(Any, teacher))
         """The replicas of the teacher; ``None``: it is a child."""
         self.teacher_name = str(teacher) if self.teacher_pool is None else self.teacher_pool.model
@@ -263,14 +241,8 @@ class OnPolicyDistillationModule(GRPOModule):
     def configure_model(self) -> None:
         """Build the student, reference and reward model if needed, and the teacher."""
         super().configure_model()
-        if self.teacher_reads != "tokens" and self._teacher_text is None:
-            compared = self.divergence is not None
-            self._teacher_text = teacher_text(self.teacher_reads, self.teacher_name, self, distributions=compared)
-            if self.divergence is not None:
-                self._comparison = TextComparison(self._teacher_text, self.divergence, self.teacher_weight)
         if self.teacher_pool is not None:
-            if self._teacher_text is None:
-                check_teacher_tokens(self.teacher_name, self)
+            check_teacher_tokens(self.teacher_name, self)
         elif not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
             for number, name in enumerate(list(self.domains.names.values())[1:], 1):
@@ -278,7 +250,7 @@ class OnPolicyDistillationModule(GRPOModule):
 
     def build_teacher(self) -> nn.Module:
         """Load the teacher, frozen; raises ValueError if its tokens differ. Override to wrap or change it."""
-        return load_teacher(self.teacher_name, self, same_tokens=self.teacher_reads == "tokens")
+        return load_teacher(self.teacher_name, self)
 
     @property
     def needs_reward(self) -> bool:
@@ -299,21 +271,15 @@ class OnPolicyDistillationModule(GRPOModule):
 
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs, and the teacher's unless a divergence runs it beside the student."""
-        pool, rewritten = self.teacher_pool, None
-        if self._teacher_text is not None and self.divergence is None:
-            rewritten = self._rewrite(self._teacher_text, experience)
-        read = experience if rewritten is None else rewritten.experience
-        asked = None if pool is None else ask(pool, "logprobs", self, read)  # while the student computes
+        pool = self.teacher_pool
+        asked = None if pool is None else ask(pool, "logprobs", self, experience)  # while the student computes
         experience = super().add_logprobs(experience)
         if self.divergence is not None:
             if pool is None or asked is None:
                 return experience
             return self._with_likeliest_tokens(experience, pool_result(asked, pool), pool.top)
-        found = self.teacher_logprobs(read) if pool is None or asked is None else pool_result(asked, pool)
-        if rewritten is None:
-            return experience.with_columns(teacher_logprobs=found)
-        experience = dataclasses.replace(experience, teacher_spans=rewritten.spans)
-        return experience.with_columns(teacher_logprobs=rewritten.to_student(found))
+        found = self.teacher_logprobs(experience) if pool is None or asked is None else pool_result(asked, pool)
+        return experience.with_columns(teacher_logprobs=found)
 
     @staticmethod
     def _with_likeliest_tokens(experience: Experience, found: Tensor, top: int) -> Experience:
@@ -321,25 +287,6 @@ class OnPolicyDistillationModule(GRPOModule):
         found = found if len(experience) else torch.zeros(*experience.action_mask.shape, 2 * top)
         logprobs, ids = found[..., :top].contiguous(), found[..., top:].int()
         return experience.with_columns(teacher_top_logprobs=logprobs, teacher_top_ids=ids)
-
-    @staticmethod
-    def _rewrite(text: TeacherText, experience: Experience) -> Rewritten:
-        """Write this rank's samples in the teacher's tokens; errors are raised on all ranks. A collective."""
-        failure: ValueError | None = None
-        try:
-            rewritten = text.rewrite(experience)
-        except ValueError as error:
-            failure = error
-        raised = exchange_errors(failure, error_type=ValueError)
-        if raised is not None:
-            raise raised
-        return rewritten
-
-    def rows_for(self, pool: FrozenModel, experience: Experience) -> Experience:
-        """What a model elsewhere is asked about; a teacher with other tokens reads text."""
-        if pool is self.teacher_pool and self._teacher_text is not None:
-            return self._teacher_text.rewrite(experience).experience
-        return super().rows_for(pool, experience)
 
     def teacher_logprobs(self, experience: Experience) -> Tensor:
         """(B, T-1) log-probs of the teacher; of several, of that of each prompt's domain. A collective."""
@@ -368,13 +315,8 @@ class OnPolicyDistillationModule(GRPOModule):
         if self.divergence is None:
             assert experience.old_logprobs is not None
             old, teacher = experience.old_logprobs, experience.columns["teacher_logprobs"]
-            gamma, spans = self.distillation_gamma, experience.teacher_spans
-            if spans is None:
-                now = on_policy_distillation_advantages(old, teacher, mask)
-                later = discounted_returns(now, mask, gamma=gamma)
-            else:
-                later = span_distillation_advantages(old, teacher, spans, mask, gamma=gamma)
-            total += self.distillation_coef * later
+            now = on_policy_distillation_advantages(old, teacher, mask)
+            total += self.distillation_coef * discounted_returns(now, mask, gamma=self.distillation_gamma)
         return total
 
     # ------------------------------------------------------------------ one micro-batch
@@ -385,13 +327,10 @@ class OnPolicyDistillationModule(GRPOModule):
             return super().policy_output(batch, head_loss)
         mask, temperature = batch.action_mask, batch.temperature
         wanted = self.needs_entropy
-        teacher, spans = self._teacher_of(batch)
 
         def compare(logits: Tensor, teacher: Any, tokens: Tensor, _: float) -> Tensor:
             chosen = logits_logprobs(logits, tokens, temperature=temperature, entropy=wanted)
-            if self._comparison is not None:
-                divergence = self._comparison.by_token(logits, teacher, tokens, temperature, self.unmatched_weight)
-            elif teacher[1] is None:
+            if teacher[1] is None:
                 divergence = self.compare(logits, teacher[0], temperature)
             else:
                 divergence = self.compare_likeliest(logits, teacher[0], teacher[1], temperature)
@@ -403,28 +342,22 @@ class OnPolicyDistillationModule(GRPOModule):
             batch,
             mask,
             compare,
-            teacher,
+            self._teacher_of(batch),
             chunk_size=self.chunk_size,
             by_token=True,
-            parts=None if spans is None else spans.parts,
             router_aux_loss=self.balances_routers,
         )
         empty = torch.zeros(mask.shape, dtype=values.dtype, device=mask.device)
         columns = [empty.masked_scatter(mask, column) for column in values.unbind(-1)]
-        aligned = None if spans is None else spans.aligned
-        return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1], balance, aligned)
+        return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1], balance)
 
-    def _teacher_of(self, batch: Experience) -> tuple[TeacherRows | tuple[Tensor, Tensor], ComparedSpans | None]:
-        """The teacher at the sampled tokens, for a divergence; and their spans if it reads text. A collective."""
+    def _teacher_of(self, batch: Experience) -> TeacherRows | tuple[Tensor, Tensor]:
+        """The teacher at the sampled tokens, for a divergence."""
         mask = batch.action_mask
-        if self._comparison is not None:
-            temperature, size = batch.temperature, self.chunk_size
-            spans = self._comparison.spans(self.teacher, batch, mask, temperature=temperature, chunk_size=size)
-            return spans.rows, spans
         if self.teacher_pool is None:
-            return teacher_logits(self.teacher, batch, mask), None
+            return teacher_logits(self.teacher, batch, mask)
         top_logprobs, top_ids = (batch.columns[name] for name in ("teacher_top_logprobs", "teacher_top_ids"))
-        return (top_logprobs[mask], top_ids[mask].long()), None
+        return top_logprobs[mask], top_ids[mask].long()
 
     def compare(self, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """(m,) divergences in nats from logits (m, V) of student and teacher; override it for another objective.
@@ -470,18 +403,11 @@ class OnPolicyDistillationModule(GRPOModule):
             batch = dataclasses.replace(batch, advantages=torch.zeros_like(batch.rollout_logprobs))
         base = super().loss(batch, out)
         if not isinstance(out, ComparedOutput):
-            metrics, spans = dict(base.metrics), batch.teacher_spans
-            compared = mask if spans is None else mask & (spans >= 0)
-            gap = (self.old_logprobs(batch, out) - batch.columns["teacher_logprobs"]).where(compared, 0.0)
-            metrics["distillation/reverse_kl"] = mean_metric(gap, compared)
-            if spans is not None:
-                metrics["distillation/aligned_fraction"] = mean_metric(compared.float(), mask)
-            return LossOutput(base.loss, metrics)
+            gap = (self.old_logprobs(batch, out) - batch.columns["teacher_logprobs"]).where(mask, 0.0)
+            return LossOutput(base.loss, {**base.metrics, "distillation/reverse_kl": mean_metric(gap, mask)})
         sizes = self.aggregation_arguments(batch)
         divergence = aggregate(
             out.divergence, mask, sizes["aggregation"], sizes["denominator"], max_length=sizes["max_length"]
         )
         metrics = {**base.metrics, "distillation/divergence": mean_metric(out.divergence, mask)}
-        if out.aligned is not None:
-            metrics["distillation/aligned_fraction"] = mean_metric(out.aligned.float(), mask)
         return LossOutput(base.loss + self.distillation_coef * divergence, metrics)

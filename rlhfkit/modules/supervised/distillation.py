@@ -26,13 +26,10 @@ from rlhfkit.modules.precompute import (
     token_batches,
     tokens_fingerprint,
 )
-from rlhfkit.modules.teachers.comparison import SpanRows, TextComparison
 from rlhfkit.modules.teachers.frozen import (
     check_comparison,
-    check_reads,
     check_teacher_tokens,
     load_teacher,
-    teacher_text,
 )
 from rlhfkit.roles import ModelPoolError, ServedModel, frozen_model
 from rlhfkit.roles.served_model import MOST_TOP
@@ -48,25 +45,18 @@ class DistillationModule(PolicyModule):
     The loss is ``(1 - c) * cross-entropy + c * divergence``, each the mean over the trained tokens of the whole
     optimizer step, independent of micro-batches, ranks, padding and packing. The teacher is a frozen model beside the
     student, or its K likeliest tokens are computed once before training and cached on disk (``precompute_teacher``).
-    Student and teacher must have the same tokens, unless the teacher reads text (``teacher_reads``). Override
-    :meth:`compare` for another objective on the logits of both.
+    Student and teacher must have the same tokens. Override :meth:`compare` for another objective on the logits of both.
 
     Args:
         model: Folder or hub name of the student.
         teacher: Folder or hub name of the teacher. A :class:`~rlhfkit.roles.ServedModel`: a teacher behind
             ``vllm serve``, whose K likeliest tokens are computed before training; with ``precompute_teacher`` only.
-        teacher_reads: ``tokens``: the student's, which must be the teacher's too. Else the teacher has a tokenizer of
-            its own and reads the data as text: ``text``: the prompt as it is, ``chat``: its turns in its own chat
-            template, or the dotted name of a function from the prompt's text, control tokens included, to the
-            teacher's. Distributions are then compared at spans of the same text
-            (:func:`~rlhfkit.losses.hybrid_distillation_loss`), with all tokens of a teacher beside the student.
         lr: Peak learning rate (5e-6: that of :class:`SFTModule`).
         divergence: ``forward_kl``, ``reverse_kl``, ``jsd``, a function of the log-probs of student and teacher, or its
             dotted name; see :func:`~rlhfkit.losses.distillation_loss`.
         temperature: τ, divides the logits of both; 1 as in GKD and TRL.
         teacher_weight: Weight of the teacher in ``jsd``; 0.5 as in TRL's GKD (its β).
         distillation_coef: c in [0, 1]; 1 leaves the cross-entropy out (OpenRLHF's ``kd_coef`` is 0.4).
-        unmatched_weight: With a teacher that reads text: weight of the tokens that only one of both has.
         top_k: Compare only the teacher's K likeliest tokens; ``None``: all.
         remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
         precompute_teacher: Compute the teacher's K likeliest tokens before training; needs ``top_k``.
@@ -99,13 +89,11 @@ class DistillationModule(PolicyModule):
         model: str,
         teacher: str | ServedModel,
         *,
-        teacher_reads: str = "tokens",
         lr: float = 5e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str = "forward_kl",
         temperature: float = 1.0,
         teacher_weight: float = 0.5,
         distillation_coef: float = 1.0,
-        unmatched_weight: float = 1.0,
         top_k: int | None = None,
         remainder: Remainder = "bucket",
         precompute_teacher: bool = False,
@@ -153,18 +141,13 @@ class DistillationModule(PolicyModule):
                     "a ServedModel gives the teacher's likeliest tokens, once before training: use "
                     f"precompute_teacher=True with top_k, which vLLM limits to {MOST_TOP} (--max-logprobs)"
                 )
-        self.teacher_reads = check_reads(teacher_reads, likeliest=precompute_teacher or top_k is not None)
         check_comparison(
             divergence,
-            teacher_reads=teacher_reads,
             teacher_weight=teacher_weight,
-            unmatched_weight=unmatched_weight,
             top_k=top_k,
             remainder=remainder,
             chunk_size=chunk_size,
         )
-        self._comparison: TextComparison | None = None
-        self.unmatched_weight = unmatched_weight
         self.temperature = temperature
         self.teacher_weight = teacher_weight
         self.distillation_coef = distillation_coef
@@ -184,13 +167,10 @@ class DistillationModule(PolicyModule):
         super().configure_model()
         if not self.precompute_teacher and not hasattr(self, "teacher"):
             self.teacher = self.build_teacher()
-        if self.teacher_reads != "tokens" and self._comparison is None:
-            text = teacher_text(self.teacher_reads, self.teacher_name, self, distributions=True)
-            self._comparison = TextComparison(text, self.divergence, self.teacher_weight)
 
     def build_teacher(self) -> nn.Module:
-        """Load the teacher, frozen; raises ValueError if its tokens differ from the student's and it must have them."""
-        return load_teacher(self.teacher_name, self, same_tokens=self.teacher_reads == "tokens")
+        """Load the teacher, frozen; raises ValueError if its tokens differ from the student's."""
+        return load_teacher(self.teacher_name, self)
 
     # ------------------------------------------------------------------ the loss
 
@@ -231,8 +211,6 @@ class DistillationModule(PolicyModule):
 
     def loss(self, batch: TokenBatch) -> LossOutput:
         """The loss of one micro-batch; its metrics are mean divergence and cross-entropy of the trained tokens."""
-        if self._comparison is not None:
-            return self._text_loss(batch, self._comparison)
         mask = batch.loss_mask
         denominator = batch.token_denominator or max(float(mask.sum()), 1.0)
         (divergence, cross_entropy), router_loss = compare_logits(
@@ -251,38 +229,6 @@ class DistillationModule(PolicyModule):
             parts["distillation/cross_entropy"] = share_metric(cross_entropy, mask.sum(), denominator)
         result = LossOutput(share * divergence + (1.0 - share) * cross_entropy, parts)
         return self.with_router_loss(result, router_loss, mask)
-
-    def _text_loss(self, batch: TokenBatch, comparison: TextComparison) -> LossOutput:
-        """:meth:`loss` with a teacher that reads text: each span counts once, as a share of the trained tokens."""
-        mask, temperature, share = batch.loss_mask, self.temperature, self.distillation_coef
-        denominator = batch.token_denominator or max(float(mask.sum()), 1.0)
-        found = comparison.spans(self.teacher, batch, mask, temperature=temperature, chunk_size=self.chunk_size)
-
-        def compare(student: Tensor, spans: SpanRows, tokens: Tensor, denominator: float) -> Tensor:
-            matched, unmatched = comparison.compare(student, spans, tokens, temperature)
-            parts = [matched.sum(), unmatched.sum()]
-            if share < 1.0:
-                parts.append(-logits_logprobs(student, tokens).logprobs.sum())
-            return torch.stack(parts) / denominator
-
-        sums, router_loss = compare_logits(
-            self.policy,
-            batch,
-            mask,
-            compare,
-            found.rows,
-            chunk_size=self.chunk_size,
-            denominator=denominator,
-            parts=found.parts,
-            router_aux_loss=self.balances_routers,
-        )
-        names = ("divergence", "unmatched", "cross_entropy")[: len(sums)]
-        values = dict(zip(names, sums, strict=True)) | {"aligned_fraction": found.aligned.sum() / denominator}
-        parts = {f"distillation/{name}": share_metric(value, mask.sum(), denominator) for name, value in values.items()}
-        loss = share * (sums[0] + self.unmatched_weight * sums[1])
-        if share < 1.0:
-            loss = loss + (1.0 - share) * sums[2]
-        return self.with_router_loss(LossOutput(loss, parts), router_loss, mask)
 
     def teacher_rows(self, batch: TokenBatch) -> TeacherRows | tuple[Tensor, Tensor]:
         """The teacher's outputs for a batch; RuntimeError with ``precompute_teacher`` if it does not have them."""

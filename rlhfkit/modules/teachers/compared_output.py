@@ -15,8 +15,6 @@ class ComparedOutput(PolicyOutput):
 
     divergence: Tensor
     """(B, T-1) float32 in nats, with gradient; 0 where the mask is false."""
-    aligned: Tensor | None
-    """(B, T-1) bool, the tokens that are compared with a teacher that reads text; ``None``: all."""
 
     @classmethod
     def of(
@@ -25,9 +23,8 @@ class ComparedOutput(PolicyOutput):
         entropy: Tensor | None,
         divergence: Tensor,
         router_aux_loss: Tensor | None,
-        aligned: Tensor | None = None,
     ) -> Self:
         """Make an output of tensors (B, T-1) and the router's loss, a scalar."""
         made = cls(logprobs, entropy, router_aux_loss)
-        made.divergence, made.aligned = divergence, aligned
+        made.divergence = divergence
         return made

@@ -1,47 +1,20 @@
-"""The frozen teacher of a distillation: the model, its tokens, what it reads, and how it is compared."""
+"""The frozen teacher of a distillation: the model, its tokens, and how it is compared."""
 
 from torch import nn
 
 from rlhfkit.losses.distillation import Remainder
 from rlhfkit.models import load_causal_lm, load_tokenizer
-from rlhfkit.models.load import context_length, disable_dropout, load_config
+from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import PolicyModule, freeze
-from rlhfkit.modules.teachers.prompts import READS
-from rlhfkit.modules.teachers.text import TeacherText
 from rlhfkit.roles import FrozenModel
-from rlhfkit.validation import check_integer, check_number, resolve_function
-
-
-def check_reads(reads: str, *, likeliest: bool = False, several: bool = False) -> str:
-    """Return ``teacher_reads`` if a teacher can read so.
-
-    Args:
-        reads: The argument.
-        likeliest: Whether only the teacher's likeliest tokens are compared.
-        several: Whether there are several teachers.
-
-    Raises:
-        ValueError: If there is no such way, or it cannot be combined with the other arguments.
-    """
-    if reads not in READS:
-        resolve_function(reads, "teacher_reads")  # a dotted name
-    if reads != "tokens" and several:
-        raise ValueError(f"teacher_reads={reads!r} compares texts with one teacher's: give one teacher")
-    if reads != "tokens" and likeliest:
-        raise ValueError(
-            f"teacher_reads={reads!r} compares distributions of all tokens, of a teacher beside the student: leave out "
-            "top_k and precompute_teacher, and give the teacher's name"
-        )
-    return reads
+from rlhfkit.validation import check_integer, check_number
 
 
 def check_comparison(
     divergence: object,
     *,
-    teacher_reads: str,
     teacher_weight: float,
-    unmatched_weight: float,
     top_k: int | None,
     remainder: Remainder,
     chunk_size: int,
@@ -50,9 +23,7 @@ def check_comparison(
 
     Args:
         divergence: ``None``: they are not.
-        teacher_reads: Of :func:`check_reads`.
         teacher_weight: Of ``jsd``.
-        unmatched_weight: Of a teacher that reads text.
         top_k: Of the teacher's likeliest tokens.
         remainder: Treatment of the others.
         chunk_size: Tokens whose logits exist at a time.
@@ -61,7 +32,6 @@ def check_comparison(
         ValueError: If one is out of range, or has no effect beside the others.
     """
     check_number("teacher_weight", teacher_weight, minimum=0, maximum=1)
-    check_number("unmatched_weight", unmatched_weight, minimum=0)
     check_integer("top_k", top_k, minimum=1, optional=True)
     check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
     if divergence is None and top_k is not None:
@@ -70,9 +40,6 @@ def check_comparison(
         refuse_without_effect({"chunk_size": chunk_size != 1024}, "divergence=None, which makes no logits of a teacher")
     if divergence != "jsd":
         refuse_without_effect({"teacher_weight": teacher_weight != 0.5}, f"{divergence=}: it belongs to 'jsd'")
-    if divergence is None or teacher_reads == "tokens":
-        reason = f"{divergence=} and {teacher_reads=}: it belongs to a divergence from a teacher that reads text"
-        refuse_without_effect({"unmatched_weight": unmatched_weight != 1.0}, reason)
     if top_k is None:
         refuse_without_effect({"remainder": remainder != "bucket"}, "top_k=None, which compares all tokens")
 
@@ -101,14 +68,6 @@ def ask_for_likeliest(teacher: FrozenModel, top_k: int | None, *, reference: Fro
     teacher.top = top_k
 
 
-def teacher_text(reads: str, name: str, student: PolicyModule, *, distributions: bool) -> TeacherText:
-    """What a teacher, by its folder or hub name, reads of a student's sequences; see :class:`TeacherText`."""
-    trusted = student.trust_remote_code
-    tokenizer = load_tokenizer(name, trust_remote_code=trusted)
-    longest = context_length(load_config(name, trust_remote_code=trusted))
-    return TeacherText(reads, student.tokenizer, tokenizer, longest, distributions=distributions)
-
-
 def check_teacher_tokens(name: str, student: PolicyModule) -> None:
     """Raise ValueError if the tokens of teacher and student differ."""
     trusted = student.trust_remote_code
@@ -119,15 +78,13 @@ def check_teacher_tokens(name: str, student: PolicyModule) -> None:
         raise ValueError(
             f"the teacher {name!r} has other tokens than the student {student.model_name!r} "
             f"({len(teacher_vocabulary)} and {len(vocabulary)}; {len(different)} differ, e.g. {different[:4]}): "
-            "distillation compares the probabilities of the same tokens, so take a teacher of the same family, or "
-            "teacher_reads='text', which compares spans of the same text"
+            "distillation compares the probabilities of the same tokens, so take a teacher of the same family"
         )
 
 
-def load_teacher(name: str, student: PolicyModule, *, same_tokens: bool = True) -> nn.Module:
-    """Load a frozen teacher without dropout, like the student; raises ValueError if it needs the same tokens."""
-    if same_tokens:
-        check_teacher_tokens(name, student)
+def load_teacher(name: str, student: PolicyModule) -> nn.Module:
+    """Load a frozen teacher without dropout, like the student; raises ValueError if its tokens differ."""
+    check_teacher_tokens(name, student)
     trusted = student.trust_remote_code
     teacher = load_causal_lm(name, dtype=student.model_dtype, attention=student.attention, trust_remote_code=trusted)
     disable_dropout(teacher)

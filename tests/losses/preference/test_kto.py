@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.losses import kto_kl_estimate, kto_kl_sums, kto_loss, kto_paired_loss, sequence_logprobs
+from rlhfkit.losses import kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
 
 GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
 TRL = json.loads((GOLDEN_FOLDER / "trl.json").read_text())["kto"]
@@ -75,43 +75,11 @@ def test_unpaired_value_and_rewards_match_openrlhf():
     assert (output.metrics["count/chosen"], output.metrics["count/rejected"]) == (2, 1)
 
 
-def test_paired_value_and_rewards_match_openrlhf():
-    inputs = [torch.tensor(row) for row in OPENRLHF["dpo"]["inputs"]]
-    loss, chosen_rewards, rejected_rewards = OPENRLHF["kto"]["vanilla"]
-    output = kto_paired_loss(*inputs, beta=0.1)
-    assert output.loss.item() == pytest.approx(loss, abs=1e-6)
-    assert output.metrics["rewards/chosen"].item() == pytest.approx(sum(chosen_rewards) / 2, abs=1e-6)
-    assert output.metrics["rewards/rejected"].item() == pytest.approx(sum(rejected_rewards) / 2, abs=1e-6)
-
-
-def test_reference_points_carry_no_gradient():
-    # Quirk left behind: OpenRLHF's paired loss lets gradients through both KL estimates.
-    chosen, ref_chosen, _ = answer_batch(seed=1)
-    rejected, ref_rejected, _ = answer_batch(seed=2)
-    ref_chosen, ref_rejected = chosen - 1.0, rejected - 2.0  # both means are positive, so that no clamp hides the path
-    chosen.requires_grad_()
-    kto_paired_loss(chosen, rejected, ref_chosen, ref_rejected).loss.backward()
-    fixed = chosen.detach().clone().requires_grad_()
-    knobs = {"chosen_kl": 1.0, "rejected_kl": 2.0}
-    kto_paired_loss(fixed, rejected, ref_chosen, ref_rejected, **knobs).loss.backward()
-    torch.testing.assert_close(chosen.grad, fixed.grad)
+def test_the_reference_point_carries_no_gradient():
+    logprobs, reference, desirable = answer_batch(seed=1)
     kl = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    kto_loss(fixed, ref_chosen, torch.ones(6).bool(), kl).loss.backward()
+    kto_loss(logprobs.requires_grad_(), reference, desirable, kl).loss.backward()
     assert kl.grad is None
-
-
-def test_paired_is_the_mean_of_unpaired_with_crossed_reference_points():
-    chosen, ref_chosen, _ = answer_batch(seed=1)
-    rejected, ref_rejected, _ = answer_batch(seed=2)
-    kl = {"chosen_kl": 0.3, "rejected_kl": 0.8}
-    weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
-    wanted = torch.ones(6, dtype=torch.bool)
-    expected = [
-        kto_loss(chosen, ref_chosen, wanted, 0.8, **weights).loss,
-        kto_loss(rejected, ref_rejected, ~wanted, 0.3, **weights).loss,
-    ]
-    output = kto_paired_loss(chosen, rejected, ref_chosen, ref_rejected, **kl, **weights)
-    torch.testing.assert_close(output.loss, sum(expected) / 2)
 
 
 def test_weight_zero_leaves_a_class_out():
@@ -143,16 +111,6 @@ def test_gradcheck(loss_type):
     assert torch.autograd.gradcheck(loss, (logprobs.requires_grad_(),))
 
 
-def test_paired_gradcheck():
-    chosen, ref_chosen, _ = answer_batch(seed=1)
-    rejected, ref_rejected, _ = answer_batch(seed=2)
-
-    def loss(chosen, rejected):
-        return kto_paired_loss(chosen, rejected, ref_chosen, ref_rejected, chosen_kl=0.1, rejected_kl=0.2).loss
-
-    assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
-
-
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), parts=st.integers(1, 6))
 def test_gradient_does_not_depend_on_order_and_micro_batches(seed, parts):
@@ -180,20 +138,6 @@ def test_masked_answers_reach_neither_loss_nor_gradient_nor_metrics():
     torch.testing.assert_close(sums, kto_kl_sums(logprobs[mask], reference[mask]))
     assert not sums.requires_grad
     assert not kto_kl_sums(logprobs, reference.clone().requires_grad_()).requires_grad
-
-
-def test_masked_pairs_reach_neither_loss_nor_gradient_nor_metrics():
-    tensors = [*answer_batch(seed=1)[:2], *answer_batch(seed=2)[:2]]
-    mask = torch.tensor([1, 1, 0, 1, 0, 1]).bool()
-    expected = kto_paired_loss(*(tensor[mask] for tensor in tensors))
-    poisoned = [torch.where(mask, tensor, float("nan")).requires_grad_() for tensor in tensors]
-    output = kto_paired_loss(*poisoned, mask=mask)
-    with torch.autograd.set_detect_anomaly(True):  # no NaN on the way either
-        output.loss.backward()
-    for tensor in poisoned[:2]:
-        assert (tensor.grad[~mask] == 0).all()
-    torch.testing.assert_close(output.loss, expected.loss)
-    torch.testing.assert_close(dict(output.metrics), dict(expected.metrics))
 
 
 def test_half_precision_is_computed_in_float32():

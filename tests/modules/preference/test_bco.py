@@ -1,9 +1,5 @@
-"""BCOModule and PairedKTOModule against loops written by hand.
+"""BCOModule against a loop written by hand."""
 
-Covers bco.py and kto_paired.py.
-"""
-
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +9,10 @@ import torch
 from plain_sgd import PlainSGD
 from tiny_models import tiny_tokenizer
 
-from modules import dpo_cases, kto_cases
-from rlhfkit import BCOModule, PairedKTOModule, PreferenceDataModule
+from modules import kto_cases
+from rlhfkit import BCOModule
 from rlhfkit.data.packing import permutation
-from rlhfkit.losses import density_ratio_weights, kto_paired_loss
+from rlhfkit.losses import density_ratio_weights
 from rlhfkit.models import load_causal_lm
 
 BETA, DECAY, LR, STEP = 0.5, 0.6, 2e-3, 8
@@ -24,10 +20,6 @@ BETA, DECAY, LR, STEP = 0.5, 0.6, 2e-3, 8
 
 class PlainBCO(PlainSGD, BCOModule):
     """BCO with SGD."""
-
-
-class PlainPairedKTO(PlainSGD, PairedKTOModule):
-    """KTO of pairs with SGD."""
 
 
 def logprob(model: Any, example: Any) -> torch.Tensor:
@@ -133,31 +125,3 @@ def test_a_resumed_bco_run_is_the_straight_one(folder: Path, tmp_path: Path) -> 
     assert torch.equal(resumed.prompt_weights, straight.prompt_weights)
     for name, expected in straight.policy.state_dict().items():
         assert torch.equal(resumed.policy.state_dict()[name], expected), name
-
-
-def test_kto_of_pairs_is_the_loop_by_hand(folder: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "y" * (i % 3 + 1)} for i in range(8)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    knobs = {"beta": BETA, "desirable_weight": 1.3, "undesirable_weight": 0.8}
-    module = PlainPairedKTO(
-        str(folder / "model"), ref_model=str(folder / "reference"), lr=LR, attention="eager", **knobs
-    )
-    steps = dpo_cases.Steps()
-    trainer = kto_cases.trainer(tmp_path, callbacks=[steps], precision="64-true", max_epochs=2)
-    data = PreferenceDataModule(str(tmp_path / "pairs.jsonl"), micro_batch_size=8, max_length=64)
-    trainer.fit(module, data)
-    policy, reference, losses = load(folder, "model"), load(folder, "reference"), []
-    for _ in range(2):  # a step has all pairs, so their order does not matter
-        sides = []
-        for model in (policy, reference):
-            for side in ("chosen", "rejected"):
-                with torch.set_grad_enabled(model is policy):
-                    pairs = [getattr(data.examples[row], side) for row in range(8)]
-                    sides.append(torch.stack([logprob(model, pair) for pair in pairs]))
-        output = kto_paired_loss(*sides, **knobs)
-        output.loss.backward()
-        losses.append(float(output.loss.detach()))
-        descend(policy)
-    assert steps.losses == pytest.approx(losses, rel=1e-8)
-    for name, expected in policy.state_dict().items():
-        torch.testing.assert_close(steps.weights[name], expected, rtol=1e-6, atol=1e-8)

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import digit_teacher
 from strategies import ranks
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from modules import distillation_cases as cases
-from modules.teachers.teacher_cases import model_with, pair_tokenizer
 from rlhfkit import DistillationModule, SFTDataModule
 from rlhfkit.models import LoRA, load_causal_lm
 
@@ -111,10 +109,8 @@ def test_two_ranks_train_as_one_with_deepspeed_and_for_fifty_steps_without(folde
         shares = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
         return [sum(pair) for pair in zip(shares[::2], shares[1::2], strict=True)]
 
-    fifty, text = zip(*found, strict=True)
-    assert len(windows(fifty)) == 50
-    assert windows(fifty) == pytest.approx(cases.fit(folder, 1, {}, **cases.FIFTY).losses, rel=1e-5)
-    assert windows(text) == pytest.approx(cases.fit(folder, 1, cases.READS_TEXT).losses, rel=1e-4)
+    assert len(windows(found)) == 50
+    assert windows(found) == pytest.approx(cases.fit(folder, 1, {}, **cases.FIFTY).losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -141,30 +137,6 @@ def test_the_student_comes_to_agree_with_its_teacher(tmp_path: Path, arguments: 
     with torch.no_grad():
         said = [model(input_ids=ids).logits.argmax(-1) for model in (module.policy, module.teacher)]
     assert torch.equal(*said)
-
-
-def test_a_student_with_other_tokens_comes_to_write_what_its_teacher_writes(tmp_path: Path) -> None:
-    """The teacher writes digits one by one, whatever is before; the data has none, and pairs of digits are tokens."""
-    digit_teacher(tmp_path / "teacher")
-    model_with(pair_tokenizer(), tmp_path / "student")
-    rows = [{"prompt": f"{first}x", "completion": f"{second}{first}q"} for first in "abcd" for second in "efgh"]
-    module = DistillationModule(str(tmp_path / "student"), str(tmp_path / "teacher"), teacher_reads="text", lr=2e-2)
-    data = SFTDataModule(rows, validation_data=rows, micro_batch_size=8)
-
-    def share_of_digits() -> float:  # one by one, not the pairs
-        ids = torch.tensor([pair_tokenizer()(f"{letter}x")["input_ids"] for letter in "abcd"])
-        written = module.policy.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-        tokens = pair_tokenizer().convert_ids_to_tokens(written[:, 2:].flatten())
-        return sum(len(token) == 1 and token.isdigit() for token in tokens) / len(tokens)
-
-    module.configure_model()
-    assert share_of_digits() < 0.3
-    before = cases.trainer(tmp_path).validate(module, data, verbose=False)[0]["val/distillation/divergence"]
-    cases.trainer(tmp_path, max_epochs=15, limit_val_batches=0).fit(module, data)
-    after = cases.trainer(tmp_path).validate(module, data, verbose=False)[0]
-    assert after["val/distillation/aligned_fraction"] == 1
-    assert after["val/distillation/divergence"] < 0.1 * before
-    assert share_of_digits() == 1
 
 
 def test_a_student_that_is_its_teacher_has_no_loss(folder: Path) -> None:
