@@ -265,7 +265,11 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "reward_processing": grpo(
             advantage_scale="none",
             mask_truncated=True,
-            reward_processing={"normalize": True, "missing_eos_penalty": 0.5, "clip": 1.0},
+            parts=[
+                part("rewards.MissingEndPenalty", penalty=0.5),
+                part("rewards.NormalizeRewards"),
+                part("rewards.ClipRewards", limit=1.0),
+            ],
         ),
         "epochs": grpo(**epochs),
         "control": grpo(
@@ -300,7 +304,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "sequence_correction": grpo(correction={"level": "sequence", "high": 1.01}, rollout={"max_staleness": 1}),
         "stale_recomputed": grpo(rollout={"max_staleness": 1}),
         "decoupled": grpo(**presets.DECOUPLED_PPO, rollout={"max_staleness": 1}),
-        "stop_properly": grpo(reward_processing={"stop_properly_coef": 0.2}, advantage_scale="none"),
+        "stop_properly": grpo(parts=[part("rewards.StopProperly", coef=0.2)], advantage_scale="none"),
         "mask_truncated": grpo(mask_truncated=True, token_filter={"top_entropy": 0.3}),
         "token_rewards": grpo(token_level_rewards=True, advantage_scale="none", rollout={"reward": token_reward}),
         "missing_rewards": grpo(rollout={"reward": missing_reward}),

@@ -24,7 +24,7 @@ from rlhfkit import (
 )
 from rlhfkit.mesh import forward_group_of
 from rlhfkit.models import unwrap
-from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
+from rlhfkit.modules.parts.rewards import NormalizeRewards
 from rlhfkit.rollout import ModuleWeights, RolloutEngine
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
@@ -131,7 +131,7 @@ def ppo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap
         prompts_file(folder), answer="answer", rollout_batch_size=2, micro_batch_size=8 // max(1, groups)
     )
     module = PlainPPO(
-        model, lr=0.05, critic_lr=0.05, max_tokens_per_forward=40, reward_processing=RewardProcessing(normalize=True),
+        model, lr=0.05, critic_lr=0.05, max_tokens_per_forward=40, parts=[NormalizeRewards()],
         **MOVING,
     )  # fmt: skip
     return module, data, [RolloutCallback(digits, engine=engine, sampling=SAMPLING)], {}

@@ -248,11 +248,11 @@ def test_two_parts_of_one_class_keep_two_states_and_a_resumed_run_continues(tmp_
 def test_print_shows_what_happens_when(model: str) -> None:
     module = GRPOModule(model, parts=[Counter(), halve], kl_coef=0.1, mask_truncated=True)
     line = (
-        "SHAPE halve -> POLICY add_logprobs -> CREDIT compute_advantages, Counter -> SELECT mask_truncated_samples "
+        "SHAPE halve -> POLICY add_logprobs -> CREDIT compute_advantages, Counter -> SELECT MaskTruncated "
         "| loss: dapo_loss + KL penalty + Counter"
     )
     assert line in repr(module)
-    assert repr(module.parts[0]) == "Counter()"
+    assert [repr(part) for part in module.parts][:2] == ["MaskTruncated()", "Counter()"]
     assert "MODELS add_values -> CREDIT compute_advantages | loss: ppo_loss" in repr(PPOModule(model, kl_coef=0.0))
 
 

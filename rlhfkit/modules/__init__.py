@@ -14,7 +14,6 @@ from rlhfkit.modules.on_policy.online_preference.online_dpo import OnlineDPOModu
 from rlhfkit.modules.on_policy.online_preference.xpo import XPOModule
 from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
-from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.bco import BCOModule
@@ -47,7 +46,6 @@ __all__ = [
     "ProcessRewardModule",
     "ReferenceModule",
     "RewardModule",
-    "RewardProcessing",
     "SFTModule",
     "ScalarModule",
     "SimPOModule",

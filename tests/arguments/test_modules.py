@@ -29,7 +29,6 @@ from rlhfkit import (
     PPOModule,
     ProcessRewardModule,
     RewardModule,
-    RewardProcessing,
     SFTModule,
     SimPOModule,
     XPOModule,
@@ -122,10 +121,6 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "ref_model_sync_steps": Change(1, given=KL, around={"epochs": 2}),  # in the first iteration it is the policy
     "ref_model_mixup_alpha": Change(0.1, given=KL | {"ref_model_sync_steps": 1}, around={"epochs": 2}),
     "mask_truncated": Change(True),
-    "reward_processing.stop_properly_coef": Change(0.1),
-    "reward_processing.missing_eos_penalty": Change(0.7),
-    "reward_processing.normalize": Change(True),
-    "reward_processing.clip": Change(0.5),
     "max_tokens_per_forward": Change(8),
 }
 GROUPS: dict[str, Change | Unseen] = {
@@ -134,10 +129,7 @@ GROUPS: dict[str, Change | Unseen] = {
     "whiten_advantages": Change(True),
     "token_level_rewards": Change(True, given={"advantage_scale": "none"}),
 }
-OF_REWARDS = {
-    *("advantages", "kl_in_reward", "reward_model"),
-    *(f"reward_processing.{field.name}" for field in dataclasses.fields(RewardProcessing)),
-}
+OF_REWARDS = {"advantages", "kl_in_reward", "reward_model"}
 
 
 def rewarded(row: Change | Unseen) -> Change:
@@ -271,7 +263,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "lr": Change(0.01, built=True),
             "reward_model": Change("@scorer"),
             "mask_truncated": Change(True),
-            "reward_processing.normalize": Change(True, refused=True),
             "loss_type": Change("ipo"),
             "divergence": Change("forward_kl"),
             "divergence_alpha": Change(0.2, given={"divergence": "alpha"}),

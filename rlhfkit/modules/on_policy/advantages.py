@@ -17,7 +17,7 @@ from rlhfkit.modules.on_policy.preparation.local_rows import (
     takes_local_rows,
     warn_of_gathering,
 )
-from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule, RewardProcessing
+from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
 
 
 class AdvantageModule(RewardedModule):
@@ -28,12 +28,11 @@ class AdvantageModule(RewardedModule):
         advantages: Function used in place of :meth:`advantages`, or its name (``"rloo_advantages"``,
             ``"my_package.my_function"``): of the iteration's :class:`~rlhfkit.data.Experience`, or of rewards (N,) and
             group ids (N,), see :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`. Its rewards are those
-            after ``reward_processing``, minus the KL penalty of the whole answer if that is in the reward.
+            after parts of ``Stage.SHAPE``, minus the KL penalty of the whole answer if that is in the reward.
         **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`.
 
     Raises:
-        ValueError: If the function has another form, or ``reward_processing`` would change rewards of samples and not
-            those of the greedy answers that they are compared with.
+        ValueError: If the function has another form.
     """
 
     def __init__(self, model: str, *, advantages: str | Callable[..., Tensor] | None = None, **kwargs: Any) -> None:
@@ -42,12 +41,6 @@ class AdvantageModule(RewardedModule):
         """The function that was given as ``advantages``."""
         self.hparams.update(advantages=None if self.advantage_function is None else self.advantage_function.name)
         self._warned_of_gathering: set[str] = set()
-        function = self.advantage_function
-        if function is not None and function.takes_greedy_rewards and self.reward_processing != RewardProcessing():
-            raise ValueError(
-                f"advantages={function.name} compares samples with greedy answers, whose rewards reward_processing "
-                "does not change: leave reward_processing out"
-            )
 
     @property
     def needs_greedy_rewards(self) -> bool:

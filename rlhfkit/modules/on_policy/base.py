@@ -21,7 +21,7 @@ from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.routing import attach_routing
 from rlhfkit.modules.on_policy.objective import PolicyLossModule
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
-from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule, RewardProcessing
+from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
 from rlhfkit.modules.on_policy.preparation.token_selection import highest_entropies
 from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
@@ -123,6 +123,17 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             names = [part_name(part) for part in in_loss if overriding([part], "weigh")]
             raise ValueError(f"{self.policy_loss.name} takes no weights, which {', '.join(names)} gives to tokens")
         arrange(self.steps(), self.parts, self.provided)
+        function = self.advantage_function
+        if function is not None and function.takes_greedy_rewards and self.shaping:
+            raise ValueError(
+                f"advantages={function.name} compares samples with greedy answers, whose rewards "
+                f"{', '.join(self.shaping)} does not change: leave it out"
+            )
+
+    @property
+    def shaping(self) -> list[str]:
+        """Names of the parts that change rewards."""
+        return [part_name(part) for part in self.parts if "rewards" in part.writes]
 
     @functools.cached_property
     def order(self) -> list[Part]:
@@ -132,16 +143,10 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
 
     def steps(self) -> list[Part]:
         """What the module itself does with an iteration, beside its parts; empty steps are left out."""
-        scores, masks = self.scores_samples, self.mask_truncated
-        kind, base = type(self), OnPolicyModule
-        shapes = self.reward_processing != RewardProcessing() or kind.process_rewards is not base.process_rewards
-        selects = masks or kind.mask_truncated_samples is not base.mask_truncated_samples
         steps = [
-            ModuleStep(self.add_reward_model_scores, Stage.SCORE) if scores else None,
-            ModuleStep(self.shape_rewards, Stage.SHAPE) if shapes else None,
+            ModuleStep(self.add_reward_model_scores, Stage.SCORE) if self.scores_samples else None,
             ModuleStep(self.add_logprobs, Stage.POLICY, writes=self.columns_of_models),
             ModuleStep(self.compute_advantages, Stage.CREDIT, writes=self.columns_of_credit),
-            ModuleStep(self.mask_truncated_samples, Stage.SELECT) if selects else None,
         ]
         return [step for step in steps if step is not None]
 
@@ -230,7 +235,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         (``experience.summary``); a group's samples may be on several ranks. There is at least one row, except on ranks
         that share micro-batches with others (``sequence_parallel_size``, ``tensor_parallel_size``). In one process, or
         without a summary, its rows are the whole iteration. The rewards of the returned copy are those before
-        :meth:`process_rewards`, for the log.
+        parts of ``Stage.SHAPE`` changed them, for the log.
         """
         self.first_pass.reset()
         self.iteration_version = 0 if self._trainer is None else self.trainer.global_step
@@ -246,10 +251,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             token_rewards=scored.token_rewards,
             iteration=scored.iteration,
         ).with_columns(sum_squares=None)
-
-    def shape_rewards(self, experience: Experience) -> Experience:
-        """Call :meth:`process_rewards`, which a subclass may override for the rows of all ranks. A collective."""
-        return self.over_visible_rows(self.process_rewards, experience, mark=self.process_rewards)
 
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs where they are needed. A collective."""
@@ -292,7 +293,8 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             experience = dataclasses.replace(experience, old_logprobs=found.logprobs)
             experience = experience.with_columns(routing=found.routing)
         if share is not None and found.entropy is not None:
-            trained = self.mask_truncated_samples(experience)
+            learned = ~experience.truncated[:, None] if self.mask_truncated else True
+            trained = dataclasses.replace(experience, action_mask=experience.action_mask & learned)
             chosen = highest_entropies(trained, found.entropy, share)
             experience = experience.with_columns(high_entropy=chosen)
         return experience.with_columns(sum_squares=found.sum_squares)

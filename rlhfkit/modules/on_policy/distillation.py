@@ -24,7 +24,6 @@ from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
-from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.teachers.compared_output import ComparedOutput
 from rlhfkit.modules.teachers.domains import MAX_TEACHERS, TeacherDomains
@@ -225,7 +224,7 @@ class OnPolicyDistillationModule(GRPOModule):
                 "gamma": self.gamma != 1.0,
                 "whiten_advantages": self.whiten_advantages,
                 "token_level_rewards": self.token_level_rewards,
-                "reward_processing": self.reward_processing != RewardProcessing(),
+                ", ".join(self.shaping): bool(self.shaping),
             }
             refuse_without_effect(of_rewards, "reward_coef=0, they belong to the reward's advantage")
 

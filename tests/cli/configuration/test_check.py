@@ -23,7 +23,6 @@ WRONG = {
     f"{CONFIG} --model.clip_hgh 0.3": ("did you mean clip_high?",),
     f"{CONFIG} --model.num_generations 8": ("did you mean SamplingSpec(group_size=)?",),
     f"{CONFIG} --model.lora.r 8": ("LoRA takes no argument r", "did you mean rank?"),
-    f"{CONFIG} --model.reward_processing.clp 0.1": ("RewardProcessing takes no argument clp", "did you mean clip?"),
     f"{CONFIG} --model.completely_wrong 1": ("GRPOModule takes no argument completely_wrong", "see: rlhfkit fit"),
     f"{CONFIG} --trainer.max_epoch 1": ("Trainer takes no argument max_epoch", "did you mean max_epochs?"),
     f"{CONFIG} --trainer.gradient_accumulation_steps 4": ("did you mean accumulate_grad_batches?",),

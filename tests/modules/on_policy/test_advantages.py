@@ -26,7 +26,7 @@ from rlhfkit import (
 )
 from rlhfkit.data import Experience
 from rlhfkit.episodes import Action
-from rlhfkit.modules.on_policy.preparation.rewards import RewardProcessing
+from rlhfkit.modules.parts.rewards import ClipRewards
 from rlhfkit.rewards import EpisodeReward, WeightedSum
 
 from .test_base import experience
@@ -188,8 +188,8 @@ def test_recorded_samples_have_no_greedy_answers(tmp_path: Path) -> None:
 
 
 def test_rewards_of_samples_alone_are_not_processed() -> None:
-    with pytest.raises(ValueError, match="leave reward_processing out"):
-        GRPOModule("anywhere", **presets.REMAX, reward_processing=RewardProcessing(clip=1.0))
+    with pytest.raises(ValueError, match="whose rewards ClipRewards does not change: leave it out"):
+        GRPOModule("anywhere", **presets.REMAX, parts=[ClipRewards(1.0)])
 
 
 class Forgetful(LocalEngine):

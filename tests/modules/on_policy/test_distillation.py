@@ -29,6 +29,7 @@ from rlhfkit import (
     SamplingSpec,
 )
 from rlhfkit.losses import group_advantages
+from rlhfkit.modules.parts.rewards import ClipRewards
 
 CLIP, LR, TEMPERATURE = 0.2, 0.05, 0.8
 
@@ -241,7 +242,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"divergence": "jsd", "token_filter": {"top_entropy": 0.2}}, "token_filter would have no effect"),
         ({"divergence": "jsd", "proximal": "log-linear"}, "proximal would have no effect beside divergence"),
         ({"proximal": "log-linear"}, "a teacher's log-probs.* use proximal='recompute'"),
-        ({"reward_processing": {"clip": 1.0}}, "reward_processing would have no effect beside reward_coef=0"),
+        ({"parts": [ClipRewards(1.0).plain()]}, "ClipRewards would have no effect beside reward_coef=0"),
         ({"distillation_coef": 0.0}, "distillation_coef must be a finite number above 0"),
         ({"distillation_gamma": 1.5}, "distillation_gamma"),
         ({"reward_coef": -1.0}, "reward_coef must be a finite number of at least 0"),

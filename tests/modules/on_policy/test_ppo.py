@@ -15,9 +15,10 @@ from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhfkit import Experience, PPOModule, Prompt, RewardProcessing, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import Experience, PPOModule, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model, scalar_output
 from rlhfkit.modules.parts.kl_control import KLTarget
+from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
 from rlhfkit.rewards import ModelReward
 
 from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainPPO, check_moved_alike
@@ -51,8 +52,9 @@ class Shaped:
 
 
 SHAPING: dict[str, Any] = {
-    "reward_processing": RewardProcessing(missing_eos_penalty=0.3, normalize=True, clip=1.5), "normalize_values": True
-}  # fmt: skip
+    "parts": [MissingEndPenalty(0.3), NormalizeRewards(), ClipRewards(1.5)],
+    "normalize_values": True,
+}
 
 
 @pytest.mark.parametrize("shaped", [False, True], ids=["plain", "token rewards, normalised rewards and values"])
@@ -185,9 +187,6 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
         ({"advantages": "rloo_advantages", "lam": 0.9, "critic_lam": 1.0}, "lam would have no effect"),
         ({"length_adaptive_alpha": 0.05, "lam": 0.9, "critic_lam": 1.0}, "lam would have no effect"),
         ({"bootstrap_truncated": True, "mask_truncated": True}, "bootstrap_truncated would have no effect"),
-        ({"reward_processing": {"clip": 0.0}}, r"RewardProcessing\.clip must be a finite number above 0 or None"),
-        ({"reward_processing": {"missing_eos_penalty": -1.0}}, "missing_eos_penalty"),
-        ({"reward_processing": {"stop_properly_coef": 1.5}}, "stop_properly_coef"),
         ({"ptx_coef": -0.1}, "ptx_coef"),
     ],
 )

@@ -15,9 +15,10 @@ from strategies import ranks
 from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import LoRA, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec, SFTDataModule
+from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModule
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
+from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
 
 from .ppo_cases import PlainPPO
 from .preparation.test_rewards import reward_model
@@ -34,13 +35,13 @@ def has_stopped(module: PPOModule) -> bool:
     return any(part.stopped for part in module.parts if isinstance(part, StopEarly))
 
 
+SHAPING = [one.plain() for one in (MissingEndPenalty(0.1), NormalizeRewards(), ClipRewards(2.0))]
 EVERYTHING: dict[str, Any] = {
-    "ptx_coef": 0.2, "parts": control(5e-3), "kl_coef": 0.05,
-    "reward_processing": RewardProcessing(missing_eos_penalty=0.1, normalize=True, clip=2.0),
-    "normalize_values": True, "entropy_coef": 1e-3,
+    "ptx_coef": 0.2, "parts": [*control(5e-3), *SHAPING], "kl_coef": 0.05, "normalize_values": True,
+    "entropy_coef": 1e-3,
 }  # fmt: skip
 
-STOPS_EARLY = control(1e-3)
+STOPS_EARLY = [*control(1e-3), *SHAPING]
 
 
 def text(micro_batch_size: int = 2, rows: int = 21) -> SFTDataModule:
@@ -97,7 +98,7 @@ def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(
     trainer.fit(resumed, data, ckpt_path=str(tmp_path / "saved.ckpt"))
     expected = weights(straight)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
-    assert resumed.reward_moments.plain() == straight.reward_moments.plain()
+    assert [part.state_dict() for part in resumed.parts] == [part.state_dict() for part in straight.parts]
     assert resumed.return_moments.plain() == straight.return_moments.plain()
 
 
@@ -118,7 +119,7 @@ def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, sh
 
 def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_has_its_own(tmp_path: Path) -> None:
     trainer, module, data, rollouts = run(
-        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "parts": control()}, max_epochs=2
+        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "parts": [*control(), *SHAPING]}, max_epochs=2
     )
     trainer.fit(module, data)
     assert not hasattr(module, "reference")
@@ -182,8 +183,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "two models": {
-        "ptx_coef": 0, "parts": control(), "reward_processing": None,
-        "normalize_values": False, "lr": 0.05,
+        "ptx_coef": 0, "parts": control(), "normalize_values": False, "lr": 0.05,
     },
     "everything": {"parts": STOPS_EARLY, "lr": 0.05, "critic_lr": 0.02, "critic_warmup_steps": 1},
     "shared backbone": {"parts": STOPS_EARLY, "lr": 0.05, "shared_backbone": True},

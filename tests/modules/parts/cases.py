@@ -15,16 +15,18 @@ from typing import Any
 
 import lightning as L
 import torch
-from rl_runs import PlainGRPO, setup_run
+from rl_runs import PlainGRPO, digits, setup_run
 from torch import Tensor
 
 import rlhfkit.modules.parts
-from rlhfkit import Experience, PolicyOutput
+from rlhfkit import Experience, PolicyOutput, RolloutCallback, SamplingSpec
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
+from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.parts import Part
 
 from .kl_control_cases import kl_target_formula, stop_early_formula
+from .reward_cases import clip_formula, mask_formula, missing_end_formula, normalize_formula, stop_properly_formula
 
 LR = 0.05
 
@@ -39,6 +41,7 @@ class Case:
     data: dict[str, Any] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     """What it logs."""
+    sampling: SamplingSpec = SamplingSpec(group_size=4, max_new_tokens=8)
 
 
 class Steps(L.Callback):
@@ -60,6 +63,7 @@ def fit(folder: Path, case: Case, *, parts: list[Part] | None = None, ckpt: Path
         module=PlainGRPO,
         module_arguments={"lr": LR, "parts": [case.make()] if parts is None else parts} | case.module,
         data_arguments={"micro_batch_size": 8 // world} | case.data,
+        rollouts=RolloutCallback(digits, sampling=case.sampling),
         **trainer,
     )
     made.fit(module, data, ckpt_path=ckpt)
@@ -180,7 +184,14 @@ def entropy_target_formula(folder: Path) -> None:
     torch.testing.assert_close(applied, expected[:-1])
 
 
+UNSCALED = {"advantage_scale": "none"}
+ENDS = SamplingSpec(group_size=4, max_new_tokens=8, stop=tuple("aeiouAEIOU"))  # of some answers, others are cut off
 CASES: dict[str, Case] = {
+    "StopProperly": Case(lambda: StopProperly(0.25), stop_properly_formula, UNSCALED, sampling=ENDS),
+    "MissingEndPenalty": Case(lambda: MissingEndPenalty(0.5), missing_end_formula, UNSCALED, sampling=ENDS),
+    "NormalizeRewards": Case(NormalizeRewards, normalize_formula, UNSCALED),
+    "ClipRewards": Case(lambda: ClipRewards(0.1), clip_formula, UNSCALED),
+    "MaskTruncated": Case(MaskTruncated, mask_formula, sampling=ENDS),
     "EntropyBonus": Case(lambda: EntropyBonus(0.1), entropy_bonus_formula),
     "KLTarget": Case(
         lambda: KLTarget(1e-3, horizon=100), kl_target_formula, {"kl_coef": 0.1}, metrics=("policy/kl_coef",)

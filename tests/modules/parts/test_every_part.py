@@ -1,6 +1,6 @@
 """Every part: its formula, the same numbers on one rank and two, a resumed run, and plain values.
 
-Covers ``modules/parts/entropy.py`` and ``modules/parts/kl_control.py``.
+Covers ``modules/parts/``.
 """
 
 from pathlib import Path

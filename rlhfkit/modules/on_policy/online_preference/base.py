@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from rlhfkit.data.types import Experience
 from rlhfkit.modules.arguments import drop_hyperparameters, refuse_without_effect, take_out
-from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.parts import overriding, part_name
+from rlhfkit.modules.on_policy.base import ModuleStep, OnPolicyModule
+from rlhfkit.parts import Part, Stage, overriding, part_name
 from rlhfkit.rollout.engine import RolloutEngine
 from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 from rlhfkit.rollout.wrappers.reference_samples import OtherSamples, ReferenceSamples
@@ -63,13 +64,17 @@ class OnlinePreferenceModule(OnPolicyModule):
                 f"{', '.join(in_loss)} takes part in a policy loss, and a loss of pairs has none: leave it out, or "
                 "override loss()"
             )
-        processing = self.reward_processing
         if mask_truncated:
-            of_truncated = {
-                "RewardProcessing(stop_properly_coef=...)": processing.stop_properly_coef != 1.0,
-                "RewardProcessing(missing_eos_penalty=...)": processing.missing_eos_penalty != 0.0,
-            }
+            of_truncated = {name: name in self.shaping for name in ("StopProperly", "MissingEndPenalty")}
             refuse_without_effect(of_truncated, "mask_truncated, which compares no answer that was cut off")
+
+    def mask_uncompared(self, experience: Experience) -> Experience:
+        """Mask all samples that are compared with none. Abstract."""
+        raise NotImplementedError
+
+    def steps(self) -> list[Part]:
+        """The steps of :class:`OnPolicyModule`, and that only compared samples are learned from."""
+        return [*super().steps(), ModuleStep(self.mask_uncompared, Stage.SELECT, writes=("action_mask",))]
 
     @property
     def has_kl_penalty(self) -> bool:

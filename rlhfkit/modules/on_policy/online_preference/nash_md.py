@@ -101,9 +101,9 @@ class NashMDModule(OnlinePreferenceModule):
         preference_advantages(nothing, nothing, nothing, link=link)  # raises for an unknown one
         if self.reference_moves:
             raise ValueError("ref_model_sync_steps moves the reference, and the engine's does not move: leave it out")
-        if link == "win-rate" and self.reward_processing.normalize:
+        if link == "win-rate" and "NormalizeRewards" in self.shaping:
             raise ValueError(
-                "RewardProcessing(normalize=True) makes rewards of mean 0, and link='win-rate' takes win rates in "
+                "NormalizeRewards makes rewards of mean 0, and link='win-rate' takes win rates in "
                 "[0, 1]: leave it out, or compare rewards of any size with link='bradley-terry'"
             )
         self.link: PreferenceLink = link
@@ -134,7 +134,7 @@ class NashMDModule(OnlinePreferenceModule):
             lambda all_, group, _: preference_advantages(all_, group, by_policy, link=self.link), experience, rewards
         )
 
-    def mask_truncated_samples(self, experience: Experience) -> Experience:
+    def mask_uncompared(self, experience: Experience) -> Experience:
         """Mask all samples but the policy's that were compared."""
         assert experience.advantages is not None
         compared = ~experience.advantages.isnan()

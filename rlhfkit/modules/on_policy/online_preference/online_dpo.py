@@ -132,8 +132,8 @@ class OnlineDPOModule(OnlinePreferenceModule):
                 f"loss_type {sorted(map(str, unfit))} depends on how many pairs a micro-batch or a step has, and "
                 "prompts whose answers are equally good have none: take another one, nll_coef in place of 'sft'"
             )
-        if self.reward_processing.normalize:
-            raise ValueError("RewardProcessing(normalize=True) changes no comparison of two rewards: leave it out")
+        if "NormalizeRewards" in self.shaping:
+            raise ValueError("NormalizeRewards changes no comparison of two rewards: leave it out")
         self.hparams.update(
             loss_type={name if isinstance(name, str) else function_name(name): w for name, w in self.loss_types.items()}
         )
@@ -163,7 +163,7 @@ class OnlineDPOModule(OnlinePreferenceModule):
             rewards = rewards.masked_fill(experience.truncated, torch.nan)
         return self.over_iteration(lambda all_, group, _: best_and_worst(all_, group), experience, rewards)
 
-    def mask_truncated_samples(self, experience: Experience) -> Experience:
+    def mask_uncompared(self, experience: Experience) -> Experience:
         """Mask all samples that are in no pair; cut off ones are in none with ``mask_truncated``."""
         assert experience.advantages is not None
         paired = (experience.advantages != 0).any(-1, keepdim=True)

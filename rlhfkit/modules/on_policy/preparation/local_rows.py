@@ -28,10 +28,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def local_rows(function: F) -> F:
     """Mark a function of an :class:`~rlhfkit.data.Experience` that needs no rows of other ranks.
 
-    For an ``advantages=`` function of the experience, and for overrides of ``advantages`` and ``process_rewards``. With
-    several ranks a marked function is given this rank's rows only, so that nothing is gathered; other samples of their
-    groups may be on other ranks. What it needs of those is in ``experience.summary`` (rewards, groups and lengths of
-    all N rows), in ``module.gather_rows(experience, values)``, or in sums over ranks (``module.whiten``).
+    For functions of rows among ``parts``, an ``advantages=`` function of the experience, and overrides of
+    ``advantages``. With several ranks a marked function is given this rank's rows only, so that nothing is gathered;
+    other samples of their groups may be on other ranks. What it needs of those is in ``experience.summary`` (rewards,
+    groups and lengths of all N rows), in ``module.gather_rows(experience, values)``, or in sums over ranks
+    (``module.whiten``).
 
     Example::
 

@@ -1,6 +1,5 @@
-"""``RewardedModule``: the rewards that are learned from: scores of a reward model, penalties (the KL's too), scale."""
+"""``RewardedModule``: the rewards that are learned from, with a KL penalty in them or in the loss."""
 
-import dataclasses
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
@@ -8,52 +7,15 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
     KLEstimator,
-    RewardMoments,
-    clip_rewards,
     kl_estimate,
     masked_sum,
-    missing_eos_penalty,
-    normalize_rewards,
-    stop_properly_penalty,
     token_rewards,
 )
-from rlhfkit.modules.arguments import options
 from rlhfkit.modules.moving_reference import MovingReferenceModule
-from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.reward_models import ScoredModule
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_number
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardProcessing:
-    """Processing of rewards before baselines and advantages, in this order; OpenRLHF clips after the baseline.
-
-    Logs show the rewards before it. Example::
-
-        PPOModule("sft", reward_processing=RewardProcessing(missing_eos_penalty=1.0, normalize=True, clip=10.0))
-    """
-
-    stop_properly_coef: float = 1.0
-    """At most 1. In [0, 1]: positive rewards of answers that the length limit cut off are multiplied by it, so that
-    with 0 only finished answers are rewarded; below 0: it is their reward (ProRL v2). 1: off."""
-    missing_eos_penalty: float = 0.0
-    """Subtracted from the reward of answers that the length limit cut off (TRL's former PPO). 0: off."""
-    normalize: bool = False
-    """Shift and scale by the mean and deviation of all rewards so far, this iteration's among them; they are saved in
-    checkpoints."""
-    clip: float | None = None
-    """Rewards are clipped to ± this (10 in OpenRLHF; off in TRL's RLOO); ``None``: not."""
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        check_number("RewardProcessing.stop_properly_coef", self.stop_properly_coef, maximum=1, why="1 is no penalty")
-        check_number(
-            "RewardProcessing.missing_eos_penalty", self.missing_eos_penalty, minimum=0, why="it is subtracted"
-        )
-        check_number("RewardProcessing.clip", self.clip, above=0, optional=True)
-
 
 KLPlace = Literal["token", "sequence"]
 """Which reward a KL penalty is subtracted from."""
@@ -67,10 +29,8 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         reference: Where the reference model of the KL penalty is: ``None``: a frozen child, or the policy without its
             adapters; a :class:`~rlhfkit.roles.ModelPool`: on machines of its own, where it works while the policy
             computes its old log-probs; a :class:`~rlhfkit.roles.ServedModel`: behind a running ``vllm serve``.
-        reward_processing: Penalties, normalization and clipping of rewards, see :class:`RewardProcessing`.
-        mask_truncated: Learn nothing from answers that the length limit cut off (overlong filtering, DAPO: Yu et al.,
-            2025, arXiv:2503.14476, section 3.4). Baselines still include their rewards; means of losses are over the
-            other tokens.
+        mask_truncated: Learn nothing from answers that the length limit cut off, see
+            :class:`~rlhfkit.modules.parts.rewards.MaskTruncated`; other parts of that file shape rewards.
         kl_coef: Weight of the KL penalty; 0 (TRL's default) loads no reference model.
         kl_estimator: ``k1``, ``k2`` or ``k3``; ``None``: k1 in the reward (InstructGPT), k3 in the loss (GRPO). In the
             loss k1 has a gradient of mean 0 and is refused, except with the ratio as its weight
@@ -98,7 +58,6 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         model: str,
         *,
         reference: ModelPool | ServedModel | None = None,
-        reward_processing: RewardProcessing | None = None,
         mask_truncated: bool = False,
         kl_coef: float = 0.0,
         kl_estimator: KLEstimator | None = None,
@@ -108,10 +67,11 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         super().__init__(model, **kwargs)
         check_number("kl_coef", kl_coef, minimum=0, why="0 is no reference model")
         self.reference_pool = frozen_model(reference)
-        self.reward_processing = options(RewardProcessing, reward_processing)
         self.mask_truncated = mask_truncated
-        self.reward_moments = RewardMoments.zero()
-        """Count, mean and squared deviations of the rewards so far, with ``RewardProcessing(normalize=True)``."""
+        if mask_truncated:
+            from rlhfkit.modules.parts.rewards import MaskTruncated
+
+            self.own_parts.append(MaskTruncated())
         self.initial_kl_coef = kl_coef
         self.kl_coef = kl_coef
         """Weight of the KL penalty now; moves with :class:`~rlhfkit.modules.parts.kl_control.KLTarget`."""
@@ -140,7 +100,6 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
                 f"ref_model_sync_steps={self.ref_model_sync_steps} moves a reference that nothing asks: give a kl_coef "
                 "(0.01 is OpenRLHF's), or leave ref_model_sync_steps out"
             )
-        self.hparams.update(reward_processing=dataclasses.asdict(self.reward_processing))
 
     def _kl_place(self, kl_coef: float, kl_in_reward: bool | KLPlace | None) -> KLPlace | None:
         if kl_in_reward not in (None, True, False, *get_args(KLPlace)):
@@ -168,38 +127,6 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         """Build the policy and its frozen models."""
         super().configure_model()
         self.check_reference_moves()
-
-    # ------------------------------------------------------------------ penalties and scale
-
-    @local_rows
-    def process_rewards(self, experience: Experience) -> Experience:
-        """Apply :class:`RewardProcessing`; override for another order or another penalty.
-
-        Called once per iteration, as running moments are updated here, with the rewards of all ranks. An override is
-        given the whole iteration, the same on every rank, unless it is marked with
-        :func:`~rlhfkit.local_rows`: then this rank's rows.
-        """
-        processing, rewards, earned = self.reward_processing, experience.rewards, experience.token_rewards
-        if processing.stop_properly_coef != 1.0:
-            rewards = stop_properly_penalty(rewards, experience.truncated, coef=processing.stop_properly_coef)
-        if processing.missing_eos_penalty:
-            rewards = missing_eos_penalty(rewards, experience.truncated, penalty=processing.missing_eos_penalty)
-        if processing.normalize:
-            # Not a sum over ranks: all rewards in the order of the iteration give the same bits on any number of ranks.
-            self.reward_moments = self.reward_moments.update(self.gather_rows(experience, rewards))
-            mean, std = self.reward_moments.mean, self.reward_moments.std
-            rewards = normalize_rewards(rewards, mean, std)
-            # A token's part is a difference of rewards, so it is scaled but not shifted.
-            earned = None if earned is None else normalize_rewards(earned, mean, std, shift_mean=False)
-        if processing.clip is not None:
-            rewards = clip_rewards(rewards, low=-processing.clip, high=processing.clip)
-        return dataclasses.replace(experience, rewards=rewards, token_rewards=earned)
-
-    def mask_truncated_samples(self, experience: Experience) -> Experience:
-        """Mask the tokens of answers that were cut off, with ``mask_truncated=True``."""
-        if not self.mask_truncated:
-            return experience
-        return dataclasses.replace(experience, action_mask=experience.action_mask & ~experience.truncated[:, None])
 
     # ------------------------------------------------------------------ the KL penalty
 
@@ -244,16 +171,3 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
         old, reference = experience.old_logprobs, experience.columns["ref_logprobs"]
         assert old is not None
         return kl_estimate(old, reference, estimator=self.kl_estimator, mask=experience.action_mask)
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the running moments."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["reward_moments"] = self.reward_moments.plain()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with the running moments."""
-        super().on_load_checkpoint(checkpoint)
-        if "reward_moments" in checkpoint:
-            self.reward_moments = RewardMoments.of(checkpoint["reward_moments"])

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from rlhfkit import LocalEngine, NashMDModule, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.checks import check_replay
 from rlhfkit.modules.parts.kl_control import KLTarget
+from rlhfkit.modules.parts.rewards import MissingEndPenalty, NormalizeRewards
 from rlhfkit.rewards import PairwiseReward
 
 BETA, LR, TEMPERATURE, NLL = 0.4, 0.05, 0.8, 0.3
@@ -134,7 +135,11 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
         ({"correction": "tis"}, "correction='tis' has no effect"),
         ({"token_filter": {"top_entropy": 0.2}}, "token_filter=.* has no effect"),
         ({"proximal": "log-linear"}, "proximal='log-linear' has no effect"),
-        ({"mask_truncated": True, "reward_processing": {"missing_eos_penalty": 1.0}}, "compares no answer that was"),
+        (
+            {"mask_truncated": True, "parts": [MissingEndPenalty(1.0)]},
+            "MissingEndPenalty .* compares no answer that was",
+        ),
+        ({"parts": [NormalizeRewards()]}, "NormalizeRewards changes no comparison"),
         ({"loss_type": "aot"}, "equally good"),
         ({"loss_type": {"sigmoid": 1.0, "sft": 0.1}}, "nll_coef"),
         ({"loss_type": "sigmoidal"}, "loss_type must be"),

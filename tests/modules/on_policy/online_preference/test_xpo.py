@@ -154,7 +154,7 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
         (NashMDModule, {"clip_low": 0.1}, "clip_low=0.1 has no effect"),
         (NashMDModule, {"link": "elo"}, "link must be one of"),
         (NashMDModule, {"parts": [KLTarget(0.1)]}, "moves the weight of a KL penalty, and .* has none here"),
-        (NashMDModule, {"reward_processing": {"normalize": True}}, "compare rewards of any size"),
+        (NashMDModule, {"parts": ["rlhfkit.modules.parts.rewards.NormalizeRewards"]}, "compare rewards of any size"),
     ):
         with pytest.raises(ValueError, match=message):
             kind("model", **arguments)  # type: ignore[arg-type]

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from rlhfkit import (
     GRPOModule,
     OnPolicyDistillationModule,
+    Part,
     PPOModule,
-    RewardProcessing,
+    Stage,
     local_rows,
     presets,
 )
@@ -31,6 +32,7 @@ from rlhfkit.losses import gdpo_advantages, opo_advantages, pass_at_k_advantages
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.parts.kl_control import KLTarget
+from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards, StopProperly
 
 SEQUENCES, GROUP = 24, 4
 SHARES = (13, 8, 3)
@@ -64,13 +66,24 @@ def above_average(experience: Experience) -> Tensor:
     return (experience.rewards - experience.summary.rewards.nanmean()).nan_to_num()
 
 
-class Shifted(GRPOModule):
-    """Overrides both for the whole iteration."""
+def above_worst(experience: Experience) -> Experience:
+    """Shifts rewards by the worst of the whole iteration."""
+    worst = experience.rewards.nan_to_num(nan=math.inf).min()
+    return dataclasses.replace(experience, rewards=experience.rewards - worst)
 
-    def process_rewards(self, experience: Experience) -> Experience:
-        experience = super().process_rewards(experience)
-        worst = experience.rewards.nan_to_num(nan=math.inf).min()
-        return dataclasses.replace(experience, rewards=experience.rewards - worst)
+
+class AboveWorst(Part):
+    """The same for own rows."""
+
+    stage, reads, writes = Stage.SHAPE, ("rewards",), ("rewards",)
+
+    def prepare(self, rows: Experience) -> Experience:
+        worst = self.module.gather_rows(rows, rows.rewards).nan_to_num(nan=math.inf).min()
+        return dataclasses.replace(rows, rewards=rows.rewards - worst)
+
+
+class Shifted(GRPOModule):
+    """Overrides advantages for the whole iteration."""
 
     def advantages(self, experience: Experience) -> Tensor:
         scores = super().advantages(experience)
@@ -79,13 +92,7 @@ class Shifted(GRPOModule):
 
 
 class ShiftedLocally(GRPOModule):
-    """Overrides both for own rows."""
-
-    @local_rows
-    def process_rewards(self, experience: Experience) -> Experience:
-        experience = super().process_rewards(experience)
-        worst = self.gather_rows(experience, experience.rewards).nan_to_num(nan=math.inf).min()
-        return dataclasses.replace(experience, rewards=experience.rewards - worst)
+    """Overrides advantages for own rows."""
 
     @local_rows
     def advantages(self, experience: Experience) -> Tensor:
@@ -100,7 +107,7 @@ class Whitened(PPOModule):
         return 2.0 * super().advantages(experience)
 
 
-PROCESSING = RewardProcessing(stop_properly_coef=0.5, missing_eos_penalty=0.25, normalize=True, clip=1.5)
+SHAPING = [one.plain() for one in (StopProperly(0.5), MissingEndPenalty(0.25), NormalizeRewards(), ClipRewards(1.5))]
 CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     "grpo": (GRPOModule, {**presets.GRPO}),
     "grpo, scale of the batch": (GRPOModule, {"advantage_scale": "batch", "mask_truncated": True}),
@@ -109,10 +116,10 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     "reinforce++": (GRPOModule, {**presets.REINFORCE_PLUS_PLUS}),
     "reinforce++-baseline": (GRPOModule, {**presets.REINFORCE_PLUS_PLUS_BASELINE}),
     "gpg": (GRPOModule, {**presets.GPG}),
-    "processed rewards": (GRPOModule, {"reward_processing": PROCESSING, "gamma": 0.9, "whiten_advantages": True}),
+    "processed rewards": (GRPOModule, {"parts": SHAPING, "gamma": 0.9, "whiten_advantages": True}),
     "earned by tokens": (
         GRPOModule,
-        {"advantage_scale": "none", "token_level_rewards": True, "reward_processing": RewardProcessing(normalize=True)},
+        {"advantage_scale": "none", "token_level_rewards": True, "parts": [NormalizeRewards().plain()]},
     ),
     "moving kl": (GRPOModule, {"kl_coef": 0.5, "parts": [KLTarget(0.21, horizon=100).plain()]}),
     "lengths": (GRPOModule, {"advantages": opo_advantages}),
@@ -121,7 +128,7 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     "ppo": (PPOModule, {"lam": 0.9, "kl_coef": 0.3, "parts": [KLTarget(0.01, horizon=100).plain()]}),
     "ppo, normalized values": (
         PPOModule,
-        {"normalize_values": True, "kl_coef": 0.3, "kl_in_reward": "sequence", "reward_processing": PROCESSING},
+        {"normalize_values": True, "kl_coef": 0.3, "kl_in_reward": "sequence", "parts": SHAPING},
     ),
     "ppo, shared backbone": (PPOModule, {"shared_backbone": True, "advantages": opo_advantages}),
     "ppo, overridden": (Whitened, {}),
@@ -138,10 +145,10 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     ),
     "processed rewards in the summary": (
         GRPOModule,
-        {"advantages": above_average, "reward_processing": PROCESSING, "kl_coef": 0.1, "kl_in_reward": "sequence"},
+        {"advantages": above_average, "parts": SHAPING, "kl_coef": 0.1, "kl_in_reward": "sequence"},
     ),
-    "overridden": (Shifted, {"reward_processing": PROCESSING}),
-    "overridden for own rows": (ShiftedLocally, {"reward_processing": PROCESSING}),
+    "overridden": (Shifted, {"parts": [*SHAPING, above_worst]}),
+    "overridden for own rows": (ShiftedLocally, {"parts": [*SHAPING, AboveWorst().plain()]}),
 }
 
 # ---------------------------------------------------------------------- the iterations
@@ -233,7 +240,7 @@ def prepare(name: str, folder: Path, trainer: L.Trainer, take: Callable[[Experie
         iterations.append({key: None if value is None else value.tolist() for key, value in values.items()})
     return {
         "iterations": iterations,
-        "reward moments": module.reward_moments.plain(),
+        "states": [part.state_dict() for part in module.parts],
         "return moments": module.return_moments.plain() if isinstance(module, PPOModule) else [],
         "kl_coef": module.kl_coef,
         "passes": passes,

@@ -1,4 +1,7 @@
-"""Answers that were cut off: what is masked, what is counted, and what is part of the baseline. Covers rewards.py."""
+"""Answers that were cut off: what is masked, what is counted, and what is part of the baseline.
+
+Covers ``modules/parts/rewards.py``.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reward models as children of the module, and the processing of rewards before advantages.
+"""Reward models as children of the module, and what becomes of rewards before advantages.
 
 Covers reward_models.py.
 """
@@ -7,7 +7,6 @@ import dataclasses
 import math
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,14 @@ from torch import Tensor
 
 from modules.on_policy.ppo_cases import PlainPPO
 from modules.on_policy.test_base import experience
-from rlhfkit import GRPOModule, PPOModule, RewardProcessing, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec, Stage
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.losses import discounted_returns, group_advantages, whiten
 from rlhfkit.models.forward import model_inputs, packs_batches
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules import presets
+from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards, StopProperly
+from rlhfkit.parts import make_part
 from rlhfkit.rewards import ModelReward, WeightedSum
 
 
@@ -115,29 +116,30 @@ def test_a_reward_model_with_other_tokens_or_without_a_head_is_refused(tmp_path:
         GRPOModule(str(tmp_path / "base"), reward_model=folder).configure_model()
 
 
-def test_rewards_are_penalised_then_normalised_over_all_so_far_then_clipped() -> None:
-    module = PPOModule(
-        "anywhere",
-        reward_processing=RewardProcessing(stop_properly_coef=0.5, missing_eos_penalty=0.25, normalize=True, clip=1.0),
-    )
-    seen: list[float] = []
-    for rewards in ([1.0, 0.0, 0.5, 0.2, 0.9, math.nan], [3.0, -2.0, 0.0, 0.0, 1.0, 1.0]):
-        batch = dataclasses.replace(experience(), rewards=torch.tensor(rewards))
-        batch.truncated[:2] = True
-        got = module.process_rewards(batch).rewards.tolist()
-        expected = [(r * 0.5 if r > 0 else r) - 0.25 for r in rewards[:2]] + rewards[2:]
-        seen += [reward for reward in expected if not math.isnan(reward)]
-        mean, std = statistics.fmean(seen), statistics.stdev(seen)
-        clipped = [min(max((reward - mean) / std, -1.0), 1.0) if reward == reward else reward for reward in expected]
-        assert got == pytest.approx(clipped, abs=1e-6, nan_ok=True)
-        assert batch.rewards.tolist() == pytest.approx(rewards, nan_ok=True)  # what is logged is as it was
-    assert {-1.0, 1.0} & set(got)
-    checkpoint: dict[str, Any] = {"state_dict": {}}
-    module.on_save_checkpoint(checkpoint)
-    other = PPOModule("anywhere", reward_processing=RewardProcessing(normalize=True))
-    other.configure_model = lambda: None  # type: ignore[method-assign]  # there is no such model
-    other.on_load_checkpoint(checkpoint)
-    assert all(torch.equal(*pair) for pair in zip(other.reward_moments, module.reward_moments, strict=True))
+def test_parts_shape_rewards_in_the_order_in_which_they_are_given() -> None:
+    shaping = [StopProperly(0.5), MissingEndPenalty(0.25), NormalizeRewards(), ClipRewards(1.0)]
+    for first_to_last in (1, -1):
+        module = PPOModule("anywhere", parts=[make_part(one.plain()) for one in shaping[::first_to_last]])
+        steps = [part for part in module.order if part.stage == Stage.SHAPE]
+        seen: list[float] = []
+        for rewards in ([1.0, 0.0, 0.5, 0.2, 0.9, math.nan], [3.0, -2.0, 0.0, 0.0, 1.0, 1.0]):
+            batch = dataclasses.replace(experience(), rewards=torch.tensor(rewards))
+            batch.truncated[:2] = True
+            for step in steps:
+                batch = step.prepare(batch)
+            expected = rewards
+            for name in [type(one).__name__ for one in shaping[::first_to_last]]:
+                if name == "StopProperly":
+                    expected = [r * 0.5 if row < 2 and r > 0 else r for row, r in enumerate(expected)]
+                elif name == "MissingEndPenalty":
+                    expected = [r - 0.25 if row < 2 else r for row, r in enumerate(expected)]
+                elif name == "ClipRewards":
+                    expected = [min(max(r, -1.0), 1.0) if r == r else r for r in expected]
+                else:
+                    seen += [r for r in expected if not math.isnan(r)]
+                    mean, std = statistics.fmean(seen), statistics.stdev(seen)
+                    expected = [(r - mean) / std for r in expected]
+            assert batch.rewards.tolist() == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
 def test_reinforce_plus_plus_credits_tokens_with_what_they_earn_and_groups_are_compared_by_sums() -> None:
