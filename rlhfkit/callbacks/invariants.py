@@ -80,7 +80,7 @@ class Invariants(Callback):
             "advantages",
             "returns",
         ):
-            values = getattr(experience, name)
+            values = experience.columns.get(name, getattr(experience, name, None))
             if values is not None and not bool(values[mask].isfinite().all()):
                 problems.append(f"{name} are not all finite")
         of_engine = experience.rollout_logprobs[mask & (experience.versions != OTHER_MODEL)]

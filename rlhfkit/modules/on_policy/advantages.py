@@ -188,7 +188,7 @@ def _check_finite(experience: Experience, source: str) -> None:
 
 def _is_wrong(experience: Experience, name: str, tokens: Tensor) -> bool:
     """Whether a field of rows or tokens is not finite at some of the chosen tokens, (B, T-1)."""
-    values: Tensor | None = getattr(experience, name)
+    values: Tensor | None = experience.columns.get(name, getattr(experience, name, None))
     if values is None:
         return False
     finite = values.isfinite() if values.dim() == 2 else values.isfinite()[:, None]
