@@ -43,10 +43,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rlhfkit.models.forward
 from rlhfkit import Experience, GRPOModule, PPOModule, RLHFDeepSpeedStrategy, SFTModule
-from rlhfkit.costs import GPU, Precision, Run, Sharding, model_shape
-from rlhfkit.costs.memory.parts import TRAINING
-from rlhfkit.costs.memory.whole_run import memory_parts
-from rlhfkit.costs.seconds import forward_flops, train_flops
+from rlhfkit.costs import GPU
+from rlhfkit.costs.estimation import forward_flops, train_flops
+from rlhfkit.costs.memory import TRAINING, memory_parts
+from rlhfkit.costs.model_shape import model_shape
+from rlhfkit.costs.run import Precision, Run, Sharding
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.modules import optimizers
 from rlhfkit.modules.optimizers.factories import state_bytes
@@ -67,7 +68,6 @@ class Case:
     ranks: int = 1
     sequence: int = 1
     """Ranks that divide the tokens of the first rank's rows; the others bring two tokens."""
-    sequence_parallel: str = "ulysses"
     gradient_checkpointing: bool = False
     tiled_mlp: bool | int = False
     fused_head: bool = True
@@ -98,7 +98,7 @@ class Case:
     def name(self) -> str:
         """A short name of what is special about the case."""
         parts = [self.module, "lightning" if self.stage is None else f"zero{self.stage}", f"{self.ranks} ranks"]
-        parts += [f"{self.sequence} {self.sequence_parallel}"] if self.sequence > 1 else []
+        parts += [f"{self.sequence} sequence ranks"] if self.sequence > 1 else []
         parts += ["checkpointing"] if self.gradient_checkpointing else []
         parts += ["tiled MLP"] if self.tiled_mlp else []
         parts += [] if self.fused_head else ["dense head"]
@@ -145,12 +145,11 @@ def estimated(case: Case) -> dict[str, float]:
     run = Run(
         policy=shape,
         critic=shape if case.module == "ppo" else None,
-        reference=shape if case.module == "ppo" else None,
-        gpu=GPU(name="cpu", memory=2**40, flops=1e12, bandwidth=1e11, link=1e10),
+        frozen={"reference": shape} if case.module == "ppo" else {},
+        gpu=GPU(name="cpu", memory=2**40, flops=1e12, bandwidth=1e11),
         sharding=Sharding(
             ranks=case.ranks,
             sequence=case.sequence,
-            sequence_parallel=case.sequence_parallel,
             stage=case.stage,
             bucket=BUCKET,
             live_parameters=BUCKET,
@@ -281,9 +280,7 @@ def batch_of(case: Case) -> TokenBatch | Experience:
         truncated=rewards.bool(),
         update=rewards.long(),
         old_logprobs=steps - 8,
-        ref_logprobs=steps - 8,
-        values=steps,
-        returns=steps,
+        columns={"ref_logprobs": steps - 8, "values": steps, "returns": steps},
         advantages=torch.randn(mask.shape, generator=generator),
     )
 
@@ -299,7 +296,6 @@ def strategy_of(case: Case) -> Strategy | str:
         reduce_bucket_size=BUCKET,
         allgather_bucket_size=BUCKET,
         sequence_parallel_size=case.sequence,
-        sequence_parallel=case.sequence_parallel,
         engine_configs={name: {"zero_optimization": live} for name in children} if case.stage == 3 else None,
     )
 

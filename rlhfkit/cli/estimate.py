@@ -1,16 +1,16 @@
-"""``rlhfkit estimate``: memory per GPU and time per iteration of a configuration, without starting it."""
+"""``rlhfkit estimate``: memory per GPU, number of GPUs and a coarse time of a configuration, without starting it."""
 
 import argparse
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhfkit.costs.hardware import GPUS
+from rlhfkit.costs import GPUS
 
 if TYPE_CHECKING:
     from rlhfkit.costs.estimation import Estimate
 
-_DESCRIPTION = """Estimate memory per GPU and time per iteration of a run, and the first thing that does not fit.
+_DESCRIPTION = """Estimate memory per GPU, the number of GPUs, a coarse time, and the first thing that does not fit.
 
 All other options are those of rlhfkit fit: --config run.yaml, --trainer.devices 8, --model.init_args.lora.rank 16 ...
 Nothing is started, no weights are loaded, no GPU is needed. Exits with 1 if something does not fit.
@@ -28,8 +28,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--gpu", default="H100", help=f"one of {', '.join(GPUS)} (default: H100)")
     options.add_argument("--prompt-tokens", type=float, help="mean tokens of a prompt (default: its limit)")
     options.add_argument("--answer-tokens", type=float, help="mean tokens of an answer (default: its limit)")
-    options.add_argument("--answer-spread", type=float, help="deviation of the logarithm of answers' lengths")
-    options.add_argument("--score-seconds", type=float, default=0.0, help="of the rewards of an iteration (default: 0)")
     options.add_argument("--json", action="store_true", help="print one line of JSON in place of tables")
     return options
 
@@ -41,14 +39,8 @@ def estimate_command(words: Sequence[str]) -> None:
         SystemExit: With 1 if something does not fit, or a size is missing or wrong.
     """
     options, rest = parser().parse_known_args(list(words))
-    found = estimate_configuration(
-        rest,
-        gpu=options.gpu,
-        prompt_tokens=options.prompt_tokens,
-        answer_tokens=options.answer_tokens,
-        answer_spread=options.answer_spread,
-        score_seconds=options.score_seconds,
-    )
+    sizes = {"prompt_tokens": options.prompt_tokens, "answer_tokens": options.answer_tokens}
+    found = estimate_configuration(rest, gpu=options.gpu, **sizes)
     if options.json:
         print(json.dumps(found.to_dict()))
     else:

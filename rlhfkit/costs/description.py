@@ -4,64 +4,43 @@ Sizes that only the data knows (tokens of a prompt, of an answer) are taken at t
 every such choice is noted, so that a report can state it.
 """
 
-import dataclasses
-from collections.abc import Mapping
-from pkgutil import resolve_name
+import math
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from rlhfkit import modules
 from rlhfkit.callbacks import RolloutCallback
-from rlhfkit.costs.described_roles import model_roles, sharding_of
-from rlhfkit.costs.hardware import GIB, GPU, Efficiency
-from rlhfkit.costs.model_shape import ModelShape
-from rlhfkit.costs.run import EngineShape, Precision, Run, Sharding
+from rlhfkit.costs.model_shape import ModelShape, model_shape
+from rlhfkit.costs.run import GIB, GPU, EngineShape, PlacedModel, Precision, Run, Sharding
 from rlhfkit.data.packing import capped_iteration_shape, iteration_shape
 from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
-from rlhfkit.modules import (
-    OnPolicyModule,
-    PolicyModule,
-    ProcessRewardModule,
-    RewardModule,
-    SFTModule,
-)
+from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optimizers.factories import state_bytes
-from rlhfkit.rewards.models import ModelReward
+from rlhfkit.roles import ModelPool
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
 from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
-from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
-from rlhfkit.strategies import RLHFDeepSpeedStrategy
+from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
 
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt where neither an argument nor the data's ``max_prompt_length`` says it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Tokens of prompts and answers, as far as they are known."""
-
-    prompt_tokens: float | None = None
-    answer_tokens: float | None = None
-    answer_spread: float | None = None
+_PLAIN = ("auto", "ddp", "single_device")
 
 
 def described_run(
-    module: PolicyModule | Mapping[str, Any] | str,
+    module: modules.PolicyModule | str,
     data: L.LightningDataModule | None,
     rollouts: RolloutCallback | None,
     *,
     strategy: str | Strategy,
-    devices: int,
-    num_nodes: int,
+    ranks: int,
     precision: str | int,
     accumulate_grad_batches: int,
     gpu: GPU,
-    lengths: Lengths,
-    score_seconds: float,
-    efficiency: Efficiency,
-    gpus_per_machine: int,
+    prompt_tokens: float | None,
+    answer_tokens: float | None,
 ) -> tuple[Run, list[str], list[str]]:
     """Describe a run; returns it, the assumptions that were made, and sizes that contradict one another.
 
@@ -69,247 +48,258 @@ def described_run(
         TypeError: If the module is none of rlhfkit's.
         ValueError: If the strategy is unknown, or prompts are trained on without a callback that samples.
     """
-    policy = made_module(module)
-    sharding = sharding_of(strategy, devices * num_nodes)
-    assumptions: list[str] = []
-    problems: list[str] = []
-    used_precision = Precision.of(precision, deepspeed=sharding.stage is not None)
+    policy: Any = modules.SFTModule(module) if isinstance(module, str) else module
+    if not isinstance(policy, modules.PolicyModule):
+        raise TypeError(f"module must be one of rlhfkit's modules or the name of a model, got {type(module).__name__}")
+    sharding = sharding_of(strategy, ranks)
+    types = Precision.of(precision, deepspeed=sharding.stage is not None)
     # Lightning's gradient scaler takes no fused kernels.
     fused = gpu.name != "cpu" and (sharding.stage is not None or str(precision) != "16-mixed")
-    fields = model_roles(policy, used_precision, fused=fused)
-    state = state_bytes(
-        policy.optimizer_function,
-        policy.optimizer_arguments,
-        itemsize=4 if fields["policy"].adapters else used_precision.main_weights,
-        fused=fused,
-    )
-    if state is None:
-        assumptions.append(f"optimizer={policy.optimizer_name!r} keeps two moments per parameter, as AdamW does")
-    assumptions += _not_counted(policy, data, rollouts, strategy)
+    fields = model_roles(policy)
+    itemsize = 4 if fields["policy"].adapters else types.main_weights
+    state = state_bytes(policy.optimizer_function, policy.optimizer_arguments, itemsize=itemsize, fused=fused)
     fields |= {
         "gpu": gpu,
         "sharding": sharding,
-        "precision": used_precision,
+        "precision": types,
         "optimizer_state": state,
         "gradient_checkpointing": policy.gradient_checkpointing,
         "offload_activations": policy.offload_activations,
         "tiled_mlp": policy.tiled_mlp,
         "attention": "packed" if policy.attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS) else policy.attention,
-        "score_seconds": score_seconds,
-        "efficiency": efficiency,
-        "gpus_per_machine": gpus_per_machine,
     }
-    if isinstance(policy, OnPolicyModule) or rollouts is not None:
-        if not isinstance(data, PromptDataModule) or rollouts is None:
-            raise ValueError(
-                f"{type(policy).__name__} learns from its own samples: give estimate(data=PromptDataModule(...), "
-                "rollouts=RolloutCallback(...)), which say how many there are and how they are made"
-            )
-        fields |= _sampling(data, rollouts, sharding, accumulate_grad_batches, problems)
-        fields |= _answers(data, rollouts, lengths, assumptions)
-        offload = rollouts.phases.offload_training
-        fields["offload_training"] = rollouts.engine.colocate and gpu.name != "cpu" if offload is None else offload
-        fields["engine"] = engine_shape(rollouts.engine, used_precision, gpu, sharding.ranks, assumptions)
-        if fields["engine"] is not None and fields["engine"].shares_weights and _copied(fields):
-            fields["engine"] = dataclasses.replace(fields["engine"], shares_weights=False)
-        run = Run(**_with_micro_batches(fields, data, problems))
-    else:
-        run = Run(**fields, **_offline(policy, data, lengths, sharding, accumulate_grad_batches, assumptions, problems))
-    if sharding.tensor > 1 and sharding.stage == 0 and fields["precision"].compute < 4:
-        problems.append("tensor_parallel_size > 1 at stage 0 is not supported in 16 bits: use stage 1, 2 or 3")
-    if sharding.group > 1 and fields["attention"] != "packed":
-        problems.append(
-            f"attention={policy.attention!r} is not supported where several ranks compute a forward pass together: "
-            "leave it out, and tokens are packed"
-        )
-    if run.policy.uncertainty > ModelShape.uncertainty:
+    assumptions: list[str] = []
+    problems: list[str] = []
+    if state is None:
+        assumptions.append(f"optimizer={policy.optimizer_name!r} keeps two moments per parameter, as AdamW does")
+    if fields["policy"].uncertainty > ModelShape.uncertainty:
         assumptions.append(
-            f"the layers of the family {run.policy.family!r} are not those that the formulas describe: activations and "
-            f"cache may be off by {run.policy.uncertainty:.0%}"
+            f"the layers of the family {fields['policy'].family!r} are not those that the formulas describe: "
+            f"activations and cache may be off by {fields['policy'].uncertainty:.0%}"
+        )
+    given = (prompt_tokens, answer_tokens)
+    if not isinstance(policy, modules.OnPolicyModule) and rollouts is None:
+        fields |= _offline(policy, data, given, sharding, accumulate_grad_batches, assumptions)
+        return Run(**fields), assumptions, problems
+    if not isinstance(data, PromptDataModule) or rollouts is None:
+        raise ValueError(
+            f"{type(policy).__name__} learns from its own samples: give estimate(data=PromptDataModule(...), "
+            "rollouts=RolloutCallback(...)), which say how many there are and how they are made"
+        )
+    fields |= _sampling(policy, data, rollouts, given, sharding, accumulate_grad_batches, assumptions, problems)
+    offload = rollouts.phases.offload_training
+    fields["offload_training"] = rollouts.engine.colocate and gpu.name != "cpu" if offload is None else offload
+    fields["engine"] = engine_shape(rollouts.engine, Run(**fields), assumptions)
+    run = Run(**fields)
+    context = run.policy.context
+    if context is not None and run.longest > context:
+        problems.append(
+            f"a prompt of {run.prompt_tokens:,.0f} tokens and an answer of {run.max_answer_tokens:,} exceed the "
+            f"model's context of {context:,}: lower max_new_tokens or max_prompt_length"
         )
     return run, assumptions, problems
 
 
-def _not_counted(
-    module: PolicyModule, data: L.LightningDataModule | None, rollouts: RolloutCallback | None, strategy: str | Strategy
-) -> list[str]:
-    """What takes memory or time, or saves it, and is in no formula."""
-    found = []
-    if isinstance(strategy, RLHFDeepSpeedStrategy) and strategy.engine_configs:
-        found.append(f"engine_configs of {', '.join(strategy.engine_configs)} change nothing")
-    if module.liger_kernels:
-        found.append("liger_kernels save no memory")
-    if rollouts is not None and isinstance(rollouts.reward, ModelReward):
-        found.append(
-            f"the model of the reward ({rollouts.reward.model}) takes no GPU memory and no time: reward_model of the "
-            "module is counted"
-        )
-    if isinstance(data, PromptDataModule) and data.pretraining_data is not None:
-        found.append("pretraining_data takes no memory and no time")
-    return found
+# ------------------------------------------------------------------------------------------------ models
 
 
-# ------------------------------------------------------------------------------------------------ the module
+def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
+    """Models that the module trains or holds, those that it has elsewhere, and passes of the policy before updates."""
+
+    def shape(name: str, *, trained: bool = False) -> ModelShape:
+        own: dict[str, Any] = {"lora": module.lora, "quantization": module.quantization} if trained else {}
+        return model_shape(name, **own, trust_remote_code=module.trust_remote_code)
+
+    policy = shape(module.model_name, trained=True)
+    frozen: dict[str, ModelShape] = {}
+    if isinstance(module, modules.RewardModule | modules.ProcessRewardModule):
+        policy = policy.with_scalar_head()
+    roles: dict[str, Any] = {"policy": policy, "frozen": frozen, "policy_passes": 0.0}
+    if isinstance(module, modules.ReferenceModule) and module.uses_reference and module.ref_model_name is not None:
+        frozen["reference"] = shape(module.ref_model_name)
+    elif module.needs_reference and policy.adapters:
+        roles["policy_passes"] = 1.0  # the policy without its adapters
+    elif module.needs_reference:
+        frozen["reference"] = shape(module.model_name)
+    if (
+        isinstance(module, modules.DistillationModule)
+        and not module.precompute_teacher
+        and module.served_teacher is None
+    ):
+        frozen["teacher"] = shape(module.teacher_name)
+    if isinstance(module, modules.OnPolicyDistillationModule) and module.teacher_pool is None:
+        names = list(module.domains.names.values())
+        frozen |= {"teacher" + (f" {number}" if number else ""): shape(one) for number, one in enumerate(names)}
+    if not isinstance(module, modules.OnPolicyModule):
+        return roles
+    shared = isinstance(module, modules.PPOModule) and module.shared_backbone  # its pass for values gives log-probs too
+    every = module.needs_old_logprobs or shared or module.needs_sum_squares or module.token_filter.top_entropy
+    roles["policy_passes"] += 1.0 if every or module.proximal == "recompute" else 0.0
+    roles |= {"entropy": module.needs_entropy, "prepare_tokens": module.max_tokens_per_forward}
+    elsewhere: dict[str, Any] = {"reference": module.reference_pool}
+    for name, one in module.reward_models.items():
+        role = f"reward model {name}".strip()
+        if isinstance(one, str):
+            frozen[role] = shape(one).with_scalar_head()
+        else:
+            elsewhere[role] = one
+    if isinstance(module, modules.OnPolicyDistillationModule):
+        elsewhere["teacher"] = module.teacher_pool
+    base, critic = base_model_name(module.model_name), None
+    if isinstance(module, modules.PPOModule):
+        elsewhere["critic"] = module.frozen_critic.pool if module.frozen_critic is not None else None
+        critic = module.remote_critic.pool if module.remote_critic is not None else None
+        if not module.shared_backbone and module.critic_elsewhere is None:
+            roles["critic"] = shape(module.critic_name or base, trained=True)
+    placed = [_placed(role, pool, shape(pool.model)) for role, pool in elsewhere.items() if isinstance(pool, ModelPool)]
+    if critic is not None:
+        own = shape(critic.model if isinstance(critic.model, str) else base, trained=True).with_scalar_head()
+        strategy = sharding_of(critic.strategy, critic.num_ranks)
+        placed.append(PlacedModel(role="critic", shape=own, gpus=critic.num_ranks, sharding=strategy))
+    return roles | {"placed": tuple(placed)}
 
 
-def made_module(module: PolicyModule | Mapping[str, Any] | str) -> PolicyModule:
-    """The module itself, one made from ``class_path`` and ``init_args`` of a configuration, or SFT of a model's name.
+def _placed(role: str, pool: ModelPool, shape: ModelShape) -> PlacedModel:
+    """A replica without GPUs among its resources is described as having one."""
+    gpus = pool.ranks_per_replica * max(1, math.ceil((pool.resources or {}).get("GPU", 1)))
+    shape = shape.with_scalar_head() if role.startswith(("reward model", "critic")) else shape
+    return PlacedModel(role=role, shape=shape, replicas=pool.num_replicas, gpus=gpus)
+
+
+def sharding_of(strategy: str | Strategy, ranks: int) -> Sharding:
+    """The sharding of a strategy or of its name.
 
     Raises:
-        TypeError: If it is no :class:`~rlhfkit.PolicyModule`.
-        ValueError: If a mapping has no ``class_path``.
+        ValueError: If it is neither ours nor one of Lightning's that replicate everything, or if its forward groups do
+            not divide the ranks.
     """
-    if isinstance(module, str):
-        return SFTModule(module)
-    if isinstance(module, Mapping):
-        path = module.get("class_path")
-        if not isinstance(path, str):
-            raise ValueError(
-                "a module as a mapping needs class_path and init_args, as in a configuration file, got the keys "
-                f"{', '.join(map(str, module)) or 'none'}"
-            )
-        module = resolve_name(path if "." in path else f"rlhfkit.{path}")(**module.get("init_args", {}))
-    if not isinstance(module, PolicyModule):
-        raise TypeError(f"module must be one of rlhfkit's modules or the name of a model, got {type(module).__name__}")
-    return module
+    register()
+    if isinstance(strategy, str) and strategy.startswith("rlhf_") and strategy in StrategyRegistry:
+        strategy = StrategyRegistry.get(strategy)
+    if isinstance(strategy, RLHFDeepSpeedStrategy):
+        config: dict[str, Any] = strategy.config if isinstance(strategy.config, dict) else {}
+        zero = config.get("zero_optimization") or {}
+        live = zero.get("stage3_max_live_parameters", 1e9) + zero.get("stage3_prefetch_bucket_size", 5e7)
+        return Sharding(
+            ranks=ranks,
+            stage=int(zero.get("stage", 0)),
+            offload_optimizer=bool(zero.get("offload_optimizer")),
+            offload_parameters=bool(zero.get("offload_param")),
+            bucket=int(zero.get("reduce_bucket_size", 5e8)),
+            overlap=bool(zero.get("overlap_comm", True)),
+            live_parameters=int(live),
+            sequence=strategy.sequence_parallel_size,
+            tensor=strategy.tensor_parallel_size,
+        )
+    if isinstance(strategy, SequenceParallelDDPStrategy):
+        return Sharding(ranks=ranks, sequence=strategy.sequence_parallel_size)
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    if name not in (*_PLAIN, "DDPStrategy", "SingleDeviceStrategy"):
+        known = [one for one in StrategyRegistry.available_strategies() if one.startswith("rlhf_")]
+        raise ValueError(
+            f"strategy must be one of {', '.join([*_PLAIN, *known])}, or an RLHFDeepSpeedStrategy, got {name!r}"
+        )
+    return Sharding(ranks=ranks)
 
 
 # ------------------------------------------------------------------------------------------------ data and engines
 
 
 def _sampling(
-    data: PromptDataModule, rollouts: RolloutCallback, sharding: Sharding, accumulate: int, problems: list[str]
-) -> dict[str, Any]:
-    """Sizes of an iteration. Ranks of a forward group share micro-batches."""
-    group, prompts, cap = rollouts.sampling.group_size, data.rollout_batch_size, data.max_tokens_per_micro_batch
-    sequences, ranks = prompts * group, (sharding.ranks, sharding.group)
-    updates = data.updates_per_iteration
-    if cap is None:
-        updates = max(1, round(sequences / (data.micro_batch_size * accumulate * sharding.data)))
-    try:
-        if cap is None:
-            updates = iteration_shape(prompts, group, data.micro_batch_size, accumulate, *ranks).updates
-        else:
-            capped_iteration_shape(prompts, group, updates, *ranks)
-    except ValueError as error:
-        problems.append(str(error))
-    epochs = data.epochs_per_iteration
-    return {
-        "sequences": sequences,
-        "group_size": group,
-        "updates": updates * epochs,
-        "passes": epochs,
-        "max_staleness": rollouts.max_staleness,
-    }
-
-
-def _answers(
-    data: PromptDataModule, rollouts: RolloutCallback, lengths: Lengths, assumptions: list[str]
-) -> dict[str, Any]:
-    """Tokens of prompts and answers."""
-    limit, prompt, answer = rollouts.sampling.max_new_tokens, lengths.prompt_tokens, lengths.answer_tokens
-    if prompt is None:
-        prompt = data.max_prompt_length or PROMPT_TOKENS
-        source = "the data's max_prompt_length" if data.max_prompt_length else "an assumption: give prompt_tokens"
-        assumptions.append(f"prompts have {prompt} tokens ({source})")
-    spread = lengths.answer_spread
-    if answer is None:
-        answer = float(limit)
-        spread = spread or 0.0
-        assumptions.append(f"every answer has {limit} tokens, the limit: give answer_tokens for their mean")
-    return {
-        "prompt_tokens": float(prompt),
-        "answer_tokens": min(float(answer), float(limit)),
-        "max_answer_tokens": limit,
-        "answer_spread": Run.answer_spread if spread is None else spread,
-    }
-
-
-def _with_micro_batches(fields: dict[str, Any], data: PromptDataModule, problems: list[str]) -> dict[str, Any]:
-    """Add the tokens of a micro-batch, and the share of them that is trained on."""
-    cap = data.max_tokens_per_micro_batch
-    fields = fields | {"micro_batch_sequences": data.micro_batch_size if cap is None else None}
-    probe = Run(**fields)
-    tokens = (
-        data.micro_batch_size * probe.tokens / probe.sequences if cap is None else float(cap * probe.sharding.sequence)
-    )
-    tokens = max(tokens, probe.longest)  # a sequence is never divided
-    trained = probe.sequences * probe.answer_tokens / probe.tokens
-    context = probe.policy.context
-    if context is not None and probe.longest > context:
-        problems.append(
-            f"a prompt of {probe.prompt_tokens:,.0f} tokens and an answer of {probe.max_answer_tokens:,} exceed the "
-            f"model's context of {context:,}: lower max_new_tokens or max_prompt_length"
-        )
-    return fields | {"micro_batch_tokens": tokens, "trained_share": min(trained, 1.0)}
-
-
-def _offline(
-    module: PolicyModule,
-    data: L.LightningDataModule | None,
-    lengths: Lengths,
+    policy: modules.PolicyModule,
+    data: PromptDataModule,
+    rollouts: RolloutCallback,
+    given: tuple[float | None, float | None],
     sharding: Sharding,
     accumulate: int,
     assumptions: list[str],
     problems: list[str],
 ) -> dict[str, Any]:
+    """Sizes of an iteration. Ranks that compute forward passes together share micro-batches."""
+    group, prompts, cap = rollouts.sampling.group_size, data.rollout_batch_size, data.max_tokens_per_micro_batch
+    ranks, limit = (sharding.ranks, sharding.group), rollouts.sampling.max_new_tokens
+    prompt, answer = given
+    if prompt is None:
+        prompt = data.max_prompt_length or PROMPT_TOKENS
+        source = "the data's max_prompt_length" if data.max_prompt_length else "an assumption: give prompt_tokens"
+        assumptions.append(f"prompts have {prompt} tokens ({source})")
+    if answer is None:
+        assumptions.append(f"every answer has {limit} tokens, the limit: give answer_tokens for their mean")
+    answer = min(answer or limit, limit)
+    sequences = prompts * group
+    together = group if cap is not None else min(group, data.micro_batch_size)
+    packed = policy.attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS)
+    tokens = answer + prompt / (together if packed else 1)  # a packed row holds the prompt of a group once
+    try:
+        if cap is None:
+            iteration_shape(prompts, group, data.micro_batch_size, accumulate, *ranks)
+        else:
+            capped_iteration_shape(prompts, group, data.updates_per_iteration, *ranks)
+    except ValueError as error:
+        problems.append(str(error))
+    micro_batch = cap * sharding.sequence if cap is not None else data.micro_batch_size * tokens
+    return {
+        "sequences": sequences,
+        "group_size": group,
+        "prompt_tokens": float(prompt),
+        "answer_tokens": float(answer),
+        "max_answer_tokens": limit,
+        "tokens": sequences * tokens,
+        "micro_batch_tokens": float(max(micro_batch, prompt + limit)),  # a sequence is never divided
+        "trained_share": min(answer / tokens, 1.0),
+        "passes": data.epochs_per_iteration,
+        "max_staleness": rollouts.max_staleness,
+    }
+
+
+def _offline(
+    module: modules.PolicyModule,
+    data: L.LightningDataModule | None,
+    given: tuple[float | None, float | None],
+    sharding: Sharding,
+    accumulate: int,
+    assumptions: list[str],
+) -> dict[str, Any]:
     """Sizes of one optimizer step on given data; each row at its greatest length unless lengths are given."""
-    size, limit, cap, together = 8, None, None, 1
+    size, limit, cap = 8, None, None
     if isinstance(data, SFTDataModule):
         size, limit, cap = data.micro_batch_size, data.max_length, data.max_tokens_per_micro_batch
-        if cap is not None and cap * sharding.sequence < limit:
-            problems.append(
-                f"max_tokens_per_micro_batch={cap} times sequence_parallel_size={sharding.sequence} is less than "
-                f"max_length={limit}: raise one of the first two, or lower the last"
-            )
     else:
         cure = "give data" if data is None else f"the sizes of a {type(data).__name__} are not known"
         assumptions.append(f"a micro-batch has {size} rows: {cure}")
-    if isinstance(data, PreferenceDataModule):
-        together = 2
-    length = None
-    if lengths.prompt_tokens is not None or lengths.answer_tokens is not None:
-        length = (lengths.prompt_tokens or 0.0) + (lengths.answer_tokens or 0.0)
-    if length is None:
+    together = 2 if isinstance(data, PreferenceDataModule) else 1
+    length = (given[0] or 0.0) + (given[1] or 0.0)
+    if not length:
         length = float(limit or PROMPT_TOKENS)
         source = "max_length of the data" if limit else "an assumption: give answer_tokens"
         assumptions.append(f"every row has {length:.0f} tokens ({source})")
     tokens = float(cap * sharding.sequence) if cap is not None else size * together * length
-    tokens = max(tokens, together * length)  # a sequence is never divided over micro-batches
-    scalar = isinstance(module, RewardModule | ProcessRewardModule)
-    trained = 1.0 if lengths.answer_tokens is None else lengths.answer_tokens / length
+    tokens = max(tokens, together * length)  # a pair is never divided over micro-batches
+    scalar = isinstance(module, modules.RewardModule | modules.ProcessRewardModule)
+    step = sharding.data * accumulate * tokens
     return {
-        "sequences": max(1, round(sharding.data * accumulate * tokens / length)),
-        "sequences_together": together,
+        "sequences": max(1, round(step / length)),
         "prompt_tokens": length,
         "answer_tokens": 0.0,
+        "tokens": step,
         "micro_batch_tokens": tokens,
-        "trained_share": 0.0 if scalar else trained,
+        "trained_share": 0.0 if scalar else (given[1] or length) / length,
     }
 
 
-def _copied(fields: Mapping[str, Any]) -> bool:
-    """Whether the policy's weights are not what a ``LocalEngine`` computes with, or not there while it does."""
-    policy, sharding, precision = fields["policy"], fields["sharding"], fields["precision"]
-    changed = policy.adapters or policy.quantized or precision.weights != precision.compute
-    elsewhere = sharding.stage == 3 or sharding.tensor > 1 or fields["offload_training"] or fields["max_staleness"]
-    return bool(changed or elsewhere)
-
-
-def engine_shape(
-    engine: RolloutEngine, precision: Precision, gpu: GPU, ranks: int, assumptions: list[str]
-) -> EngineShape | None:
-    """Describe an engine; ``None`` for those that need no GPU (a replay)."""
+def engine_shape(engine: RolloutEngine, run: Run, assumptions: list[str]) -> EngineShape | None:
+    """Describe the engine of a run; ``None`` for those that need no GPU (a replay)."""
     while isinstance(engine, EngineWrapper):
-        if isinstance(engine, OtherSamples):
-            assumptions.append(f"the reference's own copy in {type(engine).__name__} is not counted")
         engine = engine.engine
     if isinstance(engine, LocalEngine):
+        policy, types, sharding = run.policy, run.precision, run.sharding
+        changed = policy.adapters or policy.quantized or types.weights != types.compute
+        away = sharding.stage == 3 or sharding.tensor > 1 or run.offload_training or run.max_staleness
         return EngineShape(
-            count=ranks,
-            itemsize=precision.compute,
+            count=sharding.ranks,
+            itemsize=types.compute,
             local=True,
-            shares_weights=engine.share_weights is not False,
+            shares_weights=engine.share_weights is not False and not (changed or away),
             max_sequences=engine.max_sequences,
         )
     if not isinstance(engine, VLLMPool):
@@ -317,8 +307,7 @@ def engine_shape(
         return None
     sizes = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
     more = engine.engine_arguments
-    large = gpu.memory >= 70 * GIB and "a100" not in gpu.name.lower()  # vLLM 0.32's defaults depend on it
-    of_cache = str(more.get("kv_cache_dtype", "auto"))
+    large = run.gpu.memory >= 70 * GIB and "a100" not in run.gpu.name.lower()  # vLLM 0.32's defaults depend on it
     return EngineShape(
         count=engine.num_engines,
         tensor_parallel=engine.parallelism.tensor,
@@ -326,12 +315,9 @@ def engine_shape(
         data_parallel=engine.parallelism.data,
         memory_share=engine.gpu_memory_utilization,
         cache_bytes=None if engine.kv_cache_gib is None else engine.kv_cache_gib * GIB,
-        itemsize=sizes.get(str(engine.dtype), precision.compute),
+        itemsize=sizes.get(str(engine.dtype), run.precision.compute),
         quantized=engine.quantized,
-        cache_itemsize=1 if of_cache.startswith("fp8") else sizes.get(of_cache),
-        takes_adapter=engine.lora != "merge" and not engine.colocate,
         colocated=engine.colocate,
-        sleeping_weights_on_host=engine.colocate and engine.sleep_level == 1,
         max_sequences=int(more.get("max_num_seqs") or (1024 if large else 256)),
         prefill_tokens=int(more.get("max_num_batched_tokens") or (16384 if large else 8192)),
     )

@@ -1,36 +1,36 @@
-"""``estimate``: memory per GPU, time per iteration and the first thing that does not fit, before anything starts."""
+"""``estimate``: memory per GPU, a coarse time per iteration and the first thing that does not fit."""
 
+import logging
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
 
 from rlhfkit.callbacks import RolloutCallback
-from rlhfkit.costs.description import Lengths, described_run
-from rlhfkit.costs.hardware import GIB, GPU, Efficiency, find_gpu
-from rlhfkit.costs.long_rows import LongestRow, longest_cached, longest_row, longest_rows, suggestion
-from rlhfkit.costs.memory.engines import engine_memory
-from rlhfkit.costs.memory.parts import ENGINE, FRAGMENTATION, HOST, PHASES, TRAINING, MemoryPart, phase_bytes
-from rlhfkit.costs.memory.placed import placed_parts, placed_problems, places
-from rlhfkit.costs.memory.whole_run import memory_parts, memory_problems
-from rlhfkit.costs.run import Run
-from rlhfkit.costs.seconds import (
-    checkpoint_seconds,
-    exposed_seconds,
-    iteration_seconds,
-    phase_seconds,
-    placed_seconds,
-)
+from rlhfkit.costs import memory
+from rlhfkit.costs.description import described_run
+from rlhfkit.costs.memory import FRAGMENTATION, PHASES, TRAINING, MemoryPart, memory_problems, phase_bytes
+from rlhfkit.costs.model_shape import ModelShape
+from rlhfkit.costs.run import GIB, GPU, Run, find_gpu
+from rlhfkit.gpu_checks import memory_is_tight
 from rlhfkit.modules import PolicyModule
+from rlhfkit.protocols import callbacks_of, datamodule_of
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
+
+log = logging.getLogger(__name__)
+
+TRAIN_SHARE, FORWARD_SHARE = 0.40, 0.50
+"""Of a GPU's operations that passes with gradient reach, exchanges included (Llama 3 report, 2024, arXiv:2407.21783,
+table 4: 0.38 to 0.43), and passes without gradient."""
+DECODE_SHARE, DECODE_STEP = 0.60, 1.5e-3
+"""Of the memory's bandwidth while an engine decodes, and seconds of its step beside kernels (scheduling, sampling)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Estimate:
     """Of an iteration (without an engine: an optimizer step) by phase."""
     iteration_seconds: float
     """Of a whole iteration; less than the sum of its phases where they overlap."""
-    checkpoint_seconds: float
     problems: list[str]
     """What does not fit, in the order in which the run would meet it."""
     assumptions: list[str] = field(default_factory=list)
@@ -58,155 +57,63 @@ class Estimate:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Most bytes at each place in any phase: on a training GPU, an engine's GPU, in the host's memory per rank."""
-        totals = {place: phase_bytes(self.memory, place) for place in self._places}
-        return {place: max(phases.values()) for place, phases in totals.items() if phases}
-
-    @property
-    def _places(self) -> list[str]:
-        return [TRAINING, ENGINE, *places(self.memory), HOST]
-
-    @property
-    def hidden(self) -> dict[str, float]:
-        """Of each placed model, the share of its seconds that other work of the iteration hides."""
-        exposed = exposed_seconds(self.run)
-        return {role: 1.0 - exposed[role] / seconds for role, seconds in placed_seconds(self.run).items()}
+        """Most bytes in any phase, on one GPU of each kind (training, engine, placed models) and on the host."""
+        places = dict.fromkeys(part.place for part in self.memory)
+        phases = {place: phase_bytes(self.memory, place) for place in places}
+        return {place: max(bytes_.values()) for place, bytes_ in phases.items() if bytes_}
 
     @property
     def cached_sequences(self) -> float | None:
         """Sequences of mean length that fit into an engine's key-value cache; ``None`` without an engine."""
-        return None if self.run.engine is None else engine_memory(self.run).sequences
-
-    @cached_property
-    def longest_row(self) -> LongestRow:
-        """The longest row that the training GPUs can compute, with the run's sequence and tensor ranks."""
-        return longest_row(self.run)
-
-    @cached_property
-    def longest_rows(self) -> list[LongestRow]:
-        """The same for every division of the training GPUs into forward groups."""
-        return longest_rows(self.run)
-
-    @property
-    def longest_cached(self) -> int | None:
-        """Tokens of the longest sequence that an engine's key-value cache holds; ``None`` without one."""
-        return longest_cached(self.run)
-
-    @property
-    def suggestion(self) -> str | None:
-        """The smallest forward groups that compute the longest sequence; ``None`` if those of the run do."""
-        return suggestion(self.run, self.longest_rows)
+        return None if self.run.engine is None else memory.engine_memory(self.run).sequences
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: bytes, seconds, problems; infinite times are ``None``."""
+        """Plain values, for JSON: bytes, seconds, problems."""
         return {
             "gpu": self.run.gpu.name,
-            "ranks": self.run.sharding.ranks,
             "gpus": self.run.gpus,
-            "hidden": self.hidden,
+            "training_gpus": self.run.sharding.ranks,
             "memory": [asdict(part) | {"phases": list(part.phases)} for part in self.memory],
-            "phases": {
-                place: phase_bytes(self.memory, place) for place in self._places if phase_bytes(self.memory, place)
-            },
             "peak": self.peak,
             "cached_sequences": self.cached_sequences,
-            "sequence_parallel_size": self.run.sharding.sequence,
-            "tensor_parallel_size": self.run.sharding.tensor,
-            "longest_row": asdict(self.longest_row),
-            "longest_rows": [asdict(row) for row in self.longest_rows],
-            "longest_cached": self.longest_cached,
-            "suggestion": self.suggestion,
-            "seconds": {phase: _finite(value) for phase, value in self.seconds.items()},
-            "iteration_seconds": _finite(self.iteration_seconds),
-            "checkpoint_seconds": _finite(self.checkpoint_seconds),
+            "seconds": self.seconds,
+            "iteration_seconds": self.iteration_seconds,
             "first_problem": self.first_problem,
             "problems": self.problems,
             "assumptions": self.assumptions,
         }
 
     def table(self) -> "Group":
-        """Tables of memory and time and the problems, to be printed by rich."""
+        """Tables of memory and time, the problems and the number of GPUs, to be printed by rich."""
         from rich.console import Group
         from rich.table import Table
 
-        memory = Table(title=f"Memory, GiB, {self.run.gpu.name} ({self.run.gpu.memory / GIB:.1f} GiB)")
-        for column in ("where", "what", "GiB", "in"):
-            memory.add_column(column, justify="right" if column == "GiB" else "left")
-        for place in self._places:
+        sizes = Table("where", "what", "GiB", "in", title=f"Memory of a {self.run.gpu.name}, per GPU")
+        for place in self.peak:
             here = [part for part in self.memory if part.place == place and part.bytes]
             for part in sorted(here, key=lambda one: -one.bytes):
                 phases = "always" if part.phases == PHASES else ", ".join(part.phases)
-                memory.add_row(place, f"{part.role}: {part.part}", f"{part.bytes / GIB:.2f}", phases)
+                sizes.add_row(place, f"{part.role}: {part.part}", f"{part.bytes / GIB:.2f}", phases)
             totals = phase_bytes(self.memory, place)
-            if len(totals) == len(PHASES) and len(set(totals.values())) == 1:
-                totals = {"always": next(iter(totals.values()))}
-            for phase, total in totals.items():
-                memory.add_row(place, f"total, {phase}", f"{total / GIB:.2f}", "", style="bold")
-            memory.add_section()
-        unit = "an iteration" if self.run.engine is not None else "an optimizer step"
-        time = Table(title=f"Seconds, {self.run.sharding.ranks} training GPUs")
-        time.add_column("phase")
-        time.add_column("seconds", justify="right")
+            for phase, total in totals.items() if len(set(totals.values())) > 1 else [("always", self.peak[place])]:
+                sizes.add_row(place, f"total, {phase}", f"{total / GIB:.2f}", "", style="bold")
+            sizes.add_section()
+        time = Table("phase", "seconds, about", title=f"Time on {self.run.sharding.ranks} training GPUs")
         for phase, value in self.seconds.items():
-            time.add_row(phase, f"{value:,.2f}")
-        time.add_section()
-        time.add_row(unit, f"{self.iteration_seconds:,.2f}", style="bold")
-        time.add_row("a checkpoint", f"{self.checkpoint_seconds:,.2f}")
+            time.add_row(phase, f"{value:,.1f}")
+        unit = "an iteration" if self.run.engine is not None else "an optimizer step"
+        time.add_row(unit, f"{self.iteration_seconds:,.1f}", style="bold")
         notes = [f"Assumed: {assumption}." for assumption in self.assumptions]
         if self.cached_sequences is not None:
             notes.append(f"Sequences of mean length in an engine's key-value cache: {self.cached_sequences:,.0f}.")
-        for model in self.run.placed:
-            seconds = placed_seconds(self.run)[model.label]
-            notes.append(
-                f"The {model.label} has {model.total_gpus} GPU(s) and computes {seconds:,.2f} s, "
-                f"{self.hidden[model.label]:.0%} of which other work hides."
-            )
-        notes += self._notes_of_rows()
-        notes += [f"Does not fit: {problem}" for problem in self.problems] or [
-            f"Everything fits ({FRAGMENTATION:.0%} of a GPU kept free)."
-        ]
+        fits = [f"Everything fits ({FRAGMENTATION:.0%} of a GPU kept free)."]
+        notes += [f"Does not fit: {problem}" for problem in self.problems] or fits
         notes.append(f"GPUs in all: {self.run.gpus}, {self.run.sharding.ranks} of them for training.")
-        tables = [memory, time, *([self._table_of_rows()] if len(self.longest_rows) > 1 else [])]
-        return Group(*tables, *notes)
-
-    def _table_of_rows(self) -> "Table":
-        """The longest row by sequence ranks (lines) and tensor ranks (columns)."""
-        from rich.table import Table
-
-        tensors = sorted({row.tensor for row in self.longest_rows})
-        found = {(row.sequence, row.tensor): row for row in self.longest_rows}
-        table = Table(title="Longest row that fits, tokens")
-        table.add_column("sequence ranks", justify="right")
-        for tensor in tensors:
-            table.add_column("no tensor ranks" if tensor == 1 else f"{tensor} tensor ranks", justify="right")
-        for sequence in sorted({row.sequence for row in self.longest_rows}):
-            line = []
-            for tensor in tensors:
-                row = found.get((sequence, tensor))
-                kind = (
-                    f" {row.sequence_parallel}" if row and sequence > 1 and row.sequence_parallel != "ulysses" else ""
-                )
-                text = "-" if row is None else f"{row.tokens:,}{kind}"
-                own = (sequence, tensor) == (self.run.sharding.sequence, self.run.sharding.tensor)
-                line.append(f"[bold]{text}[/bold]" if own else text)
-            table.add_row(str(sequence), *line)
-        return table
-
-    def _notes_of_rows(self) -> list[str]:
-        """What limits the length of rows, and which sizes would compute the longest one."""
-        row = self.longest_row
-        notes = [f"Longest row that fits into the training GPUs: {row.tokens:,} tokens (most of it: {row.limit})."]
-        if self.longest_cached is not None:
-            notes.append(f"Longest sequence that fits into an engine's cache: {self.longest_cached:,} tokens.")
-        return notes + ([f"For longer rows: {self.suggestion}."] if self.suggestion else [])
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+        return Group(sizes, time, *notes)
 
 
 def estimate(
-    module: PolicyModule | Mapping[str, Any] | str,
+    module: PolicyModule | str,
     data: L.LightningDataModule | None = None,
     rollouts: RolloutCallback | None = None,
     *,
@@ -218,28 +125,19 @@ def estimate(
     accumulate_grad_batches: int = 1,
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
-    answer_spread: float | None = None,
-    score_seconds: float = 0.0,
-    efficiency: Efficiency | None = None,
-    gpus_per_machine: int = 8,
 ) -> Estimate:
-    """Estimate memory per GPU and time per iteration of a run, and say what does not fit, without starting it.
-
-    No weights are loaded and no GPU is needed. Activations are within 15 % of measured runs on CPUs for the usual
-    decoder layers (``benchmarks/estimate.py``); times rest on assumed shares of the vendors' peaks, see
-    :class:`~rlhfkit.costs.Efficiency`.
+    """Estimate what a run needs. Nothing is started, no weights are loaded, and no GPU is needed.
 
     Example::
 
-        found = estimate(module, data, rollouts, gpu="H100", strategy="rlhf_zero3", devices=8)
-        print(found.first_problem, found.seconds)
+        found = estimate(GRPOModule("Qwen/Qwen3-8B"), data, rollouts, gpu="H100", strategy="rlhf_zero3", devices=8)
+        print(found.first_problem, found.peak, found.run.gpus)
 
     Args:
-        module: A module of rlhfkit; ``class_path`` and ``init_args`` of one, as in a configuration; or the name of a
-            model, for supervised fine-tuning.
-        data: The DataModule: sizes of iterations and micro-batches.
-        rollouts: The callback: its engine and sampling. Needed by modules that learn from their own samples.
-        gpu: Name of a GPU (:data:`~rlhfkit.costs.GPUS`), or a :class:`~rlhfkit.costs.GPU` of your own.
+        module: The module, or the name of a model for supervised fine-tuning.
+        data: Its data; needed by modules that learn from their own samples.
+        rollouts: The callback that samples, with its engine; needed by the same.
+        gpu: Name of a GPU in :data:`GPUS`, or a :class:`GPU` of your own.
         strategy: As for the Trainer: ``rlhf_zero0`` to ``rlhf_zero3``, with ``_offload``, ``auto``, ``ddp``, or an
             object.
         devices: Training GPUs of a machine.
@@ -248,11 +146,6 @@ def estimate(
         accumulate_grad_batches: The Trainer's.
         prompt_tokens: Mean tokens of a prompt; ``None``: the data's ``max_prompt_length``, else 512.
         answer_tokens: Mean tokens of an answer; ``None``: the limit. On given data: of the part that is trained.
-        answer_spread: Standard deviation of the logarithm of the answers' lengths; ``None``: 0.6, or 0 when every
-            answer has the greatest length.
-        score_seconds: Seconds that rewards of an iteration take beyond what overlaps with generation.
-        efficiency: Shares of the GPU's peaks that are reached; ``None``: the defaults.
-        gpus_per_machine: Ranks whose exchanges do not use the network.
 
     Raises:
         TypeError: If the module is none of rlhfkit's.
@@ -264,40 +157,154 @@ def estimate(
     check_integer("accumulate_grad_batches", accumulate_grad_batches, minimum=1)
     check_number("prompt_tokens", prompt_tokens, above=0, optional=True)
     check_number("answer_tokens", answer_tokens, above=0, optional=True)
-    check_number("answer_spread", answer_spread, minimum=0, optional=True)
     run, assumptions, problems = described_run(
         module,
         data,
         rollouts,
         strategy=strategy,
-        devices=devices,
-        num_nodes=num_nodes,
+        ranks=devices * num_nodes,
         precision=precision,
         accumulate_grad_batches=accumulate_grad_batches,
         gpu=find_gpu(gpu),
-        lengths=Lengths(prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, answer_spread=answer_spread),
-        score_seconds=score_seconds,
-        efficiency=efficiency or Efficiency(),
-        gpus_per_machine=gpus_per_machine,
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
     )
-    return estimate_run(run, assumptions=assumptions, problems=problems)
+    return estimate_run(run, assumptions, problems)
 
 
-def estimate_run(run: Run, *, assumptions: list[str] | None = None, problems: list[str] | None = None) -> Estimate:
-    """Estimate a run that is described by plain values.
-
-    Args:
-        run: The run.
-        assumptions: What its description assumed.
-        problems: Sizes in its description that contradict one another; they come first.
-    """
-    parts = [*memory_parts(run), *placed_parts(run)]
+def estimate_run(run: Run, assumptions: list[str] | None = None, problems: list[str] | None = None) -> Estimate:
+    """Estimate a run that is described by plain values; given problems come first."""
+    parts, seconds = memory.memory_parts(run), phase_seconds(run)
+    sampling, learning = seconds["generate"], seconds["prepare"] + seconds["train"]
     return Estimate(
         run=run,
         memory=parts,
-        seconds=phase_seconds(run),
-        iteration_seconds=iteration_seconds(run),
-        checkpoint_seconds=checkpoint_seconds(run),
-        problems=[*(problems or []), *memory_problems(run, parts), *placed_problems(run, parts)],
+        seconds=seconds,
+        iteration_seconds=max(sampling, learning) if run.max_staleness else sampling + learning,
+        problems=[*(problems or []), *memory_problems(run, parts)],
         assumptions=list(assumptions or []),
     )
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+def forward_flops(shape: ModelShape, tokens: float, length: float) -> float:
+    """Operations of a forward pass over ``tokens`` in sequences of ``length`` tokens.
+
+    ``2 P`` a token for P multiplied parameters, and causal attention, L layers with Q numbers of queries:
+    ``2 L Q length`` (Kaplan et al., 2020, arXiv:2001.08361, section 2.1; half of it, as it is causal).
+    """
+    attention = (shape.layer.query + shape.layer.attention_output) * shape.layers * length
+    return tokens * (2.0 * shape.active + attention)
+
+
+def train_flops(shape: ModelShape, tokens: float, length: float, *, gradient_checkpointing: bool) -> float:
+    """Operations of forward and backward passes: the backward one takes twice the forward one, one more is recomputed.
+
+    With adapters the frozen weights have no gradient: the backward pass takes as long as the forward one.
+    """
+    passes = (2 if shape.adapters else 3) + (1 if gradient_checkpointing else 0)
+    return passes * forward_flops(shape, tokens, length)
+
+
+def phase_seconds(run: Run) -> dict[str, float]:
+    """Seconds of an iteration by phase: arithmetic and memory traffic over the rates that are usually reached.
+
+    Exchanges of gradients and weights are in :data:`TRAIN_SHARE`. Left out is what takes a small share or is hidden:
+    optimizer steps, weight sync, moving states to the host, and models on GPUs of their own, which compute meanwhile.
+    """
+    rate, length = run.gpu.flops * run.sharding.ranks, run.sequence_tokens
+    prepared = sum(forward_flops(shape, run.tokens, length) for shape in run.frozen.values())
+    prepared += run.policy_passes * forward_flops(run.policy, run.tokens, length)
+    if run.critic is not None:
+        prepared += forward_flops(run.critic, run.tokens, length)
+    trained = sum(
+        train_flops(shape, run.tokens * run.passes, length, gradient_checkpointing=run.gradient_checkpointing)
+        for shape in run.trained.values()
+    )
+    return {
+        "generate": generation_seconds(run),
+        "prepare": prepared / (rate * FORWARD_SHARE),
+        "train": trained / (rate * TRAIN_SHARE),
+    }
+
+
+def generation_seconds(run: Run) -> float:
+    """Seconds from the first request to the last answer, with sequences spread evenly over the engines.
+
+    A step takes the larger of memory traffic (active weights and every sequence's keys and values, each read once: Pope
+    et al., 2022, arXiv:2211.05102, section 2.1) and arithmetic. As many sequences as fit are decoded at once, for the
+    mean number of tokens; then the longest answers go on alone up to the limit.
+    """
+    engine, shape = run.engine, run.policy
+    if engine is None or not run.answer_tokens:
+        return 0.0
+    room = min(memory.engine_memory(run).sequences, engine.max_sequences)
+    if room < 1:
+        return math.inf
+    share = run.sequences / (engine.count * engine.data_parallel)
+    gpus, context = engine.tensor_parallel * engine.pipeline_parallel, run.prompt_tokens + run.answer_tokens / 2
+
+    def step(sequences: float) -> float:
+        weights = min(shape.parameters, shape.active * sequences) * memory.engine_itemsize(run) / engine.tensor_parallel
+        traffic = weights + sequences * memory.cache_sequence_bytes(run, context)
+        arithmetic = forward_flops(shape, sequences, 2 * context) / (gpus * run.gpu.flops * FORWARD_SHARE)
+        return max(traffic / (run.gpu.bandwidth * DECODE_SHARE), arithmetic) + DECODE_STEP
+
+    batch = min(share, room)
+    decode = share / batch * run.answer_tokens * step(batch)
+    longest = (run.max_answer_tokens - run.answer_tokens) * step(1.0)
+    prompts = share / run.group_size * forward_flops(shape, run.prompt_tokens, run.prompt_tokens)  # once a group
+    return decode + longest + prompts / (gpus * run.gpu.flops * FORWARD_SHARE)
+
+
+# ------------------------------------------------------------------------------------------------ before training
+
+
+class MemoryCheck(L.Callback):
+    """Warns before training if the run may not fit into its GPUs, with what needs the memory; on GPUs only.
+
+    ``rlhfkit fit`` adds it. From 90 % of the free memory on it is uncertain whether the run fits, as
+    :func:`~rlhfkit.costs.estimate` is 10 to 15 % off, so nothing is refused; weights that exceed a GPU are an error of
+    the module.
+
+    Example::
+
+        trainer = L.Trainer(strategy="rlhf_zero2", devices=8, callbacks=[MemoryCheck(), rollouts])
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Estimate and warn. Lightning calls this before modules build their networks."""
+        device = trainer.strategy.root_device
+        if stage != "fit" or device.type != "cuda" or not isinstance(pl_module, PolicyModule):
+            return
+        cuda: Any = torch.cuda  # has no types
+        free, _total = cuda.mem_get_info(device)
+        found = memory_warning(trainer, pl_module, str(cuda.get_device_properties(device).name), free)
+        if found is not None:
+            rank_zero_warn(found)
+
+
+def memory_warning(trainer: L.Trainer, module: PolicyModule, gpu: str, free: float) -> str | None:
+    """Say that a run comes near the ``free`` bytes of each of its GPUs; ``None``: it does not, or it is unknown."""
+    rollouts = [one for one in callbacks_of(trainer) if isinstance(one, RolloutCallback)]
+    try:
+        found = estimate(
+            module,
+            datamodule_of(trainer),
+            rollouts[0] if rollouts else None,
+            gpu=GPU(name=gpu, memory=free, flops=1.0, bandwidth=1.0),  # times are not asked for
+            strategy=trainer.strategy,
+            devices=trainer.num_devices,
+            num_nodes=trainer.num_nodes,
+            precision=trainer.precision,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+        )
+    except (TypeError, ValueError) as error:  # modules, data or strategies of users that the formulas do not describe
+        log.info("memory is not estimated: %s", error)
+        return None
+    phases = phase_bytes(found.memory, TRAINING)
+    fullest = max(phases, key=lambda phase: phases[phase])
+    here = [part for part in found.memory if part.place == TRAINING and fullest in part.phases]
+    return memory_is_tight({f"{part.role}: {part.part}": part.bytes for part in here}, gpu, free)

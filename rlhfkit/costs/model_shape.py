@@ -6,13 +6,11 @@ activations, keys and values are computed, come from the configuration's standar
 """
 
 import math
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhfkit.models.load import Quantization, context_length, existing_name, load_config
 from rlhfkit.models.lora import LoRA, adapter_base, adapter_size, saved_adapter_size
-from rlhfkit.models.output_logits import output_logits
 
 USUAL_UNCERTAINTY = 0.15
 """Relative error of activation bytes for the usual layer, see ``benchmarks/estimate.py``."""
@@ -64,10 +62,6 @@ class ModelShape:
     active: int
     """Those that a token is multiplied by: without the embedding (but with the output layer, also when tied), and of
     the experts only the chosen ones."""
-    largest_tensor: int
-    """Numbers in the largest weight."""
-    small: int
-    """Numbers in tensors of at most 100,000, which ZeRO 3 keeps whole."""
     layers: int
     vocabulary: int
     layer: LayerShape
@@ -79,19 +73,13 @@ class ModelShape:
     window: int | None = None
     """Tokens that layers with a window keep; ``None``: no layer has one."""
     windowed_layers: int = 0
-    tied: bool = False
     context: int | None = None
     adapters: int = 0
     """Parameters of LoRA's matrices; 0: none."""
-    adapted_experts: int = 0
-    """Numbers of experts in one tensor with adapters, which are added to a copy of it."""
     quantized: int = 0
     """Numbers in matrices that are held in 4 bits (QLoRA)."""
     fused_head: bool = True
-    """Whether log-probs are computed from the output layer without logits (:func:`~rlhfkit.losses.linear_logprobs`);
-    not where a family's own code does more than scale or cap them."""
-    divisible: int = 0
-    """Numbers in the matrices that tensor parallelism divides, by the family's plan in Transformers; 0: it has none."""
+    """Whether log-probs are computed from the output layer without logits (:func:`~rlhfkit.losses.linear_logprobs`)."""
     uncertainty: float = USUAL_UNCERTAINTY
     """Relative error of activation bytes."""
 
@@ -101,16 +89,26 @@ class ModelShape:
         return self.adapters or self.parameters
 
     @property
-    def backbone(self) -> int:
-        """Parameters of a critic or reward model of this shape: a number per token in place of the output layer."""
-        return self.parameters - self.head + self.layer.hidden
+    def tied(self) -> bool:
+        """Whether the token embeddings are the output layer."""
+        return not self.head and self.vocabulary > 1
+
+    def on_rank(self, tensor: int) -> float:
+        """Parameters on each of so many tensor ranks; embeddings and output layer are whole on all."""
+        divided = self.parameters - self.embedding - self.head
+        return self.parameters - divided * (1 - 1 / tensor)
+
+    def trained_on_rank(self, tensor: int) -> float:
+        """The same of trained parameters; adapters count as whole on all, a little too much."""
+        return float(self.adapters) or self.on_rank(tensor)
 
     def with_scalar_head(self) -> "ModelShape":
-        """The shape of a critic or reward model that is made of this one, see :attr:`backbone`."""
+        """The shape of a critic or reward model made of this one: one number per token in place of the logits."""
         if self.vocabulary == 1:
             return self
         active = self.active - (self.head or self.embedding) + self.layer.hidden
-        return replace(self, parameters=self.backbone, active=active, head=0, vocabulary=1, tied=False)
+        parameters = self.parameters - self.head + self.layer.hidden
+        return replace(self, parameters=parameters, active=active, head=0, vocabulary=1)
 
 
 def model_shape(
@@ -132,130 +130,63 @@ def model_shape(
         ValueError: If the configuration lacks the number of layers, the hidden size or the vocabulary, or the adapters'
             targets are no layers of the model.
     """
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
     name = model if isinstance(model, str) else type(model).__name__
     config = load_config(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
     text = config.get_text_config()
     missing = [field for field in ("num_hidden_layers", "hidden_size", "vocab_size") if _number(text, field) is None]
     if missing:
         raise ValueError(
-            f"the configuration of {name} (model_type {text.model_type!r}) does not say its {', '.join(missing)}: "
-            "describe the model yourself, with rlhfkit.costs.ModelShape"
+            f"the configuration of {name} (model_type {text.model_type!r}) does not say its {', '.join(missing)}, on "
+            "which the estimate depends"
         )
-    counted = _count(config, lora, quantization, trust_remote_code)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    network.tie_weights()
+    sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}  # tied weights once
+    output = network.get_output_embeddings()
+    embedding = network.get_input_embeddings().weight
+    tied = output is None or output.weight is embedding
+    head, total = (0 if tied else output.weight.numel()), sum(sizes.values())
+    experts = sum(size for name, size in sizes.items() if ".experts." in name and "shared" not in name)
+    layer, known = _layer(text, gated=any("gate_proj" in name or "gate_up" in name for name in sizes))
+    layers = int(text.num_hidden_layers)
+    chosen = experts * layer.experts_per_token / max(_expert_count(text), 1)
+    rest = total - embedding.numel() - head - experts
+    adapters = adapter_size(network, lora) if lora is not None else 0
     if isinstance(model, str) and adapter_base(existing_name(model)) is not None:
-        counted.adapters = saved_adapter_size(existing_name(model))
-    layer, known = _layer(text, gated=counted.gated)
-    layers, vocabulary = int(text.num_hidden_layers), int(text.vocab_size)
-    cached, cache_heads = _cache(text, layer)
+        adapters = saved_adapter_size(existing_name(model))
+    quantized = 0
+    if quantization is not None:  # Transformers leaves the output layer as it is, and experts in one tensor
+        linear = (one for one in network.modules() if isinstance(one, nn.Linear | Conv1D) and one is not output)
+        quantized = sum(one.weight.numel() for one in linear)
+    # DeepSeek-V2 (2024, arXiv:2405.04434, table 1) caches the latent vector and the shared rotary key.
+    latent = _number(text, "kv_lora_rank")
+    cached = latent + (_number(text, "qk_rope_head_dim") or 0) if latent else layer.key + layer.value
     windowed, window = _windows(text)
-    chosen = 0.0
-    if counted.experts:
-        chosen = counted.experts * layer.experts_per_token / max(_expert_count(text), 1)
-    output = counted.head or counted.embedding
-    rest = counted.total - counted.embedding - counted.head - counted.experts
     return ModelShape(
         family=str(text.model_type),
-        parameters=counted.total,
-        embedding=counted.embedding,
-        head=counted.head,
-        experts=counted.experts,
-        active=round(rest + chosen + output),
-        largest_tensor=counted.largest,
-        small=counted.small,
+        parameters=total,
+        embedding=embedding.numel(),
+        head=head,
+        experts=experts,
+        active=round(rest + chosen + (head or embedding.numel())),
         layers=layers,
-        vocabulary=vocabulary,
+        vocabulary=int(text.vocab_size),
         layer=layer,
         cached=cached * layers,
-        cache_heads=cache_heads,
+        cache_heads=1 if latent else _number(text, "num_key_value_heads") or layer.heads,
         window=window,
         windowed_layers=windowed,
-        tied=counted.head == 0,
         context=context_length(config),
-        adapters=counted.adapters,
-        adapted_experts=counted.experts if lora is not None and lora.targets == "all-linear" and lora.experts else 0,
-        quantized=counted.quantized,
-        fused_head=counted.fused_head,
-        divisible=counted.divisible,
+        adapters=adapters,
+        quantized=quantized,
         uncertainty=USUAL_UNCERTAINTY if known else UNKNOWN_UNCERTAINTY,
     )
-
-
-# ------------------------------------------------------------------------------------------------ counting
-
-
-@dataclass
-class _Count:
-    total: int = 0
-    embedding: int = 0
-    head: int = 0
-    experts: int = 0
-    adapters: int = 0
-    quantized: int = 0
-    largest: int = 0
-    small: int = 0
-    divisible: int = 0
-    gated: bool = False
-    fused_head: bool = True
-
-
-def _count(config: Any, lora: LoRA | None, quantization: Quantization | None, trust_remote_code: bool) -> _Count:
-    """Count the parameters of a model of this configuration, built without memory."""
-    import torch
-    from torch import nn
-    from transformers import AutoModelForCausalLM
-    from transformers.pytorch_utils import Conv1D
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    model.tie_weights()
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    count = _Count(fused_head=output_logits(model) is not None)
-    plan = _tensor_plan(config.get_text_config())
-    for name, parameter in model.named_parameters():  # tied weights once
-        size = parameter.numel()
-        count.total += size
-        count.largest = max(count.largest, size)
-        count.small += size if size <= 100_000 else 0
-        if parameter is embedding:
-            count.embedding += size
-        elif head is not None and parameter is head.weight:
-            count.head += size
-        elif _is_expert(name, parameter):
-            count.experts += size
-        elif plan is not None and plan.search(name):
-            count.divisible += size
-    count.gated = any("gate_proj" in name or "gate_up" in name for name, _ in model.named_parameters())
-    if lora is not None:
-        count.adapters = adapter_size(model, lora)
-    if quantization is not None:  # Transformers leaves the output layer as it is, and experts in one tensor
-        linear = (one for one in model.modules() if isinstance(one, nn.Linear | Conv1D) and one is not head)
-        count.quantized = sum(one.weight.numel() for one in linear)
-    return count
-
-
-def _tensor_plan(text: Any) -> re.Pattern[str] | None:
-    """The names of parameters that the family's tensor-parallel plan divides; ``None``: it divides none.
-
-    Weights and biases of layers whose outputs are divided (``colwise``), weights of those whose inputs are
-    (``rowwise``). A plan with other styles is one that the strategy refuses.
-    """
-    styles = {"colwise": "(weight|bias)", "rowwise": "weight"}
-    plan = getattr(text, "base_model_tp_plan", None) or {}
-    if set(plan.values()) - {*styles, "replicated_with_grad_allreduce", "embedding_rowwise"}:
-        return None
-    patterns = [
-        re.escape(layer).replace(r"\*", r"\d+") + r"\." + styles[style]
-        for layer, style in plan.items()
-        if style in styles
-    ]
-    return re.compile(rf"(^|\.)({'|'.join(patterns)})$") if patterns else None
-
-
-def _is_expert(name: str, parameter: Any) -> bool:
-    return ".experts." in name and "shared" not in name and parameter.dim() >= 2
-
-
-# ------------------------------------------------------------------------------------------------ widths
 
 
 def _number(config: Any, *names: str) -> int | None:
@@ -317,14 +248,6 @@ def _layer(text: Any, *, gated: bool) -> tuple[LayerShape, bool]:
         ),
         known,
     )
-
-
-def _cache(text: Any, layer: LayerShape) -> tuple[float, int]:
-    """Numbers per token and layer in the key-value cache, and into how many parts it can be split."""
-    latent = _number(text, "kv_lora_rank")
-    if latent:  # DeepSeek-V2 (2024, arXiv:2405.04434, table 1): the latent vector and the shared rotary key
-        return latent + (_number(text, "qk_rope_head_dim") or 0), 1
-    return layer.key + layer.value, _number(text, "num_key_value_heads") or layer.heads
 
 
 def _windows(text: Any) -> tuple[int, int | None]:

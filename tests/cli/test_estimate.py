@@ -54,7 +54,7 @@ def test_a_configuration_of_fit_is_estimated_without_its_gpus(config: str, capsy
     main(["estimate", "--config", config, "--gpu", "H200", "--answer-tokens", "20", "--json"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["gpu"] == "H200"
-    assert found["ranks"] == 16
+    assert (found["training_gpus"], found["gpus"]) == (16, 16 + 4)
     assert found["problems"] == []
     assert {part["role"] for part in found["memory"]} >= {"policy", "reference", "engine"}
     assert found["iteration_seconds"] > found["seconds"]["generate"] > 0
@@ -113,10 +113,9 @@ def test_the_roles_of_a_plan_are_estimated_without_a_cluster(
     path.write_text(yaml.safe_dump(placed))
     main(["estimate", "--config", str(path), "--json"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["ranks"], found["gpus"]) == (16, 16 + 3 + 2 * 2 + 4)
+    assert (found["training_gpus"], found["gpus"]) == (16, 16 + 3 + 2 * 2 + 4)
     assert {"reference GPU", "critic GPU"} <= set(found["peak"])
     assert {part["place"] for part in found["memory"] if part["role"] == "reward model"} == {"training GPU"}
-    assert set(found["hidden"]) == {"reference", "critic"}
 
 
 def test_the_plan_of_the_page_is_what_it_says(
@@ -132,7 +131,7 @@ def test_the_plan_of_the_page_is_what_it_says(
     path.write_text(yaml.safe_dump(written))
     main(["estimate", "--config", str(path), "--trainer.callbacks.init_args.sampling.max_new_tokens", "100", "--json"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["ranks"], found["gpus"]) == (8, 8 + 4 + 2 * 2 + 1)
+    assert (found["training_gpus"], found["gpus"]) == (8, 8 + 4 + 2 * 2 + 1)
     assert {"reference GPU", "reward model GPU"} <= set(found["peak"])
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
 
-from rlhfkit.costs import EngineShape, ModelShape, Run, Sharding, find_gpu, model_shape
+from rlhfkit.costs.model_shape import ModelShape, model_shape
+from rlhfkit.costs.run import EngineShape, Run, Sharding, find_gpu
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -60,6 +61,7 @@ def grpo_70b(**changes: Any) -> Run:
         "prompt_tokens": 512.0,
         "answer_tokens": 4096.0,
         "max_answer_tokens": 16384,
-        "updates": 4,
     }
-    return Run(**(fields | changes))
+    fields |= changes
+    tokens = fields["answer_tokens"] + fields["prompt_tokens"] / fields["group_size"]
+    return Run(**({"tokens": fields["sequences"] * tokens} | fields))

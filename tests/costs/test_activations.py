@@ -1,31 +1,40 @@
-"""Bytes of activations, against what autograd saves of real models.
+"""Bytes of activations, against what autograd saves of real models, and closed forms of papers."""
 
-Covers memory/activations.py.
-"""
-
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rlhfkit.costs import ModelShape, model_shape
-from rlhfkit.costs.memory.activations import (
+from rlhfkit.costs.memory import (
+    HOST,
+    TRAINING,
+    attended_numbers,
     backward_bytes,
     head_bytes,
     inference_bytes,
     layer_bytes,
+    memory_parts,
+    phase_bytes,
     saved_bytes,
-    tile_bytes,
 )
-from rlhfkit.losses.fused_head.tiles import tile_columns
+from rlhfkit.costs.model_shape import ModelShape, model_shape
+from rlhfkit.costs.run import GPU, Precision, Run, Sharding
 from rlhfkit.models.forward import policy_output
 from rlhfkit.models.load import choose_attention
 
-from .shapes import CONFIGS, build
+from .shapes import CONFIGS, build, grpo_70b, llama_70b
 
 SEQUENCES, LENGTH = 4, 256
 TOKENS = SEQUENCES * LENGTH
+
+
+def run_of(name: str | ModelShape, tokens: float = TOKENS, itemsize: int = 2, **changes: Any) -> Run:
+    shape = model_shape(CONFIGS[name]) if isinstance(name, str) else name
+    types = Precision(weights=itemsize, compute=itemsize)
+    fields = {"gpu": GPU("toy", 1e12, 1e12, 1e12), "precision": types, "micro_batch_tokens": float(tokens)}
+    return Run(policy=shape, **(fields | changes))
 
 
 def saved_by_autograd(name: str, dtype: torch.dtype, *, gradient_checkpointing: bool = False) -> int:
@@ -53,64 +62,96 @@ def saved_by_autograd(name: str, dtype: torch.dtype, *, gradient_checkpointing: 
     return sum(storage.nbytes() for storage in found.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_saved_activations_are_those_that_autograd_saves(name: str, dtype: torch.dtype) -> None:
-    shape = model_shape(CONFIGS[name])
-    expected = saved_bytes(shape, TOKENS, itemsize=dtype.itemsize) + TOKENS * shape.layer.hidden * dtype.itemsize
-    assert expected == pytest.approx(saved_by_autograd(name, dtype), rel=0.02)  # the rest: indices, angles, scalars
-
-
-def test_a_mixture_saves_about_what_is_estimated() -> None:
-    shape = model_shape(CONFIGS["mixtral"])
-    assert saved_bytes(shape, TOKENS, itemsize=4) == pytest.approx(
-        saved_by_autograd("mixtral", torch.float32), rel=0.15
-    )
-
-
-def test_with_checkpointing_only_inputs_of_layers_are_saved() -> None:
-    shape = model_shape(CONFIGS["llama"])
-    expected = saved_bytes(shape, TOKENS, itemsize=4, gradient_checkpointing=True)
-    expected += TOKENS * shape.layer.hidden * 4  # selected hidden states, which head_bytes has
-    measured = saved_by_autograd("llama", torch.float32, gradient_checkpointing=True)
-    assert expected == pytest.approx(measured, rel=0.05)
+@pytest.mark.parametrize(
+    ("name", "dtype", "checkpointing", "tolerance"),
+    [
+        ("llama", torch.float32, False, 0.02),  # the rest: indices, angles, scalars
+        ("llama", torch.bfloat16, False, 0.02),
+        ("qwen3", torch.float32, False, 0.02),
+        ("qwen3", torch.bfloat16, False, 0.02),
+        ("mixtral", torch.float32, False, 0.15),
+        ("llama", torch.float32, True, 0.05),
+    ],
+)
+def test_saved_activations_are_those_that_autograd_saves(
+    name: str, dtype: torch.dtype, checkpointing: bool, tolerance: float
+) -> None:
+    run = run_of(name, itemsize=dtype.itemsize, gradient_checkpointing=checkpointing)
+    selected = TOKENS * run.policy.layer.hidden * dtype.itemsize  # hidden states of the output layer, in head_bytes
+    measured = saved_by_autograd(name, dtype, gradient_checkpointing=checkpointing)
+    assert saved_bytes(run, run.policy) + selected == pytest.approx(measured, rel=tolerance)
 
 
 def test_eager_attention_grows_with_the_square_of_the_length() -> None:
-    layer = model_shape(CONFIGS["llama"]).layer
-
     def extra(tokens: int) -> float:
-        eager = layer_bytes(layer, tokens, itemsize=2, attention="eager", longest=tokens)
-        return eager - layer_bytes(layer, tokens, itemsize=2)
+        eager = run_of("llama", tokens, attention="eager", prompt_tokens=float(tokens), answer_tokens=0.0)
+        return layer_bytes(eager, eager.policy) - layer_bytes(run_of("llama", tokens), eager.policy)
 
-    assert extra(4096) == 4 * extra(2048) == 4096 * 4096 * layer.heads * 6
-
-
-def test_the_tile_is_that_of_the_fused_head() -> None:
-    columns = tile_columns(4096, 128256, torch.bfloat16, "cuda")
-    assert tile_bytes(128256, 20000, 2, False, "cuda") == 4096 * columns * 4
-    columns = tile_columns(1000, 1000, torch.float32, "cpu")
-    assert tile_bytes(1000, 1000, 4, True, "cpu") == 1000 * columns * 8
+    heads = model_shape(CONFIGS["llama"]).layer.heads
+    assert extra(4096) == 4 * extra(2048) == 4096 * 4096 * heads * 6
 
 
 def test_the_fused_head_needs_a_fraction_of_the_dense_one() -> None:
-    shape = ModelShape(**(vars(model_shape(CONFIGS["llama"])) | {"vocabulary": 128256, "head": 128 * 128256}))
-    fused = head_bytes(shape, 16384, itemsize=2, trained=False)
-    dense = head_bytes(shape, 16384, itemsize=2, fused=False, trained=False)
-    assert fused < dense / 20
+    shape = dataclasses.replace(model_shape(CONFIGS["llama"]), vocabulary=128256, adapters=1)
+    fused = head_bytes(run_of(shape, 16384), shape)
+    dense = dataclasses.replace(shape, fused_head=False)
+    assert fused < head_bytes(run_of(dense, 16384), dense) / 20
 
 
 def test_a_forward_pass_without_gradient_holds_less_than_a_layer_saves() -> None:
-    shape = model_shape(CONFIGS["llama"])
-    assert inference_bytes(shape, 100, itemsize=2) < layer_bytes(shape.layer, 100, itemsize=2)
+    run = run_of("llama", 100)
+    assert inference_bytes(run.policy, 100, itemsize=2) < layer_bytes(run, run.policy)
 
 
 def test_tiles_of_feed_forward_blocks_leave_only_attention_and_norms() -> None:
-    layer = model_shape(CONFIGS["llama"]).layer
-    whole, tiled = (layer_bytes(layer, 1000, itemsize=2, tiled=on) for on in (False, True))
-    assert whole - tiled == 1000 * 4 * 2 * layer.intermediate
-    plain, in_tiles = (backward_bytes(layer, 100_000, itemsize=2, tile=tile) for tile in (None, 100))
+    plain, tiled = (run_of("llama", 100_000, tiled_mlp=tile) for tile in (False, 100))
+    layer = plain.policy.layer
+    assert layer_bytes(plain, plain.policy) - layer_bytes(tiled, plain.policy) == 100_000 * 4 * 2 * layer.intermediate
     attention = layer.query + layer.key + layer.value + layer.attention_output
+    in_tiles = backward_bytes(tiled, plain.policy)
     assert in_tiles == 2 * 100_000 * (attention + 2 * layer.hidden)
-    assert plain > in_tiles
-    assert backward_bytes(layer, 100, itemsize=2, tile=100) == backward_bytes(layer, 100, itemsize=2)
+    assert backward_bytes(plain, plain.policy) > in_tiles
+
+
+def test_activations_are_divided_by_the_sequence_ranks_and_states_as_before() -> None:
+    def parts(sequence: int) -> dict[str, float]:
+        sharding = Sharding(ranks=64, stage=3, sequence=sequence)
+        found = memory_parts(grpo_70b(engine=None, sharding=sharding, micro_batch_tokens=131072.0))
+        return {part.part: part.bytes for part in found if part.place == TRAINING}
+
+    alone, together = parts(1), parts(8)
+    assert together["activations"] == alone["activations"] / 8
+    assert [together[name] for name in ("optimizer", "weights")] == [alone[name] for name in ("optimizer", "weights")]
+
+
+def test_answers_after_a_long_prompt_may_all_lie_in_one_part() -> None:
+    run = grpo_70b(sharding=Sharding(ranks=8, sequence=8), micro_batch_tokens=131072.0, trained_share=0.05)
+    assert run.trained_part_tokens == 0.05 * 131072
+    assert dataclasses.replace(run, trained_share=0.5).trained_part_tokens == 131072 / 8
+
+
+def test_fewer_key_heads_than_ranks_are_repeated() -> None:
+    layer = llama_70b().layer  # 8 key heads of 128
+    for sequence, tensor, times in ((8, 1, 1), (32, 1, 4), (8, 4, 4)):
+        run = grpo_70b(sharding=Sharding(ranks=64, sequence=sequence, tensor=tensor))
+        assert attended_numbers(run, layer) == 8192 + times * (1024 + 1024)
+
+
+def test_activations_of_tensor_ranks_are_those_of_korthikanti() -> None:
+    """Section 4.2 of arXiv:2205.05198: s b h (10 + 24 / t): norms and inputs of projections are whole."""
+    runs = [run_of("llama", 100, sharding=Sharding(ranks=4, tensor=size)) for size in (1, 2, 4)]
+    one, two, four = (saved_bytes(run, run.policy) for run in runs)
+    assert one - two == pytest.approx(2 * (two - four))
+    layer = runs[0].policy.layer
+    whole = 2 * (4 + 2) * layer.hidden + 2 * 2 * layer.hidden  # float32 and output of two norms, two inputs
+    rest = four - (two - four) - 100 * layer.hidden * 6  # at infinitely many ranks, without the last norm
+    assert rest == pytest.approx(2 * 100 * whole)
+
+
+def test_checkpoints_wait_in_the_hosts_memory() -> None:
+    here, away = (memory_parts(grpo_70b(offload_activations=offload)) for offload in (False, True))
+    inputs = 80 * 16384 * 8192 * 2
+    host = sum(part.bytes for part in away if part.part == "activations" and part.place == HOST)
+    assert host == inputs
+    saved = phase_bytes(here, TRAINING)["train"] - phase_bytes(away, TRAINING)["train"]
+    assert saved == inputs - 2 * 16384 * 8192 * 2  # two layers' inputs are on the GPU while a layer is recomputed

@@ -1,23 +1,34 @@
-"""Bytes per GPU: the states of ZeRO's paper, engines, and what does not fit.
-
-Covers memory/engines.py, memory/parts.py, memory/passes.py, memory/states.py and memory/whole_run.py.
-"""
+"""Bytes per GPU: the states of ZeRO's paper, engines, placed models, and what does not fit."""
 
 import dataclasses
 
 import pytest
 
-from rlhfkit.costs import EngineShape, ModelShape, Precision, Sharding, find_gpu, model_shape
-from rlhfkit.costs.hardware import GIB
-from rlhfkit.costs.memory.engines import engine_memory, iteration_bytes
-from rlhfkit.costs.memory.parts import ENGINE, HOST, TRAINING, phase_bytes
-from rlhfkit.costs.memory.states import bucket_bytes, gradient_bytes, optimizer_bytes, update_bytes, weight_bytes
-from rlhfkit.costs.memory.whole_run import memory_parts, memory_problems
+from rlhfkit.costs.memory import (
+    ENGINE,
+    HOST,
+    TRAINING,
+    bucket_bytes,
+    engine_memory,
+    gradient_bytes,
+    memory_parts,
+    memory_problems,
+    optimizer_bytes,
+    phase_bytes,
+    update_bytes,
+    weight_bytes,
+)
+from rlhfkit.costs.model_shape import ModelShape, model_shape
+from rlhfkit.costs.run import GIB, EngineShape, PlacedModel, Precision, Run, Sharding, find_gpu
 from rlhfkit.models import LoRA
 from rlhfkit.modules.optimizers import factories
 from rlhfkit.modules.optimizers.factories import state_bytes
 
-from .shapes import CONFIGS, grpo_70b, llama_70b
+from .shapes import CONFIGS, build, grpo_70b, llama_70b
+
+
+def part(run: Run, name: str, role: str = "policy", place: str = TRAINING) -> float:
+    return sum(one.bytes for one in memory_parts(run) if (one.part, one.role, one.place) == (name, role, place))
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -42,15 +53,13 @@ def test_deepspeed_copies_float32_weights_from_stage_1_on(stage: int, expected: 
 
 
 def test_states_are_those_of_the_optimizer() -> None:
-    parts = {}
-    for name in ("adamw", "muon", "adafactor"):
-        state = state_bytes(getattr(factories, name), {})
-        found = memory_parts(grpo_70b(optimizer_state=state))
-        parts[name] = sum(part.bytes for part in found if part.part == "optimizer")
-    run = grpo_70b()
-    assert parts["adamw"] == sum(part.bytes for part in memory_parts(run) if part.part == "optimizer")
-    shape, ranks = run.policy, run.sharding.shards
+    parts = {
+        name: part(grpo_70b(optimizer_state=state_bytes(getattr(factories, name), {})), "optimizer")
+        for name in ("adamw", "muon", "adafactor")
+    }
+    shape, ranks = llama_70b(), 256
     matrices = shape.parameters - shape.embedding - shape.head
+    assert parts["adamw"] == part(grpo_70b(), "optimizer")
     assert parts["adamw"] - parts["muon"] == pytest.approx(4 * matrices / ranks), "one moment in place of two"
     assert parts["adamw"] - parts["adafactor"] == pytest.approx(8 * shape.parameters / ranks)
 
@@ -64,8 +73,7 @@ def test_a_step_needs_its_gradients_in_float32_and_the_temporaries_of_its_kernel
 ) -> None:
     """Fused kernels, AdamW's on GPUs, make none; AdamW's others make two, SGD one."""
     run = grpo_70b(optimizer_state=state_bytes(getattr(factories, name), arguments, fused=True))
-    (step,) = (part.bytes for part in memory_parts(run) if part.part == "optimizer step")
-    assert step == pytest.approx(expected * run.policy.parameters / 256)
+    assert part(run, "optimizer step") == pytest.approx(expected * run.policy.parameters / 256)
 
 
 def test_zero_1_and_2_flatten_gradients_before_they_widen_them() -> None:
@@ -81,18 +89,33 @@ def adapted() -> ModelShape:
 
 def test_tensor_ranks_hold_adapters_and_their_gradients() -> None:
     run = grpo_70b(policy=adapted(), sharding=Sharding(ranks=4, stage=2, tensor=2))
-    parts = {part.part: part.bytes for part in memory_parts(run) if part.role == "policy" and part.place == TRAINING}
-    assert parts["optimizer"] == 12 * run.policy.adapters / 2
-    assert parts["optimizer step"] == 12 * run.policy.adapters / 2
+    assert part(run, "optimizer") == part(run, "optimizer step") == 12 * run.policy.adapters / 2
+
+
+@pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3"])
+def test_tensor_ranks_divide_the_matrices_of_the_layers_only(name: str) -> None:
+    shape = model_shape(CONFIGS[name])
+    matrices = sum(
+        parameter.numel() for path, parameter in build(CONFIGS[name]).named_parameters() if path.endswith("proj.weight")
+    )
+    assert shape.on_rank(2) == pytest.approx(shape.parameters - matrices / 2, rel=2e-3)  # norms are counted as divided
+    assert shape.on_rank(1) == shape.parameters
+
+
+def test_states_are_divided_by_tensor_ranks_first_and_then_by_zero() -> None:
+    """Of 70.55 billion parameters 2.1 billion are embeddings and output layer, which tensor ranks repeat."""
+    run = grpo_70b(sharding=Sharding(ranks=64, stage=3, tensor=8))
+    mine = (run.policy.parameters - 2 * 128256 * 8192) / 8 + 2 * 128256 * 8192
+    assert part(run, "weights") == pytest.approx(2 * mine / 8)  # 64 ranks, 8 with the same part
+    assert part(run, "optimizer") == pytest.approx(12 * mine / 8)
 
 
 def test_adapters_stay_in_float32_under_lightnings_own_strategies() -> None:
     """As ``test_adapters_stay_in_float32_beside_weights_of_16_bits`` of tests/modules/test_lora.py finds them."""
     run = grpo_70b(policy=adapted(), sharding=Sharding(), precision=Precision.of("bf16-true", deepspeed=False))
-    parts = {part.part: part.bytes for part in memory_parts(run) if part.role == "policy" and part.place == TRAINING}
     count = run.policy.adapters
-    assert (parts["adapters"], parts["gradients"], parts["optimizer"]) == (4 * count, 4 * count, 8 * count)
-    assert parts["weights"] == 2 * run.policy.parameters
+    found = [part(run, name) for name in ("adapters", "gradients", "optimizer", "weights")]
+    assert found == [4 * count, 4 * count, 8 * count, 2 * run.policy.parameters]
 
 
 def test_frozen_weights_of_4_bits_have_scales() -> None:
@@ -101,33 +124,14 @@ def test_frozen_weights_of_4_bits_have_scales() -> None:
     kept = shape.embedding + shape.head + 5 * 128
     assert shape.quantized == shape.parameters - kept
     run = grpo_70b(policy=shape, sharding=Sharding(ranks=2, stage=2))
-    (weights,) = (part.bytes for part in memory_parts(run) if (part.role, part.part) == ("policy", "weights"))
-    assert weights == pytest.approx(2 * kept + (4 + 0.127) / 8 * shape.quantized, rel=1e-3)
-
-
-def test_experts_with_adapters_are_copied() -> None:
-    shape = model_shape(CONFIGS["mixtral"], lora=LoRA(rank=4))
-    assert shape.adapted_experts == shape.experts
-    kept = model_shape(CONFIGS["mixtral"], lora=LoRA(rank=4, experts=False))
-    assert kept.adapted_experts == 0
-    for checkpointing, copies in ((False, shape.experts), (True, shape.experts / 2)):  # of two layers, or of one
-        run = grpo_70b(policy=shape, gradient_checkpointing=checkpointing, micro_batch_tokens=8192.0)
-        plain = dataclasses.replace(run, policy=dataclasses.replace(shape, adapted_experts=0))
-        more, less = (phase_bytes(memory_parts(one), TRAINING)["train"] for one in (run, plain))
-        assert more - less == pytest.approx(2 * copies)
+    assert part(run, "weights") == pytest.approx(2 * kept + (4 + 0.127) / 8 * shape.quantized, rel=1e-3)
 
 
 def test_offloaded_weights_of_frozen_models_are_in_the_hosts_memory() -> None:
     sharding = Sharding(ranks=256, stage=3, offload_optimizer=True, offload_parameters=True)
-    parts = memory_parts(grpo_70b(sharding=sharding, reference=llama_70b()))
-    weights = {part.place: part.bytes for part in parts if (part.role, part.part) == ("reference", "weights")}
-    assert weights == {TRAINING: 0.0, HOST: 2 * llama_70b().parameters / 256}
-
-
-def test_every_teacher_is_held() -> None:
-    run = grpo_70b(teacher=llama_70b(), more_teachers=(llama_70b(),) * 2)
-    held = [part.role for part in memory_parts(run) if part.part == "weights" and part.role.startswith("teacher")]
-    assert held == ["teacher", "teacher 2", "teacher 3"]
+    run = grpo_70b(sharding=sharding, frozen={"reference": llama_70b()})
+    assert part(run, "weights", "reference") == 0.0
+    assert part(run, "weights", "reference", HOST) == 2 * llama_70b().parameters / 256
 
 
 def test_engines_of_8_bits_keep_embedding_and_output_layer() -> None:
@@ -135,8 +139,6 @@ def test_engines_of_8_bits_keep_embedding_and_output_layer() -> None:
     plain, small = (grpo_70b(engine=EngineShape(tensor_parallel=4, quantized=quantized)) for quantized in (False, True))
     saved = engine_memory(plain).weights - engine_memory(small).weights
     assert saved == pytest.approx((shape.parameters - shape.embedding - shape.head) / 4)
-    narrow = grpo_70b(engine=EngineShape(tensor_parallel=4, cache_itemsize=1))
-    assert engine_memory(narrow).sequences == pytest.approx(2 * engine_memory(plain).sequences)
 
 
 def test_offloaded_states_are_in_the_hosts_memory() -> None:
@@ -157,12 +159,11 @@ def test_reduction_buckets_do_not_depend_on_the_model(stage: int, buckets: int) 
 @pytest.mark.parametrize(("stage", "phase"), [(None, "train"), (0, "update"), (2, "train")])
 def test_zero_0_flattens_gradients_after_the_backward_pass(stage: int | None, phase: str) -> None:
     parts = memory_parts(grpo_70b(sharding=Sharding(ranks=8, stage=stage)))
-    assert [part.phases for part in parts if part.part == "reduction buckets"] == [(phase,)]
+    assert [one.phases for one in parts if one.part == "reduction buckets"] == [(phase,)]
 
 
 def test_the_cache_is_what_weights_and_activations_leave() -> None:
-    run = grpo_70b()
-    found = engine_memory(run)
+    found = engine_memory(grpo_70b())
     total = found.weights + found.activations + found.cache
     assert total == pytest.approx(0.9 * find_gpu("H100").memory)
     assert found.weights == pytest.approx(70.55e9 * 2 / 4, rel=0.001)
@@ -171,17 +172,16 @@ def test_the_cache_is_what_weights_and_activations_leave() -> None:
 
 
 def test_more_gpus_than_key_heads_do_not_split_the_cache_further() -> None:
-    eight, sixteen = (grpo_70b(engine=EngineShape(tensor_parallel=size)) for size in (8, 16))
-    per_token = [engine_memory(run).cache / engine_memory(run).sequences for run in (eight, sixteen)]
-    assert per_token[0] == pytest.approx(per_token[1])
+    found = [engine_memory(grpo_70b(engine=EngineShape(tensor_parallel=size))) for size in (8, 16)]
+    assert found[0].cache / found[0].sequences == pytest.approx(found[1].cache / found[1].sequences)
 
 
 def test_pipeline_stages_divide_layers_and_replicas_divide_experts() -> None:
-    four, two_stages = (grpo_70b(engine=EngineShape(tensor_parallel=4, pipeline_parallel=size)) for size in (1, 2))
-    assert engine_memory(two_stages).weights == engine_memory(four).weights / 2
-    per_token = [engine_memory(run).cache / engine_memory(run).sequences for run in (four, two_stages)]
+    four, stages = (grpo_70b(engine=EngineShape(tensor_parallel=4, pipeline_parallel=size)) for size in (1, 2))
+    assert engine_memory(stages).weights == engine_memory(four).weights / 2
+    per_token = [engine_memory(run).cache / engine_memory(run).sequences for run in (four, stages)]
     assert per_token[1] == pytest.approx(per_token[0] / 2)
-    shape = dataclasses.replace(four.policy, experts=60e9)
+    shape = dataclasses.replace(four.policy, experts=60_000_000_000)
     replicas = grpo_70b(policy=shape, engine=EngineShape(tensor_parallel=4, data_parallel=3))
     assert engine_memory(replicas).weights == pytest.approx((shape.parameters - 60e9 + 20e9) * 2 / 4)
 
@@ -191,14 +191,12 @@ def test_colocated_engines_are_awake_only_while_they_generate() -> None:
     totals = phase_bytes(parts, TRAINING)
     assert totals["generate"] > 0.5 * find_gpu("H100").memory
     assert phase_bytes(parts, ENGINE) == {}
-    alone = phase_bytes(memory_parts(grpo_70b()), TRAINING)
-    assert totals["train"] == alone["train"]
+    assert totals["train"] == phase_bytes(memory_parts(grpo_70b()), TRAINING)["train"]
 
 
 def test_training_states_make_room_for_colocated_engines() -> None:
     engine = EngineShape(count=64, tensor_parallel=4, memory_share=0.9, colocated=True)
-    sharding = Sharding(ranks=16, stage=3)
-    staying = grpo_70b(engine=engine, sharding=sharding)
+    staying = grpo_70b(engine=engine, sharding=Sharding(ranks=16, stage=3))
     leaving = dataclasses.replace(staying, offload_training=True)
     assert any("generate" in problem for problem in memory_problems(staying, memory_parts(staying)))
     assert not any("generate" in problem for problem in memory_problems(leaving, memory_parts(leaving)))
@@ -211,57 +209,53 @@ def test_training_states_make_room_for_colocated_engines() -> None:
 
 
 def test_samples_stay_within_the_bound() -> None:
-    run = grpo_70b()
-    assert iteration_bytes(run) == 40 * 16384 * 4608 / 256 + 200 * 16384
+    assert part(grpo_70b(), "samples", "iteration", HOST) == 40 * 16384 * 4608 / 256 + 200 * 16384
+
+
+def test_every_model_has_its_parts_once_here_or_there() -> None:
+    small = model_shape(CONFIGS["llama"])
+    here = grpo_70b(critic=small, frozen={"reference": llama_70b(), "reward model": small})
+    assert {"policy", "critic", "reference", "reward model", "engine"} <= {one.role for one in memory_parts(here)}
+    apart = grpo_70b(placed=(PlacedModel(role="reference", shape=llama_70b(), replicas=2, gpus=4),))
+    assert part(apart, "weights", "reference", "reference GPU") == pytest.approx(2 * llama_70b().parameters / 4)
+    assert part(apart, "weights", "reference") == 0
+    assert apart.gpus == grpo_70b().gpus + 8
+
+
+def test_a_critic_on_ranks_of_its_own_needs_what_training_ranks_hold_of_such_a_model() -> None:
+    sharding = Sharding(ranks=32, stage=3)
+    run = grpo_70b(placed=(PlacedModel(role="critic", shape=llama_70b(), gpus=32, sharding=sharding),))
+    alone = grpo_70b(sharding=sharding, engine=None)
+    assert phase_bytes(memory_parts(run), "critic GPU") == pytest.approx(phase_bytes(memory_parts(alone), TRAINING))
 
 
 def test_a_run_that_fits_has_no_problem() -> None:
-    run = grpo_70b()
-    assert memory_problems(run, memory_parts(run)) == []
-
-
-def test_what_does_not_fit_is_named_with_numbers_and_a_cure() -> None:
-    run = grpo_70b(gradient_checkpointing=False)
-    (problem,) = memory_problems(run, memory_parts(run))
-    assert problem.startswith("train: ")
-    assert "a H100 has 76.7 GiB; the largest parts are policy activations" in problem
-    assert problem.endswith("Set gradient_checkpointing=True, or divide rows over more ranks (sequence_parallel_size)")
-
-
-def test_weights_that_do_not_fit_ask_for_sharding() -> None:
-    run = grpo_70b(sharding=Sharding(ranks=256, stage=1))
-    assert any(
-        "Use strategy='rlhf_zero3' in place of stage 1" in one for one in memory_problems(run, memory_parts(run))
-    )
+    assert memory_problems(grpo_70b(), memory_parts(grpo_70b())) == []
 
 
 @pytest.mark.parametrize(
-    ("engine", "message"),
+    ("run", "named", "cure"),
     [
-        (EngineShape(tensor_parallel=1), "leave no key-value cache in 71.2 GiB: raise tensor_parallel_size"),
-        (EngineShape(tensor_parallel=3), "tensor_parallel_size=3 does not divide the 64 attention heads"),
-        (EngineShape(pipeline_parallel=81), "pipeline_parallel_size=81 is more than the 80 layers"),
-        (EngineShape(tensor_parallel=4, cache_bytes=0.5 * GIB), "too small for one sequence of 16,896 tokens"),
+        (grpo_70b(gradient_checkpointing=False), "policy activations", "gradient_checkpointing=True"),
+        (grpo_70b(sharding=Sharding(ranks=256, stage=1)), "policy weights", "rlhf_zero3"),
+        (grpo_70b(placed=(PlacedModel(role="teacher", shape=llama_70b()),)), "teacher weights", "over more GPUs"),
     ],
 )
-def test_engines_that_cannot_start_come_first(engine: EngineShape, message: str) -> None:
+def test_what_does_not_fit_is_named_with_numbers_and_a_cure(run: Run, named: str, cure: str) -> None:
+    problem = memory_problems(run, memory_parts(run))[0]
+    for wanted in ("a H100 has 76.7 GiB", named, cure):
+        assert wanted in problem
+
+
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        (EngineShape(tensor_parallel=1), "71.2 GiB"),
+        (EngineShape(tensor_parallel=3), "tensor_parallel_size=3"),
+        (EngineShape(pipeline_parallel=81), "pipeline_parallel_size=81"),
+        (EngineShape(tensor_parallel=4, cache_bytes=0.5 * GIB), "16,896 tokens"),
+    ],
+)
+def test_engines_that_cannot_start_come_first(engine: EngineShape, named: str) -> None:
     run = grpo_70b(engine=engine, gradient_checkpointing=False)
-    assert message in memory_problems(run, memory_parts(run))[0]
-
-
-def test_a_critic_and_a_reference_add_their_parts() -> None:
-    small = model_shape(CONFIGS["llama"])
-    run = dataclasses.replace(grpo_70b(), critic=small, reference=small, reward_model=small)
-    roles = {part.role for part in memory_parts(run)}
-    assert {"policy", "critic", "reference", "reward model", "engine"} <= roles
-
-
-def test_checkpoints_wait_in_the_hosts_memory() -> None:
-    here, away = (memory_parts(grpo_70b(offload_activations=offload)) for offload in (False, True))
-    inputs = 80 * 16384 * 8192 * 2
-    assert phase_bytes(away, HOST)["train"] - phase_bytes(here, HOST)["train"] == inputs
-    saved = phase_bytes(here, TRAINING)["train"] - phase_bytes(away, TRAINING)["train"]
-    assert saved == inputs - 2 * 16384 * 8192 * 2  # two layers' inputs are on the GPU while a layer is recomputed
-    assert memory_parts(grpo_70b(offload_activations=True, gradient_checkpointing=False)) == memory_parts(
-        grpo_70b(gradient_checkpointing=False)
-    )
+    assert named in memory_problems(run, memory_parts(run))[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
 
-from rlhfkit.costs import model_shape
+from rlhfkit.costs.model_shape import model_shape
 from rlhfkit.models import LoRA, load_causal_lm
 from rlhfkit.models.lora import add_lora
 
@@ -88,9 +88,7 @@ def test_a_family_without_attention_states_a_larger_uncertainty() -> None:
 
 def test_a_configuration_without_sizes_says_what_is_missing() -> None:
     lacking = "num_hidden_layers, hidden_size, vocab_size"
-    with pytest.raises(
-        ValueError, match=rf"of PreTrainedConfig \(model_type ''\) does not say its {lacking}: describe"
-    ):
+    with pytest.raises(ValueError, match=rf"PreTrainedConfig .* {lacking}"):
         model_shape(PreTrainedConfig())
 
 
