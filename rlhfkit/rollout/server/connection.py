@@ -101,7 +101,7 @@ class ServerConnections:
                 log.warning("the token for %s is sent unencrypted; use https unless the network is trusted", *insecure)
         verify = ssl.create_default_context(cafile=options.ssl_ca_certs)
 
-        def make_client(keepalive_connections: int) -> httpx.AsyncClient:
+        def make_client(keepalive_connections: int | None) -> httpx.AsyncClient:
             return httpx.AsyncClient(
                 headers=headers,
                 # Not the environment's proxies and .netrc, which would receive or replace the token.
@@ -113,8 +113,9 @@ class ServerConnections:
 
         # uvicorn closes a connection when its application has raised, after the response, and after 5 idle seconds. A
         # request that is sent at that moment fails. Requests that are repeated share connections all the same; the
-        # steps of a weight sync, which are sent once, have one each.
-        self._client = make_client(options.concurrency)
+        # steps of a weight sync, which are sent once, have one each. The slots bound the number of shared connections; a
+        # bound in the pool would close connections of one server while requests to another need theirs.
+        self._client = make_client(None)
         self._single_use_client = make_client(0)
         self._slots = asyncio.Semaphore(options.concurrency * len(self.endpoints))
         self._loop = asyncio.new_event_loop()

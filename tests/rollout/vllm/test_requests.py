@@ -234,7 +234,12 @@ class TestVLLM:
                 pool, tokenizer, max_context_tokens=128, sampling=SamplingSpec(max_new_tokens=3)
             ) as endpoint,
             httpx.Client(
-                base_url=endpoint.base_url(), headers={"Authorization": f"Bearer {endpoint.api_key}"}, timeout=60
+                base_url=endpoint.base_url(),
+                headers={"Authorization": f"Bearer {endpoint.api_key}"},
+                timeout=60,
+                # From 21 connections on, httpx's default closes idle ones, and httpcore takes a connection for idle that
+                # another thread was given and has not sent anything on yet: that request fails with EBADF.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None),
             ) as client,
         ):
 
