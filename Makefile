@@ -2,7 +2,7 @@
 # make test    lint, types and every capability once (in WORKERS processes)
 # make test-all    the same, then all other tests: what CI runs
 # make test-versions    SUITES with the oldest versions that are allowed and with the newest
-# make gpu-check   all that only a GPU can show, in 9 minutes; CHECK="--only losses" for a part (GPU_PYTHON=python)
+# make gpu-check   all that only a GPU can show, in BUDGET=540 seconds; CHECK=tests/gpu/test_heads.py for a part (GPU_PYTHON=python)
 # The first two install what they need into .venv first, with Python 3.11 and nothing else.
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
@@ -12,6 +12,7 @@ SEED ?= 0
 WORKERS ?= 2
 GPU_PYTHON ?= python
 CHECK ?=
+BUDGET ?= 540
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
@@ -86,9 +87,11 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
-# In the environment that is active, not in ours: ours has a torch without CUDA.
+# In the environment that is active, not in ours: ours has a torch without CUDA. A test that hangs or breaks the GPU ends its
+# process, in whose place pytest-xdist starts another; no further test is started after BUDGET seconds.
 gpu-check:
-	$(GPU_PYTHON) -m benchmarks.gpu_check --output runs/gpu-check $(CHECK)
+	RLHFKIT_GPU_DEADLINE=$$(( $$(date +%s) + $(BUDGET) )) $(GPU_PYTHON) -m pytest \
+		-m cuda -n 1 --dist worksteal --max-worker-restart 20 -v --timeout 240 $(CHECK)
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info runs lightning_logs

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import cache, cached_property
 from pathlib import Path
@@ -63,6 +64,8 @@ def _shared_folder() -> tempfile.TemporaryDirectory[str]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``pytest -n``, tests of a group run in one process, and so do the other tests of a file."""
+    if config.option.dist != "load":  # asked for otherwise, as by make gpu-check
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class LoadGroupsAndFiles(LoadScopeScheduling):
@@ -84,6 +87,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         groups = {item.nodeid: name for item in items if (name := group(item))}
         Path(config.workerinput["groups"]).write_text(json.dumps(groups))
         items.sort(key=expected_duration, reverse=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked ``cuda`` where GPUs are missing, of which ``cuda(2)`` needs two, or time is over."""
+    needed = [mark.args[0] if mark.args else 1 for mark in item.iter_markers("cuda")]
+    if needed and torch.cuda.device_count() < max(needed):
+        pytest.skip(f"needs {max(needed)} CUDA device(s), here are {torch.cuda.device_count()}")
+    if needed and time.time() > float(os.environ.get("RLHFKIT_GPU_DEADLINE", "inf")):
+        pytest.skip("not started, as the time is over: make gpu-check BUDGET=1500 has more than 540 seconds")
 
 
 def expected_duration(item: pytest.Item) -> int:

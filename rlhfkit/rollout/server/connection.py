@@ -113,8 +113,8 @@ class ServerConnections:
 
         # uvicorn closes a connection when its application has raised, after the response, and after 5 idle seconds. A
         # request that is sent at that moment fails. Requests that are repeated share connections all the same; the
-        # steps of a weight sync, which are sent once, have one each. The slots bound the number of shared connections; a
-        # bound in the pool would close connections of one server while requests to another need theirs.
+        # steps of a weight sync, which are sent once, have one each. Slots bound the shared ones: a bound
+        # in the pool would close those of one server while requests to another need theirs.
         self._client = make_client(None)
         self._single_use_client = make_client(0)
         self._slots = asyncio.Semaphore(options.concurrency * len(self.endpoints))

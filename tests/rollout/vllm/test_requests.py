@@ -237,8 +237,8 @@ class TestVLLM:
                 base_url=endpoint.base_url(),
                 headers={"Authorization": f"Bearer {endpoint.api_key}"},
                 timeout=60,
-                # From 21 connections on, httpx's default closes idle ones, and httpcore takes a connection for idle that
-                # another thread was given and has not sent anything on yet: that request fails with EBADF.
+                # From 21 connections on, httpx's default closes idle ones, and httpcore takes a connection for idle
+                # that another thread was given and has not sent anything on yet: that request fails with EBADF.
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None),
             ) as client,
         ):

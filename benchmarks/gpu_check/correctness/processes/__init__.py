@@ -1,1 +1,0 @@
-"""Checks between two processes: handles to GPU memory, NCCL, and transfers of weights."""

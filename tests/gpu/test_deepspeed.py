@@ -1,0 +1,62 @@
+"""DeepSpeed on a device, over NCCL on a GPU; and ranks that compute forward passes together."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu.cases import difference
+from gpu.comparing import Figures
+from gpu.launch import launch
+
+pytestmark = pytest.mark.distributed
+APART = 2e-4
+"""Largest difference of a loss, or of a weight that SGD has moved: DeepSpeed sums in another order."""
+STAGES = ["rlhf_zero0", "rlhf_zero1", "rlhf_zero2", "rlhf_zero3"]
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    pytest.importorskip("deepspeed")
+
+
+@pytest.mark.parametrize("names", [STAGES, ["rlhf_zero2_offload", "rlhf_zero3_offload"]], ids=["stages", "offload"])
+def test_a_step_is_that_of_plain_lightning(device: str, names: list[str], tmp_path: Path, figures: Figures) -> None:
+    """With a frozen reference, and with an engine that is sent the weights; offloaded states are updated on the CPU."""
+    (found,) = launch("gpu.cases:deepspeed", 1, tmp_path, device=device, names=names)
+    assert found.pop("backend") == ("nccl" if device == "cuda" else "gloo")
+    for name, value in found.items():
+        figures(name, value, APART)
+
+
+def test_fp16_finds_a_loss_scale_that_fits(device: str, tmp_path: Path) -> None:
+    for stage, found in launch("gpu.cases:overflows", 1, tmp_path, device=device)[0].items():
+        assert found["finite"], stage
+        assert found["lowered"], stage
+        assert found["moved"], stage
+
+
+def test_a_fused_optimizer_goes_on_after_a_resume_on_other_ranks(device: str, tmp_path: Path, figures: Figures) -> None:
+    for stage, apart in launch("gpu.cases:resumed_on_other_ranks", 1, tmp_path, device=device)[0].items():
+        figures(stage, apart, 1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda(2))], indirect=True)
+def test_ranks_that_share_forward_passes_are_one_rank(device: str, tmp_path: Path, figures: Figures) -> None:
+    options = {"options": {"accelerator": "gpu" if device == "cuda" else "cpu"}}
+    cases: dict[str, dict[str, Any]] = {
+        "sft, sequence": {"stage": 2, "sequence_parallel_size": 2},
+        "sft, ring": {"stage": 2, "sequence_parallel_size": 2, "sequence_parallel": "ring"},
+        "sft, tensor": {"stage": 2, "tensor_parallel_size": 2},
+    }
+    alone = {"sft, alone": {"stage": 2} | options}
+    place = {"place": str(tmp_path)}
+    launch("strategies.tensor_cases:train", 1, tmp_path / "1", cases=alone, **place)
+    launch(
+        "strategies.tensor_cases:train", 2, tmp_path / "2", cases={n: c | options for n, c in cases.items()}, **place
+    )
+    expected = torch.load(tmp_path / "sft, alone, 1 ranks.pt", map_location="cpu")
+    for name in cases:
+        found = torch.load(tmp_path / f"{name}, 2 ranks.pt", map_location="cpu")
+        figures(name, difference(found, expected), APART)

@@ -1,0 +1,286 @@
+"""Two processes: weights over gloo and NCCL, handles to GPU memory, and NCCL where it cannot connect; without vLLM."""
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.comparing import Figures
+from rlhfkit.rollout.engine import WeightInfo
+from rlhfkit.rollout.weight_sync.cuda_ipc import without_expandable_segments
+from rlhfkit.rollout.weight_sync.process_group.groups import NcclGroup
+from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import open_store
+from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
+from rlhfkit.rollout.weight_sync.process_group.waiting import call_with_limit
+
+TESTS = Path(__file__).parents[1]
+
+
+class Other:
+    """Another process that runs a function of this file, is sent Python objects, and answers each with one."""
+
+    def __init__(self, function: str, *words: Any, **variables: str) -> None:
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from gpu.test_processes import {function}; {function}()", *map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path} | variables,
+        )
+
+    def ask(self, given: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(pickle.dumps(given).hex().encode() + b"\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The next object; raised if it is an error."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the other process ended with status {self._process.wait()}")
+        answer = pickle.loads(bytes.fromhex(line.decode().strip()))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def say(answer: Any) -> None:
+    sys.stdout.buffer.write(pickle.dumps(answer).hex().encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def asked() -> Iterator[Any]:
+    for line in sys.stdin.buffer:
+        yield pickle.loads(bytes.fromhex(line.decode().strip()))
+
+
+# ---------------------------------------------------------------- weights over a process group
+
+
+def receive() -> None:
+    """The other process: joins groups, receives weights and answers with their sums; its argument is a device."""
+    device, held = torch.device(sys.argv[1]), {}
+    receiver = WeightReceiver(device)
+    for kind, given in asked():
+        try:
+            if kind == "connect":
+                receiver.join(Invitation(**given), 0)
+            elif kind == "update":
+                for named, _ in receiver.receive([WeightInfo(*info) for info in given]):
+                    held |= {name: tensor.to(device, copy=True) for name, tensor in named}
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+            say({name: float(tensor.double().sum()) for name, tensor in held.items()})
+        except Exception as error:
+            say(error)
+
+
+class Receivers:
+    """The other process as a sender knows it."""
+
+    num_workers = 1
+    worker_numbers = (0,)
+    address = "127.0.0.1"
+
+    def __init__(self, device: str) -> None:
+        self.process = Other("receive", device)
+
+    def worker(self, rank: int) -> str:
+        return "the other process"
+
+    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> "Call":
+        return Call(self.process, ("connect", init_info | {"rank_offset": 1}))
+
+    def update(self, update_info: dict[str, Any]) -> "Call":
+        columns = zip(update_info["names"], update_info["shapes"], update_info["dtype_names"], strict=True)
+        return Call(
+            self.process, ("update", [(name, tuple(shape), getattr(torch, kind)) for name, shape, kind in columns])
+        )
+
+
+class Call:
+    """A request to the other process, in progress in a thread."""
+
+    def __init__(self, process: Other, given: Any) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(process, given), daemon=True)
+        self._thread.start()
+
+    def _run(self, process: Other, given: Any) -> None:
+        try:
+            process.ask(given)
+        except BaseException as error:
+            self._error = error
+
+    def poll(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def result(self) -> list[Any]:
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the other process has not answered within 60 s"
+        self.poll()
+        return [None]
+
+
+class Weights:
+    """Six tensors of two types."""
+
+    def __init__(self, device: str) -> None:
+        generator, kinds = torch.Generator().manual_seed(0), (torch.float32, torch.bfloat16)
+        size = 100_000 if device == "cuda" else 300
+        self.tensors = [
+            torch.randn(size + 7 * number, 64, generator=generator).to(device, kinds[number % 2]) for number in range(6)
+        ]
+
+    def infos(self) -> Sequence[WeightInfo]:
+        return [WeightInfo(f"w{i}", tuple(one.shape), one.dtype) for i, one in enumerate(self.tensors)]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((f"w{i}", one) for i, one in enumerate(self.tensors))
+
+
+def transfer(backend: Any, device: str, target: str) -> None:
+    """Two updates, in buckets that are smaller than the largest tensor."""
+    weights, receivers = Weights(device), Receivers(target)
+    sender = ProcessGroupSender(backend, timeout=30, bucket_bytes=max(i.num_bytes for i in weights.infos()) // 2)
+    try:
+        sender.connect(receivers)
+        for number in (1, 2):
+            for tensor in weights.tensors:
+                tensor.add_(number)
+            sender.send(receivers, weights.infos(), iter(weights))
+            assert receivers.process.ask(("sums", None)) == {name: float(one.double().sum()) for name, one in weights}
+    finally:
+        sender.close()
+        receivers.process.close()
+
+
+def test_weights_over_gloo_are_those_that_were_sent(device: str) -> None:
+    transfer("gloo", device, device)
+
+
+@pytest.mark.cuda(2)
+def test_weights_over_nccl_are_those_that_were_sent() -> None:
+    transfer("nccl", "cuda", "cuda:1")
+
+
+# ---------------------------------------------------------------- NCCL that cannot connect
+
+
+def join() -> None:
+    """A rank of a group of two; its arguments are rank, port of the store and time limit; all are on GPU 0."""
+    from torch._C._distributed_c10d import TCPStore
+
+    rank, port, limit = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=limit))
+    try:
+        group = NcclGroup(store, "weights", rank, 2, limit, torch.device("cuda", 0))
+        call_with_limit(group.connect, lambda: None, limit, lambda: "the peer did not come")
+        say("connected")
+    except Exception as error:
+        say(f"error: {type(error).__name__}: {error}")
+    os._exit(0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("ranks", "limit"), [([0, 1], 20.0), ([0], 5.0)], ids=["two on one GPU", "a peer never comes"])
+def test_ranks_of_nccl_that_cannot_connect_are_told_so_in_time(
+    ranks: list[int], limit: float, figures: Figures
+) -> None:
+    """NCCL refuses two processes on one GPU."""
+    store, start = open_store("127.0.0.1", 30), time.perf_counter()
+    processes = [Other("join", rank, store.port, limit) for rank in ranks]
+    try:
+        said = [process.answer() for process in processes]
+    finally:
+        for process in processes:
+            process.close()
+    assert all(one.startswith("error") for one in said), said
+    figures("seconds", time.perf_counter() - start, limit + 40)
+
+
+# ---------------------------------------------------------------- handles to GPU memory
+
+
+def read_handles() -> None:
+    """The other process: opens each handle, answers with the sum of its bytes, and closes it."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    torch.cuda.init()
+    for handle in asked():
+        tensor = rebuild_cuda_tensor(*handle)  # type: ignore[no-untyped-call]
+        total = float(tensor.sum(dtype=torch.float64))
+        del tensor
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()
+        say(total)
+
+
+def sum_elsewhere(other: Other, tensor: Tensor) -> float:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    found: float = other.ask(reduce_tensor(tensor)[1])  # type: ignore[no-untyped-call]
+    return found
+
+
+@pytest.mark.cuda
+def test_a_buffer_is_read_by_handle_and_its_memory_is_free_again(figures: Figures) -> None:
+    size, other = 2**30, Other("read_handles")
+    try:
+        sum_elsewhere(other, torch.ones(1000, device="cuda"))  # CUDA is up on both sides
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0]
+        for value in (1, 2):  # the same buffer holds one chunk after another
+            buffer = torch.full((size,), value, dtype=torch.uint8, device="cuda")
+            torch.cuda.synchronize()
+            assert sum_elsewhere(other, buffer) == value * size
+            del buffer
+        gc.collect()
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+        figures("GiB that are not free again", (before - torch.cuda.mem_get_info()[0]) / 2**30, 0.1)
+    finally:
+        other.close()
+
+
+def share_expandable() -> None:
+    """A process, with the allocator's variable of its environment, that shares a buffer with another."""
+    other = Other("read_handles")
+    try:
+        expandable = torch.ones(2**24, device="cuda")  # freed, and not to be given away again
+        del expandable
+        with without_expandable_segments():
+            tensor = torch.ones(2**24, device="cuda")
+        torch.cuda.synchronize()
+        say(sum_elsewhere(other, tensor))
+    finally:
+        other.close()
+
+
+@pytest.mark.cuda
+def test_a_buffer_is_read_by_handle_beside_expandable_segments() -> None:
+    other = Other("share_expandable", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    try:
+        assert other.answer() == 2.0**24
+    finally:
+        other.close()
