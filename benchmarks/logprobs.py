@@ -8,18 +8,13 @@ Variants, each giving gradients to the hidden states and to the weight of the he
 - ``dense``: ``log_softmax(hidden @ weight.T)`` and ``gather``, what a model without a fused head does. The yardstick.
 - ``dense_entropy``: the same with the entropy of every token in the loss.
 - ``linear``, ``linear_entropy``: :func:`rlhfkit.losses.linear_logprobs`.
-- ``cross_entropy``, ``policy_gradient``: the single-pass :func:`rlhfkit.losses.linear_cross_entropy` and
-  :func:`rlhfkit.losses.linear_policy_gradient`.
-- ``update``, ``update_single_pass``: what modules do in an on-policy update with logged entropy: a clipped surrogate
-  of log-probs (and entropy without gradient) of :func:`rlhfkit.losses.linear_logprobs`, or of
-  :func:`rlhfkit.losses.linear_single_pass`, which asks the loss for its derivatives block by block.
 - ``trl``, ``trl_entropy``: TRL's ``ChunkedLogProbFunction`` as its trainers call it, when ``trl`` (1.16 or later)
   can be imported.
 
 All variants run in turn, repeat by repeat, in one process, so that a change of the machine's load meets all of them.
 ``seconds`` is the fastest wall-clock time and ``cpu_seconds`` the least processor time; ``time_ratio`` and
 ``cpu_time_ratio`` are those over the yardstick's (``dense``, or ``dense_entropy`` for variants with entropy in their
-name, ``cross_entropy`` excepted). ``peak_mb`` is the largest memory beyond inputs, the returned gradients
+name). ``peak_mb`` is the largest memory beyond inputs, the returned gradients
 included: the high-water mark of the resident set on CPU (Linux only), of allocated memory on CUDA.
 """
 
@@ -37,13 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhfkit.losses import (
-    linear_cross_entropy,
-    linear_logprobs,
-    linear_policy_gradient,
-    linear_single_pass,
-    ppo_loss,
-)
+from rlhfkit.losses import linear_logprobs
 
 
 @dataclass(frozen=True)
@@ -86,41 +75,6 @@ def linear_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients
     output = linear_logprobs(hidden, weight, targets, entropy=True)
     assert output.entropy is not None
     return (output.logprobs * coefficients).sum() - 0.01 * output.entropy.mean()
-
-
-def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Tensor:
-    """One pass, the loss of supervised fine-tuning."""
-    return linear_cross_entropy(hidden, weight, targets, torch.ones_like(targets, dtype=torch.bool)).loss
-
-
-def policy_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Tensor:
-    """One pass, any known coefficients."""
-    return linear_policy_gradient(hidden, weight, targets, coefficients).loss
-
-
-def clipped(logprobs: Tensor, coefficients: Tensor) -> Tensor:
-    """A clipped surrogate, in the first update, with the coefficients as advantages."""
-    of_row, mask = logprobs[None], torch.ones_like(logprobs[None], dtype=torch.bool)
-    return -ppo_loss(of_row, of_row.detach(), coefficients[None], mask, denominator=1.0).loss
-
-
-def update(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Tensor:
-    """Two passes, the entropy only logged."""
-    return clipped(linear_logprobs(hidden, weight, targets, entropy=True).logprobs, coefficients)
-
-
-def update_single_pass(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Tensor:
-    """The same in one pass."""
-
-    def gradients(logprobs: Tensor, entropy: Tensor | None, row: slice) -> tuple[Tensor, Tensor | None]:
-        everywhere = torch.zeros_like(coefficients)
-        everywhere[row] = logprobs
-        with torch.enable_grad():
-            found = torch.autograd.grad(clipped(everywhere.requires_grad_(), coefficients), everywhere)[0]
-        return found[row], None
-
-    output = linear_single_pass(hidden, weight, targets, gradients, entropy=True)
-    return clipped(output.logprobs, coefficients) + output.gradient
 
 
 def trl_variants() -> tuple[dict[str, Variant], str]:
@@ -200,7 +154,7 @@ def measure(size: Size, variants: dict[str, Variant], repeats: int, device: torc
     for result in results.values():
         result["seconds"], result["cpu_seconds"] = min(result["seconds"]), min(result["cpu_seconds"])
     for name, result in results.items():
-        yardstick = results.get("dense_entropy" if name.endswith("_entropy") and name != "cross_entropy" else "dense")
+        yardstick = results.get("dense_entropy" if name.endswith("_entropy") else "dense")
         if yardstick is not None:
             result["time_ratio"] = result["seconds"] / yardstick["seconds"]
             result["cpu_time_ratio"] = result["cpu_seconds"] / yardstick["cpu_seconds"]
@@ -214,12 +168,8 @@ def main() -> None:
     own: dict[str, Variant] = {
         "dense": dense,
         "linear": linear,
-        "cross_entropy": cross_entropy,
-        "policy_gradient": policy_gradient,
         "dense_entropy": dense_entropy,
         "linear_entropy": linear_entropy,
-        "update": update,
-        "update_single_pass": update_single_pass,
     }
     peers, remark = trl_variants()
     variants = own | peers

@@ -284,7 +284,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "moving_reference": grpo(kl_coef=0.1, ref_model_sync_steps=2),
         "stale": grpo(proximal="log-linear", rollout={"max_staleness": 1}),
         "dynamic_sampling": grpo(correction="tis", rollout={"dynamic_sampling": rlhfkit.DynamicSampling()}),
-        "optimal_baseline": grpo(advantages="rlhfkit.modules.on_policy.presets.exact_optimal_token_baseline"),
+        "optimal_token_baseline": grpo(advantages="rlhfkit.modules.on_policy.presets.optimal_token_baseline"),
         "ppo": ppo(),
         # Every other option of the modules' own files.
         "grpo_paper": grpo(**presets.GRPO, kl_clamp=0.5),

@@ -42,7 +42,7 @@ ORDER += (
     "preference.self_play",
     "preference.reward_model",
 )
-ORDER += ("fused_head.logprobs", "fused_head.single_pass", "policy.base", "aggregation", "metrics")
+ORDER += ("fused_head.logprobs", "policy.base", "aggregation", "metrics")
 OMITTED_ARGUMENTS = {"denominator", "mask", "max_length"}
 
 HEADER = """\

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import GradientScope, LossOutput
+from rlhfkit.losses import LossOutput
 from rlhfkit.models import PolicyOutput
 from rlhfkit.validation import function_name, resolve_function
 
@@ -73,9 +73,6 @@ class Part(Callback):
     """Fields of the rows that its ``prepare`` sets. Of two parts that write one field the later one must read it."""
     outputs: tuple[str, ...] = ()
     """What it needs of the policy's output beside log-probs: ``entropy``."""
-    gradient_scope: GradientScope | None = None
-    """What the gradient of its ``weigh`` and ``term`` depends on, see :func:`~rlhfkit.losses.gradient_scope`; ``None``:
-    not known, so that the output layer keeps to its ordinary gradient."""
     number: int = 0
     """Number among the module's parts of its class."""
     module: Any = None

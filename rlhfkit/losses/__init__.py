@@ -53,14 +53,6 @@ from rlhfkit.losses.distillation import (
     on_policy_distillation_loss,
 )
 from rlhfkit.losses.fused_head.logprobs import LogprobsOutput, linear_logprobs, logits_logprobs
-from rlhfkit.losses.fused_head.single_pass import (
-    SinglePassLogprobs,
-    SinglePassOutput,
-    linear_cross_entropy,
-    linear_policy_gradient,
-    linear_single_pass,
-)
-from rlhfkit.losses.gradient_scope import GradientScope, gradient_scope
 from rlhfkit.losses.importance_sampling import (
     CORRECTION_PRESETS,
     CorrectionLevel,
@@ -127,7 +119,6 @@ __all__ = [
     "CorrectionLevel",
     "CorrectionMode",
     "CorrectionOutput",
-    "GradientScope",
     "KLEstimator",
     "LogprobsOutput",
     "LossOutput",
@@ -136,8 +127,6 @@ __all__ = [
     "PreferencePairs",
     "RatioLevel",
     "RewardMoments",
-    "SinglePassLogprobs",
-    "SinglePassOutput",
     "aggregate",
     "alphapo_loss",
     "bco_loss",
@@ -169,7 +158,6 @@ __all__ = [
     "gmpo_loss",
     "gpg_advantages",
     "gpg_loss",
-    "gradient_scope",
     "group_advantages",
     "grpo_loss",
     "gspo_loss",
@@ -185,10 +173,7 @@ __all__ = [
     "last_action_mask",
     "length_adaptive_lambda",
     "length_desensitized_logprobs",
-    "linear_cross_entropy",
     "linear_logprobs",
-    "linear_policy_gradient",
-    "linear_single_pass",
     "log_linear_proximal_logprobs",
     "logits_logprobs",
     "luspo_loss",

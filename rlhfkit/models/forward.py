@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -14,19 +14,14 @@ from torch.nn.functional import pad
 from rlhfkit.data.host_copies import host_copy, on_both
 from rlhfkit.losses.fused_head.logprobs import (
     linear_logprobs,
-    linear_statistics,
     logits_logprobs,
-    logits_sum_squares,
 )
-from rlhfkit.losses.fused_head.single_pass import TokenGradients, fits_one_block, linear_single_pass
-from rlhfkit.losses.fused_head.tiles import matmul_dtype
-from rlhfkit.losses.gradient_scope import GradientScope
 from rlhfkit.mesh import ForwardGroup, forward_group_of
 from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_together
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, without_masks
 from rlhfkit.models.output_logits import most_probable, output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
-from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs, vocabulary_parallel_statistics
+from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
 from rlhfkit.models.router_loss import router_loss
 from rlhfkit.models.routing import batch_routing, tell_routers
 
@@ -48,36 +43,17 @@ class PolicyOutput(NamedTuple):
         values: (B, T-1) float32, of the state before each token; 0 where the mask is false; ``None`` unless asked for.
         correct: (B, T-1) float32, 1 where the token has the largest logit; 0 where the mask is false; ``None`` unless
             asked for.
-        head_gradient: Scalar 0 that carries the gradient of :class:`HeadLoss`; log-probs and entropy then have none.
-            ``None`` where the loss's own backward pass goes through the output layer, as without a ``head_loss``.
         routing: (B, T-1, C) int16, the experts that each token's routers chose; ``None`` unless asked for.
         rerouted: Scalar, share of the choices of experts that were replayed and would be others now; ``None`` without.
-        sum_squares: (B, T-1) float32, ``Σ_v p_v²`` of the distribution of each token, without gradient; ``None`` unless
-            asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     router_aux_loss: Tensor | None = None
     values: Tensor | None = None
-    head_gradient: Tensor | None = None
     correct: Tensor | None = None
     routing: Tensor | None = None
     rerouted: Tensor | None = None
-    sum_squares: Tensor | None = None
-
-
-class HeadLoss(NamedTuple):
-    """A loss of log-probs and entropy whose gradients the output layer may compute in the forward pass.
-
-    Attributes:
-        function: From a :class:`PolicyOutput` (log-probs and entropy only) to the scalar loss; called with log-probs 0
-            for tokens that are not computed yet.
-        scope: What its gradient depends on: ``token`` or ``batch``, see :mod:`rlhfkit.losses.gradient_scope`.
-    """
-
-    function: Callable[[PolicyOutput], Tensor]
-    scope: GradientScope
 
 
 class TokenizedBatch(Protocol):
@@ -265,9 +241,7 @@ def policy_output(
     values: bool = False,
     correct: bool = False,
     packed: bool | None = None,
-    head_loss: HeadLoss | None = None,
     routing: Tensor | bool | None = None,
-    sum_squares: bool = False,
 ) -> PolicyOutput:
     """Log-probs of the selected tokens of a batch.
 
@@ -285,93 +259,34 @@ def policy_output(
         correct: Also return whether each selected token is the most probable one; takes one more matrix product of the
             output layer.
         packed: Remove the padding. ``None``: if the model has our packed attention.
-        head_loss: The loss that the output is for: add ``output.head_gradient``, unless it is ``None``, to the loss
-            that is computed from the output. The output layer then has 3 matrix products instead of 4 (2 instead of 3
-            if it is frozen), with the same result up to rounding. Ignored where a forward group computes the model.
         routing: (B, T-1, C) int16, the experts that routers shall choose, as ``output.routing`` of another forward pass
             of the same tokens; 0 where they choose themselves. ``True``: return what they chose. The model needs
             :func:`~rlhfkit.models.routing.attach_routing`.
-        sum_squares: Also return the sum of the squared probabilities at each selected position, in the same matrix
-            product; only where gradients are off.
 
     Raises:
         ValueError: If ``packed`` is asked of a model with another attention, or the router's loss or its choices of one
-            without, or ``sum_squares`` with gradients.
+            without.
     """
-    if sum_squares and torch.is_grad_enabled():
-        raise ValueError("sum_squares=True is for forward passes without gradient: call it under torch.no_grad()")
     bare = unwrap(model)
-    request = (temperature, entropy, router_aux_loss, values, correct, sum_squares, torch.is_grad_enabled())
+    request = (temperature, entropy, router_aux_loss, values, correct, torch.is_grad_enabled())
     inputs, positions, targets, places, joined = next_token_inputs(bare, batch, mask, packed, request)
-    if joined is not None:
-        head_loss = None  # it knows this rank's own tokens, not those that it computes
     told = None if routing is None or routing is False else tell_routers(bare, inputs, routing)
     if router_aux_loss:
         inputs["output_router_logits"] = True
-    gradients = None if head_loss is None else _token_gradients(head_loss, mask, places)
-    chosen, carrier, output = _chosen(
-        model,
-        bare,
-        inputs,
-        positions,
-        targets,
-        temperature,
-        entropy,
-        values,
-        correct,
-        head_loss,
-        gradients,
-        sum_squares=sum_squares,
-    )
+    chosen, output = _chosen(model, bare, inputs, positions, targets, temperature, entropy, values, correct)
     chosen = own_results(chosen, joined)
     balance = router_loss(bare, output, joined) if router_aux_loss else None
     empty = torch.zeros(mask.numel(), dtype=chosen.dtype, device=mask.device)
     columns = [empty.index_copy(0, places, column).view(mask.shape) for column in chosen.unbind(-1)]
-    if carrier is not None:  # only the carrier has the gradient of these two
-        columns[: 1 + entropy] = [column.detach() for column in columns[: 1 + entropy]]
     return PolicyOutput(
         columns[0],
         columns[1] if entropy else None,
         balance,
-        columns[1 + entropy + sum_squares] if values else None,
-        carrier,
+        columns[1 + entropy] if values else None,
         columns[-1].detach() if correct else None,
         None if told is None or routing is not True else batch_routing(told, inputs["packed_layout"].places),
         None if told is None else told.rerouted(),
-        columns[1 + entropy] if sum_squares else None,
     )
-
-
-def _token_gradients(head_loss: HeadLoss, mask: Tensor, places: Tensor) -> TokenGradients:
-    """The derivatives of a loss with respect to log-probs and entropies of a block of the M tokens at ``places``."""
-
-    def gradients(logprobs: Tensor, entropy: Tensor | None, row: slice) -> tuple[Tensor, Tensor | None]:
-        block = places[row]
-
-        def spread(known: Tensor) -> Tensor:
-            return known.new_zeros(mask.numel()).index_copy(0, block, known).view(mask.shape).requires_grad_()
-
-        with torch.enable_grad():
-            inputs = [spread(column) for column in (logprobs, entropy) if column is not None]
-            loss = head_loss.function(PolicyOutput(inputs[0], inputs[1] if entropy is not None else None))
-        if not loss.requires_grad:
-            return torch.zeros_like(logprobs), None
-        found = torch.autograd.grad(loss, inputs, allow_unused=True)
-        of_block = [None if one is None else one.flatten()[block] for one in found]
-        to_logprobs = torch.zeros_like(logprobs) if of_block[0] is None else of_block[0]
-        return to_logprobs, None if entropy is None else of_block[1]
-
-    return gradients
-
-
-def _in_single_pass(head_loss: HeadLoss, hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the gradients of a loss can be computed in the forward pass of the output layer."""
-    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
-        return False
-    # Float16 needs the loss scale before the products, or small gradients underflow; it is known in backward only.
-    if matmul_dtype(hidden, weight) == torch.float16:
-        return False
-    return head_loss.scope == "token" or fits_one_block(hidden, weight)
 
 
 def _chosen(
@@ -384,16 +299,10 @@ def _chosen(
     entropy: bool,
     values: bool,
     correct: bool,
-    head_loss: HeadLoss | None,
-    gradients: TokenGradients | None,
-    *,
-    sum_squares: bool,
-) -> tuple[Tensor, Tensor | None, Any]:
-    """(M, 1 to 5) numbers of the selected tokens, and what carries the gradients of their loss.
+) -> tuple[Tensor, Any]:
+    """(M, 1 to 4) numbers of the selected tokens, and the model's output.
 
-    The numbers are log-probs, then, if asked for, entropy, sums of squared probabilities, values, and whether the token
-    is the most probable. What carries the gradients is a scalar 0, ``None`` unless a ``head_loss`` has computed them;
-    also returns the model's output.
+    The numbers are log-probs, then, if asked for, entropy, values, and whether the token is the most probable.
     """
     known = output_logits(bare)
     if known is None:
@@ -404,19 +313,16 @@ def _chosen(
         logits = output.logits.flatten(0, 1)[positions]
         dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
         columns = [column for column in dense if column is not None]
-        if sum_squares:
-            columns.append(logits_sum_squares(logits, temperature=temperature).to(dense[0].dtype))
         if correct:
             columns.append((logits.detach().argmax(-1) == targets).to(dense[0].dtype))
-        chosen = torch.stack(columns, -1)
-        return chosen, None, output
+        return torch.stack(columns, -1), output
     layer = cast(Any, bare).get_output_embeddings()
-    dtype, single_pass = torch.float32, False
+    dtype = torch.float32
     group = forward_group_of(bare)
     tensor_group = None if group is None else group.tensor
 
     def forward(hidden: Tensor) -> Tensor:
-        nonlocal dtype, single_pass
+        nonlocal dtype
         selected = hidden.flatten(0, 1)[positions]
         arguments: dict[str, Any] = {
             "bias": layer.bias,
@@ -425,29 +331,20 @@ def _chosen(
             "logit_scale": known.scale,
             "logit_softcap": known.softcap,
         }
-        carrier = None
-        if head_loss is not None and gradients is not None and _in_single_pass(head_loss, selected, layer.weight):
-            carrier, *out = linear_single_pass(selected, layer.weight, targets, gradients, **arguments)
-        elif tensor_group is not None:
-            joined_head = vocabulary_parallel_statistics if sum_squares else vocabulary_parallel_logprobs
-            out = list(joined_head(selected, layer.weight, targets, group=tensor_group, **arguments))
+        if tensor_group is None:
+            out = linear_logprobs(selected, layer.weight, targets, **arguments)
         else:
-            head = linear_statistics if sum_squares else linear_logprobs
-            out = list(head(selected, layer.weight, targets, **arguments))
+            out = vocabulary_parallel_logprobs(selected, layer.weight, targets, group=tensor_group, **arguments)
         columns = [column for column in out if column is not None]
         if values:  # both heads in one forward pass; the value head's own hooks gather a ZeRO-3 shard
             columns.append(getattr(bare, VALUE_HEAD)(selected)[:, 0])
         if correct:
             columns.append((most_probable(selected, layer.weight, layer.bias) == targets).to(columns[0].dtype))
         stacked = torch.stack(columns, -1)
-        if carrier is not None:  # as one more row, since the model's code may take a single tensor only
-            single_pass = True
-            stacked = torch.cat([stacked, carrier.expand(1, len(columns))])
         dtype = stacked.dtype
         return known.encode(stacked)
 
     with replaced_head(bare, forward):
         output = model(**inputs, use_cache=False)
     check_packing(model, inputs)
-    chosen = known.decode(output.logits, dtype)
-    return (chosen[:-1], chosen[-1, 0], output) if single_pass else (chosen, None, output)
+    return known.decode(output.logits, dtype), output

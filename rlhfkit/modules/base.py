@@ -15,9 +15,8 @@ from rlhfkit.data.batch import PaddedBatch, moved
 from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
 from rlhfkit.first_lines import print_run, print_sizes, replace_model_summary, silence_tips
-from rlhfkit.losses import GradientScope, LossOutput, aggregate
+from rlhfkit.losses import LossOutput, aggregate
 from rlhfkit.models import (
-    HeadLoss,
     LoRA,
     PolicyOutput,
     adapter_disabled,
@@ -109,17 +108,12 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
     reference: nn.Module
     batch_types: ClassVar[tuple[type, ...]] = ()
     """Types of batches that the module trains on; others, subclasses included, are refused. Empty: any type."""
-    head_loss_vocabulary: ClassVar[int] = 4096
-    """Size of the smallest vocabulary with which :meth:`head_loss` is used: the output layer is little of a step of
-    smaller models, whose results are then those of the output layer's ordinary gradients to the last bit."""
     bar_metrics: ClassVar[Mapping[str, str]] = {
         "rewards/accuracies": "accuracy",
         "rewards/margins": "margin",
         "prm/accuracy": "accuracy",
     }
     """Metrics of a step that the progress bar shows beside the loss, and their names there."""
-    between_output_and_loss: ClassVar[tuple[str, ...]] = ("training_step", "policy_output")
-    """Methods that :meth:`head_loss` relies on, besides ``loss``: an override of one may use the output otherwise."""
 
     def __init__(
         self,
@@ -404,40 +398,6 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         """Whether all models that are trained compute batches without padding, and a prompt once for its samples."""
         trained = [child for child in self.children() if any(weight.requires_grad for weight in child.parameters())]
         return all(packs_batches(child) for child in trained if hasattr(unwrap(child), "config"))
-
-    def loss_gradient_scope(self, batch: Any) -> GradientScope | None:
-        """What the gradient of this module's ``loss`` depends on; ``None``: not known.
-
-        That of :func:`~rlhfkit.losses.gradient_scope`, with which an override of ``loss`` may be marked.
-        """
-        scope: GradientScope | None = getattr(getattr(self, "loss", None), "gradient_scope", None)
-        return scope
-
-    def head_loss(self, batch: Any) -> HeadLoss | None:
-        """The loss of a micro-batch for the output layer, if it may compute the gradients in the forward pass.
-
-        ``None`` if ``loss`` has no :meth:`loss_gradient_scope`, the vocabulary is smaller than
-        :attr:`head_loss_vocabulary`, or a subclass outside of rlhfkit overrides one of :attr:`between_output_and_loss`.
-        """
-        if (self.vocabulary_size or 0) < self.head_loss_vocabulary:
-            return None
-        methods = [getattr(self, name) for name in self.between_output_and_loss]
-        if not torch.is_grad_enabled() or any(not method.__module__.startswith("rlhfkit.") for method in methods):
-            return None
-        scope = self.loss_gradient_scope(batch)
-        return None if scope is None else HeadLoss(lambda out: cast(Any, self).loss(batch, out).loss, scope)
-
-    def training_output(self, batch: Any) -> PolicyOutput:
-        """The output of ``policy_output``, for :meth:`with_head_gradient`: with :meth:`head_loss` if there is one."""
-        head_loss, policy_output = self.head_loss(batch), cast(Any, self).policy_output
-        output: PolicyOutput = policy_output(batch) if head_loss is None else policy_output(batch, head_loss)
-        return output
-
-    @staticmethod
-    def with_head_gradient(result: LossOutput, out: PolicyOutput) -> LossOutput:
-        """Add to a loss of :meth:`training_output` the gradient that the output layer has computed, if it has."""
-        gradient = getattr(out, "head_gradient", None)
-        return result if gradient is None else LossOutput(result.loss + gradient, result.metrics)
 
     @property
     def balances_routers(self) -> bool:

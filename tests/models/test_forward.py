@@ -64,35 +64,6 @@ def test_entropy_is_that_of_the_dense_model_and_has_a_gradient(folder: Path) -> 
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_sums_of_squared_probabilities_are_those_of_the_dense_model(folder: Path, packed: bool) -> None:
-    model = load_causal_lm(str(folder))
-    batch = experience([(3, 5), (2, 2)])
-    with torch.no_grad():
-        out = policy_output(
-            model,
-            batch,
-            batch.action_mask,
-            temperature=0.7,
-            packed=packed,
-            entropy=True,
-            correct=True,
-            sum_squares=True,
-        )
-        plain = policy_output(
-            model, batch, batch.action_mask, temperature=0.7, packed=packed, entropy=True, correct=True
-        )
-        ids = batch.input_ids[:1, : int(batch.lengths[0])]
-        chances = (model(input_ids=ids).logits[0, 2:-1] / 0.7).softmax(-1)
-    assert out.sum_squares is not None
-    torch.testing.assert_close(out.sum_squares[0, 2:7], chances.square().sum(-1), rtol=1e-5, atol=1e-6)
-    assert not out.sum_squares[~batch.action_mask].any()
-    for one, other in zip(out[:6], plain[:6], strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="for forward passes without gradient"):
-        policy_output(model, batch, batch.action_mask, sum_squares=True)
-
-
 def test_packed_and_padded_have_the_same_gradient(folder: Path) -> None:
     batch = experience([(3, 5), (7, 1), (1, 9), (4, 4)])
     gradients = []

@@ -13,8 +13,7 @@ pytestmark = pytest.mark.distributed
 COMPOSITE = {"policy_loss_output", "sum_losses", "sums_metric"}  # of what others give: part of every loss
 COMPOSITE |= {"turn_advantages"}  # of an iteration, which is on the CPU
 ON_HOST = {"best_and_worst", "density_ratio_weights"}  # of an iteration or a data set, before its first update
-NO_TENSORS = {"gradient_scope"}
-NAMES = sorted(n for n in losses.__all__ if inspect.isfunction(getattr(losses, n)) and n not in COMPOSITE | NO_TENSORS)
+NAMES = sorted(n for n in losses.__all__ if inspect.isfunction(getattr(losses, n)) and n not in COMPOSITE)
 
 
 @pytest.fixture(scope="module")

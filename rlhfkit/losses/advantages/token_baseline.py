@@ -10,38 +10,30 @@ from rlhfkit.losses.arguments import ADVANTAGE_ARGUMENTS, share_arguments
 
 
 @share_arguments(ADVANTAGE_ARGUMENTS)
-def optimal_token_advantages(
-    rewards: Tensor, group: Tensor, mask: Tensor, logprobs: Tensor, *, sum_squares: Tensor | None = None
-) -> Tensor:
+def optimal_token_advantages(rewards: Tensor, group: Tensor, mask: Tensor, logprobs: Tensor) -> Tensor:
     """Reward minus the baseline of least gradient variance of each position (optimal token baseline, OTB).
 
     ``A_it = r_i - Σ_j W_jt r_j / Σ_j W_jt`` over the samples j of the group that have a t-th action, with
-    ``W_jt = Σ_{s ≤ t} w_js`` and ``w = 1 - 2 π(y) + Σ_v π(v)²``, the squared norm of the gradient of ``log π(y)`` with
-    respect to the logits.
+    ``W_jt = Σ_{s ≤ t} w_js`` and ``w = (1 - π(y))²``. That is between the half and the whole of ``1 - 2 π(y) + Σ_v
+    π(v)²``, the squared norm of the gradient of ``log π(y)`` with respect to the logits, and needs no forward pass.
 
     Li et al. ("The Optimal Token Baseline", PMLR 306, 2026); verl's ``optimal_token_baseline``. At positions that a
-    single sample reaches the advantage is 0; verl's ``tir_optimal_token_baseline`` gives them a baseline of 0. Without
-    ``sum_squares`` ``w = (1 - π(y))²``, which is between the half and the whole of it. :func:`opo_advantages` has one
-    baseline an answer, with its length as weight.
+    single sample reaches the advantage is 0; verl's ``tir_optimal_token_baseline`` gives them a baseline of 0.
+    :func:`opo_advantages` has one baseline an answer, with its length as weight.
 
     Args:
         rewards: (B,), NaN where missing. The whole batch: every row of a group must be in it.
         logprobs: (B, T) under the policy that sampled; where NaN, ``π(y)`` counts as 0.
-        sum_squares: (B, T) ``Σ_v π(v)²`` of the next-token distribution; an estimate from ``logprobs`` when ``None``.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask, for missing rewards, and for groups of equal ones.
     """
-    check_same_shape(mask=mask, logprobs=logprobs, sum_squares=sum_squares)
+    check_same_shape(mask=mask, logprobs=logprobs)
     groups = by_group(rewards, group)
     order, chosen = actions_first(mask)
     learned = chosen & groups.present[:, None]
     chance = select(full_precision(logprobs.detach()), mask).nan_to_num(nan=-torch.inf).exp().gather(-1, order)
-    if sum_squares is None:
-        norms = (1.0 - chance).square()
-    else:
-        norms = 1.0 - 2.0 * chance + select(full_precision(sum_squares.detach()), mask).gather(-1, order)
-    weights = select(precise(norms), learned).cumsum(-1)
+    weights = select(precise((1.0 - chance).square()), learned).cumsum(-1)
     weights = select(weights, learned)
     reward = groups.rewards[:, None]
     total = torch.zeros_like(weights).index_add(0, groups.slot, weights)

@@ -28,13 +28,13 @@ _failed = False
 class CompiledTiles(Tiles):
     """:class:`Tiles` with compiled arithmetic and no buffers."""
 
-    def _allocate(self, *, entropy: bool, keep_raw: bool) -> None:
+    def _allocate(self, *, entropy: bool) -> None:
         """Allocate nothing: intermediate values stay in registers."""
 
     def accumulate(self, state: RunningSoftmax, raw: Tensor, targets: Tensor) -> None:
         """Update the running statistics by a tile."""
         constants = (self.transform.logit_scale, self.transform.softcap, self.transform.temperature)
-        sums = (state.peak, state.total, state.chosen, state.weighted, state.squares)
+        sums = (state.peak, state.total, state.chosen, state.weighted)
         updated = run_compiled(tile_statistics, raw, targets, *sums, *constants)
         for old, new in zip(sums, updated, strict=True):
             if old is not None:
@@ -99,12 +99,11 @@ def tile_statistics(
     total: Tensor,
     chosen: Tensor,
     weighted: Tensor | None,
-    squares: Tensor | None,
     logit_scale: float,
     softcap: float | None,
     temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The new peak, total, chosen, weighted and squares (n,) after a tile: ``tiles.accumulate`` without side effects.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The new peak, total, chosen and weighted (n,) after a tile: ``tiles.accumulate`` without side effects.
 
     ``raw`` are (n, W) raw logits, ``targets`` (n,) targets minus the tile's first vocabulary entry; the others are
     fields of ``RunningSoftmax`` and ``LogitTransform``.
@@ -122,9 +121,7 @@ def tile_statistics(
         weighted = (weighted - (new_peak - peak) * total) * decay + (exponential * shifted).sum(1)
     else:
         exponential = torch.exp(shifted)
-    if squares is not None:
-        squares = squares * decay * decay + (exponential * exponential).sum(1)
-    return new_peak, total * decay + exponential.sum(1), chosen, weighted, squares
+    return new_peak, total * decay + exponential.sum(1), chosen, weighted
 
 
 def tile_gradient(

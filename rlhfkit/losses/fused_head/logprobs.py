@@ -91,80 +91,6 @@ def linear_logprobs(
     return LogprobsOutput(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
 
-class HeadStatistics(NamedTuple):
-    """What is known of next-token distributions, without gradient.
-
-    Attributes:
-        logprobs: Log-probs of the targets, in their shape; nats; float32 (float64 for float64 inputs).
-        entropy: Of the distributions, nats; ``None`` unless it was asked for.
-        sum_squares: ``Σ_v p_v²``, the probability that two draws are equal.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    sum_squares: Tensor
-
-
-@torch.no_grad()
-@share_arguments(HEAD_ARGUMENTS)
-def linear_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    logit_softcap: float | None = None,
-    logit_scale: float = 1.0,
-    chunk: int | None = None,
-) -> HeadStatistics:
-    """:func:`linear_logprobs` without gradient, and the sum of squared probabilities from the same matrix product.
-
-    ``sum_squares = exp(logsumexp_v(2 logits_v) - 2 logsumexp_v(logits_v))``
-
-    Args:
-        entropy: Also compute the entropy.
-        chunk: Vocabulary entries per tile, which does not change the result; chosen by the tile's size when ``None``.
-
-    Returns:
-        Log-probs, entropy and sums of the shape of ``targets``.
-
-    Raises:
-        ValueError: As :func:`linear_logprobs`.
-    """
-    transform = LogitTransform(temperature, logit_scale, logit_softcap)
-    check_head_arguments(hidden, weight, targets, bias)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is a number of vocabulary entries, at least 1, got {chunk}")
-    dtype, flat = matmul_dtype(hidden, weight), hidden.reshape(-1, hidden.shape[-1])
-    shape = tile_shape(flat.shape[0], weight.shape[0], chunk, dtype, hidden.device.type)
-    state = head_statistics(flat, weight, bias, targets.reshape(-1), transform, entropy, shape, dtype, squares=True)
-    return statistics_of(state, targets.shape)
-
-
-def statistics_of(state: RunningSoftmax, shape: torch.Size) -> HeadStatistics:
-    """The result of :func:`linear_statistics`, in a shape, from sums over the whole vocabulary."""
-    entropies, squares = state.entropy(), cast(Tensor, state.sum_squares())
-    logprobs = state.chosen - state.log_normalizer()
-    return HeadStatistics(
-        logprobs.view(shape), None if entropies is None else entropies.view(shape), squares.view(shape)
-    )
-
-
-@torch.no_grad()
-def logits_sum_squares(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """(N,) sums of squared probabilities from logits (N, V) that exist anyway; at least float32, without gradient."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    blocks = [
-        (torch.logsumexp(2.0 * scaled, -1) - 2.0 * torch.logsumexp(scaled, -1)).exp()
-        for row in slices(logits.shape[0], block_rows(logits.shape[1], logits.device.type))
-        for scaled in [logits[row].to(wide) / temperature]
-    ]
-    return torch.cat(blocks) if blocks else logits.new_zeros(0, dtype=wide)
-
-
-@share_arguments(HEAD_ARGUMENTS)
 def logits_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> LogprobsOutput:
@@ -207,11 +133,10 @@ def make_tiles(
     transform: LogitTransform,
     *,
     entropy: bool,
-    keep_raw: bool = False,
 ) -> Tiles:
     """Make :class:`CompiledTiles` where they can run, else :class:`Tiles`."""
     kind = CompiledTiles if can_compile(device.type) else Tiles
-    return kind(shape, dtype, device, transform, entropy=entropy, keep_raw=keep_raw)
+    return kind(shape, dtype, device, transform, entropy=entropy)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -264,15 +189,13 @@ def head_statistics(
     entropy: bool,
     shape: tuple[int, int],
     dtype: torch.dtype,
-    *,
-    squares: bool = False,
 ) -> RunningSoftmax:
     """Softmax statistics of the logits of all vocabulary entries in ``weight``, by tiles of ``shape``."""
     rows, columns = shape
     device = hidden.device
     with torch.autocast(device.type, enabled=False):
         tiles = make_tiles(shape, dtype, device, transform, entropy=entropy)
-        state = RunningSoftmax.empty(hidden.shape[0], tiles.reduction, device, entropy=entropy, squares=squares)
+        state = RunningSoftmax.empty(hidden.shape[0], tiles.reduction, device, entropy=entropy)
         source = hidden.to(dtype)
         for column in slices(weight.shape[0], columns):
             part = weight[column].to(dtype)

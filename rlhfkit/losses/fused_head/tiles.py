@@ -74,38 +74,32 @@ class RunningSoftmax:
         total: ``sum exp(z - peak)``.
         chosen: Logit of the target; NaN until its tile was seen, and so for a target outside the vocabulary.
         weighted: ``sum exp(z - peak) (z - peak)``; ``None`` when no entropy is wanted.
-        squares: ``sum exp(2 (z - peak))``; ``None`` when no sum of squared probabilities is wanted.
     """
 
     peak: Tensor
     total: Tensor
     chosen: Tensor
     weighted: Tensor | None
-    squares: Tensor | None = None
 
     @classmethod
-    def empty(
-        cls, tokens: int, dtype: torch.dtype, device: torch.device, *, entropy: bool, squares: bool = False
-    ) -> "RunningSoftmax":
+    def empty(cls, tokens: int, dtype: torch.dtype, device: torch.device, *, entropy: bool) -> "RunningSoftmax":
         """Statistics of no logits for ``tokens`` rows."""
         # The lowest finite number, not -inf: a tile whose logits are all -inf would give -inf - -inf = nan.
         peak = torch.full((tokens,), torch.finfo(dtype).min, dtype=dtype, device=device)
         zeros = torch.zeros_like(peak)
-        more = [torch.zeros_like(peak) if wanted else None for wanted in (entropy, squares)]
-        return cls(peak, zeros, torch.full_like(peak, float("nan")), *more)
+        weighted = torch.zeros_like(peak) if entropy else None
+        return cls(peak, zeros, torch.full_like(peak, float("nan")), weighted)
 
     def rows(self, rows: slice) -> "RunningSoftmax":
         """The statistics of a slice of the tokens (views)."""
-        more = [None if one is None else one[rows] for one in (self.weighted, self.squares)]
-        return RunningSoftmax(self.peak[rows], self.total[rows], self.chosen[rows], *more)
+        weighted = None if self.weighted is None else self.weighted[rows]
+        return RunningSoftmax(self.peak[rows], self.total[rows], self.chosen[rows], weighted)
 
     def move_peak(self, peak: Tensor) -> None:
         """Refer the sums to another ``peak`` (N,), which is at least the own one, in place."""
         decay = (self.peak - peak).exp_()
         if self.weighted is not None:
             self.weighted.sub_((peak - self.peak) * self.total).mul_(decay)
-        if self.squares is not None:
-            self.squares.mul_(decay.square())
         self.total.mul_(decay)
         self.peak.copy_(peak)
 
@@ -116,10 +110,6 @@ class RunningSoftmax:
     def entropy(self) -> Tensor | None:
         """Entropy in nats, shape (N,), if it was asked for."""
         return None if self.weighted is None else self.total.log() - self.weighted / self.total
-
-    def sum_squares(self) -> Tensor | None:
-        """Sum of the squared probabilities, shape (N,), if it was asked for."""
-        return None if self.squares is None else self.squares / self.total.square()
 
 
 def accumulate(
@@ -144,8 +134,6 @@ def accumulate(
         state.weighted.sub_((peak - state.peak) * state.total).mul_(decay)
         state.total.mul_(decay).add_(exponential.sum(1))
         state.weighted.add_(shifted.mul_(exponential).sum(1))
-    if state.squares is not None:  # last, as it overwrites the exponentials
-        state.squares.mul_(decay.square()).add_(exponential.square_().sum(1))
     state.peak.copy_(peak)
 
 
@@ -190,18 +178,6 @@ def tile_gradient(
     return _add_target_term(result, factor, targets, gradient)
 
 
-def exponential_gradient(
-    exponential: Tensor, peak: Tensor, factor: float, targets: Tensor, gradient: OutputGradient
-) -> Tensor:
-    """:func:`tile_gradient`, without entropy, from the ``exp(z - peak)`` (n, W) of :func:`accumulate`, in place.
-
-    ``peak`` is (n,) ``RunningSoftmax.peak`` right after that tile.
-    """
-    assert gradient.logprobs is not None
-    scale = torch.exp(peak - gradient.log_normalizer).mul_(gradient.logprobs).mul_(-factor)
-    return _add_target_term(exponential.mul_(scale[:, None]), factor, targets, gradient)
-
-
 def _add_target_term(result: Tensor, factor: float, targets: Tensor, gradient: OutputGradient) -> Tensor:
     """Add the term of ``1[v = target]``, in place, for the targets in this tile."""
     if gradient.logprobs is not None:
@@ -226,9 +202,6 @@ def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
 MAX_ROWS = 4096
 TILE_BYTES = {"cpu": 32 * 2**20}
 DEFAULT_TILE_BYTES = 256 * 2**20
-# A block of tokens that keeps all its logits (single-pass losses): 330 tokens of a vocabulary of 151936 in float32.
-_BLOCK_BYTES = {"cpu": 192 * 2**20}
-_DEFAULT_BLOCK_BYTES = 2**30
 
 
 def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -285,13 +258,6 @@ def tile_columns(rows: int, vocabulary: int, dtype: torch.dtype, device: str) ->
     return max(1, min(vocabulary, max(256, columns // 256 * 256)))
 
 
-def retained_rows(tokens: int, vocabulary: int, chunk: int | None, dtype: torch.dtype, device: str) -> int:
-    """Tokens of a block that keeps all its logits: by the bytes of a block, all blocks about equally large."""
-    limit = _BLOCK_BYTES.get(device, _DEFAULT_BLOCK_BYTES) // (vocabulary * dtype.itemsize) if chunk is None else chunk
-    blocks = max(1, -(-tokens // max(1, limit)))
-    return max(1, -(-tokens // blocks))
-
-
 class Tiles:
     """Matrix product, running statistics and gradient of tiles of logits, in buffers that are reused for every tile.
 
@@ -301,7 +267,6 @@ class Tiles:
         device: Of the buffers.
         transform: From raw logits to those of the softmax.
         entropy: Whether the entropy or its gradient is needed.
-        keep_raw: The raw logits are the caller's and must not be overwritten.
     """
 
     def __init__(
@@ -312,30 +277,27 @@ class Tiles:
         transform: LogitTransform,
         *,
         entropy: bool,
-        keep_raw: bool = False,
     ) -> None:
         self.dtype = dtype
         self.reduction = torch.promote_types(dtype, torch.float32)
         self.transform = transform
         self._size = shape[0] * shape[1]
         self._device = device
-        self._raw = self._buffer(dtype) if not keep_raw else None
-        self._allocate(entropy=entropy, keep_raw=keep_raw)
+        self._raw = self._buffer(dtype)
+        self._allocate(entropy=entropy)
 
     def _buffer(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self._size, dtype=dtype, device=self._device)
 
-    def _allocate(self, *, entropy: bool, keep_raw: bool) -> None:
+    def _allocate(self, *, entropy: bool) -> None:
         """Allocate the buffers beyond the raw logits."""
-        self._work = self._buffer(self.reduction) if keep_raw or self.dtype != self.reduction else None
+        self._work = self._buffer(self.reduction) if self.dtype != self.reduction else None
         self._spare = self._buffer(self.reduction) if entropy else None
         self._inner = self._buffer(self.reduction) if self.transform.softcap is not None else None
 
-    def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Raw logits ``hidden @ weight.T + bias``, (n, W), in ``out`` or in the own buffer."""
-        if out is None:
-            assert self._raw is not None
-            out = _view(self._raw, (hidden.shape[0], weight.shape[0]))
+    def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Raw logits ``hidden @ weight.T + bias``, (n, W), in a buffer that the next product overwrites."""
+        out = _view(self._raw, (hidden.shape[0], weight.shape[0]))
         if bias is None:
             return torch.mm(hidden, weight.t(), out=out)
         return torch.addmm(bias, hidden, weight.t(), out=out)

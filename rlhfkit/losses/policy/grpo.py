@@ -4,7 +4,6 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, sum_losses
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
-from rlhfkit.losses.gradient_scope import gradient_scope
 from rlhfkit.losses.kl import KLEstimator, kl_loss
 from rlhfkit.losses.policy.base import (
     policy_tokens,
@@ -12,7 +11,6 @@ from rlhfkit.losses.policy.base import (
 from rlhfkit.losses.policy.ppo import ppo_loss
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def grpo_loss(
     logprobs: Tensor,
@@ -91,7 +89,6 @@ def grpo_loss(
     return sum_losses(surrogate, penalty)
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def dapo_loss(
     logprobs: Tensor,
@@ -149,7 +146,6 @@ def dapo_loss(
     )
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def bnpo_loss(
     logprobs: Tensor,
@@ -200,7 +196,6 @@ def bnpo_loss(
     )
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def dr_grpo_loss(
     logprobs: Tensor,

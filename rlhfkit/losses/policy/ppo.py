@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
-from rlhfkit.losses.gradient_scope import gradient_scope
 from rlhfkit.losses.policy.base import (
     RatioLevel,
     check_clip,
@@ -21,7 +20,6 @@ from rlhfkit.losses.policy.base import (
 )
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def ppo_loss(
     logprobs: Tensor,

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
-from rlhfkit.losses.gradient_scope import gradient_scope
 from rlhfkit.losses.policy.base import RatioLevel, clip_fractions, policy_loss_output, policy_tokens
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def reinforce_loss(
     logprobs: Tensor,
@@ -49,7 +47,6 @@ def reinforce_loss(
     )
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def gpg_loss(
     logprobs: Tensor,
@@ -86,7 +83,6 @@ def gpg_loss(
     )
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def cispo_loss(
     logprobs: Tensor,
@@ -134,7 +130,6 @@ def cispo_loss(
     )
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def sapo_loss(
     logprobs: Tensor,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, masked_mean, masked_sum, select
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
-from rlhfkit.losses.gradient_scope import gradient_scope
 from rlhfkit.losses.metrics import mean_metric
 from rlhfkit.losses.policy.base import (
     check_clip,
@@ -43,7 +42,6 @@ def check_advantages_of_sequences(advantages: Tensor, mask: Tensor, name: str) -
         )
 
 
-@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def gspo_loss(
     logprobs: Tensor,
@@ -94,7 +92,6 @@ def gspo_loss(
     )
 
 
-@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def luspo_loss(
     logprobs: Tensor,
@@ -141,7 +138,6 @@ def luspo_loss(
     )
 
 
-@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def gspo_token_loss(
     logprobs: Tensor,
@@ -186,7 +182,6 @@ def gspo_token_loss(
     )
 
 
-@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def rloo_loss(
     logprobs: Tensor,
@@ -236,7 +231,6 @@ def rloo_loss(
     )
 
 
-@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def gmpo_loss(
     logprobs: Tensor,
@@ -292,7 +286,6 @@ def gmpo_loss(
     )
 
 
-@gradient_scope("ratio")
 @share_arguments(POLICY_ARGUMENTS)
 def vespo_loss(
     logprobs: Tensor,

@@ -15,7 +15,6 @@ from rlhfkit.losses.aggregation import (
     select,
 )
 from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
-from rlhfkit.losses.gradient_scope import gradient_scope
 from rlhfkit.losses.importance_sampling import CorrectionLevel, CorrectionMode, importance_weights
 from rlhfkit.losses.policy.base import (
     PolicyTokens,
@@ -30,7 +29,6 @@ from rlhfkit.losses.policy.base import (
 from rlhfkit.losses.policy.ppo import ppo_loss
 
 
-@gradient_scope("batch")
 @share_arguments(POLICY_ARGUMENTS)
 def decoupled_ppo_loss(
     logprobs: Tensor,
@@ -95,7 +93,6 @@ def decoupled_ppo_loss(
     return LossOutput(surrogate.loss, {**surrogate.metrics, **correction.metrics})
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def dppo_loss(
     logprobs: Tensor,
@@ -147,7 +144,6 @@ def dppo_loss(
     return _masked_by_difference(inputs, dropped, log_ratio_coef, log_ratio_clamp, weights, reduction)
 
 
-@gradient_scope("token")
 @share_arguments(POLICY_ARGUMENTS)
 def ipo_policy_loss(
     logprobs: Tensor,
@@ -286,7 +282,6 @@ def clip_cov_loss(
     )
 
 
-@gradient_scope("batch")
 @share_arguments(POLICY_ARGUMENTS)
 def kl_cov_loss(
     logprobs: Tensor,

@@ -18,11 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from rlhfkit.losses.arguments import HEAD_ARGUMENTS, share_arguments
 from rlhfkit.losses.fused_head.logprobs import (
-    HeadStatistics,
     LogprobsOutput,
     head_gradients,
     head_statistics,
-    statistics_of,
 )
 from rlhfkit.losses.fused_head.tiles import (
     LogitTransform,
@@ -137,41 +135,6 @@ class _VocabularyParallelLogprobs(torch.autograd.Function):
         )
 
 
-@torch.no_grad()
-@share_arguments(HEAD_ARGUMENTS)
-def vocabulary_parallel_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    group: Any,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    logit_softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> HeadStatistics:
-    """:func:`~rlhfkit.losses.fused_head.logprobs.linear_statistics`, by all ranks of a group together. A collective.
-
-    Args:
-        group: Process group whose ranks divide the vocabulary.
-        entropy: Also compute the entropy.
-
-    Returns:
-        Log-probs, entropy and sums of the shape of ``targets``.
-
-    Raises:
-        ValueError: As ``linear_logprobs``.
-    """
-    transform = LogitTransform(temperature, logit_scale, logit_softcap)
-    check_head_arguments(hidden, weight, targets, bias)
-    flat, dtype = hidden.reshape(-1, hidden.shape[-1]), matmul_dtype(hidden, weight)
-    state, _ = _joined_statistics(
-        flat, weight, bias, targets.reshape(-1), transform, entropy, None, dtype, group, squares=True
-    )
-    return statistics_of(state, targets.shape)
-
-
 def _joined_statistics(
     hidden: Tensor,
     weight: Tensor,
@@ -182,15 +145,13 @@ def _joined_statistics(
     chunk: int | None,
     dtype: torch.dtype,
     group: Any,
-    *,
-    squares: bool = False,
 ) -> tuple[RunningSoftmax, tuple[int, int]]:
     """Softmax statistics over the whole vocabulary, and the shape of the tiles of this rank's part. A collective."""
     own = vocabulary_parts(weight.shape[0], dist.get_world_size(group))[dist.get_rank(group)]
     size = max(1, own.stop - own.start)  # a part may be empty
     shape = tile_shape(hidden.shape[0], size, chunk, dtype, hidden.device.type)
     here, own_bias = targets - own.start, None if bias is None else bias[own]
-    state = head_statistics(hidden, weight[own], own_bias, here, transform, entropy, shape, dtype, squares=squares)
+    state = head_statistics(hidden, weight[own], own_bias, here, transform, entropy, shape, dtype)
     inside = (targets >= own.start) & (targets < own.stop)
     _join(state, inside, (targets >= 0) & (targets < weight.shape[0]), group)
     return state, shape
@@ -202,7 +163,7 @@ def _join(state: RunningSoftmax, inside: Tensor, known: Tensor, group: Any) -> N
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     state.move_peak(peak)
     # A target is in one part; outside all of them its log-prob is NaN, as without a group.
-    more = [one for one in (state.weighted, state.squares) if one is not None]
+    more = [] if state.weighted is None else [state.weighted]
     sums = torch.stack([state.total, torch.where(inside, state.chosen, 0.0), *more])
     dist.all_reduce(sums, group=group)
     state.total.copy_(sums[0])

@@ -47,11 +47,6 @@ class AdvantageModule(RewardedModule):
         """Whether samples are compared with the greedy answer to their prompt (ReMax), which is generated too."""
         return self.advantage_function is not None and self.advantage_function.takes_greedy_rewards
 
-    @property
-    def needs_sum_squares(self) -> bool:
-        """Whether the function of the experience reads ``experience.sum_squares``."""
-        return self.advantage_function is not None and self.advantage_function.needs_sum_squares
-
     def compute_advantages(self, experience: Experience) -> Experience:
         """Add advantages, from :meth:`advantages` or the function that was given in its place."""
         function = self.advantage_function
@@ -164,7 +159,6 @@ _INPUTS = {
     "old_logprobs": "the policy before the iteration",
     "ref_logprobs": "the reference model",
     "teacher_logprobs": "the teacher",
-    "sum_squares": "the policy before the iteration",
     "values": "the critic",
 }
 """What advantages are computed from, and where it comes from."""

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, mean_metric
-from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
+from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.forward import unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.routing import attach_routing
 from rlhfkit.modules.on_policy.objective import PolicyLossModule
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
-from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
 from rlhfkit.modules.on_policy.preparation.token_selection import highest_entropies
 from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
@@ -77,13 +76,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         ValueError: If an argument is out of range.
     """
 
-    between_output_and_loss: ClassVar[tuple[str, ...]] = (
-        *RewardedModule.between_output_and_loss,
-        "total_loss",
-        "old_logprobs",
-        "aggregation_arguments",
-    )
-
     provided: ClassVar[tuple[str, ...]] = (
         *("input_ids", "attention_mask", "action_mask", "lengths", "rollout_logprobs", "versions", "rewards"),
         *("token_rewards", "reward_parts", "group", "sample_index", "truncated", "update", "replayed"),
@@ -115,7 +107,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         self.weighing, self.terms = (overriding(self.parts, name) for name in ("weigh", "term"))
         self._observing = overriding(self.parts, "observe")
         in_loss = [part for part in self.parts if overriding([part], "weigh") or overriding([part], "term")]
-        self.part_scopes = frozenset(part.gradient_scope for part in in_loss)
         unknown = sorted({name for part in self.parts for name in part.outputs} - {"entropy"})
         if unknown:
             raise ValueError(f"outputs of a part are entropy, got {', '.join(unknown)}")
@@ -198,11 +189,10 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
                 "router_replay records which experts are chosen in the forward pass of the old log-probs, which "
                 "proximal='log-linear' leaves out: give one of them"
             )
-        if self.needs_old_logprobs or self.needs_sum_squares:
+        if self.needs_old_logprobs:
             raise ValueError(
                 "proximal='log-linear' makes no forward pass for old log-probs, which a KL penalty in the reward, "
-                "KLTarget, a teacher's log-probs, and advantages with sums of squared probabilities compare with: use "
-                "proximal='recompute'"
+                "KLTarget, and a teacher's log-probs compare with: use proximal='recompute'"
             )
 
     def build_policy(self) -> nn.Module:
@@ -250,7 +240,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             rewards=scored.rewards,
             token_rewards=scored.token_rewards,
             iteration=scored.iteration,
-        ).with_columns(sum_squares=None)
+        )
 
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs where they are needed. A collective."""
@@ -270,25 +260,23 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
 
         The first update uses its own log-probs as old ones. Later epochs over the iteration need those of all rows:
         they are computed here, or :attr:`first_pass` keeps them where an epoch is one update. A choice of tokens by
-        entropy, and advantages that ask for sums of squared probabilities, need a forward pass over all rows.
+        entropy needs a forward pass over all rows.
         """
         updates = experience.update if experience.iteration is None else experience.iteration.update  # of all ranks
         repeated = self._trainer is not None and epochs_of(self.trainer) > 1
         later = self.proximal == "recompute" and bool((updates > 0).any())
-        share, squares = self.token_filter.top_entropy, self.needs_sum_squares
-        wanted = self.needs_old_logprobs or later or (self.router_replay and repeated) or squares
+        share = self.token_filter.top_entropy
+        wanted = self.needs_old_logprobs or later or (self.router_replay and repeated)
         wanted = wanted and experience.old_logprobs is None
-        everywhere = self.needs_old_logprobs or repeated or share is not None or squares
+        everywhere = self.needs_old_logprobs or repeated or share is not None
         rows = experience.update >= 0 if everywhere else experience.update > 0
         routing = self.router_replay and wanted
-        if not (routing or squares or share is not None):
+        if not (routing or share is not None):
             if wanted:
                 old_logprobs = self.distributed_logprobs(self.policy, experience, rows)
                 experience = dataclasses.replace(experience, old_logprobs=old_logprobs)
             return experience
-        found = self.distributed_statistics(
-            self.policy, experience, rows, entropy=share is not None, sum_squares=squares, routing=routing
-        )
+        found = self.distributed_statistics(self.policy, experience, rows, entropy=share is not None, routing=routing)
         if wanted:
             experience = dataclasses.replace(experience, old_logprobs=found.logprobs)
             experience = experience.with_columns(routing=found.routing)
@@ -297,7 +285,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             trained = dataclasses.replace(experience, action_mask=experience.action_mask & learned)
             chosen = highest_entropies(trained, found.entropy, share)
             experience = experience.with_columns(high_entropy=chosen)
-        return experience.with_columns(sum_squares=found.sum_squares)
+        return experience
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -306,7 +294,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         keeps = self._trainer is not None and self.proximal == "recompute"
         if keeps:
             batch = self.first_pass.complete(batch, self.trainer, batch_idx)
-        out = self.training_output(batch)
+        out = self.policy_output(batch)
         if keeps:
             self.first_pass.keep(batch, out.logprobs, self.trainer, batch_idx)
         result = self.total_loss(batch, out)
@@ -323,11 +311,8 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         self.log_metrics(metrics, batch.action_mask.sum())
         return loss
 
-    def policy_output(self, batch: Experience, head_loss: HeadLoss | None = None) -> PolicyOutput:
-        """Run the policy: log-probs of the chosen tokens, and entropy where it is logged or rewarded.
-
-        ``head_loss`` is :meth:`head_loss` in training.
-        """
+    def policy_output(self, batch: Experience) -> PolicyOutput:
+        """Run the policy: log-probs of the chosen tokens, and entropy where it is logged or rewarded."""
         return policy_output(
             self.policy,
             batch,
@@ -335,13 +320,12 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             temperature=batch.temperature,
             entropy=self.needs_entropy,
             router_aux_loss=self.balances_routers,
-            head_loss=head_loss,
             routing=batch.columns.get("routing"),
         )
 
     def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Add the load-balancing loss of a mixture of experts to :meth:`loss`; subclasses add a critic's loss."""
-        result = self.with_head_gradient(self.loss(batch, out), out)
+        result = self.loss(batch, out)
         return self.with_router_loss(result, out.router_aux_loss, batch.action_mask)
 
     @torch.no_grad()

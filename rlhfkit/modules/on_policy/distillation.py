@@ -18,7 +18,7 @@ from rlhfkit.losses import (
     on_policy_distillation_advantages,
 )
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
-from rlhfkit.models import HeadLoss, LoRA, PolicyOutput
+from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.grpo import GRPOModule
@@ -320,10 +320,10 @@ class OnPolicyDistillationModule(GRPOModule):
 
     # ------------------------------------------------------------------ one micro-batch
 
-    def policy_output(self, batch: Experience, head_loss: HeadLoss | None = None) -> PolicyOutput:
+    def policy_output(self, batch: Experience) -> PolicyOutput:
         """Run the policy and, with a divergence, the teacher, and compare both at each sampled token."""
         if self.divergence is None:
-            return super().policy_output(batch, head_loss)
+            return super().policy_output(batch)
         mask, temperature = batch.action_mask, batch.temperature
         wanted = self.needs_entropy
 

@@ -6,30 +6,13 @@ A function is called only with the arguments that its signature names.
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import Tensor
 
-from rlhfkit.losses import Aggregation, GradientScope, LossOutput
-from rlhfkit.losses.gradient_scope import gradient_scope_of
+from rlhfkit.losses import Aggregation, LossOutput
 from rlhfkit.modules.on_policy.preparation.local_rows import inner_function
 from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def needs_sum_squares(function: F) -> F:
-    """Mark an ``advantages=`` function of the experience that reads its column ``sum_squares`` and ``old_logprobs``.
-
-    Both are then computed for all samples, in one forward pass of the policy before the iteration.
-    """
-    function.needs_sum_squares = True  # type: ignore[attr-defined]  # functions take attributes
-    return function
-
-
-def marked_as_needing_sum_squares(function: Callable[..., Any]) -> bool:
-    """Whether a function, or the one inside a partial, is marked with :func:`needs_sum_squares`."""
-    return bool(getattr(inner_function(function), "needs_sum_squares", False))
 
 
 def bound_arguments(function: Callable[..., Any]) -> set[str]:
@@ -89,8 +72,6 @@ class AdvantageFunction:
         bound = bound_arguments(self.function)
         self._given = [each.name for each in named if each.name in ("rewards", "group", "lengths")]
         self._given = [name for name in self._given if name not in bound]
-        self.needs_sum_squares = marked_as_needing_sum_squares(self.function)
-        """Whether it reads the sums of squared probabilities of the experience."""
         self.is_ours = getattr(inner_function(self.function), "__module__", "").startswith("rlhfkit.")
         """Whether it is a function of rlhfkit, or a partial of one."""
 
@@ -156,10 +137,6 @@ class PolicyLoss:
         """How token losses become one number; decides what the denominator counts."""
         if own is not default and self.takes("aggregation"):
             self.arguments["aggregation"] = self.aggregation
-        scope = gradient_scope_of(self.function)
-        of_sequences = self.arguments.get("ratio_level", "token") != "token"
-        self.gradient_scope: GradientScope | None = "ratio" if scope == "token" and of_sequences else scope
-        """What the function's gradient depends on, if it is marked with :func:`~rlhfkit.losses.gradient_scope`."""
 
     def _signature(self) -> tuple[dict[str, inspect.Parameter], bool]:
         """The arguments of the function besides the tensors, and whether it takes others too."""

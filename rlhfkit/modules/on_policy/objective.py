@@ -1,7 +1,7 @@
 """``PolicyLossModule``: the objective of a policy on one micro-batch of an iteration, and its options."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,6 @@ from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
     CORRECTION_PRESETS,
     Aggregation,
-    GradientScope,
     LossOutput,
     gspo_loss,
     kl_loss,
@@ -85,8 +84,6 @@ class PolicyLossModule(AdvantageModule):
     """:meth:`Part.weigh` of the parts that override it."""
     terms: Sequence[Callable[..., LossOutput]] = ()
     """:meth:`Part.term` of the parts that override it."""
-    part_scopes: Set[GradientScope | None] = frozenset()
-    """What the gradients of these depend on."""
 
     def __init__(
         self,
@@ -220,22 +217,6 @@ class PolicyLossModule(AdvantageModule):
     def needs_entropy(self) -> bool:
         """Whether entropy is logged or rewarded."""
         return self.log_entropy or any("entropy" in part.outputs for part in self.parts)
-
-    def loss_gradient_scope(self, batch: Experience) -> GradientScope | None:
-        """What the gradient of :meth:`loss` depends on, by the policy loss and whether this is the first update."""
-        if None in self.part_scopes:
-            return None
-        if getattr(self.loss, "__func__", None) is not PolicyLossModule.loss:
-            return super().loss_gradient_scope(batch)
-        scope, first_update = self.policy_loss.gradient_scope, batch.old_logprobs is None
-        if scope == "ratio":  # all ratios are 1 in the first update, and other tokens' ratios count in later ones
-            scope = "token" if first_update else "batch"
-        if scope == "token" and first_update and self.correction is not None:
-            levels = {self.correction.get("level", "token"), self.correction.get("reject_level") or "token"}
-            alone = levels == {"token"} and not self.correction.get("normalize")
-            scope = "token" if alone else "batch"  # weights of sequences, from the policy's log-probs
-        wider = self.token_filter.uses_rollout_logprobs or not self.part_scopes <= {"token"}
-        return "batch" if scope is not None and wider else scope
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Compute the policy's loss on one micro-batch of B sequences; override it for another objective."""

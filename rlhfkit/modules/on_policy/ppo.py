@@ -19,7 +19,7 @@ from rlhfkit.losses import (
     value_loss,
     weighted_metric,
 )
-from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, policy_output, unwrap
+from rlhfkit.models import LoRA, PolicyOutput, policy_output, unwrap
 from rlhfkit.models.forward import VALUE_HEAD
 from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_model
 from rlhfkit.models.load import base_model_name
@@ -364,10 +364,10 @@ class PPOModule(OnPolicyModule):
 
     # ------------------------------------------------------------------ one micro-batch
 
-    def policy_output(self, batch: Experience, head_loss: HeadLoss | None = None) -> PolicyOutput:
+    def policy_output(self, batch: Experience) -> PolicyOutput:
         """Run the policy; with a shared backbone the output also has values."""
         if not self.shared_backbone:
-            return super().policy_output(batch, head_loss)
+            return super().policy_output(batch)
         return policy_output(
             self.policy,
             batch,
@@ -376,7 +376,6 @@ class PPOModule(OnPolicyModule):
             entropy=self.needs_entropy,
             router_aux_loss=self.balances_routers,
             values=True,
-            head_loss=head_loss,
         )
 
     def value_output(self, batch: Experience) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import group_advantages, optimal_token_advantages
-from rlhfkit.modules.on_policy.functions import needs_sum_squares
 
 Preset = Mapping[str, Any]
 
@@ -31,23 +30,10 @@ def group_mean_baseline(rewards: Tensor, group: Tensor) -> Tensor:
 def optimal_token_baseline(experience: Experience) -> Tensor:
     """Subtract a baseline for each position, (B, T-1); see :func:`~rlhfkit.losses.optimal_token_advantages`.
 
-    ``Σ_v π(v)²`` is estimated from the engine's log-probs; :func:`exact_optimal_token_baseline` computes it.
+    From the engine's log-probs, without a forward pass.
     """
     one = experience
     return optimal_token_advantages(one.rewards, one.group, one.action_mask, one.rollout_logprobs)
-
-
-@needs_sum_squares
-def exact_optimal_token_baseline(experience: Experience) -> Tensor:
-    """Subtract a baseline for each position, (B, T-1), with ``Σ_v π(v)²`` of the whole vocabulary.
-
-    See :func:`~rlhfkit.losses.optimal_token_advantages`. Takes a forward pass of the policy over the iteration.
-    """
-    one = experience
-    assert one.old_logprobs is not None
-    return optimal_token_advantages(
-        one.rewards, one.group, one.action_mask, one.old_logprobs, sum_squares=one.columns["sum_squares"]
-    )
 
 
 def _preset(**arguments: Any) -> Preset:

@@ -25,7 +25,6 @@ class EntropyBonus(Part):
     """
 
     outputs = ("entropy",)
-    gradient_scope = "token"
 
     def __init__(self, coef: float) -> None:
         check_number("EntropyBonus.coef", coef)
@@ -55,7 +54,6 @@ class EntropyTarget(Part):
     """
 
     outputs = ("entropy",)
-    gradient_scope = "token"
 
     def __init__(self, target: float, *, step: float = 0.005) -> None:
         check_number("EntropyTarget.target", target, above=0)

@@ -1,14 +1,14 @@
 """``PreferenceModule``: the base of the modules that learn from pairs of answers."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.formats.preferences import PreferenceBatch
-from rlhfkit.losses import LossOutput, gradient_scope, sequence_logprobs
+from rlhfkit.losses import LossOutput, sequence_logprobs
 from rlhfkit.losses.metrics import share_metric
-from rlhfkit.models import HeadLoss, PolicyOutput, policy_output
+from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 
@@ -24,12 +24,6 @@ class PreferenceModule(PolicyModule):
     """
 
     batch_types = (PreferenceBatch,)
-    between_output_and_loss: ClassVar[tuple[str, ...]] = (
-        *PolicyModule.between_output_and_loss,
-        "answer_logprobs",
-        "pair_arguments",
-        "_pair_loss",
-    )
 
     def build_policy(self) -> nn.Module:
         """Load the policy without dropout, which would add noise to the comparison of two answers."""
@@ -43,13 +37,10 @@ class PreferenceModule(PolicyModule):
         """Add inputs of the loss besides the policy's log-probs, e.g. those of a reference; none here."""
         return batch
 
-    def policy_output(self, batch: PreferenceBatch, head_loss: HeadLoss | None = None) -> PolicyOutput:
-        """Log-probs of the tokens of both answers; their shared prefix goes through the model once.
-
-        ``head_loss`` is :meth:`head_loss` in training.
-        """
+    def policy_output(self, batch: PreferenceBatch) -> PolicyOutput:
+        """Log-probs of the tokens of both answers; their shared prefix goes through the model once."""
         balance = self.balances_routers
-        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=balance, head_loss=head_loss)
+        return policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=balance)
 
     def answer_logprobs(self, batch: PreferenceBatch, logprobs: Tensor) -> Tensor:
         """(2B,) log-probs of the answers of B pairs, summed over their tokens from ``logprobs``, (2B, T-1)."""
@@ -71,7 +62,6 @@ class PreferenceModule(PolicyModule):
             "denominator": batch.pair_denominator,
         }
 
-    @gradient_scope("batch")
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
         """The loss of one micro-batch of B pairs, after :meth:`prepare`; override it for another objective."""
         return self._pair_loss(**self.pair_arguments(batch, out))
@@ -92,8 +82,8 @@ class PreferenceModule(PolicyModule):
         """Compute and log the loss of one micro-batch."""
         pairs = batch.pair_mask.sum()
         batch = self.prepare(batch)
-        out = self.training_output(batch)
-        result = self.with_head_gradient(self.loss(batch, out), out)
+        out = self.policy_output(batch)
+        result = self.loss(batch, out)
         result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         loss = share_metric(result.loss, pairs, batch.pair_denominator)
         self.log_step({"loss": loss, **result.metrics, **self.on_bar(result.metrics)}, pairs)

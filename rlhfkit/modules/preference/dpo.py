@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExamples
 from rlhfkit.losses import (
-    GradientScope,
     LossOutput,
     dpo_loss,
-    gradient_scope,
     length_desensitized_logprobs,
     wpo_weights,
 )
@@ -205,12 +203,6 @@ class DPOModule(PreferenceModule, ReferenceModule):
         weights = wpo_weights(logprobs, batch.loss_mask, 2 * logprobs - self.sharpened_logprobs(batch))
         return batch.chosen(weights) * batch.rejected(weights)
 
-    def loss_gradient_scope(self, batch: PreferenceBatch) -> GradientScope | None:
-        """The whole batch; not known with WPO's second forward pass and with pair losses of the user's own."""
-        given = any(callable(name) for name in self.loss_types)
-        return None if self.use_weighting or given else super().loss_gradient_scope(batch)
-
-    @gradient_scope("batch")
     def loss(self, batch: PreferenceBatch, out: PolicyOutput) -> LossOutput:
         """The loss of one micro-batch of B pairs, after :meth:`prepare`; override it for another objective."""
         arguments = self.pair_arguments(batch, out)

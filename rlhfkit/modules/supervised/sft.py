@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.losses import LossOutput, aggregate, cross_entropy_loss, dft_loss, gradient_scope
+from rlhfkit.losses import LossOutput, aggregate, cross_entropy_loss, dft_loss
 from rlhfkit.losses.metrics import share_metric
-from rlhfkit.models import HeadLoss, LoRA, PolicyOutput, policy_output
+from rlhfkit.models import LoRA, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.supervised.neftune import embedding_noise
@@ -23,8 +23,7 @@ class SFTModule(PolicyModule):
     """Supervised fine-tuning by cross-entropy.
 
     The loss is the mean over the trained tokens of the whole optimizer step, independent of micro-batches, ranks,
-    padding and packing. Override :meth:`loss` for another objective on the same log-probs; marked with
-    :func:`~rlhfkit.losses.gradient_scope`, it keeps the faster forward and backward pass of the output layer.
+    padding and packing. Override :meth:`loss` for another objective on the same log-probs.
 
     Args:
         model: Folder or hub name of the policy.
@@ -78,8 +77,8 @@ class SFTModule(PolicyModule):
         self.neftune_alpha = neftune_alpha
         self.log_token_metrics = log_token_metrics
 
-    def policy_output(self, batch: TokenBatch, head_loss: HeadLoss | None = None) -> PolicyOutput:
-        """Log-probs of the trained tokens under the policy; ``head_loss`` is :meth:`head_loss` in training."""
+    def policy_output(self, batch: TokenBatch) -> PolicyOutput:
+        """Log-probs of the trained tokens under the policy."""
         balance = self.balances_routers
         more = self.log_token_metrics
         return policy_output(
@@ -89,7 +88,6 @@ class SFTModule(PolicyModule):
             entropy=more,
             correct=more,
             router_aux_loss=balance,
-            head_loss=head_loss,
         )
 
     def token_metrics(self, batch: TokenBatch, out: PolicyOutput) -> dict[str, Tensor]:
@@ -105,7 +103,6 @@ class SFTModule(PolicyModule):
         seed = f"{self.current_epoch} {batch_idx} {self.global_rank}"
         return embedding_noise(self.policy, self.neftune_alpha, length, seed)
 
-    @gradient_scope("token")
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
         """The loss of one micro-batch of B sequences; override it for another objective."""
         return cross_entropy_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)
@@ -113,8 +110,8 @@ class SFTModule(PolicyModule):
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""
         with self._noise(batch, batch_idx):
-            out = self.training_output(batch)
-        result = self.with_head_gradient(self.loss(batch, out), out)
+            out = self.policy_output(batch)
+        result = self.loss(batch, out)
         result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         tokens = batch.loss_mask.sum()
         self.log_step({"loss": share_metric(result.loss, tokens, batch.token_denominator)}, tokens)
@@ -146,7 +143,6 @@ class DFTModule(SFTModule):
     Wu et al. (2025, arXiv:2508.05629), see :func:`~rlhfkit.losses.dft_loss`. Arguments are those of :class:`SFTModule`.
     """
 
-    @gradient_scope("token")
     def loss(self, batch: TokenBatch, out: PolicyOutput) -> LossOutput:
         """The loss of one micro-batch of B sequences; override it for another objective."""
         return dft_loss(out.logprobs, batch.loss_mask, denominator=batch.token_denominator)

@@ -32,7 +32,7 @@ RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SI
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 BY_TOKENS = {
     "token_filter": TokenFilter(top_entropy=0.3),
-    "advantages": "rlhfkit.modules.on_policy.presets.exact_optimal_token_baseline",
+    "advantages": "rlhfkit.modules.on_policy.presets.optimal_token_baseline",
 }
 LIMIT = 3.0
 """Seconds that a collective may take while the slow engine generates."""

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from rlhfkit.losses import linear_cross_entropy, linear_logprobs
+from rlhfkit.losses import linear_logprobs
 from rlhfkit.losses.fused_head import compiled, logprobs
 
 from ..head_cases import random_head
@@ -29,14 +29,8 @@ def head_results(head, dtype, entropy, knobs):
     case = head.to(dtype)
     output = linear_logprobs(case.hidden, case.weight, case.targets, bias=case.bias, entropy=entropy, chunk=10, **knobs)
     loss = output.logprobs.square().sum() if output.entropy is None else (output.logprobs * output.entropy).sum()
-    single = linear_cross_entropy(
-        case.hidden, case.weight, case.targets, case.targets > 2, bias=case.bias, chunk=3, entropy=entropy, **knobs
-    )
-    measured = logprobs.linear_statistics(
-        case.hidden, case.weight, case.targets, bias=case.bias, entropy=entropy, chunk=10, **knobs
-    )
-    parts = (output.logprobs, output.entropy, single.loss, measured.sum_squares)
-    gradients = (*torch.autograd.grad(loss, case.leaves), *torch.autograd.grad(single.loss, case.leaves))
+    parts = (output.logprobs, output.entropy)
+    gradients = torch.autograd.grad(loss, case.leaves)
     return [part for part in (*parts, *gradients) if part is not None]
 
 

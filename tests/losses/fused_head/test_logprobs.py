@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from rlhfkit.losses import linear_logprobs, logits_logprobs
-from rlhfkit.losses.fused_head.logprobs import linear_statistics, logits_sum_squares
 from rlhfkit.losses.fused_head.tiles import RunningSoftmax, accumulate
 
 from ..head_cases import dense_logprobs, random_head
@@ -300,34 +299,6 @@ def test_compiles_without_graph_breaks(entropy):
         strict=True,
     ):
         torch.testing.assert_close(mine, expected)
-
-
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
-@pytest.mark.parametrize("entropy", [False, True])
-def test_sums_of_squares_are_those_of_the_dense_distribution_and_the_rest_is_unchanged(knobs, entropy):
-    head = random_head(2, 4, vocabulary=50)
-    arguments = {"bias": head.bias, "entropy": entropy, "chunk": 16, **knobs}
-    found = linear_statistics(head.hidden, head.weight, head.targets, **arguments)
-    plain = linear_logprobs(head.hidden, head.weight, head.targets, **arguments)
-    logits = knobs.get("logit_scale", 1.0) * (head.hidden @ head.weight.t() + head.bias)
-    cap = knobs.get("logit_softcap")
-    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / knobs.get("temperature", 1.0)
-    expected = (torch.logsumexp(2 * logits, -1) - 2 * torch.logsumexp(logits, -1)).exp()
-    torch.testing.assert_close(expected, logits.softmax(-1).square().sum(-1), rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.sum_squares, expected.detach(), rtol=1e-12, atol=0)
-    dense = logits_sum_squares(logits.flatten(0, 1), temperature=0.5)
-    torch.testing.assert_close(dense, (2 * logits).softmax(-1).square().sum(-1).flatten().detach(), rtol=1e-12, atol=0)
-    assert not found.logprobs.requires_grad
-    assert torch.equal(found.logprobs, plain.logprobs)
-    assert (found.entropy is None) if not entropy else torch.equal(found.entropy, plain.entropy)
-
-
-def test_sums_of_squares_of_certain_uniform_and_masked_distributions_are_exact_in_float32():
-    weight = torch.tensor([[0.0], [1000.0], [0.0], [-torch.inf]])
-    hidden, targets = torch.tensor([[1.0], [1e-30]]), torch.tensor([1, 0])
-    for chunk in (1, 2, 4):
-        found = linear_statistics(hidden, weight, targets, entropy=True, chunk=chunk)
-        torch.testing.assert_close(found.sum_squares, torch.tensor([1.0, 1 / 3]), rtol=1e-6, atol=0)
 
 
 def test_a_target_in_no_tile_gives_nan_where_its_range_is_not_checked():

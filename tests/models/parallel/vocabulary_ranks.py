@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfkit.losses import linear_logprobs
-from rlhfkit.losses.fused_head.logprobs import linear_statistics
-from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs, vocabulary_parallel_statistics
+from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
 
 CASES: dict[str, dict[str, Any]] = {
     "log-probs": {},
@@ -39,20 +38,6 @@ def outputs(function: Any, vocabulary: int, tokens: int, bias: bool = False, **o
     return [*(one.detach() for one in found), *torch.autograd.grad(loss, inputs)]
 
 
-def measured(function: Any, vocabulary: int, tokens: int, bias: bool = False, **options: Any) -> list[torch.Tensor]:
-    """What is known of the distributions without gradient, in float64."""
-    options.pop("chunk", None)
-    generator = torch.Generator().manual_seed(vocabulary + 1)
-    hidden, weight, shift = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((tokens, 5), (vocabulary, 5), (vocabulary,))
-    )
-    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    return [
-        one for one in function(hidden, weight, targets, bias=shift if bias else None, **options) if one is not None
-    ]
-
-
 def compare(**_: Any) -> dict[str, Any]:
     """Largest differences to one rank, for vocabularies that the ranks divide evenly, unevenly, and not at all."""
     rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
@@ -64,8 +49,6 @@ def compare(**_: Any) -> dict[str, Any]:
             for tokens in (9, 0):
                 want = outputs(linear_logprobs, vocabulary, tokens, **options)
                 got = outputs(vocabulary_parallel_logprobs, vocabulary, tokens, group=group, **options)
-                want += measured(linear_statistics, vocabulary, tokens, **options)
-                got += measured(vocabulary_parallel_statistics, vocabulary, tokens, group=group, **options)
                 assert [one.shape for one in got] == [one.shape for one in want]
                 differences = [(a - b).abs().max().item() for a, b in zip(got, want, strict=True) if a.numel()]
                 report[f"{name}, {vocabulary} entries, {tokens} tokens"] = max(differences, default=0.0)

@@ -219,37 +219,6 @@ def test_the_optimal_token_baseline_is_reached_by_name_and_reads_the_engines_log
     assert len(prepared.advantages[0][batch.action_mask[0]].unique()) > 1
 
 
-def test_the_exact_token_baseline_has_sums_of_squares_of_the_policy_before_the_iteration(tmp_path: Path) -> None:
-    given: list[Experience] = []
-
-    class Watched(GRPOModule):
-        def compute_advantages(self, experience: Experience) -> Experience:
-            given.append(experience)
-            return super().compute_advantages(experience)
-
-    name = "rlhfkit.modules.on_policy.presets.exact_optimal_token_baseline"
-    trainer, module, data, rollouts = setup_run(
-        tmp_path, module=Watched, module_arguments={"advantages": name, "lr": 1e-12}, max_epochs=1
-    )
-    trainer.fit(module, data)
-    (one,), made = given, rollouts.experience
-    assert made is not None
-    assert "sum_squares" not in made.columns  # is not kept for training
-    with torch.no_grad():
-        logits = module.policy.double()(input_ids=one.input_ids[:1, : int(one.lengths[0])]).logits[0, :-1]
-    chosen = one.action_mask[0, : len(logits)]
-    expected = logits.softmax(-1).square().sum(-1)[chosen]
-    torch.testing.assert_close(
-        one.columns["sum_squares"][0, : len(logits)][chosen].double(), expected, rtol=1e-5, atol=1e-7
-    )
-    advantages = rlhfkit.losses.optimal_token_advantages(
-        one.rewards, one.group, one.action_mask, one.old_logprobs, sum_squares=one.columns["sum_squares"]
-    )
-    assert torch.equal(made.advantages, advantages)
-    estimated = rlhfkit.losses.optimal_token_advantages(one.rewards, one.group, one.action_mask, one.old_logprobs)
-    assert (advantages - estimated).abs().max() > 2e-5  # a random model is nearly uniform
-
-
 def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
     batch = experience()
     batch.columns.pop("ref_logprobs", None)

@@ -25,8 +25,8 @@ class Spy(GRPOModule):
         self.used: list[Any] = []
         return super().prepare(experience)
 
-    def policy_output(self, batch: Any, head_loss: Any = None) -> Any:
-        out = super().policy_output(batch, head_loss)
+    def policy_output(self, batch: Any) -> Any:
+        out = super().policy_output(batch)
         with torch.no_grad():
             before = policy_output(self.before, batch, batch.action_mask, temperature=batch.temperature, routing=True)
         self.used.append((batch, before, out))

@@ -9,7 +9,6 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
     LossOutput,
-    gradient_scope,
     nash_md_loss,
     preference_advantages,
     sequence_logprobs,
@@ -146,7 +145,6 @@ class NashMDModule(OnlinePreferenceModule):
 
     # ------------------------------------------------------------------ one micro-batch
 
-    @gradient_scope("batch")
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """The loss of the policy's answers of a micro-batch; override it for another objective."""
         assert batch.advantages is not None

@@ -12,7 +12,6 @@ from rlhfkit.losses import (
     LossOutput,
     best_and_worst,
     dpo_loss,
-    gradient_scope,
     pair_partners,
     rejected_values,
     sequence_logprobs,
@@ -171,7 +170,6 @@ class OnlineDPOModule(OnlinePreferenceModule):
 
     # ------------------------------------------------------------------ one micro-batch
 
-    @gradient_scope("batch")
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """The loss of the pairs of a micro-batch; override it for another objective."""
         assert batch.advantages is not None

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import LossOutput, exploration_loss, gradient_scope, sequence_logprobs, weighted_metric
+from rlhfkit.losses import LossOutput, exploration_loss, sequence_logprobs, weighted_metric
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.on_policy.online_preference.base import check_sampler
 from rlhfkit.modules.on_policy.online_preference.online_dpo import OnlineDPOModule
@@ -57,7 +57,6 @@ class XPOModule(OnlineDPOModule):
         """Raise ValueError unless the engine also samples from the reference."""
         check_sampler(type(self).__name__, engine, ReferenceSamples)
 
-    @gradient_scope("batch")
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """The loss of the pairs of a micro-batch, with the bonus; override it for another objective."""
         pairs, mask, counted = super().loss(batch, out), batch.action_mask, batch.sequence_denominator

@@ -34,13 +34,11 @@ class TokenStatistics(NamedTuple):
     Attributes:
         logprobs: (B, T-1) float32.
         entropy: (B, T-1) float32, nats; ``None`` unless asked for.
-        sum_squares: (B, T-1) float32, ``Σ_v π(v)²``; ``None`` unless asked for.
         routing: (B, T-1, C) int16, see :func:`~rlhfkit.models.policy_output`; ``None`` unless asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
-    sum_squares: Tensor | None
     routing: Tensor | None
 
 
@@ -111,7 +109,6 @@ class IterationModule(PolicyModule):
         rows: Tensor | None = None,
         *,
         entropy: bool = False,
-        sum_squares: bool = False,
         routing: bool = False,
     ) -> TokenStatistics:
         """:meth:`distributed_logprobs`, and what else the same forward pass knows of each token. A collective.
@@ -121,27 +118,24 @@ class IterationModule(PolicyModule):
             experience: B sequences of this rank.
             rows: (B,) bool, the wanted sequences; ``None``: all.
             entropy: Return the entropy.
-            sum_squares: Return the sum of the squared probabilities.
             routing: Return which experts the routers of a mixture choose.
         """
 
         def compute(batch: Experience) -> Tensor:
             out = policy_output(
-                model, batch, batch.action_mask, temperature=batch.temperature, entropy=entropy,
-                sum_squares=sum_squares, routing=routing,
-            )  # fmt: skip
-            columns = [one[..., None] for one in (out.logprobs, out.entropy, out.sum_squares) if one is not None]
+                model, batch, batch.action_mask, temperature=batch.temperature, entropy=entropy, routing=routing
+            )
+            columns = [one[..., None] for one in (out.logprobs, out.entropy) if one is not None]
             if out.routing is not None:
                 columns.append(out.routing.to(columns[0].dtype))  # float32 holds numbers of experts exactly
             return torch.cat(columns, -1)
 
-        first = 1 + entropy + sum_squares
+        first = 1 + entropy
         columns = first + (choices_per_token(unwrap(model)) if routing else 0)
         found = self.distributed_forward(model, compute, experience, rows, columns)
         return TokenStatistics(
             found[..., 0].clone(),
             found[..., 1].clone() if entropy else None,
-            found[..., 1 + entropy].clone() if sum_squares else None,
             found[..., first:].to(torch.int16) if routing else None,
         )
 

@@ -28,7 +28,6 @@ from rlhfkit.losses import (
 )
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.on_policy.preparation.token_selection import nth_largest_of_all
-from rlhfkit.modules.on_policy.presets import exact_optimal_token_baseline
 from rlhfkit.modules.parts.kl_control import StopEarly
 
 REJECTION = {"level": "token", "divergence": "k2", "high": 0.02}
@@ -78,8 +77,6 @@ def test_a_token_that_fails_a_test_has_weight_0_and_counts(given: dict[str, Any]
     torch.testing.assert_close(made.loss, expected.loss)
     torch.testing.assert_close(made.metrics["policy/kept_fraction"], fraction)
     assert module.uses_rollout_logprobs == (given.keys() != {"top_entropy"})
-    first = dataclasses.replace(batch, old_logprobs=None)
-    assert module.loss_gradient_scope(first) == ("token" if given.keys() == {"top_entropy"} else "batch")
 
 
 class Watch(L.Callback):
@@ -211,7 +208,6 @@ def penalizing_loss(
         ({"proximal": "older"}, "proximal must be recompute or log-linear"),
         ({"proximal": "log-linear", "kl_coef": 0.1, "kl_in_reward": True}, "use proximal='recompute'"),
         ({"proximal": "log-linear", "parts": [StopEarly(0.1)]}, "use proximal='recompute'"),
-        ({"proximal": "log-linear", "advantages": exact_optimal_token_baseline}, "use proximal='recompute'"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
