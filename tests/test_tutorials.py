@@ -23,6 +23,7 @@ def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TUTORIALS))
+        patch.syspath_prepend(str(TUTORIALS / "research"))
         yield
     torch.set_num_threads(threads)
 
@@ -88,7 +89,7 @@ def test_online_dpo_improves_the_policy_and_draws_curves(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_short(name: str) -> None:
-    assert len((TUTORIALS / f"{name}.py").read_text().splitlines()) < 80
+    assert len((TUTORIALS / "research" / f"{name}.py").read_text().splitlines()) < 80
 
 
 def printed(cell: nbformat.NotebookNode) -> str:

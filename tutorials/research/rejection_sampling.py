@@ -1,6 +1,6 @@
 """Rejection sampling: sample n answers, keep the best, fine-tune on them, and again (RAFT, arXiv:2304.06767).
 
-``python tutorials/rejection_sampling.py`` prints the accuracy on held-out additions before and after.
+``python tutorials/research/rejection_sampling.py`` prints the accuracy on held-out additions before and after.
 """
 
 from collections.abc import Sequence

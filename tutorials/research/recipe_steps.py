@@ -1,29 +1,34 @@
 """Steps that the recipes share: a mediocre model to start from, scored completions, fine-tuning, and accuracy.
 
 The recipes are rejection_sampling.py, iterative_dpo.py, conditional_sft.py and decision_transformer.py; each is a loop
-of generate, score, select and train, on the additions of arithmetic.py.
+of generate, score, select and train, on the additions of ../arithmetic.py.
 """
 
 import argparse
 import logging
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import arithmetic
 import datasets
 import lightning as L
 import torch
 import transformers
-from grpo_arithmetic import quiet_trainer, supervised_start
 
 from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.cli.generate import generate
 from rlhfkit.cli.score import score
 from rlhfkit.data.recipes import read_lines
 from rlhfkit.rewards import exact_match
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the tutorials
+
+import arithmetic
+from grpo_arithmetic import quiet_trainer as quiet_trainer
+from grpo_arithmetic import supervised_start
 
 
 class Start(NamedTuple):

@@ -2,13 +2,12 @@
 
 Each round samples from the policy of the last one, which is also its reference. Where answers differ in one token, DPO
 alone may make both unlikely, so the likelihood of the chosen one is maximised too: iterative RPO (Pang et al., 2024,
-arXiv:2404.19733). ``python tutorials/iterative_dpo.py`` prints the accuracy on held-out additions before and after.
+arXiv:2404.19733). ``python tutorials/research/iterative_dpo.py`` prints the held-out accuracy before and after.
 """
 
 from collections.abc import Sequence
 
-from grpo_arithmetic import quiet_trainer
-from recipe_steps import accuracy, scored, start
+from recipe_steps import accuracy, quiet_trainer, scored, start
 
 from rlhfkit import DPOModule, PreferenceDataModule, SamplingSpec
 from rlhfkit.data.recipes import best_and_worst_pairs

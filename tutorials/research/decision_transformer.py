@@ -3,7 +3,7 @@
 Each character of an answer is a step with reward 0 when right and -1 when wrong, so the highest return is 0. From each
 step on, an answer is an example of how to get its return-to-go (Chen et al., 2021, arXiv:2106.01345): the wrong answer
 ``57`` to ``33+14=`` shows how to get -1 from the start, and how to get 0 once ``5`` has been written.
-``python tutorials/decision_transformer.py`` prints the accuracy on held-out additions by the return that is asked for.
+``python tutorials/research/decision_transformer.py`` prints the held-out accuracy by the return that is asked for.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

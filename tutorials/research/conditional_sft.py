@@ -1,7 +1,7 @@
 """Conditional SFT: train on good and bad answers alike, with their reward in the prompt; then ask for good ones.
 
 SteerLM (arXiv:2310.05344) and OpenRLHF's conditional SFT: no sample is discarded, and the reward in the prompt steers
-the model. ``python tutorials/conditional_sft.py`` prints the accuracy on held-out additions when good and when bad
+the model. ``python tutorials/research/conditional_sft.py`` prints the accuracy on held-out additions when good and bad
 answers are asked for.
 """
 
