@@ -31,14 +31,10 @@ ORDER += (
     "advantages.token_baseline",
     "advantages.gae",
     "advantages.rewards",
-    "advantages.turns",
 )
 ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free")
 ORDER += (
-    "preference.variants",
-    "preference.kto",
-    "preference.bco",
-    "preference.pairs",
+    "preference.unpaired",
     "preference.self_play",
     "preference.reward_model",
 )
@@ -206,7 +202,7 @@ def _summary(function: Callable[..., Any]) -> str:
 
 def _notation() -> str:
     """The notation of the per-pair losses, from the end of their module's docstring."""
-    module = importlib.import_module("rlhfkit.losses.preference.variants")
+    module = importlib.import_module("rlhfkit.losses.preference.dpo")
     return _markdown(_join((inspect.getdoc(module) or "").split("\n\n")[-1]))
 
 

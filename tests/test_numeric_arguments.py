@@ -39,7 +39,7 @@ ROOMS = (
 )
 
 RECORDS = {
-    "Action", "CorrectionOutput", "DistilledBatch", "DistilledExample", "Experience", "IterationShape", "LossOutput",
+    "Action", "DistilledBatch", "DistilledExample", "Experience", "IterationShape", "LossOutput",
     "MicroBatch", "PaddedBatch", "PreferenceBatch", "PreferenceExample", "Prompt", "Sample", "Step", "StepwiseBatch",
     "StepwiseExample", "TokenBatch", "TokenExample", "UnpairedBatch", "UnpairedExample", "WeightInfo",
     "DistilledExamples", "PreferenceExamples", "StepwiseExamples", "UnpairedExamples", "ModuleWeights",

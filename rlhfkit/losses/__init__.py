@@ -8,8 +8,7 @@ from rlhfkit.losses.advantages.gae import (
     discounted_returns,
     gae,
     length_adaptive_lambda,
-    reinforce_advantages,
-    reinforce_baseline_advantages,
+    turn_advantages,
 )
 from rlhfkit.losses.advantages.group import (
     AdvantageScale,
@@ -17,7 +16,6 @@ from rlhfkit.losses.advantages.group import (
     gdpo_advantages,
     gpg_advantages,
     group_advantages,
-    normalize_advantages,
     opo_advantages,
     pass_at_k_advantages,
     remax_advantages,
@@ -26,15 +24,12 @@ from rlhfkit.losses.advantages.group import (
 from rlhfkit.losses.advantages.rewards import (
     RewardMoments,
     clip_rewards,
-    last_action_mask,
     missing_eos_penalty,
     normalize_rewards,
-    overlong_penalty,
     stop_properly_penalty,
     token_rewards,
 )
 from rlhfkit.losses.advantages.token_baseline import optimal_token_advantages
-from rlhfkit.losses.advantages.turns import turn_advantages, turn_ends
 from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,
@@ -52,12 +47,9 @@ from rlhfkit.losses.distillation import (
     on_policy_distillation_advantages,
     on_policy_distillation_loss,
 )
-from rlhfkit.losses.fused_head.logprobs import LogprobsOutput, linear_logprobs, logits_logprobs
+from rlhfkit.losses.fused_head.logprobs import linear_logprobs, logits_logprobs
 from rlhfkit.losses.importance_sampling import (
     CORRECTION_PRESETS,
-    CorrectionLevel,
-    CorrectionMode,
-    CorrectionOutput,
     importance_weights,
     mismatch_metrics,
     off_policy_sequence_mask,
@@ -75,8 +67,6 @@ from rlhfkit.losses.metrics import (
     weighted_metric,
 )
 from rlhfkit.losses.policy.base import (
-    PolicyTokens,
-    RatioLevel,
     clipped_surrogate,
     policy_loss_output,
     policy_tokens,
@@ -94,19 +84,26 @@ from rlhfkit.losses.policy.trust_region import (
     kl_cov_loss,
     log_linear_proximal_logprobs,
 )
-from rlhfkit.losses.preference.bco import bco_loss, density_ratio_weights
-from rlhfkit.losses.preference.dpo import dpo_loss
-from rlhfkit.losses.preference.kto import kto_kl_estimate, kto_kl_sums, kto_loss
-from rlhfkit.losses.preference.pairs import best_and_worst, pair_partners, rejected_values
-from rlhfkit.losses.preference.reference_free import alphapo_loss, cpo_loss, orpo_loss, simpo_loss, slic_loss
-from rlhfkit.losses.preference.reward_model import bradley_terry_loss, pairwise_accuracy, process_reward_loss
-from rlhfkit.losses.preference.self_play import exploration_loss, nash_md_loss, preference_advantages
-from rlhfkit.losses.preference.variants import (
+from rlhfkit.losses.preference.dpo import (
     PAIR_LOSSES,
     PreferencePairs,
+    best_and_worst,
     divergence_score,
+    dpo_loss,
     length_desensitized_logprobs,
+    pair_partners,
+    rejected_values,
     wpo_weights,
+)
+from rlhfkit.losses.preference.reference_free import cpo_loss, orpo_loss, simpo_loss
+from rlhfkit.losses.preference.reward_model import bradley_terry_loss, process_reward_loss
+from rlhfkit.losses.preference.self_play import exploration_loss, nash_md_loss, preference_advantages
+from rlhfkit.losses.preference.unpaired import (
+    bco_loss,
+    density_ratio_weights,
+    kto_kl_estimate,
+    kto_kl_sums,
+    kto_loss,
 )
 from rlhfkit.losses.supervised import cross_entropy_loss, dft_loss
 from rlhfkit.losses.value import value_loss
@@ -116,19 +113,12 @@ __all__ = [
     "PAIR_LOSSES",
     "AdvantageScale",
     "Aggregation",
-    "CorrectionLevel",
-    "CorrectionMode",
-    "CorrectionOutput",
     "KLEstimator",
-    "LogprobsOutput",
     "LossOutput",
     "Metric",
-    "PolicyTokens",
     "PreferencePairs",
-    "RatioLevel",
     "RewardMoments",
     "aggregate",
-    "alphapo_loss",
     "bco_loss",
     "best_and_worst",
     "best_of_group_advantages",
@@ -170,7 +160,6 @@ __all__ = [
     "kto_kl_estimate",
     "kto_kl_sums",
     "kto_loss",
-    "last_action_mask",
     "length_adaptive_lambda",
     "length_desensitized_logprobs",
     "linear_logprobs",
@@ -186,7 +175,6 @@ __all__ = [
     "mismatch_metrics",
     "missing_eos_penalty",
     "nash_md_loss",
-    "normalize_advantages",
     "normalize_rewards",
     "off_policy_sequence_mask",
     "on_policy_distillation_advantages",
@@ -194,17 +182,13 @@ __all__ = [
     "opo_advantages",
     "optimal_token_advantages",
     "orpo_loss",
-    "overlong_penalty",
     "pair_partners",
-    "pairwise_accuracy",
     "pass_at_k_advantages",
     "policy_loss_output",
     "policy_tokens",
     "ppo_loss",
     "preference_advantages",
     "process_reward_loss",
-    "reinforce_advantages",
-    "reinforce_baseline_advantages",
     "reinforce_loss",
     "rejected_values",
     "rejection_mask",
@@ -215,7 +199,6 @@ __all__ = [
     "select",
     "sequence_logprobs",
     "simpo_loss",
-    "slic_loss",
     "stop_properly_penalty",
     "sum_losses",
     "sum_metric",
@@ -223,7 +206,6 @@ __all__ = [
     "token_rewards",
     "top_entropy_mask",
     "turn_advantages",
-    "turn_ends",
     "value_loss",
     "vespo_loss",
     "weighted_metric",

@@ -1,7 +1,6 @@
-"""Supervised losses on token log-probs: cross-entropy with label smoothing and z-loss, and dynamic fine-tuning (DFT).
+"""Supervised losses on token log-probs: cross-entropy, and dynamic fine-tuning (DFT).
 
-They take the log-prob of each label, (B, T) on the next-token axis, from :func:`rlhfkit.losses.linear_logprobs`;
-smoothing and z-loss take one more (B, T) tensor each.
+They take the log-prob of each label, (B, T) on the next-token axis, from :func:`rlhfkit.losses.linear_logprobs`.
 """
 
 import torch
@@ -13,7 +12,6 @@ from rlhfkit.losses.aggregation import (
     aggregate,
     check_same_shape,
     full_precision,
-    masked_mean,
     select,
 )
 from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
@@ -28,51 +26,25 @@ def cross_entropy_loss(
     aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
-    label_smoothing: float = 0.0,
-    mean_logprobs: Tensor | None = None,
-    z_loss_coef: float = 0.0,
-    log_normalizer: Tensor | None = None,
 ) -> LossOutput:
     """Token cross-entropy (negative log-likelihood of the labels), the loss of supervised fine-tuning.
 
-    ``l_t = -(1 - ε) log p(y_t) - ε mean_v log p(v) + ζ (log Z_t)²``, then :func:`aggregate`.
+    ``l_t = -log p(y_t)``, then :func:`aggregate`.
 
-    ``ε``: label smoothing, Szegedy et al. (2015, arXiv:1512.00567), uniform over all V tokens as in
-    :func:`torch.nn.functional.cross_entropy`. ``ζ``: z-loss of PaLM (Chowdhery et al., 2022, arXiv:2204.02311, section
-    5), which keeps ``log Z = logsumexp(logits)`` near 0.
+    Bengio et al. (2003), "A Neural Probabilistic Language Model"; the loss of TRL, OpenRLHF and Transformers.
 
     Args:
         logprobs: (B, T) log-probs of the labels, ``logprobs[:, t]`` belongs to token ``t + 1``. Masked entries may hold
             anything, NaN included.
         aggregation: How the token losses become one number; ``token-mean`` as in TRL, OpenRLHF and Transformers.
-        label_smoothing: ε in [0, 1). Needs ``mean_logprobs``.
-        mean_logprobs: (B, T) mean over the vocabulary of the log-probs, ``log_softmax(logits).mean(-1)``.
-        z_loss_coef: ζ ≥ 0; PaLM uses 1e-4. Needs ``log_normalizer``.
-        log_normalizer: (B, T) ``logsumexp(logits, -1)``.
 
     Returns:
-        The loss with metrics ``sft/nll`` (nats per trained token), ``sft/perplexity`` (its exponential) and, when asked
-        for, ``sft/z_loss`` (before ζ).
+        The loss with metrics ``sft/nll`` (nats per trained token) and ``sft/perplexity`` (its exponential).
     """
-    check_same_shape(logprobs=logprobs, mask=mask, mean_logprobs=mean_logprobs, log_normalizer=log_normalizer)
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
-    if not z_loss_coef >= 0.0:
-        raise ValueError(f"z_loss_coef must not be negative, got {z_loss_coef}")
-    if (label_smoothing > 0.0) != (mean_logprobs is not None):
-        raise ValueError("label_smoothing > 0 and mean_logprobs belong together: give both or neither")
-    if (z_loss_coef > 0.0) != (log_normalizer is not None):
-        raise ValueError("z_loss_coef > 0 and log_normalizer belong together: give both or neither")
+    check_same_shape(logprobs=logprobs, mask=mask)
     negative = -select(full_precision(logprobs), mask)
-    token_loss = negative
-    metrics = _metrics(negative, mask)
-    if mean_logprobs is not None:
-        token_loss = (1.0 - label_smoothing) * negative - label_smoothing * select(full_precision(mean_logprobs), mask)
-    if log_normalizer is not None:
-        z_loss = select(full_precision(log_normalizer), mask).square()
-        token_loss = token_loss + z_loss_coef * z_loss
-        metrics["sft/z_loss"] = masked_mean(z_loss.detach(), mask)
-    return LossOutput(aggregate(token_loss, mask, aggregation, denominator, max_length=max_length), metrics)
+    loss = aggregate(negative, mask, aggregation, denominator, max_length=max_length)
+    return LossOutput(loss, _metrics(negative, mask))
 
 
 @share_arguments(AGGREGATION_ARGUMENTS)

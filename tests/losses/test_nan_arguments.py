@@ -28,10 +28,9 @@ CASES: list[tuple[str, Callable[..., Any], list[str]]] = [
         lambda **knobs: losses.kto_loss(ONE, ONE, ONE == 0, ONE[0], **knobs),
         ["beta", "desirable_weight", "undesirable_weight"],
     ),
-    ("alphapo", lambda **knobs: losses.alphapo_loss(ONE, ONE, LENGTH, LENGTH, **knobs), ["beta", "gamma"]),
+    ("simpo", lambda **knobs: losses.simpo_loss(ONE, ONE, LENGTH, LENGTH, **knobs), ["beta", "gamma"]),
     ("orpo", lambda **knobs: losses.orpo_loss(ONE, ONE, LENGTH, LENGTH, **knobs), ["beta"]),
     ("reward", lambda **knobs: losses.bradley_terry_loss(ONE, ONE, **knobs), ["centering", "label_smoothing"]),
-    ("supervised", lambda **knobs: losses.cross_entropy_loss(ROW, MASK, **knobs), ["label_smoothing", "z_loss_coef"]),
     ("kl", lambda **knobs: losses.kl_estimate(ROW, ROW, **knobs), ["clamp"]),
     (
         "correction",

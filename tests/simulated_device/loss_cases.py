@@ -104,7 +104,6 @@ def other_shapes() -> dict[str, dict[str, Any]]:
         "logits_logprobs": {"logits": normal(B * T, V), "entropy": True},
         "gae": {"rewards": normal(B, T)},
         "discounted_returns": {"rewards": normal(B, T)},
-        "reinforce_advantages": {"rewards": normal(B, T)},
         "dr_grpo_loss": {"max_length": 16},
         "gdpo_advantages": {"rewards": normal(B, 2)},
         "dpo_loss": {"ref_chosen": -normal(B).abs(), "ref_rejected": -normal(B).abs()},

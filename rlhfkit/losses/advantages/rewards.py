@@ -1,6 +1,6 @@
 """Reward shaping: penalties, clipping, normalisation, and rewards per token.
 
-The usual order, OpenRLHF's: :func:`overlong_penalty`, then :func:`stop_properly_penalty` or
+The usual order, OpenRLHF's: :func:`stop_properly_penalty` or
 :func:`missing_eos_penalty`, baseline (:mod:`rlhfkit.losses.advantages.group`), :func:`clip_rewards`,
 :func:`token_rewards`.
 """
@@ -92,33 +92,6 @@ def clip_rewards(rewards: Tensor, *, low: float = -10.0, high: float = 10.0) -> 
     if not low < high:
         raise ValueError(f"need low < high, got low={low} and high={high}")
     return rewards.clamp(low, high)
-
-
-def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """DAPO's soft penalty for answers close to the length limit, to be added to the reward.
-
-    ``-factor clip((l - (L_max - L_buffer)) / L_buffer, 0, 1)``
-
-    Yu et al. (2025, arXiv:2503.14476, equation 13).
-
-    Args:
-        lengths: (B,) tokens, from the first to the last action, including those between.
-        max_length: ``L_max``, the generation limit in tokens.
-        buffer: ``L_buffer``, tokens before the limit in which the penalty grows; 4096 of 20480 in the paper.
-        factor: Largest penalty; 1 in DAPO and OpenRLHF.
-
-    Returns:
-        (B,) in ``[-factor, 0]``.
-
-    Raises:
-        ValueError: If the buffer is not in (0, max_length] or the factor is negative.
-    """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"buffer must lie in (0, max_length={max_length}], got {buffer}")
-    if not factor >= 0.0:
-        raise ValueError(f"factor must not be negative (the penalty is subtracted here), got {factor}")
-    excess = full_precision(lengths) - (max_length - buffer)
-    return -factor * (excess / buffer).clamp(0.0, 1.0)
 
 
 @share_arguments(ADVANTAGE_ARGUMENTS)

@@ -114,7 +114,7 @@ def dapo_loss(
     """DAPO: :func:`grpo_loss` with a wider upper clip and a mean over all tokens of the step.
 
     Yu et al. (2025, arXiv:2503.14476, equation 8). The other parts of DAPO are the overlong penalty
-    (:func:`overlong_penalty`), dynamic sampling (groups of equal rewards are rejected) and no KL penalty.
+    (:class:`rlhfkit.rewards.LengthPenalty`), dynamic sampling (groups of equal rewards are rejected) and no KL penalty.
 
     Args:
         clip_low: ``ε_low``; the paper's 0.2.

@@ -1,4 +1,4 @@
-"""Preference losses without a reference model: SimPO, AlphaPO, CPO, ORPO and SLiC.
+"""Preference losses without a reference model: SimPO with AlphaPO, CPO and ORPO.
 
 All take summed log-probs (B,) and completion lengths, and divide inside where the paper does.
 """
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rlhfkit.losses.aggregation import LossOutput, aggregate, check_same_shape, full_precision, masked_mean, select
 from rlhfkit.losses.arguments import PAIR_ARGUMENTS, share_arguments
-from rlhfkit.losses.preference.dpo import preference_metrics
-from rlhfkit.losses.preference.variants import smoothed_logsigmoid_loss
+from rlhfkit.losses.preference.dpo import preference_metrics, smoothed_logsigmoid_loss
 
 _LARGEST_EXPONENT = 80.0  # as in the KL estimates: e^80 is finite in float32, with room for a product
 
@@ -29,6 +28,7 @@ def simpo_loss(
     *,
     beta: float = 2.0,
     gamma: float = 1.0,
+    alpha: float = 0.0,
     label_smoothing: float = 0.0,
     nll_coef: float = 0.0,
     mean_chosen_length: Tensor | float | None = None,
@@ -39,67 +39,25 @@ def simpo_loss(
 
     ``ℓ = -log σ(β (log π_c / n_c - log π_r / n_r) - γ)``, smoothed with ε like ``sigmoid`` of the DPO family.
 
-    SimPO, Meng et al. (2024, arXiv:2405.14734, equation 6). With ``nll_coef > 0`` it is CPO-SimPO.
+    SimPO, Meng et al. (2024, arXiv:2405.14734, equation 6). With ``nll_coef > 0`` it is CPO-SimPO. With ``alpha`` it is
+    AlphaPO, Gupta et al. (2025, arXiv:2501.03884), whose reward is curved: ``β r(p)`` in place of ``β log p``, with
+    ``p = exp(log π / n)`` and ``r(p) = (1 - p^-α) / α``. ``p^-α`` is at most e^80, which float32 can hold: an answer
+    beyond that, at 320 nats per token with α = 0.25, has no gradient.
 
     Args:
         beta: β > 0; the paper uses 2.0 to 2.5, its authors report up to 10. (TRL's class default 0.1 is DPO's.)
         gamma: γ ≥ 0, 0.3 to 1.6 in the paper; TRL's ``simpo_gamma``, the authors' ``gamma_beta_ratio`` times ``beta``.
+        alpha: α, any sign; 0 is SimPO. No published default: AlphaPO's paper tunes it per model around 0.
 
     Returns:
-        The loss with metrics ``rewards/*`` (``β log π / n``), ``logps/*`` (sums) and ``nll_loss`` with ``nll_coef``.
-    """
-    return alphapo_loss(
-        chosen,
-        rejected,
-        chosen_lengths,
-        rejected_lengths,
-        alpha=0.0,
-        beta=beta,
-        gamma=gamma,
-        label_smoothing=label_smoothing,
-        nll_coef=nll_coef,
-        mean_chosen_length=mean_chosen_length,
-        mask=mask,
-        denominator=denominator,
-    )
-
-
-@share_arguments(PAIR_ARGUMENTS)
-def alphapo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    *,
-    alpha: float = 0.25,
-    beta: float = 2.0,
-    gamma: float = 1.0,
-    label_smoothing: float = 0.0,
-    nll_coef: float = 0.0,
-    mean_chosen_length: Tensor | float | None = None,
-    mask: Tensor | None = None,
-    denominator: Tensor | float | None = None,
-) -> LossOutput:
-    """AlphaPO: SimPO with a reward function whose curvature is set by ``α``.
-
-    ``ℓ = -log σ(β (r(p_c) - r(p_r)) - γ)`` with ``r(p) = (1 - p^-α) / α`` and ``p = exp(log π / n)``; ``α → 0`` is
-    :func:`simpo_loss`.
-
-    AlphaPO, Gupta et al. (2025, arXiv:2501.03884). ``p^-α`` is at most e^80, which float32 can hold: an answer beyond
-    that, at 320 nats per token with the default α, has no gradient.
-
-    Args:
-        alpha: α, any sign; 0 is SimPO. No published default: the paper tunes it per model around 0.
-        gamma: γ ≥ 0, margin.
-
-    Returns:
-        The loss with metrics ``rewards/*`` (``β r``), ``logps/*`` (sums) and ``nll_loss`` with ``nll_coef``.
+        The loss with metrics ``rewards/*`` (``β log π / n`` or ``β r``), ``logps/*`` (sums), ``nll_loss`` with
+        ``nll_coef``.
     """
     if not gamma >= 0.0:
         raise ValueError(f"gamma must not be negative, got {gamma}")
     pairs = _Pairs(chosen, rejected, chosen_lengths, rejected_lengths, mask, beta, label_smoothing)
-    chosen_reward = beta * _bent_reward(pairs.mean_chosen, alpha)
-    rejected_reward = beta * _bent_reward(pairs.mean_rejected, alpha)
+    chosen_reward = beta * _alpha_reward(pairs.mean_chosen, alpha)
+    rejected_reward = beta * _alpha_reward(pairs.mean_rejected, alpha)
     losses = smoothed_logsigmoid_loss(chosen_reward - rejected_reward - gamma, label_smoothing)
     return pairs.output(losses, chosen_reward, rejected_reward, nll_coef, mean_chosen_length, denominator)
 
@@ -184,53 +142,7 @@ def orpo_loss(
     return LossOutput(output.loss, {**output.metrics, "log_odds_chosen": masked_mean(log_odds.detach(), pairs.mask)})
 
 
-@share_arguments(PAIR_ARGUMENTS)
-def slic_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    target: Tensor | None = None,
-    *,
-    margin: float = 1.0,
-    target_coef: float = 0.0,
-    mask: Tensor | None = None,
-    denominator: Tensor | float | None = None,
-) -> LossOutput:
-    """Sequence likelihood calibration with human feedback: a rank hinge on log-probs and a likelihood term.
-
-    ``ℓ = max(0, δ - log π_c + log π_r) - λ log π_target``
-
-    SLiC-HF, Zhao et al. (2023, arXiv:2305.10425, equation 1). A hinge against a reference model is
-    ``dpo_loss(loss_type="hinge")``.
-
-    Args:
-        chosen: (B,) log-probs of the chosen answers under the policy, summed (or averaged over tokens by the caller).
-        target: (B,) the same for the answers of the fine-tuning data, or ``chosen``; needed when ``target_coef > 0``.
-        margin: δ > 0, nats; 1 as TRL's hinge losses have it.
-        target_coef: λ ≥ 0; off by default, the paper tunes it.
-
-    Returns:
-        The loss with metrics ``rewards/*`` and ``logps/*`` (both the log-probs given) and ``nll_loss`` with a target.
-
-    Raises:
-        ValueError: If shapes differ, an argument is out of range, or only one of target and coefficient is given.
-    """
-    if not (margin > 0.0 and target_coef >= 0.0):
-        raise ValueError(f"margin must be positive and target_coef not negative, got {margin} and {target_coef}")
-    if (target is not None) != (target_coef > 0.0):
-        raise ValueError("target and target_coef > 0 belong together: give both or neither")
-    check_same_shape(chosen=chosen, rejected=rejected, target=target, mask=mask)
-    keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
-    chosen, rejected = select(full_precision(chosen), keep), select(full_precision(rejected), keep)
-    losses = torch.relu(margin - chosen + rejected)
-    metrics = preference_metrics(chosen, rejected, chosen, rejected, keep)
-    if target is not None:
-        nll = -select(full_precision(target), keep)
-        losses = losses + target_coef * nll
-        metrics["nll_loss"] = masked_mean(nll.detach(), keep)
-    return LossOutput(aggregate(losses, keep, denominator=denominator), metrics)
-
-
-def _bent_reward(mean_logprobs: Tensor, alpha: float) -> Tensor:
+def _alpha_reward(mean_logprobs: Tensor, alpha: float) -> Tensor:
     """``(1 - p^-α) / α`` from ``log p``; ``log p`` itself for α = 0. The exponent is capped where float32 ends."""
     if alpha == 0.0:
         return mean_logprobs

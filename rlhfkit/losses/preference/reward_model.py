@@ -1,7 +1,5 @@
 """Losses of reward models: Bradley–Terry on pairs of answers, and process rewards on the steps of one answer."""
 
-from typing import Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,10 +15,7 @@ from rlhfkit.losses.aggregation import (
 )
 from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import max_metric, min_metric, sum_metric
-from rlhfkit.losses.preference.variants import smoothed_logsigmoid_loss
-
-BradleyTerryLossType = Literal["sigmoid", "log_exp"]
-"""Forms of :func:`bradley_terry_loss`."""
+from rlhfkit.losses.preference.dpo import smoothed_logsigmoid_loss
 
 
 def bradley_terry_loss(
@@ -29,7 +24,6 @@ def bradley_terry_loss(
     *,
     margin: Tensor | float | None = None,
     centering: float = 0.0,
-    loss_type: BradleyTerryLossType = "sigmoid",
     label_smoothing: float = 0.0,
     mask: Tensor | None = None,
     denominator: Tensor | float | None = None,
@@ -47,8 +41,6 @@ def bradley_terry_loss(
         rejected: (B,) rewards of the rejected answers.
         margin: (B,) or scalar, subtracted from the difference; none by default.
         centering: ``c`` ≥ 0; off by default, TRL suggests 0.01.
-        loss_type: ``sigmoid``, or ``log_exp`` for the same value, ``log(1 + e^(r_r - r_c))`` in OpenRLHF, where it
-            overflows for large gaps and ignores the margin.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
         mask: (B,) pairs that count; others may hold anything.
         denominator: Pairs of the whole optimizer step divided by the number of micro-batches averaged; the local count
@@ -60,13 +52,11 @@ def bradley_terry_loss(
         are 0 where no pair counts.
 
     Raises:
-        ValueError: If shapes differ, ``loss_type`` is unknown or an argument is out of range.
+        ValueError: If shapes differ or an argument is out of range.
     """
     check_same_shape(chosen=chosen, rejected=rejected, mask=mask)
     if chosen.dim() != 1:
         raise ValueError(f"rewards must be (B,), one per answer, got {tuple(chosen.shape)}; squeeze (B, 1)")
-    if loss_type not in get_args(BradleyTerryLossType):
-        raise ValueError(f"loss_type must be one of {', '.join(get_args(BradleyTerryLossType))}, got {loss_type!r}")
     if not centering >= 0.0:
         raise ValueError(f"centering must not be negative, got {centering}")
     if not 0.0 <= label_smoothing < 0.5:
@@ -79,33 +69,6 @@ def bradley_terry_loss(
     if centering:
         losses = losses + centering * (chosen + rejected).square()
     return LossOutput(aggregate(losses, keep, denominator=denominator), _pair_metrics(chosen, rejected, keep))
-
-
-def pairwise_accuracy(
-    chosen: Tensor, rejected: Tensor, *, tie_credit: float = 0.0, mask: Tensor | None = None
-) -> Tensor:
-    """Share of pairs in which the chosen answer has the higher reward.
-
-    ``mean_i (1[r_c > r_r] + t 1[r_c = r_r])``
-
-    Args:
-        chosen: (B,) rewards of the chosen answers.
-        rejected: (B,) rewards of the rejected answers.
-        tie_credit: ``t`` in [0, 1]; 0 as in TRL and OpenRLHF, 0.5 for that of chance.
-        mask: (B,) pairs that count; all of them when ``None``.
-
-    Returns:
-        Detached scalar in [0, 1]; 0 without pairs.
-
-    Raises:
-        ValueError: If shapes differ or ``tie_credit`` is out of range.
-    """
-    check_same_shape(chosen=chosen, rejected=rejected, mask=mask)
-    if not 0.0 <= tie_credit <= 1.0:
-        raise ValueError(f"tie_credit must lie in [0, 1], got {tie_credit}")
-    keep = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
-    credit = (chosen > rejected).float() + tie_credit * (chosen == rejected).float()
-    return masked_mean(credit, keep)
 
 
 @share_arguments(AGGREGATION_ARGUMENTS)
@@ -187,7 +150,7 @@ def _pair_metrics(chosen: Tensor, rejected: Tensor, keep: Tensor) -> dict[str, T
     return {
         "rewards/chosen": masked_mean(chosen, keep),
         "rewards/rejected": masked_mean(rejected, keep),
-        "rewards/accuracies": pairwise_accuracy(chosen, rejected, mask=keep),
+        "rewards/accuracies": masked_mean((chosen > rejected).float(), keep),
         "rewards/margins": masked_mean(chosen - rejected, keep),
         "rewards/mean": masked_mean(both, counted),
         "rewards/min": min_metric(both, counted),

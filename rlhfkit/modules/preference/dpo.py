@@ -14,8 +14,7 @@ from rlhfkit.losses import (
     length_desensitized_logprobs,
     wpo_weights,
 )
-from rlhfkit.losses.preference.dpo import LossTypes
-from rlhfkit.losses.preference.variants import SORTS_THE_BATCH, Divergence
+from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
 from rlhfkit.models import LoRA, PolicyOutput, policy_output
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.preference.base import PreferenceModule

@@ -13,7 +13,7 @@ from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch, Unpair
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
 from rlhfkit.losses.metrics import share_metric
-from rlhfkit.losses.preference.kto import KTOLossType
+from rlhfkit.losses.preference.unpaired import KTOLossType
 from rlhfkit.models import LoRA, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.optimizers.schedules import Schedule

@@ -5,7 +5,7 @@ The formulas and their papers are in :mod:`rlhfkit.losses.preference.reference_f
 
 from typing import Any
 
-from rlhfkit.losses import LossOutput, alphapo_loss, cpo_loss, orpo_loss
+from rlhfkit.losses import LossOutput, cpo_loss, orpo_loss, simpo_loss
 from rlhfkit.losses.preference.reference_free import CPOLossType
 from rlhfkit.models import LoRA
 from rlhfkit.modules.optimizers.schedules import Schedule
@@ -16,7 +16,7 @@ from rlhfkit.validation import check_number
 class SimPOModule(PreferenceModule):
     """SimPO (Meng et al., 2024, arXiv:2405.14734), whose reward is the log-prob averaged over the answer's tokens.
 
-    See :func:`~rlhfkit.losses.alphapo_loss`.
+    See :func:`~rlhfkit.losses.simpo_loss`.
 
     Args:
         model: Folder or hub name of the policy.
@@ -84,7 +84,7 @@ class SimPOModule(PreferenceModule):
         self._check_loss()
 
     def _pair_loss(self, **arguments: Any) -> LossOutput:
-        return alphapo_loss(
+        return simpo_loss(
             **arguments,
             beta=self.beta,
             gamma=self.gamma,

@@ -10,10 +10,7 @@ from rlhfkit.losses import (
     group_advantages,
     kl_estimate,
     length_adaptive_lambda,
-    masked_moments,
     ppo_loss,
-    reinforce_advantages,
-    reinforce_baseline_advantages,
     token_rewards,
     value_loss,
     whiten,
@@ -36,7 +33,8 @@ def openrlhf_advantages(name):
     if name in ("gae", "reinforce"):
         shaped = token_rewards(rewards, mask, kl=kl, kl_coef=coef)
         if name == "reinforce":
-            return reinforce_advantages(shaped, mask), discounted_returns(shaped, mask)
+            returns = discounted_returns(shaped, mask)
+            return whiten(returns, mask), returns
         advantages, returns = gae(shaped, OPENRLHF_INPUTS["values"], mask, lam=1.0)
         return whiten(advantages, mask), returns
     if name.startswith("group_norm"):
@@ -45,10 +43,8 @@ def openrlhf_advantages(name):
     else:
         centred = group_advantages(rewards, GROUP, scale="none")
         if name.startswith("reinforce_baseline"):
-            advantages = reinforce_baseline_advantages(
-                rewards, GROUP, mask, kl=kl, kl_coef=coef, scale_std=not name.endswith("nostd")
-            )
-            return advantages, discounted_returns(token_rewards(centred, mask, kl=kl, kl_coef=coef), mask)
+            returns = discounted_returns(token_rewards(centred, mask, kl=kl, kl_coef=coef), mask)
+            return whiten(returns, mask, scale_std=not name.endswith("nostd")), returns
         rewards = centred
     returns = discounted_returns(token_rewards(rewards, mask, kl=kl, kl_coef=coef), mask)
     return returns, returns
@@ -187,17 +183,6 @@ def test_long_sequences_take_few_steps_and_stay_exact():
     got = discounted_returns(rewards, torch.ones(1, 5000), gamma=0.999)
     expected = 0.999 ** torch.arange(4999, -1, -1, dtype=torch.float64)
     torch.testing.assert_close(got[0], expected)
-
-
-def test_reinforce_over_ranks_is_reinforce_over_the_whole():
-    batch = policy_batch()
-    expected = reinforce_advantages(batch.advantages, batch.mask, gamma=0.9)
-    assert expected[batch.mask].mean().item() == pytest.approx(0.0, abs=1e-12)
-    ranks = [slice(2), slice(2, None)]
-    returns = discounted_returns(batch.advantages, batch.mask, gamma=0.9)
-    moments = sum(masked_moments(returns[rows], batch.mask[rows]) for rows in ranks)
-    got = [reinforce_advantages(batch.advantages[rows], batch.mask[rows], gamma=0.9, moments=moments) for rows in ranks]
-    torch.testing.assert_close(torch.cat(got), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

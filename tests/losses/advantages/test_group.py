@@ -13,12 +13,12 @@ from rlhfkit.losses import (
     group_advantages,
     kl_estimate,
     masked_moments,
-    normalize_advantages,
     opo_advantages,
     pass_at_k_advantages,
     remax_advantages,
     rloo_advantages,
 )
+from rlhfkit.losses.advantages.group import normalize_advantages
 
 from ..policy_cases import FIELD, TRL, tensors
 from ..whole_graph import WHOLE_GRAPH

@@ -5,16 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfkit import Prompt, Sample
 from rlhfkit.losses import (
     RewardMoments,
     clip_rewards,
-    last_action_mask,
     missing_eos_penalty,
     normalize_rewards,
-    overlong_penalty,
     stop_properly_penalty,
     token_rewards,
 )
+from rlhfkit.losses.advantages.rewards import last_action_mask
+from rlhfkit.rewards import LengthPenalty
 
 from ..policy_cases import OPENRLHF, TRL, policy_batch
 
@@ -73,10 +74,16 @@ def test_rewards_and_penalties_add_up_to_the_sequence():
     torch.testing.assert_close(got, rewards - 0.3 * (batch.logprobs * batch.mask).sum(-1))
 
 
+def overlong(lengths, limit, zone):
+    """DAPO's penalty of answers of some lengths, which is a reward."""
+    prompt = Prompt(0, [1])
+    samples = [Sample(prompt, 0, [2] * n, [0.0] * n, [0] * n, "stop") for n in lengths]
+    return torch.tensor(LengthPenalty(limit, zone)(samples))
+
+
 def test_trl_golden_overlong_penalty():
     golden = TRL["helpers"]["rewards"]["soft_overlong(100,20)"]
-    got = overlong_penalty(torch.tensor(golden["lengths"]), max_length=100, buffer=20)
-    torch.testing.assert_close(got, torch.tensor(golden["out"]))
+    torch.testing.assert_close(overlong(golden["lengths"], 100, 20), torch.tensor(golden["out"]))
 
 
 def recorded(name):
@@ -86,8 +93,7 @@ def recorded(name):
 def test_openrlhf_golden_penalties():
     inputs = OPENRLHF["adv_inputs"]
     rewards, truncated = torch.tensor(inputs["rewards"]), torch.tensor(inputs["truncated"])
-    lengths = torch.tensor(inputs["response_length"])
-    penalised = rewards + overlong_penalty(lengths, max_length=8, buffer=4)
+    penalised = rewards + overlong(inputs["response_length"], 8, 4)
     got = stop_properly_penalty(penalised, truncated, coef=0.5).tolist()
     expected = recorded("dr_grpo_overlong4_stop.5")
     assert got[:3] == pytest.approx(expected[:3])
@@ -154,9 +160,5 @@ def test_bad_arguments_raise():
     ):
         with pytest.raises(ValueError, match=message):
             token_rewards(rewards, mask, **knobs)
-    with pytest.raises(ValueError, match="buffer"):
-        overlong_penalty(torch.ones(2), max_length=10, buffer=11)
-    with pytest.raises(ValueError, match="factor"):
-        overlong_penalty(torch.ones(2), max_length=10, buffer=5, factor=-1.0)
     with pytest.raises(ValueError, match="coef must be at most 1"):
         stop_properly_penalty(torch.ones(2), torch.ones(2), coef=1.5)

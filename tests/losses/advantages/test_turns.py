@@ -11,7 +11,8 @@ import torch
 from rl_runs import setup_run
 from torch import Tensor
 
-from rlhfkit.losses import group_advantages, turn_advantages, turn_ends
+from rlhfkit.losses import group_advantages, turn_advantages
+from rlhfkit.losses.advantages.gae import turn_ends
 
 # Two prompts; turns of the policy as runs of 1, the environment's tokens as 0.
 MASK = torch.tensor(

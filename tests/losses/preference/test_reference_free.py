@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.losses import alphapo_loss, cpo_loss, dpo_loss, orpo_loss, simpo_loss, slic_loss
+from rlhfkit.losses import cpo_loss, dpo_loss, orpo_loss, simpo_loss
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["helpers"]["cpo_orpo"]
 CHOSEN, REJECTED, MEAN_CHOSEN, MEAN_REJECTED = (
@@ -17,7 +17,7 @@ CHOSEN, REJECTED, MEAN_CHOSEN, MEAN_REJECTED = (
 ONES = torch.ones(5, dtype=torch.long)  # averages are sums of answers of one token
 LOSSES = {
     "simpo": simpo_loss,
-    "alphapo": alphapo_loss,
+    "alphapo": lambda *args, **knobs: simpo_loss(*args, alpha=0.25, **knobs),
     "cpo": cpo_loss,
     "orpo": orpo_loss,
     "cpo-simpo": lambda *args, **knobs: simpo_loss(*args, nll_coef=0.7, **knobs),
@@ -49,7 +49,7 @@ def test_value_matches_trl(case):
     chosen, rejected = (CHOSEN, REJECTED) if case["uses"] == "sum" else (MEAN_CHOSEN, MEAN_REJECTED)
     knobs = {"beta": case["beta"], "label_smoothing": case["label_smoothing"], "nll_coef": 0.0}
     if case["loss_type"] == "simpo":
-        loss, knobs = alphapo_loss, knobs | {"gamma": case["simpo_gamma"], "alpha": case["alpha"]}
+        loss, knobs = simpo_loss, knobs | {"gamma": case["simpo_gamma"], "alpha": case["alpha"]}
     else:
         loss, knobs = cpo_loss, knobs | {"loss_type": case["loss_type"]}
     losses = per_pair(loss, chosen, rejected, ONES, ONES, **knobs)
@@ -74,7 +74,7 @@ def test_simpo_divides_by_length_and_subtracts_the_margin():
 
 def test_alphapo_joins_simpo_at_zero():
     batch = pair_batch()
-    torch.testing.assert_close(alphapo_loss(*batch, alpha=1e-9).loss, simpo_loss(*batch).loss)
+    torch.testing.assert_close(simpo_loss(*batch, alpha=1e-9).loss, simpo_loss(*batch).loss)
 
 
 def test_cpo_is_reference_free_dpo_with_cross_entropy():
@@ -118,25 +118,11 @@ def test_rewards_are_beta_times_what_the_loss_compares():
         torch.testing.assert_close(metrics["logps/rejected"], rejected.mean())
 
 
-def test_slic_is_a_hinge_with_a_likelihood_term():
-    chosen, rejected = torch.tensor([-1.0, -5.0]), torch.tensor([-3.0, -4.5])
-    target = torch.tensor([-2.0, -4.0])
-    assert slic_loss(chosen, rejected).loss.item() == pytest.approx((0 + 1.5) / 2)
-    output = slic_loss(chosen, rejected, target, margin=2.5, target_coef=0.1)
-    assert output.loss.item() == pytest.approx((0.5 + 3.0) / 2 + 0.1 * 3.0)
-    assert output.metrics["nll_loss"].item() == pytest.approx(3.0)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradcheck(name):
     chosen, rejected, *lengths = pair_batch(seed=1)
     inputs = (chosen.requires_grad_(), rejected.requires_grad_())
     assert torch.autograd.gradcheck(lambda chosen, rejected: LOSSES[name](chosen, rejected, *lengths).loss, inputs)
-
-
-def test_slic_gradcheck():
-    inputs = tuple(tensor.requires_grad_() for tensor in torch.randn(3, 5, dtype=torch.float64).unbind())
-    assert torch.autograd.gradcheck(lambda *inputs: slic_loss(*inputs, target_coef=0.5).loss, inputs)
 
 
 @settings(max_examples=15, deadline=None)
@@ -166,18 +152,6 @@ def test_masked_pairs_reach_neither_loss_nor_gradient_nor_metrics(name):
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(dict(output.metrics), dict(expected.metrics))
     assert chosen.grad.isfinite().all()
-    assert not any(metric.requires_grad for metric in output.metrics.values())
-
-
-def test_slic_ignores_masked_pairs():
-    chosen = torch.tensor([-1.0, float("nan")], requires_grad=True)
-    target = torch.tensor([-2.0, float("nan")], requires_grad=True)
-    output = slic_loss(chosen, torch.tensor([-1.5, float("inf")]), target, target_coef=0.1, mask=torch.tensor([1, 0]))
-    with torch.autograd.set_detect_anomaly(True):  # no NaN on the way either
-        output.loss.backward()
-    assert output.loss.item() == pytest.approx(0.5 + 0.2)
-    assert chosen.grad.tolist() == [-1.0, 0.0]
-    assert target.grad.tolist() == pytest.approx([-0.1, 0.0])
     assert not any(metric.requires_grad for metric in output.metrics.values())
 
 
@@ -215,11 +189,7 @@ def test_nonsense_is_refused(loss, knobs, message):
         loss(zeros, zeros, zeros + 1, zeros + 1, **knobs)
 
 
-def test_nonsense_for_slic_and_token_logprobs_are_refused():
-    zeros = torch.zeros(3)
-    for knobs, message in (({"margin": 0.0}, "margin must"), ({"target_coef": 1.0}, "belong together")):
-        with pytest.raises(ValueError, match=message):
-            slic_loss(zeros, zeros, **knobs)
+def test_token_logprobs_are_refused():
     with pytest.raises(ValueError, match="sequence_logprobs"):
         simpo_loss(*torch.zeros(4, 3, 5))
 
@@ -230,9 +200,9 @@ def test_alphapo_of_extreme_log_probs_stays_finite_and_trains_the_other_answer(a
     for pair in ((extreme, -1.0), (-1.0, extreme), (extreme, extreme)):
         chosen, rejected = (torch.tensor([value], requires_grad=True) for value in pair)
         lengths = torch.ones(1)
-        output = alphapo_loss(chosen, rejected, lengths, lengths, alpha=alpha)
+        output = simpo_loss(chosen, rejected, lengths, lengths, alpha=alpha)
         gradients = torch.autograd.grad(output.loss, (chosen, rejected))
         assert all(value.isfinite() for value in (output.loss, *gradients, *output.metrics.values()))
     chosen, rejected = (torch.tensor([value], requires_grad=True) for value in (extreme, -1.0))
-    gradient = torch.autograd.grad(alphapo_loss(chosen, rejected, lengths, lengths).loss, rejected)[0]
+    gradient = torch.autograd.grad(simpo_loss(chosen, rejected, lengths, lengths, alpha=0.25).loss, rejected)[0]
     assert gradient.item() == pytest.approx(2.0 * math.exp(0.25), rel=1e-5)  # the pair is entirely wrong: β p^-α

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.losses import bradley_terry_loss, pairwise_accuracy, process_reward_loss
+from rlhfkit.losses import bradley_terry_loss, process_reward_loss
 
 GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
 TRL = json.loads((GOLDEN_FOLDER / "trl.json").read_text())["reward_model"]
@@ -52,18 +52,10 @@ def test_value_matches_openrlhf():
     assert bradley_terry_loss(chosen, rejected).loss.item() == pytest.approx(case["sigmoid"], abs=1e-6)
     with_margin = bradley_terry_loss(chosen, rejected, margin=margin)
     assert with_margin.loss.item() == pytest.approx(case["sigmoid_margin"], abs=1e-6)
-    assert bradley_terry_loss(chosen, rejected, loss_type="log_exp").loss.item() == pytest.approx(
-        case["logexp"], abs=1e-6
-    )
-
-
-def test_log_exp_does_not_overflow_and_honours_the_margin():
-    # Quirks left behind: OpenRLHF's logexp is infinite for large gaps and drops the margin.
-    chosen = torch.tensor([-1e4], requires_grad=True)
-    output = bradley_terry_loss(chosen, torch.tensor([1e4]), loss_type="log_exp", margin=5.0)
-    output.loss.backward()
-    assert output.loss.item() == pytest.approx(20_005.0)
-    assert chosen.grad.item() == -1.0
+    # Quirk left behind: OpenRLHF's logexp is another way to write the same number, infinite for large gaps.
+    assert bradley_terry_loss(chosen, rejected).loss.item() == pytest.approx(case["logexp"], abs=1e-6)
+    large = bradley_terry_loss(torch.tensor([-1e4]), torch.tensor([1e4]), margin=5.0)
+    assert large.loss.item() == pytest.approx(20_005.0)
 
 
 def test_equal_rewards_give_log_two_and_the_centering_term_is_the_squared_sum():
@@ -71,14 +63,6 @@ def test_equal_rewards_give_log_two_and_the_centering_term_is_the_squared_sum():
     assert bradley_terry_loss(rewards, rewards).loss.item() == pytest.approx(math.log(2))
     centred = bradley_terry_loss(rewards, rewards, centering=0.01).loss
     assert centred.item() == pytest.approx(math.log(2) + 0.01 * (4 + 16) / 2)
-
-
-def test_pairwise_accuracy_counts_ties_as_told():
-    chosen, rejected = torch.tensor([1.0, 2.0, 0.0, float("nan")]), torch.tensor([0.0, 2.0, 1.0, 0.0])
-    mask = torch.tensor([1, 1, 1, 0])
-    assert pairwise_accuracy(chosen, rejected, mask=mask).item() == pytest.approx(1 / 3)
-    assert pairwise_accuracy(chosen, rejected, tie_credit=0.5, mask=mask).item() == pytest.approx(0.5)
-    assert pairwise_accuracy(chosen, rejected, mask=torch.zeros(4)) == 0
 
 
 def test_gradcheck():
@@ -121,7 +105,6 @@ def test_half_precision_is_computed_in_float32():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"loss_type": "hinge"}, "loss_type must be one of"),
         ({"centering": -1.0}, "centering must not be negative"),
         ({"label_smoothing": 0.5}, "label_smoothing must lie"),
         ({"margin": torch.zeros(2)}, "same shape"),
@@ -133,11 +116,14 @@ def test_nonsense_is_refused(knobs, message):
         bradley_terry_loss(torch.zeros(3), torch.zeros(3), **knobs)
 
 
-def test_column_of_rewards_and_bad_tie_credit_are_refused():
+def test_a_column_of_rewards_is_refused_and_ties_are_wrong():
     with pytest.raises(ValueError, match="squeeze"):
         bradley_terry_loss(torch.zeros(3, 1), torch.zeros(3, 1))
-    with pytest.raises(ValueError, match="tie_credit"):
-        pairwise_accuracy(torch.zeros(3), torch.zeros(3), tie_credit=2.0)
+    chosen, rejected = torch.tensor([1.0, 2.0, 0.0, float("nan")]), torch.tensor([0.0, 2.0, 1.0, 0.0])
+    accuracy = bradley_terry_loss(chosen, rejected, mask=torch.tensor([1, 1, 1, 0])).metrics["rewards/accuracies"]
+    assert accuracy.item() == pytest.approx(1 / 3)
+    nothing = bradley_terry_loss(chosen, rejected, mask=torch.zeros(4)).metrics["rewards/accuracies"]
+    assert nothing == 0
 
 
 # --- process rewards -------------------------------------------------------------------------------------------------

@@ -438,7 +438,7 @@ def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"advantages": "reinforce_advantages"}, r"takes \(rewards, mask\)"),
+        ({"advantages": "discounted_returns"}, r"takes \(rewards, mask\)"),
         ({"advantages": "pass_at_k_advantages"}, r"takes \(rewards, group, k\).*functools.partial\(function, k="),
         (
             {"advantages": lambda rewards, baseline: rewards},

@@ -17,8 +17,7 @@ from rlhfkit.losses import (
     sequence_logprobs,
     weighted_metric,
 )
-from rlhfkit.losses.preference.dpo import LossTypes
-from rlhfkit.losses.preference.variants import SORTS_THE_BATCH, Divergence
+from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
 from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.modules.on_policy.online_preference.base import OnlinePreferenceModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
