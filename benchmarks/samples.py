@@ -14,7 +14,7 @@ mask, are kept as :class:`rlhfkit.Sample` (``arrays``) and, to compare, with a P
   ``batch_decode`` (``lists``), with a byte-level BPE of 20,000 tokens. Both texts are equal. ``decode_blocks_ms`` is
   the longest time for which another Python thread could not run meanwhile.
 - ``training_while_scoring``: how many times as long a loop of small tensor operations takes in the main thread while
-  another thread scores texts with a reward in Python: in this process (``thread``), and by a ``WorkerReward``
+  another thread scores texts with a reward in Python: in this process (``thread``), and by a ``SubprocessReward``
   (``worker``). It needs two idle cores.
 
 Times are the fastest of ``--repeats``, on one thread of torch.
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from rlhfkit.data import Experience, Prompt, Sample, decode_together
 from rlhfkit.models.load import text_decoder
-from rlhfkit.rewards import ExactMatch, WorkerReward
+from rlhfkit.rewards import ExactMatch, SubprocessReward
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ def main() -> None:
         for row, text in enumerate(texts)
     ]
     reward = ExactMatch(ignore_case=True, ignore_punctuation=True)
-    elsewhere = WorkerReward(reward)
+    elsewhere = SubprocessReward(reward)
     nanoseconds = 1e9 / count
     line = {
         "tokens": count,

@@ -73,7 +73,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "RolloutDump": {"folder": "dumped"},
     "SampleTable": {},
     "SandboxedReward": {"reward": "math.fsum"},
-    "WorkerReward": {"reward": "math.fsum"},
+    "SubprocessReward": {"reward": "math.fsum"},
     "Server": {"app": None},
     "ScalarModule": {"model": "none", "lr": 1e-6},
     "StepLoader": {

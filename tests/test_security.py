@@ -40,7 +40,6 @@ def test_pickles_are_read_from_our_own_processes_only() -> None:
     reading = ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads")
     assert {path for path, name, _ in calls() if name.endswith(reading)} <= {
         "rewards/sandbox/child.py",  # a pipe from its parent, which reads JSON in return
-        "rewards/workers.py",  # likewise
         "strategies/ray/actor.py",  # both: actors of one Ray, which lets nobody in without its token
         "strategies/ray/ranks.py",
         "rank_store.py",  # between the ranks of one run, as torch.distributed sends objects itself

@@ -1,7 +1,7 @@
 """Rewards: functions and classes that score samples. Importing this package loads torch and nothing else.
 
-``workers.py`` runs rewards in other processes, ``sandbox/`` in confined ones; ``programs/`` tests generated code,
-``remote/`` asks reward servers, ``judges/`` compares answers in pairs.
+``subprocesses.py`` runs rewards in other processes, which ``sandbox/`` starts and confines; ``programs/`` tests
+generated code, ``remote/`` asks reward servers, ``judges/`` compares answers in pairs.
 
 May import: models, data, serving, ``validation.py``.
 Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.
@@ -21,8 +21,7 @@ from rlhfkit.rewards.programs.execution import CodeExecution
 from rlhfkit.rewards.programs.python_tool import PythonTool
 from rlhfkit.rewards.remote.reward import RemoteReward
 from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
-from rlhfkit.rewards.sandbox.reward import SandboxedReward
-from rlhfkit.rewards.workers import WorkerReward
+from rlhfkit.rewards.subprocesses import SandboxedReward, SubprocessReward
 
 __all__ = [
     "ChatJudge",
@@ -44,9 +43,9 @@ __all__ = [
     "Reward",
     "SandboxedReward",
     "StepTokens",
+    "SubprocessReward",
     "TagCount",
     "WeightedSum",
-    "WorkerReward",
     "benchmark_metrics",
     "evaluate",
     "exact_match",

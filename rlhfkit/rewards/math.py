@@ -15,9 +15,9 @@ from typing import ClassVar
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import AnswerReader, Needs, check_packages, needs, reads_answers
 from rlhfkit.rewards.benchmarks import voted_answer
-from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.rules import required_answer
 from rlhfkit.rewards.sandbox import CallResult, SandboxPool, WorkerSpec
+from rlhfkit.rewards.subprocesses import CallMetrics
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class MathMatch:
         return scores
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the calls since this was last called, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""
+        """Metrics of the calls since this was last called, see :class:`~rlhfkit.rewards.subprocesses.CallMetrics`."""
         return self._metrics.take()
 
     def answer_reader(self) -> AnswerReader:

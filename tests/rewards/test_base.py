@@ -23,8 +23,8 @@ from rlhfkit.rewards import (
     RemoteReward,
     Reward,
     SandboxedReward,
+    SubprocessReward,
     WeightedSum,
-    WorkerReward,
     evaluate,
     exact_match,
     math_match,
@@ -326,7 +326,7 @@ CLIENT = Needs(packages={"httpx": "rlhfkit[server]", "tenacity": "rlhfkit[server
             {"math_match": MATH, "exact_match": Needs(answer=True)},
         ),
         (SandboxedReward(math_match), {"math_match": MATH}),
-        (WorkerReward(math_match), {"math_match": MATH}),
+        (SubprocessReward(math_match), {"math_match": MATH}),
     ],
     ids=lambda value: type(value).__name__,
 )

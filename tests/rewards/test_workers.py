@@ -16,7 +16,7 @@ from rl_runs import digits, setup_run
 from rewards import worker_rewards
 from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample, decode_together
-from rlhfkit.rewards import WeightedSum, WorkerReward, reward_metrics, score_samples
+from rlhfkit.rewards import SubprocessReward, WeightedSum, reward_metrics, score_samples
 from rlhfkit.rewards.base import CompositeReward, RewardError, part_names, tell_progress
 
 
@@ -28,8 +28,8 @@ def samples(*texts: str, prompts: int = 100) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def obedient() -> Iterator[WorkerReward]:
-    made = WorkerReward("rewards.worker_rewards.obedient", timeout=60)
+def obedient() -> Iterator[SubprocessReward]:
+    made = SubprocessReward("rewards.worker_rewards.obedient", timeout=60)
     yield made
     made.close()
 
@@ -38,7 +38,7 @@ def test_parts_totals_and_metrics_are_those_of_the_reward_itself() -> None:
     texts = ["a", "bb", "ccc", "dddd", "none", "ff", "", "h"]
     here, there = samples(*texts, prompts=3), samples(*texts, prompts=3)
     score_samples(worker_rewards.several, here)
-    reward = WorkerReward(worker_rewards.several, workers=2)
+    reward = SubprocessReward(worker_rewards.several, workers=2)
     score_samples(reward, there)
     assert repr(there) == repr(here)  # a missing part is NaN
     assert here[0].reward_parts["one"] == 1.0
@@ -60,7 +60,7 @@ def test_parts_totals_and_metrics_are_those_of_the_reward_itself() -> None:
 
 @pytest.mark.long
 def test_samples_of_a_prompt_go_to_one_process_and_prompts_to_all() -> None:
-    reward = WorkerReward(WeightedSum(process=worker_rewards.process, group=worker_rewards.of_group), workers=2)
+    reward = SubprocessReward(WeightedSum(process=worker_rewards.process, group=worker_rewards.of_group), workers=2)
     batch = samples(*["text"] * 12, prompts=4)
     score_samples(reward, batch)
     assert all(sample.reward_parts["group"] == 3 for sample in batch)
@@ -75,7 +75,7 @@ def test_samples_of_a_prompt_go_to_one_process_and_prompts_to_all() -> None:
     reward.close()
 
 
-def test_texts_are_decoded_before_they_are_sent(obedient: WorkerReward) -> None:
+def test_texts_are_decoded_before_they_are_sent(obedient: SubprocessReward) -> None:
     batch = samples("", "")
     with decode_together(batch, lambda token_ids: ["x" * one[-1] for one in token_ids]):
         assert obedient(batch) == [0.0, 1.0]
@@ -85,41 +85,42 @@ def test_texts_are_decoded_before_they_are_sent(obedient: WorkerReward) -> None:
 
 @pytest.mark.long
 def test_a_process_that_ends_is_replaced_and_its_samples_are_scored_again(
-    obedient: WorkerReward, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    obedient: SubprocessReward, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert obedient(samples("abc", f"once {tmp_path / 'seen'}")) == [3.0, 5.0 + len(str(tmp_path / "seen"))]
-    assert "the process of reward 'obedient' ended with exit code 4; its samples are scored once more" in caplog.text
-    (process,) = obedient._processes
-    assert process._process is not None
-    os.kill(process._process.pid, signal.SIGKILL)
+    assert "ended with exit code 4; its samples were scored once more" in caplog.text
+    (process,) = obedient.sandbox.processes
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
     assert obedient(samples("abc")) == [3.0]
 
 
 @pytest.mark.long
 def test_failures_are_errors_that_name_prompts_or_do_what_was_asked(
-    obedient: WorkerReward, caplog: pytest.LogCaptureFixture
+    obedient: SubprocessReward, caplog: pytest.LogCaptureFixture
 ) -> None:
     obedient.metrics()
-    with pytest.raises(RewardError, match=r"(?s)'obedient': LookupError: no luck.*2 samples of prompts 10, 11"):
+    with pytest.raises(RewardError, match=r"(?s)'obedient' failed for samples of prompts 10, 11.*LookupError: no luck"):
         obedient(samples("abc", "raise luck"))
     assert obedient(samples("ab")) == [2.0]  # by the same process
     obedient.on_failure = "mask"
     with caplog.at_level(logging.WARNING):
         assert obedient(samples("die")) == [None]
-    assert "1 samples are not trained on: the process of reward 'obedient' ended with exit code 3" in caplog.text
+    assert "1 of 1 samples are not trained on" in caplog.text
+    assert "ended with exit code 3" in caplog.text
     obedient.on_failure = "stop"
     assert obedient.metrics()["obedient/worker/failed_fraction"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.long
 def test_a_process_that_takes_too_long_is_killed() -> None:
-    reward = WorkerReward(worker_rewards.obedient, timeout=1.0, on_failure=-1.0)
+    reward = SubprocessReward(worker_rewards.obedient, timeout=1.0, on_failure=-1.0)
     began = time.monotonic()
     assert reward(samples("hang", "abc")) == [-1.0, -1.0]
     assert time.monotonic() - began < 60
     assert reward.metrics()["obedient/worker/timeout_fraction"] == 1.0
     copy = pickle.loads(pickle.dumps(reward))
-    assert (copy.timeout, copy.on_failure, copy.workers, copy.name) == (1.0, -1.0, 1, "obedient")
+    assert (copy.sandbox.timeout, copy.on_failure, copy.sandbox.workers, copy.name) == (1.0, -1.0, 1, "obedient")
     reward.close()
 
 
@@ -127,7 +128,7 @@ def test_a_process_that_takes_too_long_is_killed() -> None:
 def test_a_run_that_samples_ahead_is_the_same_with_it(tmp_path: Path) -> None:
     weights = []
     for name in ("here", "there"):
-        reward = digits if name == "here" else WorkerReward("rl_runs.digits")
+        reward = digits if name == "here" else SubprocessReward("rl_runs.digits")
         rollouts = RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8), max_staleness=1)
         trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=3)
         trainer.fit(module, data)
@@ -141,10 +142,10 @@ def test_a_run_that_samples_ahead_is_the_same_with_it(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_what_no_process_can_import_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"'rewards\.worker_rewards\.missing' cannot be imported"):
-        WorkerReward("rewards.worker_rewards.missing")
+        SubprocessReward("rewards.worker_rewards.missing")
     with pytest.raises(ValueError, match="cannot be sent to another process"):
-        WorkerReward(lambda given: [0.0] * len(given))
+        SubprocessReward(lambda given: [0.0] * len(given))
     with pytest.raises(ValueError, match="timeout must be"):
-        WorkerReward(worker_rewards.process, timeout=0)
+        SubprocessReward(worker_rewards.process, timeout=0)
     with pytest.raises(ValueError, match="on_failure must be"):
-        WorkerReward(worker_rewards.process, on_failure="skip")  # type: ignore[arg-type]
+        SubprocessReward(worker_rewards.process, on_failure="skip")  # type: ignore[arg-type]

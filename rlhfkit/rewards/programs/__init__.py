@@ -2,7 +2,7 @@
 
 ``evaluation.py`` tests one program from outside, ``worker.py`` and ``driver.py`` run it inside the sandbox.
 
-May import: rewards (``base.py``, ``call_metrics.py``, ``sandbox/``), data, ``validation.py``.
+May import: rewards (``base.py``, ``subprocesses.py``, ``sandbox/``), data, ``validation.py``.
 Start at :mod:`rlhfkit.rewards.programs.execution`.
 """
 

@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards.base import Needs, OnFailure, check_on_failure, reward_after_failure
-from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.programs.evaluation import STARTUP_SECONDS, CallWorker, ProgramEvaluation, SandboxError
 from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, parse_tests, same_output
-from rlhfkit.rewards.sandbox.isolation import Backend
 from rlhfkit.rewards.sandbox.pool import SandboxPool
 from rlhfkit.rewards.sandbox.process import CallResult, ResourceLimits, WorkerSpec
+from rlhfkit.rewards.subprocesses import CallMetrics
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class CodeExecution:
         file_mib: int = 64,
         output_mib: float = 1.0,
         network: bool = False,
-        backend: Backend = "auto",
         allow_partial_isolation: bool = False,
         name: str = "code_execution",
     ) -> None:
@@ -93,14 +91,12 @@ class CodeExecution:
             file_mib: MiB that a program may write.
             output_mib: MiB that a run may print, and size limit of a returned value as text.
             network: Whether programs may use the network.
-            backend: What sets up the isolation, see :data:`~rlhfkit.rewards.sandbox.isolation.Backend`.
             allow_partial_isolation: Run programs even if this machine cannot isolate them from the trainer, the files
                 it reads, or the network, instead of raising an error that names the missing layer.
             name: Name in logs.
 
         Raises:
             ValueError: If an argument is out of range.
-            RuntimeError: If bubblewrap is asked for and cannot be used.
         """
         check_number("timeout", timeout, above=0, why="it is in seconds")
         check_integer("max_tests", max_tests, minimum=1, optional=True)
@@ -140,7 +136,6 @@ class CodeExecution:
                 network=network,
             ),
             fresh_process=True,
-            backend=backend,
             allow_partial_isolation=allow_partial_isolation,
         )
         self.judge = SandboxPool(
@@ -156,7 +151,6 @@ class CodeExecution:
             workers=self.sandbox.workers,
             timeout=timeout,
             limits=ResourceLimits(memory_gib=1.0, cpu_seconds=math.ceil(timeout) + 1, processes=processes),
-            backend=backend,
         )
         self._metrics = CallMetrics(name)
         self._warned = False
@@ -234,7 +228,7 @@ class CodeExecution:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics per program since the last call, see :class:`~rlhfkit.rewards.call_metrics.CallMetrics`."""
+        """Metrics per program since the last call, see :class:`~rlhfkit.rewards.subprocesses.CallMetrics`."""
         return self._metrics.take()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ Answers come from hostile programs, and comparing them can take forever: sets of
 over. Loaded by path; standard library only.
 """
 
-import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -15,9 +15,7 @@ from typing import Any
 
 def judge(_layers: list[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the function that judges one condition of a test, in any isolation."""
-    package = sys.modules["rlhfkit_programs"] = ModuleType("rlhfkit_programs")
-    package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
-    assertions, values = (importlib.import_module(f"rlhfkit_programs.{name}") for name in ("assertions", "values"))
+    assertions, values = _load("assertions"), _load("values")
 
     def judged(job: dict[str, Any]) -> dict[str, Any]:
         """Judge ``condition`` of ``test``, or whether the only answer is ``expected``, by the ``answers`` so far.
@@ -55,3 +53,14 @@ class _CallNeededError(BaseException):
     def __init__(self, call: dict[str, Any]) -> None:
         super().__init__()
         self.call = call
+
+
+def _load(name: str) -> ModuleType:
+    """Import a file of this folder by its path: under Landlock the folder itself cannot be listed."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"rlhfkit_programs_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -4,7 +4,6 @@ import asyncio
 
 from rlhfkit.rewards.programs.evaluation import STARTUP_SECONDS
 from rlhfkit.rewards.programs.execution import CodeExecution
-from rlhfkit.rewards.sandbox.isolation import Backend
 
 _WRAPPED = """
 import ast, sys, traceback
@@ -43,7 +42,6 @@ class PythonTool:
         memory_gib: Address space of each process in GiB, and memory of all processes of a program together.
         output_mib: MiB that a program may print.
         network: Whether programs may use the network.
-        backend: What sets up the isolation, see :data:`~rlhfkit.rewards.sandbox.isolation.Backend`.
         allow_partial_isolation: Run programs even if this machine cannot isolate them, instead of raising an error.
 
     Raises:
@@ -58,7 +56,6 @@ class PythonTool:
         memory_gib: float = 1.0,
         output_mib: float = 0.1,
         network: bool = False,
-        backend: Backend = "auto",
         allow_partial_isolation: bool = False,
     ) -> None:
         self.timeout = timeout
@@ -68,7 +65,6 @@ class PythonTool:
             memory_gib=memory_gib,
             output_mib=output_mib,
             network=network,
-            backend=backend,
             allow_partial_isolation=allow_partial_isolation,
             name="python tool",
         )

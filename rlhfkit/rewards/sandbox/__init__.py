@@ -6,14 +6,13 @@ May import: ``validation.py``; ``reward.py`` also the rest of rewards, and data.
 Start at :mod:`rlhfkit.rewards.sandbox.pool`.
 """
 
-from rlhfkit.rewards.sandbox.isolation import ISOLATION_LAYERS, Backend, InsufficientIsolationError
+from rlhfkit.rewards.sandbox.isolation import ISOLATION_LAYERS, InsufficientIsolationError
 from rlhfkit.rewards.sandbox.pool import START_TIMEOUT, SandboxPool
 from rlhfkit.rewards.sandbox.process import CallResult, ResourceLimits, Status, WorkerSpec
 
 __all__ = [
     "ISOLATION_LAYERS",
     "START_TIMEOUT",
-    "Backend",
     "CallResult",
     "InsufficientIsolationError",
     "ResourceLimits",

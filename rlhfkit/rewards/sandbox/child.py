@@ -8,7 +8,7 @@ The worker calls a function with each request, pickled by the trainer, and answe
 """
 
 import contextlib
-import importlib
+import ctypes
 import importlib.util
 import json
 import math
@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_SET_CHILD_SUBREAPER = 36
 _FIRST_USER = 1_900_000_000  # above the user ids that systemd gives to containers and services
 CHECK_EVERY = 0.1
 """Interval in seconds at which the supervisor measures the memory of the worker's processes."""
@@ -34,21 +35,21 @@ CHECK_EVERY = 0.1
 def main() -> None:
     """Read the settings from the command line and run supervisor and worker; inside bubblewrap, the worker only."""
     settings = json.loads(sys.argv[-1])
-    channel, confinement, namespaces = (_load_sibling(name) for name in ("channel", "confinement", "namespaces"))
+    channel, confinement = _load_sibling("channel"), _load_sibling("confinement")
     if sys.argv[1] == "worker":
         os.environ.pop("PWD", None)  # set by bubblewrap
-        _run_worker(settings, channel, confinement, pid_namespace=True)
-    namespaces.become_subreaper()
+        _run_worker(settings, channel, confinement)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans among the descendants become children
     settings["user"] = _FIRST_USER + os.getpid()  # a user id that no other running process has
-    wrapped = settings["backend"] == "bubblewrap"
-    pid_namespace = wrapped or namespaces.new_pid_namespace()
     worker = os.fork()
     if worker == 0:
-        if wrapped:
+        if settings["bubblewrap"]:
             _exec_bubblewrap(settings)
-        _run_worker(settings, channel, confinement, pid_namespace)
+        _run_worker(settings, channel, confinement)
     os.close(settings["channel"])
-    reason = _supervise(worker, int(settings["limits"]["memory_gib"] * 2**30), pid_namespace)
+    memory = math.inf if settings["limits"] is None else settings["limits"]["memory_gib"] * 2**30
+    reason = _supervise(worker, memory)
     remove_folder(settings["folder"])
     print(json.dumps(reason), flush=True)
 
@@ -66,7 +67,7 @@ def remove_folder(folder: str) -> None:
             os.waitpid(os.posix_spawnp("rm", ["rm", "-rf", "--", folder], os.environ, file_actions=quiet), 0)
 
 
-def _supervise(worker: int, memory: int, pid_namespace: bool) -> str:
+def _supervise(worker: int, memory: float) -> str:
     """Wait for a reason to end all processes, kill them, and return the reason; ``memory`` is in bytes."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -83,11 +84,15 @@ def _supervise(worker: int, memory: int, pid_namespace: bool) -> str:
             reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         elif 0 in ready and not os.read(0, 1):
             reason = "was closed"
-        elif _memory_used(worker, shared=True) > memory and _memory_used(worker, shared=False) > memory:
+        elif (
+            memory < math.inf
+            and _memory_used(worker, shared=True) > memory
+            and _memory_used(worker, shared=False) > memory
+        ):
             reason = f"was killed because its processes used more than {memory / 2**30:g} GiB of memory together"
         else:
             continue
-        _kill_all(None if ended else worker, pid_namespace)
+        _kill_all(None if ended else worker)
         return reason
 
 
@@ -123,17 +128,17 @@ def _proportional_memory(process: int) -> int:
         return _resident(process)
 
 
-def _kill_all(worker: int | None, pid_namespace: bool) -> None:
-    """Kill all processes of the sandbox: process 1 of the namespace, which ends the others, or else all descendants."""
+def _kill_all(worker: int | None) -> None:
+    """Kill the worker and all descendants; what a killed process leaves behind becomes a child of this one."""
     if worker is not None:
         os.kill(worker, signal.SIGKILL)
     for _ in range(1000):
-        left = [] if pid_namespace else list(descendants(os.getpid()))
+        left = list(descendants(os.getpid()))
         for process in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, 0 if pid_namespace else os.WNOHANG)[0]:
+            while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if not left:
             return
@@ -169,23 +174,25 @@ def _exec_bubblewrap(settings: dict[str, Any]) -> None:
         os._exit(1)
 
 
-def _run_worker(settings: dict[str, Any], channel: ModuleType, confinement: ModuleType, pid_namespace: bool) -> None:
+def _run_worker(settings: dict[str, Any], channel: ModuleType, confinement: ModuleType) -> None:
     """Isolate this process, load the function, and serve requests. Never returns."""
     code = 1
     try:
-        if pid_namespace and "existing" not in settings:
-            os.setsid()  # otherwise a signal to its process group would reach the supervisor
         _redirect_stdio()
         trainer = channel.WorkerChannel(settings["channel"], settings["max_answer_bytes"])
         setup = pickle.loads(trainer.read())  # sent by the trainer
-        layers = confinement.confine(
-            settings["limits"],
-            settings["folder"],
-            user=settings["user"],
-            pid_namespace=pid_namespace,
-            existing=settings.get("existing", ()),
-            readable=[*setup["path"], os.path.dirname(setup["program"])],
-            readable_paths=settings["readable_paths"],
+        limits = settings["limits"]
+        layers = (
+            []
+            if limits is None
+            else confinement.confine(
+                limits,
+                settings["folder"],
+                user=settings["user"],
+                existing=settings.get("existing", ()),
+                readable=[*setup["path"], os.path.dirname(setup["program"])],
+                readable_paths=settings["readable_paths"],
+            )
         )
         trainer.write(_encode({"status": "ok", "value": layers}, trainer.largest))  # before user code is loaded
         trainer.read()
@@ -198,10 +205,10 @@ def _run_worker(settings: dict[str, Any], channel: ModuleType, confinement: Modu
             trainer.write(_encode({"status": "error", "message": _describe(error)}, trainer.largest))
             return
         trainer.write(_encode({"status": "ok"}, trainer.largest))
-        # Process 1 of a namespace gets only those signals that it has handlers for.
         signal.signal(signal.SIGXCPU, _raise_cpu_limit)
         while request := trainer.read():
-            _extend_cpu_limit(settings["limits"]["cpu_seconds"])
+            if limits is not None:
+                _extend_cpu_limit(limits["cpu_seconds"])
             trainer.write(_answer(function, request, trainer.largest))
         code = 0
     except (BrokenPipeError, ConnectionResetError):  # the trainer has closed the connection
@@ -260,16 +267,13 @@ def _describe(error: BaseException) -> str:
 
 
 def _load_sibling(name: str) -> ModuleType:
-    """Import a file of this folder as part of an otherwise empty package, without importing ``rlhfkit``."""
-    if "rlhfkit_sandbox" not in sys.modules:
-        package = sys.modules["rlhfkit_sandbox"] = ModuleType("rlhfkit_sandbox")
-        package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
-    return importlib.import_module(f"rlhfkit_sandbox.{name}")
+    """Import a file of this folder under a name that no module of the user has, without importing ``rlhfkit``."""
+    return load_file(os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py"), f"rlhfkit_sandbox_{name}")
 
 
-def load_file(path: str) -> ModuleType:
+def load_file(path: str, name: str | None = None) -> ModuleType:
     """Import a module by path: importing it by name would import its package, and with it torch."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(name or Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,6 @@
-"""Isolation layers of a sandbox: their names, the backends that set them up, and the paths a program may read.
+"""Isolation layers of a sandbox: their names, the command of bubblewrap, and the paths a program may read.
 
-Loaded by the trainer and, as part of an otherwise empty package, by the supervisor; standard library only.
+Loaded by the trainer and, by path, by the supervisor; standard library only.
 """
 
 import glob
@@ -12,12 +12,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-Backend = Literal["auto", "bubblewrap", "namespaces"]
-"""What sets up the isolation: ``namespaces`` (our own code), ``bubblewrap`` (github.com/containers/bubblewrap), or
-``auto``: bubblewrap where it is installed and allowed, else ``namespaces``.
-"""
+from typing import Any
 
 ISOLATION_LAYERS = {
     "processes": "it sees no process but its own, and all of them end with the first",
@@ -47,22 +42,10 @@ def missing_isolation(name: str, required: Collection[str], active: Collection[s
         return ""
     stated = "; ".join(f"{layer} ({ISOLATION_LAYERS[layer]})" for layer in missing)
     return (
-        f"{name}: this machine does not allow these isolation layers: {stated}. Run the trainer as root or where user "
-        "namespaces or Landlock (Linux 6.12) are allowed, or accept a sandbox that hostile code can escape from with "
-        "allow_partial_isolation=True. docs/security.md says what each machine provides"
+        f"{name}: this machine does not allow these isolation layers: {stated}. Run the trainer as root, install "
+        "bubblewrap, use a kernel with Landlock (Linux 6.12), or accept a sandbox that hostile code can escape from "
+        "with allow_partial_isolation=True. docs/security.md says what each machine provides"
     )
-
-
-def resolve_backend(backend: Backend) -> Literal["bubblewrap", "namespaces"]:
-    """Return the backend; raises ``ValueError`` if unknown, ``RuntimeError`` if bubblewrap is required but unusable."""
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
-    if backend == "bubblewrap" and not bubblewrap_works():
-        raise RuntimeError(
-            "backend='bubblewrap': there is no bwrap on the PATH, or it is not allowed to make namespaces here; "
-            "install the package bubblewrap, or use backend='auto'"
-        )
-    return "bubblewrap" if backend != "namespaces" and bubblewrap_works() else "namespaces"
 
 
 def readable_paths(files: Iterable[Path]) -> list[str]:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from rlhfkit.rewards.sandbox.isolation import Backend, missing_isolation, resolve_backend
+from rlhfkit.rewards.sandbox.isolation import missing_isolation
 from rlhfkit.rewards.sandbox.process import CallResult, ResourceLimits, SandboxProcess, WorkerSpec
 from rlhfkit.validation import check_integer, check_number
 
@@ -37,13 +37,11 @@ class SandboxPool:
         limits: Resource limits of each.
         start_timeout: Seconds until a process must be ready.
         fresh_process: Start a new process for each call, so that no call sees what another left behind.
-        backend: What sets up the isolation, see :data:`~rlhfkit.rewards.sandbox.isolation.Backend`.
         allow_partial_isolation: Warn if a layer is missing that the worker requires, instead of raising an error at the
             first call.
 
     Raises:
-        ValueError: If a number is out of range, or the backend is unknown.
-        RuntimeError: If bubblewrap is asked for and cannot be used.
+        ValueError: If a number is out of range.
         OSError: On Windows, which is not supported.
     """
 
@@ -56,7 +54,6 @@ class SandboxPool:
         limits: ResourceLimits | None = None,
         start_timeout: float = START_TIMEOUT,
         fresh_process: bool = False,
-        backend: Backend = "auto",
         allow_partial_isolation: bool = False,
     ) -> None:
         check_integer("workers", workers, minimum=1)
@@ -71,13 +68,13 @@ class SandboxPool:
         self.timeout = timeout
         self.limits = limits or ResourceLimits()
         self.fresh_process = fresh_process
-        self.backend: Backend = backend
         self.allow_partial_isolation = allow_partial_isolation
-        resolve_backend(backend)
         self._start_timeout = start_timeout
         self._idle: queue.SimpleQueue[SandboxProcess] = queue.SimpleQueue()
-        options: dict[str, Any] = {"backend": backend, "allow_partial_isolation": allow_partial_isolation}
-        self.processes = tuple(SandboxProcess(spec, self.limits, start_timeout, **options) for _ in range(workers))
+        self.processes = tuple(
+            SandboxProcess(spec, self.limits, start_timeout, allow_partial_isolation=allow_partial_isolation)
+            for _ in range(workers)
+        )
         """All processes, running or not."""
         for process in self.processes:
             self._idle.put(process)
@@ -147,13 +144,13 @@ class SandboxPool:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the processes: the copy starts its own."""
-        options = ("workers", "timeout", "limits", "fresh_process", "backend", "allow_partial_isolation")
+        options = ("workers", "timeout", "limits", "fresh_process", "allow_partial_isolation")
         given = {name: getattr(self, name) for name in options} | {"start_timeout": self._start_timeout}
         return partial(SandboxPool, self.spec, **given), ()
 
     def _warn_of_missing_layers(self, process: SandboxProcess) -> None:
         """Warn once if a required layer is missing, or the network could not be disabled as asked."""
-        network = () if self.limits.network else ("network",)
+        network = () if self.limits.network or not self.spec.confined else ("network",)
         missing = missing_isolation(
             self.spec.name, dict.fromkeys([*self.spec.required, *network]), process.isolation or ()
         )

@@ -20,11 +20,10 @@ from typing import Any, Literal
 from rlhfkit.rewards.sandbox.channel import HEADER, ProtocolError, Response, configure_trainer_socket, receive
 from rlhfkit.rewards.sandbox.child import remove_folder
 from rlhfkit.rewards.sandbox.isolation import (
-    Backend,
     InsufficientIsolationError,
+    bubblewrap_works,
     missing_isolation,
     readable_paths,
-    resolve_backend,
 )
 from rlhfkit.validation import check_integer, check_number
 
@@ -58,9 +57,9 @@ class ResourceLimits:
     open_files: int = 256
     """Open files of each process."""
     file_mib: int = 256
-    """Size of each file, and where namespaces are allowed of all files together."""
+    """Size of each file, and under bubblewrap of all files together."""
     network: bool = False
-    """Whether the network may be used. Without namespaces, ``False`` is not guaranteed."""
+    """Whether the network may be used."""
 
     def __post_init__(self) -> None:
         """Check the limits."""
@@ -99,6 +98,8 @@ class WorkerSpec:
     factory: str
     arguments: tuple[Any, ...] = ()
     """Further arguments of the factory; pickled."""
+    confined: bool = True
+    """Whether it has limits and isolation layers, and a small environment; if not, it is a process like the trainer."""
     trusted: bool = True
     """Whether it may read whatever the trainer can. If not, it reads the interpreter, the packages, and ``files``."""
     files: tuple[Path, ...] = ()
@@ -122,13 +123,11 @@ class SandboxProcess:
         limits: ResourceLimits,
         start_timeout: float,
         *,
-        backend: Backend = "auto",
         allow_partial_isolation: bool = False,
     ) -> None:
         self.spec = spec
         self.limits = limits
         self.start_timeout = start_timeout
-        self.backend: Backend = backend
         self.allow_partial_isolation = allow_partial_isolation
         self.isolation: list[str] | None = None
         """Active layers, see ``sandbox.isolation.ISOLATION_LAYERS``; ``None`` before the first start."""
@@ -232,20 +231,18 @@ class SandboxProcess:
         configure_trainer_socket(self._socket)
         self._worker_pid = None
         settings = {
-            "limits": dataclasses.asdict(self.limits),
+            "limits": dataclasses.asdict(self.limits) if self.spec.confined else None,
             "folder": self._folder,
             "channel": worker.fileno(),
             "max_answer_bytes": self.spec.max_answer_bytes,
-            "backend": resolve_backend(self.backend),
+            "bubblewrap": self.spec.confined and bubblewrap_works(),
             "readable_paths": None if self.spec.trusted else readable_paths([self.spec.program, *self.spec.files]),
         }
-        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        environment |= {
-            "HOME": self._folder,
-            "TMPDIR": self._folder,
-            "OMP_NUM_THREADS": "1",
-            **dict(self.spec.environment),
-        }
+        environment = dict(os.environ)
+        if self.spec.confined:
+            own = {"HOME": self._folder, "TMPDIR": self._folder, "OMP_NUM_THREADS": "1"}
+            environment = {name: os.environ[name] for name in _INHERITED if name in os.environ} | own
+        environment |= dict(self.spec.environment)
         program = Path(__file__).with_name("child.py")
         flags = ["-I", "-B", "-u", *([] if self.spec.packages else ["-S"])]
         try:
@@ -255,7 +252,7 @@ class SandboxProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
-                cwd="/",
+                cwd="/" if self.spec.confined else None,
                 pass_fds=(worker.fileno(),),
                 start_new_session=True,
             )

@@ -1,7 +1,4 @@
-"""The table of docs/security.md is what attacks found, in each situation that this machine can produce.
-
-Covers ``confinement.py``, ``namespaces.py``, ``landlock.py`` and ``seccomp.py`` too.
-"""
+"""The table of docs/security.md is what attacks found, in each situation that this machine can produce."""
 
 import json
 import os
@@ -18,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rewards.sandbox.attacks import ATTACKS
-from rlhfkit.rewards.sandbox import isolation, seccomp
+from rlhfkit.rewards.sandbox import confinement, isolation
 
 REPOSITORY = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("attacks.py")
@@ -30,29 +27,23 @@ USER = ["setpriv", "--reuid", "1500", "--regid", "1500", "--clear-groups"]
 REFUSING = """
 import ctypes, os, sys
 sys.path.insert(0, sys.argv[1])
-import seccomp
+import confinement
 ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
-names = {"unshare": (272, 97), "landlock_create_ruleset": (444, 444)}
-assert seccomp.install_filter({name: names[name] for name in sys.argv[2].split()})
-os.execvp(sys.argv[3], sys.argv[3:])
+assert confinement.install_filter({"landlock_create_ruleset": (444, 444)})
+os.execvp(sys.argv[2], sys.argv[2:])
 """
-
-
-def refusing(*calls: str) -> list[str]:
-    """A command in front of one that the kernel then refuses these calls."""
-    return [*USER, "/usr/bin/python3", "-c", REFUSING, str(Path(seccomp.__file__).parent), " ".join(calls)]
-
+WITHOUT_LANDLOCK = [*USER, "/usr/bin/python3", "-c", REFUSING, str(Path(confinement.__file__).parent)]
+"""A command in front of one to which the kernel then refuses Landlock."""
 
 SITUATIONS = {
-    "root, namespaces": ("namespaces", []),
-    "root, bubblewrap": ("bubblewrap", []),
-    "root in a container": ("namespaces", [*CONTAINED, "--inh-caps=-all"]),
-    "user, namespaces": ("namespaces", USER),
-    "user, bubblewrap": ("bubblewrap", USER),
-    "user, Landlock": ("namespaces", refusing("unshare")),
-    "user, neither": ("namespaces", refusing("unshare", "landlock_create_ruleset")),
+    "root": ("no", []),
+    "root, bubblewrap": ("yes", []),
+    "root in a container": ("no", [*CONTAINED, "--inh-caps=-all"]),
+    "user": ("no", USER),
+    "user, bubblewrap": ("yes", USER),
+    "user without Landlock": ("no", WITHOUT_LANDLOCK),
 }
-"""Columns of the table: the backend, and the command in front of the trainer."""
+"""Columns of the table: whether bubblewrap is used, and the command in front of the trainer."""
 NOT_RUN = "macOS"
 
 ROWS = {
@@ -74,10 +65,10 @@ ROWS = {
 @cache
 def attacked(situation: str) -> dict[str, object]:
     """What came of all attacks; skips where the situation cannot be produced."""
-    backend, before = SITUATIONS[situation]
+    bubblewrap, before = SITUATIONS[situation]
     if os.geteuid() != 0:
         pytest.skip("situations are produced by root")
-    if backend == "bubblewrap" and not isolation.bubblewrap_works():
+    if bubblewrap == "yes" and not isolation.bubblewrap_works():
         pytest.skip("bubblewrap is not installed, or not allowed here")
     python = "/usr/bin/python3" if USER[0] in before and USER[1] in before else sys.executable
     probe = [*before, python, "-c", "import sys; assert sys.version_info >= (3, 11)"]
@@ -89,7 +80,7 @@ def attacked(situation: str) -> dict[str, object]:
     folder.chmod(0o777)
     (folder / "data.jsonl").write_text(secret)
     (folder / "data.jsonl").chmod(0o644)
-    command = [*before, python, str(PROGRAM), str(REPOSITORY), str(folder), backend, secret[::-1], marker]
+    command = [*before, python, str(PROGRAM), str(REPOSITORY), str(folder), bubblewrap, secret[::-1], marker]
     try:
         ran = subprocess.run(
             command, capture_output=True, text=True, timeout=180, env=dict(os.environ, SECRET_COPY=secret)
@@ -132,7 +123,7 @@ def documented() -> dict[str, dict[str, str]]:
 @LINUX
 @pytest.mark.parametrize(
     "situation",
-    [pytest.param(name, marks=[pytest.mark.long] * (name != "root, namespaces")) for name in SITUATIONS],
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "root")) for name in SITUATIONS],
 )
 def test_what_holds_is_what_the_table_says(situation: str) -> None:
     found = attacked(situation)
@@ -167,12 +158,12 @@ def test_without_a_sandbox_the_attacks_reach_what_they_try_to_reach(tmp_path: Pa
 @LINUX
 @pytest.mark.long
 def test_where_layers_are_missing_programs_are_refused_and_the_layers_named() -> None:
-    refused = str(attacked("user, neither")["refused"])
+    refused = str(attacked("user without Landlock")["refused"])
     assert re.search(
         r"does not allow these isolation layers: reads \(it reads .*; trainer \(it can neither look", refused
     )
     assert "allow_partial_isolation=True" in refused
-    assert not attacked("root, namespaces")["refused"]
+    assert not attacked("root")["refused"]
 
 
 def test_what_was_not_run_says_so() -> None:

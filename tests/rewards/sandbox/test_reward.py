@@ -1,6 +1,6 @@
 """Rewards in child processes: values are the reward's own, and every failure is handled as ``on_failure`` says.
 
-Covers ``reward_worker.py`` and ``rewards/call_metrics.py`` too.
+Covers ``reward_worker.py`` and ``rewards/subprocesses.py`` too.
 """
 
 import math
@@ -27,8 +27,8 @@ from rlhfkit.rewards import (
     score_samples,
 )
 from rlhfkit.rewards.base import CompositeReward, RewardError, answer_reader, part_names, tell_progress
-from rlhfkit.rewards.call_metrics import CallMetrics
 from rlhfkit.rewards.sandbox import CallResult
+from rlhfkit.rewards.subprocesses import CallMetrics
 
 NAME = "rewards.sandbox.misbehaving.reward"
 
