@@ -8,20 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from rlhfkit.callbacks.report.page import read_page
+
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.smoke
 @pytest.mark.slow
-def test_the_demo_learns_and_draws_its_curves(tmp_path: Path) -> None:
+def test_the_demo_learns_and_writes_its_report(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "tutorials" / "grpo_arithmetic.py", "--folder", tmp_path, "--iterations", "35"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = (float(x) for x in re.findall(r"held-out accuracy \w+ GRPO: +([\d.]+)%", done.stdout))
     assert after >= before + 10, done.stdout[-1500:]
-    curves = Path(re.findall(r"curves: (.+)", done.stdout)[0])
-    assert curves.read_bytes().startswith(b"\x89PNG")
+    report = Path(re.findall(r"report: (.+)", done.stdout)[0])
+    [run] = read_page(report)
+    assert run.state == "finished"
+    assert run.curves["rollout/reward"].xs[-1] == 34
     assert (tmp_path / "grpo_model" / "model.safetensors").is_file()
-    assert (curves.parent / "metrics.csv").read_text().count("\n") > 35
+    assert (report.parent / "metrics.csv").read_text().count("\n") > 35
     assert "completion" in done.stdout  # the table of samples

@@ -3,7 +3,7 @@
 ``python tutorials/four_roles.py`` takes one to three minutes on two cores. A small model learns additions, written
 with or without the question (``42`` or ``17+25=42``); people prefer to see the question, a reward model learns that
 from comparisons, and PPO makes the policy follow. ``Placement`` says where each role is, and prints it; on a cluster
-with GPUs the same lines use its GPUs. ``RoleTimeline`` draws who worked when, to ``timeline.png``.
+with GPUs the same lines use its GPUs. ``RunReport`` writes a page that shows who worked when.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from rlhfkit import (
     PreferenceDataModule,
     PromptDataModule,
     RewardModule,
-    RoleTimeline,
     RolloutCallback,
+    RunReport,
     Sample,
     SamplingSpec,
     SFTDataModule,
@@ -77,7 +77,7 @@ def preferred(folder: Path, model: Path) -> float:
     return quiet_trainer(folder, callbacks=[rollouts]).validate(module, data, verbose=False)[0]["val/reward"]
 
 
-def train_with_ppo(folder: Path, start: Path, reward: Path, iterations: int, max_staleness: int) -> RoleTimeline:
+def train_with_ppo(folder: Path, start: Path, reward: Path, iterations: int, max_staleness: int) -> RunReport:
     """PPO with every role where the placement says; returns the drawn timeline."""
     placement = Placement(trainer=1, engines=1, reference=1, reward=1, critic=1)
     module = PPOModule(
@@ -98,13 +98,13 @@ def train_with_ppo(folder: Path, start: Path, reward: Path, iterations: int, max
     data = PromptDataModule(
         str(folder / "train.jsonl"), prompt="question", answer="answer", rollout_batch_size=256, micro_batch_size=128
     )
-    timeline = RoleTimeline(
-        str(folder / "timeline.png"), title="PPO with engine, reference, reward model and critic on actors of their own"
+    report = RunReport(
+        str(folder / "report.html"), name="PPO with engine, reference, reward model and critic on actors of their own"
     )
-    quiet_trainer(folder, max_epochs=iterations, callbacks=[rollouts, timeline]).fit(module, data)
+    quiet_trainer(folder, max_epochs=iterations, callbacks=[rollouts, report]).fit(module, data)
     module.save_pretrained(folder / "ppo")
     placement.close()
-    return timeline
+    return report
 
 
 def main(words: list[str] | None = None) -> None:
@@ -130,11 +130,11 @@ def main(words: list[str] | None = None) -> None:
     reward = reward_model(folder, rows, start)
     before = preferred(folder, start)
     print(f"a start and a reward model after {time.perf_counter() - began:.0f} s; now PPO", flush=True)
-    timeline = train_with_ppo(folder, start, reward, arguments.iterations, arguments.max_staleness)
+    report = train_with_ppo(folder, start, reward, arguments.iterations, arguments.max_staleness)
     print(f"held-out answers as preferred before PPO: {before:.1%}")
     print(f"held-out answers as preferred after PPO:  {preferred(folder, folder / 'ppo'):.1%}")
-    print("busy: " + ", ".join(f"{lane} {share:.0%}" for lane, share in timeline.busy_shares().items()))
-    print(f"timeline: {timeline.saved}")
+    print("busy: " + ", ".join(f"{lane} {share:.0%}" for lane, share in report.times.busy_shares().items()))
+    print(f"report: {report.saved}")
     print(f"took {time.perf_counter() - began:.0f} s")
 
 

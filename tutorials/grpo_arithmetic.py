@@ -23,10 +23,10 @@ from rlhfkit import (
     LocalEngine,
     PromptDataModule,
     RolloutCallback,
+    RunReport,
     SamplingSpec,
     SFTDataModule,
     SFTModule,
-    TrainingCurves,
 )
 from rlhfkit.cli.main import run
 from rlhfkit.rewards import exact_match
@@ -116,10 +116,10 @@ def main() -> None:
     cli = run(words)
 
     after = heldout_accuracy(folder, cli.model.save_pretrained(folder / "grpo_model"))
-    curves = next(callback for callback in cli.trainer.callbacks if isinstance(callback, TrainingCurves))
+    report = next(callback for callback in cli.trainer.callbacks if isinstance(callback, RunReport))
     print(f"held-out accuracy before GRPO: {before:.1%}")
     print(f"held-out accuracy after GRPO:  {after:.1%} ({100 * (after - before):+.1f} points)")
-    print(f"curves: {curves.saved}")
+    print(f"report: {report.saved}")
     print(f"model:  {folder / 'grpo_model'}")
     print(f"took {time.perf_counter() - began:.0f} s with the {arguments.engine} engine")
 

@@ -73,6 +73,8 @@ class Alarms:
     """
 
     def __init__(self, alarms: Sequence[Alarm]) -> None:
+        self.triggered: list[tuple[int, Alarm, float]] = []
+        """The alarms of the run so far: iteration, alarm, and value of the metric."""
         self._quiet = list(alarms)
         self._unheard = [alarm.metric for alarm in alarms if alarm not in ROLLOUT_ALARMS]
 
@@ -90,6 +92,7 @@ class Alarms:
         self._unheard = []
         triggered = [alarm for alarm in self._quiet if alarm.is_triggered(metrics)]
         self._quiet = [alarm for alarm in self._quiet if alarm not in triggered]
+        self.triggered += [(iteration, alarm, float(metrics[alarm.metric])) for alarm in triggered]
         for alarm in triggered:
             log.warning("iteration %d: %s is %.3g: %s", iteration, alarm.metric, metrics[alarm.metric], alarm.advice)
         return triggered

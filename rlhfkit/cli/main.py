@@ -33,12 +33,13 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Other commands: one-line help, and the function that is called (``module:function``)."""
 
-CONFIGURATION_COMMANDS: dict[str, tuple[str, str]] = {
+WORD_COMMANDS: dict[str, tuple[str, str]] = {
     "estimate": ("memory and time of a configuration, before it runs", "rlhfkit.cli.estimate:estimate_command"),
+    "report": ("one page that compares the reports of runs", "rlhfkit.cli.report:report_command"),
 }
-"""Commands that read what ``fit`` reads and start nothing: help, and the function that gets their words."""
+"""Other commands that read their words themselves: one-line help, and the function that gets them."""
 
-COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in (CONFIGURATION_COMMANDS | FUNCTION_COMMANDS).items()}
+COMMANDS = TRAINER_COMMANDS | {name: text for name, (text, _) in (WORD_COMMANDS | FUNCTION_COMMANDS).items()}
 """All commands and their one-line help."""
 
 _HELP = """usage: rlhfkit [-h] [--version] {{{names}}} ... [--debug]
@@ -88,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with short_errors(words[0], debug=words != given):
         if words[0] in FUNCTION_COMMANDS:
             _call(FUNCTION_COMMANDS[words[0]][1], words)
-        elif words[0] in CONFIGURATION_COMMANDS:
-            resolve_name(CONFIGURATION_COMMANDS[words[0]][1])(words[1:])
+        elif words[0] in WORD_COMMANDS:
+            resolve_name(WORD_COMMANDS[words[0]][1])(words[1:])
         else:
             run(words)
 

@@ -29,7 +29,7 @@ from rlhfkit import (
     episodes,
     rollout,
 )
-from rlhfkit.callbacks import Invariants, RoleTimeline, RolloutDump, SampleTable, TrainingCurves
+from rlhfkit.callbacks import Invariants, RolloutDump, RunReport, SampleTable
 from rlhfkit.datamodules.prompts.curriculum import ByColumn
 from rlhfkit.rollout import DynamicSampling, ReplayBuffer
 
@@ -274,29 +274,23 @@ TABLE: dict[type, Rows] = {
         "folder": Unseen("where batches are written when a run stops: tests/callbacks/test_guard.py"),
     },
     Invariants: {"compares_groups": Unseen("what is checked, not what is done: tests/callbacks/test_dump.py")},
-    RoleTimeline: {
-        "path": Change("@there.png"),
-        "iterations": Unseen("of what is drawn, whose times differ: tests/callbacks/test_role_timeline.py"),
-        "title": Unseen("in a picture whose times differ from run to run"),
-    },
     RolloutDump: {
         "folder": Change("@there"),
         "every_n_iterations": Change(2),
         "keep": Change(1),
     },
     SampleTable: {"rows": Change(2), "every_n_iterations": Change(2), "max_characters": Change(1)},
-    TrainingCurves: {
-        "path": Change("@there.png"),
-        "curves": Change((("length", ("rollout/length",)),)),
-        "title": Change("A run"),
-        "every_n_iterations": Unseen("the last picture is the same"),
+    RunReport: {
+        "path": Change("@there.html"),
+        "name": Unseen("in a page whose times differ from run to run: tests/callbacks/test_report.py"),
+        "every_n_iterations": Unseen("as above"),
+        "groups": Unseen("as above"),
     },
 }
 LEAST: dict[type, dict[str, Any]] = {
     HFExport: {"folder": "@here"},
     RolloutDump: {"folder": "@here"},
-    RoleTimeline: {"path": "@here.png"},
-    TrainingCurves: {"path": "@here.png"},
+    RunReport: {"path": "@here.html"},
     DynamicSampling: {},
     ReplayBuffer: {},
 }

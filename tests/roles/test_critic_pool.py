@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from rl_runs import digits, setup_run
 from torch import Tensor
 
-from rlhfkit import PPOModule, RoleTimeline, RolloutCallback, SamplingSpec
+from rlhfkit import PPOModule, RolloutCallback, RunReport, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.ray_resources import ReservedResources
 from rlhfkit.roles import CriticPool, CriticPoolError
@@ -56,13 +56,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> dict[
     folder = tmp_path_factory.mktemp("runs")
     trainer, module, data = run(folder, None)
     trainer.fit(module, data)
-    timeline = RoleTimeline(str(folder / "timeline.png"))
+    report = RunReport(str(folder / "report.html"))
     save = SaveAt(folder / "saved.ckpt", batch=9)  # of 6 an iteration: the first micro-batch of a step of the second
     pool = CriticPool(num_ranks=2, strategy="rlhf_zero2")
-    placed_trainer, placed, data = run(folder, pool, callbacks=[save, timeline])
+    placed_trainer, placed, data = run(folder, pool, callbacks=[save, report])
     placed_trainer.fit(placed, data)
     return {
-        "folder": folder, "saved": save.path, "exported": save.exported, "pool": pool, "timeline": timeline,
+        "folder": folder, "saved": save.path, "exported": save.exported, "pool": pool, "times": report.times,
         "in module": (trainer, module), "placed": (placed_trainer, placed),
     }  # fmt: skip
 
@@ -83,12 +83,12 @@ def test_weights_and_metrics_are_those_of_a_critic_in_the_module(shared: dict[st
 
 
 def test_the_critics_ranks_note_when_they_work(shared: dict[str, Any]) -> None:
-    timeline = shared["timeline"]
-    critics = [one for one in timeline.intervals if one.lane.startswith("critic")]
+    times = shared["times"]
+    critics = [one for one in times.intervals if one.lane.startswith("critic")]
     for lane in ("critic 0", "critic 1"):
         assert sum((one.lane, one.phase) == (lane, "update") for one in critics) == 6  # two iterations of three steps
         assert sum((one.lane, one.phase) == (lane, "compute") for one in critics) == 2
-        assert 0 < timeline.busy_shares()[lane] <= 1
+        assert 0 < times.busy_shares()[lane] <= 1
 
 
 def test_a_run_that_is_resumed_inside_a_step_is_bitwise_the_straight_one(shared: dict[str, Any]) -> None:

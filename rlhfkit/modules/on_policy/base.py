@@ -105,7 +105,8 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         """Attach the parts, and sort them into what is called when."""
         attach_all(self.parts, self)
         self.weighing, self.terms = (overriding(self.parts, name) for name in ("weigh", "term"))
-        self._observing = overriding(self.parts, "observe")
+        self.observers = overriding(self.parts, "observe")
+        """Called with micro-batch, output and old log-probs after each loss; callbacks may append functions."""
         in_loss = [part for part in self.parts if overriding([part], "weigh") or overriding([part], "term")]
         unknown = sorted({name for part in self.parts for name in part.outputs} - {"entropy"})
         if unknown:
@@ -299,7 +300,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             self.first_pass.keep(batch, out.logprobs, self.trainer, batch_idx)
         result = self.total_loss(batch, out)
         observed: dict[str, Any] = {}
-        for observe in self._observing:
+        for observe in self.observers:
             observed |= observe(batch, out, self.old_logprobs(batch, out))
         loss, means = result.loss, {}
         if self.ptx_coef:

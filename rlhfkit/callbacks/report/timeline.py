@@ -1,18 +1,15 @@
-"""``RoleTimeline``: draw who works when: trainer, engines and the models that are on machines of their own."""
+"""Who works when: trainer, engines and the models that are on machines of their own."""
 
 import re
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback
 
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.protocols import RecordsWork
-from rlhfkit.validation import check_integer
 
 LANES = {"engine": "engine", "logprobs": "reference", "reward": "reward model", "values": "critic", "critic": "critic"}
 """Names of lanes by the beginnings of the names of Ray actors."""
@@ -21,15 +18,8 @@ PHASES = {"generate": "sample", "compute": "compute", "update": "update"}
 WEIGHTS = ("connect", "begin_update", "finish_update")
 WAITING = {"generate", "wait"}
 """Phases of the trainer in which it waits: nothing is drawn."""
-COLORS = {
-    "update": "#d1495b",
-    "prepare": "#edae49",
-    "share": "#b0b0b0",
-    "score": "#8d6a9f",
-    "weight_sync": "#30638e",
-    "sample": "#66a182",
-    "compute": "#2e4057",
-}
+MOST_SPANS = 2000
+"""Spans of a phase in a lane that are drawn."""
 _REPORT_SECONDS = 2.5  # Ray's workers report what they did once a second
 
 
@@ -43,120 +33,109 @@ class Interval(NamedTuple):
     end: float
 
 
-class RoleTimeline(Callback):
-    """Draw who worked when in the last iterations, as a PNG: rank 0, the engines, and placed models, a lane each.
+class RoleTimes:
+    """Who worked when in the last iterations: rank 0, the engines, and models that are elsewhere.
 
-    What the trainer did is measured here; what Ray actors did Ray measures (``ray.timeline``), and ranks of a critic do
-    themselves, by the clocks of their machines. A Ray that has no record of it leaves the trainer's lane alone.
-
-    Example::
-
-        L.Trainer(callbacks=[rollouts, RoleTimeline("timeline.png")])
+    What the trainer does is measured here; what Ray actors do Ray measures (``ray.timeline``), and ranks of a critic do
+    themselves, by the clocks of their machines. Ray's record is read at the end of a run only, as its workers report
+    once a second. A Ray that has no record of it leaves the trainer's lane alone.
 
     Args:
-        path: The PNG; relative paths are under ``trainer.log_dir``, or the working directory without a logger.
-        iterations: How many are drawn: those before the last one, in which nothing is sampled ahead any more.
-        title: Title of the figure.
-
-    Attributes:
-        intervals: What was drawn, after the run.
-        saved: Path of the PNG; ``None`` before it was written.
-
-    Raises:
-        ValueError: If ``iterations`` is below 1.
+        iterations: How many are kept.
     """
 
-    def __init__(self, path: str = "timeline.png", *, iterations: int = 3, title: str | None = None) -> None:
-        check_integer("iterations", iterations, minimum=1)
-        self.path = path
+    def __init__(self, iterations: int = 3) -> None:
         self.iterations = iterations
-        self.title = title
         self.intervals: list[Interval] = []
-        self.saved: Path | None = None
+        """What was found when it was last asked for."""
+        self.written = 0.0
+        """When the page was written, in seconds of :func:`time.monotonic`."""
+        self.first_step = 0
+        self._began = time.monotonic()
         self._updates: list[Interval] = []
         self._starts: list[float] = []  # of the last iterations
         self._batch_start = 0.0
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note when an iteration begins, and forget what is not drawn any more."""
-        self._starts = [*self._starts[-self.iterations :], time.time()]
+    @property
+    def seconds(self) -> float:
+        """Since training began."""
+        return time.monotonic() - self._began
+
+    def begin(self, step: int) -> None:
+        """Training begins, after ``step`` optimizer steps of an earlier run."""
+        self.first_step, self._began = step, time.monotonic()
+
+    def begin_iteration(self) -> None:
+        """Note when an iteration begins, and forget what is not shown any more."""
+        self._starts = [*self._starts[-self.iterations - 1 :], time.time()]
         self._updates = [one for one in self._updates if one.end > self._starts[0]]
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def begin_batch(self) -> None:
         """Note when a micro-batch begins."""
         self._batch_start = time.time()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def end_batch(self) -> None:
         """Note when it ends."""
         self._updates.append(Interval("trainer", "update", self._batch_start, time.time()))
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Collect what everybody did, and draw it."""
-        if not trainer.is_global_zero or not self._starts:
-            return
-        self._starts.append(time.time())
-        elsewhere = pl_module.work_elsewhere() if isinstance(pl_module, RecordsWork) else []
-        found = [
-            *self._updates,
-            *trainer_intervals(trainer),
-            *actor_intervals(),
-            *(Interval(*one) for one in elsewhere),
-        ]
-        start, end = self._window()
+    def collect(self, trainer: L.Trainer, *, elsewhere: bool) -> None:
+        """Set :attr:`intervals` to what was done in the iterations before the last one, in which nothing is sampled
+        ahead any more; ``elsewhere``: also by Ray actors and ranks of a critic, which takes seconds.
+        """
+        found = [*self._updates, *trainer_intervals(trainer)]
+        if elsewhere:
+            module = trainer.lightning_module
+            found += actor_intervals()
+            found += [Interval(*one) for one in (module.work_elsewhere() if isinstance(module, RecordsWork) else [])]
+        start, end = self.window
         clipped = [one._replace(start=max(one.start, start), end=min(one.end, end)) for one in found]
         self.intervals = [one for one in clipped if one.end > one.start]
-        self.saved = self._draw(Path(trainer.log_dir or ".") / self.path)
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """The beginning and the end of the iterations that are shown, in seconds of :func:`time.time`."""
+        starts = [*self._starts, time.time()]
+        end = starts[-2] if len(starts) > self.iterations + 1 else starts[-1]
+        last = starts.index(end)
+        return starts[max(0, last - self.iterations)], end
 
     def busy_shares(self) -> dict[str, float]:
-        """Return the share of the drawn time in which each lane worked."""
-        start, end = self._window()
-        lanes = dict.fromkeys(one.lane for one in self.intervals)
+        """Return the share of that time in which each lane worked."""
+        start, end = self.window
         shares = {}
-        for lane in lanes:
+        for lane in dict.fromkeys(one.lane for one in self.intervals):
             spans = merged((one.start, one.end) for one in self.intervals if one.lane == lane)
             shares[lane] = sum(last - first for first, last in spans) / (end - start)
         return shares
 
-    def _window(self) -> tuple[float, float]:
-        """The beginning and the end of the iterations that are drawn."""
-        end = self._starts[-2] if len(self._starts) > self.iterations + 1 else self._starts[-1]
-        last = self._starts.index(end)
-        return self._starts[max(0, last - self.iterations)], end
-
-    def _draw(self, path: Path) -> Path:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-
-        shares, (start, end) = self.busy_shares(), self._window()
+    def as_json(self) -> dict[str, Any] | None:
+        """What the page draws: lanes of spans, in seconds from the beginning; ``None``: nothing was measured."""
+        if not self.intervals:
+            return None
+        shares, (start, end) = self.busy_shares(), self.window
         lanes = ["trainer", *sorted(lane for lane in shares if lane != "trainer")]
-        figure = Figure(figsize=(10, 1.6 + 0.55 * len(lanes)), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        for row, lane in enumerate(lanes):
-            for phase in COLORS:
-                some = [(one.start, one.end) for one in self.intervals if (one.lane, one.phase) == (lane, phase)]
-                spans = [(first - start, last - first) for first, last in merged(some)]
-                axes.broken_barh(spans, (row - 0.36, 0.72), facecolor=COLORS[phase])
-        for begin in [one for one in self._starts if start <= one < end]:
-            axes.axvline(begin - start, color="black", linewidth=0.8, linestyle=":")
-        axes.set_yticks(range(len(lanes)), [f"{lane}\n{shares[lane]:.0%} busy" for lane in lanes])
-        axes.invert_yaxis()
-        axes.set_xlim(0, end - start)
-        axes.set_xlabel("seconds; dotted: an iteration of the trainer begins")
-        axes.spines[["top", "right"]].set_visible(False)
-        shown = [phase for phase in COLORS if any(one.phase == phase for one in self.intervals)]
-        handles = [Patch(color=COLORS[phase], label=phase.replace("_", " ")) for phase in shown]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-        if self.title:
-            axes.set_title(self.title)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-        return path
+        phases = list(dict.fromkeys(one.phase for one in self.intervals))
+        spans = {
+            (lane, phase): merged((one.start, one.end) for one in self.intervals if one[:2] == (lane, phase))
+            for lane in lanes
+            for phase in phases
+        }
+        return {
+            "seconds": end - start,
+            "iterations": min(self.iterations, len(self._starts)),
+            "lanes": [
+                {
+                    "name": lane,
+                    "busy": round(shares.get(lane, 0.0), 3),
+                    "spans": [
+                        [phase.replace("_", " "), round(first - start, 4), round(last - start, 4)]
+                        for phase in phases
+                        for first, last in spans[lane, phase][:MOST_SPANS]
+                    ],
+                }
+                for lane in lanes
+            ],
+        }
 
 
 def trainer_intervals(trainer: L.Trainer) -> list[Interval]:

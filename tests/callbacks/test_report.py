@@ -1,0 +1,310 @@
+"""``RunReport``: what is in the page of a run, that it stays small, goes on after a resume, and can be compared."""
+
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rl_runs import digits, prompts_file, setup_run
+from tiny_models import tiny_model
+
+from rlhfkit import RolloutCallback, RunReport, SamplingSpec, SFTDataModule, SFTModule
+from rlhfkit.callbacks.alarms import Alarm
+from rlhfkit.callbacks.report.page import BINS, MOST_POINTS, Curve, Histogram, RunData, read_page, write_page
+from rlhfkit.callbacks.report.timeline import Interval, merged, recorded_intervals
+from rlhfkit.cli.main import main
+
+
+def fit(folder: Path, report: RunReport, epochs: int = 3, **arguments: Any) -> tuple[L.Trainer, Any, RolloutCallback]:
+    trainer, module, data, rollouts = setup_run(
+        folder, callbacks=[report, *arguments.pop("more", ())], max_epochs=epochs, **arguments
+    )
+    trainer.fit(module, data)
+    return trainer, module, rollouts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReport, L.Trainer, RolloutCallback, RunData]:
+    folder = tmp_path_factory.mktemp("run")
+    report = RunReport(str(folder / "report.html"), name="a test")
+    trainer, _, rollouts = fit(folder, report)
+    assert report.saved == folder / "report.html"
+    [found] = read_page(report.saved)
+    return report, trainer, rollouts, found
+
+
+Run = tuple[RunReport, L.Trainer, RolloutCallback, RunData]
+
+
+def test_every_metric_has_a_point_for_each_iteration(run: Run) -> None:
+    _, trainer, _, found = run
+    for name in ("loss", "rollout/reward", "policy/entropy", "time/generate"):
+        assert found.curves[name].xs == [0, 1, 2]
+        assert found.curves[name].ys[-1] == pytest.approx(float(trainer.callback_metrics[name]), rel=1e-4)
+    assert found.state == "finished"
+    assert dict(found.facts)["optimizer steps"] == "6 of 6"
+
+
+def test_samples_are_those_of_the_run_with_numbers_of_each_token(run: Run) -> None:
+    _, _, rollouts, found = run
+    assert [one["iteration"] for one in found.samples] == [0, 1, 2]
+    [first, second] = found.samples[-1]["groups"]
+    for group in (first, second):
+        own = {one.sample_index: one for one in rollouts.samples if one.prompt.index == group["prompt_id"]}
+        assert group["prompt"] == own[0].prompt.text
+        assert [one["reward"] for one in group["samples"]] == [own[place].reward for place in sorted(own)]
+        for shown, place in zip(group["samples"], sorted(own), strict=True):
+            assert shown["length"] == len(shown["tokens"]) == len(shown["difference"]) == len(shown["entropy"])
+            assert max(shown["difference"]) < 1e-4  # engine and trainer agree on a CPU
+            assert all(0 < value <= math.log(128) for value in shown["entropy"])  # a vocabulary of 128
+            assert "".join(shown["tokens"]).replace("<pad>", "").removesuffix("<eos>") == own[place].text
+
+
+def test_groups_with_the_most_different_rewards_are_shown(run: Run) -> None:
+    _, _, rollouts, found = run
+    spreads: dict[int, list[float]] = {}
+    for sample in rollouts.samples:
+        spreads.setdefault(sample.prompt.index, []).append(float(sample.reward or 0.0))
+    widest = sorted((max(each) - min(each) for each in spreads.values()), reverse=True)[:2]
+    shown = [[one["reward"] for one in group["samples"]] for group in found.samples[-1]["groups"]]
+    assert [max(each) - min(each) for each in shown] == pytest.approx(widest, abs=1e-4)
+
+
+def test_distributions_count_every_sample(run: Run) -> None:
+    _, _, rollouts, found = run
+    assert set(found.histograms) == {"reward", "completion length (tokens)", "advantage"}
+    for kept in found.histograms.values():
+        assert [sum(one.counts) for one in kept] == [len(rollouts.samples)] * 3
+
+
+def test_the_page_has_the_arguments_of_everything(run: Run) -> None:
+    found = run[3].configuration
+    assert found["module: GRPOModule"]["lr"] == 1e-3
+    assert found["sampling: SamplingSpec"]["group_size"] == 4
+    assert found["trainer"]["accumulate_grad_batches"] == 2
+    assert {"data: PromptDataModule", "engine: LocalEngine", "reward: digits"} <= set(found)
+    assert run[3].versions["torch"] == torch.__version__
+
+
+def test_the_time_of_the_trainer_is_shown(run: Run) -> None:
+    times = run[0].times
+    assert {"update", "prepare"} <= {one.phase for one in times.intervals if one.lane == "trainer"}
+    assert 0.05 < times.busy_shares()["trainer"] <= 1
+    start, end = times.window
+    assert all(start <= one.start < one.end <= end for one in times.intervals)
+    [lane] = run[3].timeline["lanes"]  # type: ignore[index]
+    assert lane["name"] == "trainer"
+
+
+def test_alarms_that_went_off_are_in_the_page(tmp_path: Path) -> None:
+    alarm = Alarm(metric="rollout/length", high=0.5, advice="answers are long")
+    sampling = SamplingSpec(group_size=4, max_new_tokens=4)
+    rollouts = RolloutCallback(digits, sampling=sampling, alarms=[alarm])
+    report = RunReport(str(tmp_path / "report.html"))
+    fit(tmp_path, report, epochs=1, rollouts=rollouts, data_arguments={"rollout_batch_size": 4})
+    [found] = read_page(tmp_path / "report.html")[0].alarms
+    assert (found["iteration"], found["metric"], found["advice"]) == (0, "rollout/length", "answers are long")
+
+
+def test_a_run_that_ends_with_an_error_says_so(tmp_path: Path) -> None:
+    class Broken(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if trainer.current_epoch == 2:
+                raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        fit(tmp_path, RunReport(str(tmp_path / "report.html")), more=[Broken()])
+    [found] = read_page(tmp_path / "report.html")
+    assert found.state == "stopped by OSError: the disk is full"
+    assert found.curves["rollout/reward"].xs == [0, 1]
+
+
+def test_a_resumed_run_continues_the_page_of_the_one_before(tmp_path: Path) -> None:
+    def resumed(report: RunReport, epochs: int, checkpoint: str | None = None) -> str:
+        saver = ModelCheckpoint(tmp_path / "saved", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
+        trainer, module, data, _ = setup_run(
+            tmp_path, callbacks=[report, saver], max_epochs=epochs, enable_checkpointing=True
+        )
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=False)
+        return saver.best_model_path
+
+    checkpoint = resumed(RunReport(str(tmp_path / "first.html")), 2)
+    resumed(RunReport(str(tmp_path / "second.html")), 3, checkpoint)
+    [first], [second] = read_page(tmp_path / "first.html"), read_page(tmp_path / "second.html")
+    for name in ("rollout/reward", "policy/entropy"):
+        assert second.curves[name].xs == [0, 1, 2]
+        assert second.curves[name].ys[:2] == first.curves[name].ys
+    assert [one["iteration"] for one in second.samples] == [0, 1, 2]
+    assert second.samples[:2] == first.samples
+
+
+def test_modules_that_learn_from_data_have_curves_over_steps(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model")
+    data = SFTDataModule(
+        prompts_file(tmp_path),
+        validation_data=prompts_file(tmp_path),
+        validation_split="train",
+        completion="answer",
+        micro_batch_size=10,
+    )
+    report = RunReport(str(tmp_path / "report.html"))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, callbacks=[report], logger=False, log_every_n_steps=2,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(SFTModule(str(tmp_path / "model")), data)
+    [found] = read_page(tmp_path / "report.html")
+    assert found.axis == "step"
+    assert found.curves["loss"].xs == [1, 2, 4, 6, 8]
+    assert found.curves["val/loss"].xs == [4, 8]
+    assert not found.samples
+
+
+def test_a_page_of_a_thousand_iterations_is_below_five_megabytes(tmp_path: Path) -> None:
+    data = RunData("long")
+    tokens = {"tokens": ["token"] * 400, "difference": [0.123] * 400, "entropy": [1.23] * 400}
+    samples = [{"reward": 0.5, "length": 400, **tokens} for _ in range(8)]
+    group = {"prompt": "x" * 2000, "prompt_id": 7, "answer": "12", "samples": samples}
+    values = torch.randn(512, generator=torch.Generator().manual_seed(0))
+    for iteration in range(1000):
+        data.add_metrics({f"group/metric_{number}": math.sin(iteration + number) for number in range(80)}, iteration)
+        data.add_values("reward", values + iteration / 100, iteration)
+        data.add_samples([group, group], iteration)
+    path = write_page(tmp_path / "report.html", [data])
+    assert path.stat().st_size < 5e6
+    [found] = read_page(path)
+    assert found.samples[-1]["iteration"] == 999
+    assert found.samples[0]["iteration"] == 0
+    assert len(found.curves["group/metric_3"].xs) <= MOST_POINTS
+
+
+def test_a_thinned_curve_keeps_its_mean_and_its_last_point() -> None:
+    curve = Curve()
+    for x in range(MOST_POINTS + 1):
+        curve.add(x, float(x))
+    assert curve.xs[-1] == curve.ys[-1] == MOST_POINTS
+    assert len(curve.xs) == MOST_POINTS // 2 + 1
+    earlier = [y for y in curve.ys[:-1] if y is not None]
+    assert sum(earlier) / len(earlier) == pytest.approx((MOST_POINTS - 1) / 2)
+
+
+def test_values_that_are_not_finite_are_gaps() -> None:
+    data = RunData("gaps")
+    for x, y in enumerate([1.0, math.nan, math.inf, 2.0]):
+        data.add_metrics({"loss": y}, x)
+    assert data.curves["loss"].ys == [1.0, None, None, 2.0]
+    assert json.loads(json.dumps(data.as_json(), allow_nan=False))["series"]["loss"][1][1] is None
+
+
+def test_a_histogram_in_a_wider_range_keeps_all_counts_near_their_values() -> None:
+    found = Histogram.of(torch.tensor([0.0, 0.0, 1.0, math.nan]), 3)
+    assert found is not None
+    assert sum(found.counts) == 3
+    wider = found.rebinned(-1.0, 2.0)
+    assert sum(wider) == 3
+    assert wider[BINS // 3] == 2  # 0 is a third of the way
+    assert Histogram.of(torch.tensor([math.nan]), 3) is None
+
+
+def test_a_text_in_a_sample_cannot_end_the_data(tmp_path: Path) -> None:
+    data = RunData("</script><script>alert(1)</script>")
+    path = write_page(tmp_path / "report.html", [data])
+    assert path.read_text().count("</script>") == 2  # of the data, and of the program
+    assert read_page(path)[0].name == data.name
+
+
+def test_runs_are_compared_in_one_page(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_page(tmp_path / name / "report.html", [run[3]])
+    main(["report", str(tmp_path / "a"), str(tmp_path / "b" / "report.html"), "--output", str(tmp_path / "both.html")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "both.html")
+    names = [one.name for one in read_page(tmp_path / "both.html")]
+    assert names == [f"a test ({tmp_path / 'a'})", f"a test ({tmp_path / 'b' / 'report.html'})"]
+
+
+@pytest.mark.parametrize("content", [None, "<html></html>"])
+def test_what_is_no_report_is_named(tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    if content is not None:
+        (tmp_path / "other.html").write_text(content)
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--output", str(tmp_path / "both.html")])
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_shows_the_page_without_a_network(run: Run, tmp_path: Path) -> None:
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    options += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=2000", "--enable-logging=stderr", "--dump-dom"]
+    for tab, expected in (("Overview", "rollout/reward"), ("Samples", "advantage"), ("Configuration", "group_size")):
+        shown = subprocess.run(
+            ["chromium", *options, f"file://{run[0].saved}#{tab}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        body = shown.stdout[: shown.stdout.index('<script type="application/json"')]
+        assert expected in body
+        assert "Uncaught" not in shown.stderr
+
+
+# ---------------------------------------------------------------------- who worked when
+
+
+def call(worker: str, name: str, start: float, seconds: float, category: str | None = None) -> dict[str, Any]:
+    """A line of ``ray.timeline``, of Ray 2.60."""
+    times = {"ts": start * 1e6, "dur": seconds * 1e6}
+    return {"cat": category or f"task::Actor.{name}", "name": name, "tid": f"worker:{worker}", **times}
+
+
+def created(worker: str, actor: str) -> dict[str, Any]:
+    return call(worker, "__init__", 0, 1, f"task::{actor}:Actor.__init__")
+
+
+def test_calls_are_assigned_to_roles_by_the_names_of_their_actors() -> None:
+    events = [
+        created("a", "engine-1f-0"),
+        created("b", "logprobs-2e-0"),
+        created("c", "logprobs-2e-1"),
+        created("d", "reward-3d-0"),
+        created("e", "mailbox"),
+        call("a", "generate", 10, 2),
+        call("a", "health", 11, 1),
+        call("a", "update", 12, 1),
+        call("b", "compute", 10, 1),
+        call("c", "compute", 11, 1),
+        call("d", "compute", 12, 1),
+        call("d", "execute", 12, 1, "task:execute"),
+        call("e", "compute", 12, 1),
+        call("nobody", "compute", 12, 1),
+    ]
+    assert recorded_intervals(events) == [
+        Interval("engine", "sample", 10, 12),
+        Interval("engine", "weight_sync", 12, 13),
+        Interval("reference 0", "compute", 10, 11),
+        Interval("reference 1", "compute", 11, 12),
+        Interval("reward model", "compute", 12, 13),
+    ]
+
+
+def test_spans_that_overlap_are_one() -> None:
+    assert merged([(5, 6), (1, 3), (2, 4), (7, 7), (4, 4.5)]) == [(1, 4.5), (5, 6)]
+
+
+def test_a_long_run_keeps_the_times_that_are_shown_and_no_more(tmp_path: Path) -> None:
+    report, kept = RunReport(str(tmp_path / "report.html")), []
+
+    class Watch(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            kept.append((len(report.times._starts), len(report.times._updates)))
+
+    fit(tmp_path, report, epochs=7, more=[Watch()])
+    # Four micro-batches an iteration; the iteration that runs is kept beside three.
+    assert kept == [(1, 4), (2, 8), (3, 12), (4, 16), (5, 20), (5, 20), (5, 20)]
