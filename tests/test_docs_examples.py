@@ -17,6 +17,7 @@ from jsonargparse import auto_cli, capture_parser
 import rlhfkit
 from rlhfkit.cli.estimate import parser as estimate_parser
 from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS, main
+from rlhfkit.cli.report import report_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -208,6 +209,9 @@ def test_shell_lines_are_parsed_by_the_command_line(
         parser.exit_on_error = False
         parser.parse_args(words)
         return
+    if command == "report":
+        report_parser().parse_args(words)
+        return
     if command == "estimate":
         _, words = estimate_parser().parse_known_args(words)
     with pytest.raises(SystemExit) as ended:
@@ -217,7 +221,7 @@ def test_shell_lines_are_parsed_by_the_command_line(
 
 def test_shell_lines_of_all_kinds_are_found() -> None:
     commands = {shlex.split(line, comments=True)[1] for _, line in SHELL_LINES}
-    assert commands >= {"fit", "estimate", *FUNCTION_COMMANDS}
+    assert commands >= {"fit", "estimate", "report", *FUNCTION_COMMANDS}
     pages = {page for page, _ in SHELL_LINES}
     assert {"README.md", "recipes.md", "main.py", "grpo_arithmetic.yaml", "generate.py"} <= pages
 

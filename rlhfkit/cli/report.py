@@ -40,10 +40,15 @@ def page_of(given: Path) -> Path:
     return pages[0]
 
 
-def report_command(words: Sequence[str]) -> None:
-    """Run the command with the words of a command line."""
+def report_parser() -> argparse.ArgumentParser:
+    """The options of the command."""
     parser = argparse.ArgumentParser(prog="rlhfkit report", description="One HTML page that compares runs.")
     parser.add_argument("runs", nargs="+", help="report.html of each run, or the folder that it is in")
     parser.add_argument("--output", default="comparison.html", help="the page that is written (default: %(default)s)")
-    given = parser.parse_args(list(words))
+    return parser
+
+
+def report_command(words: Sequence[str]) -> None:
+    """Run the command with the words of a command line."""
+    given = report_parser().parse_args(list(words))
     print(report(given.runs, given.output))

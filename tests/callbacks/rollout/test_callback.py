@@ -14,6 +14,7 @@ from rl_runs import PlainGRPO, digits, setup_run, weights
 from strategies import ranks
 
 from rlhfkit import GRPOModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks.report.page import read_page
 from rlhfkit.data import Experience
 from rlhfkit.losses import LossOutput, group_advantages
 
@@ -149,6 +150,10 @@ def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tm
     resumed = both.pop("ddp stream")
     assert resumed["tokens"] == streamed["tokens"][32:]
     assert resumed["weights"] == pytest.approx(streamed["weights"], rel=1e-5)
+    [report] = read_page(tmp_path / "two" / "ddp.html")
+    assert [one["iteration"] for one in report.samples] == [0, 1]
+    for sample in (one for kept in report.samples for group in kept["groups"] for one in group["samples"]):
+        assert len(sample["difference"]) == sample["length"]  # whichever rank has trained on it
     for name, run in both.items():
         assert run["steps"] == alone["steps"] == 4
         assert run["tokens"] == alone["tokens"], name
