@@ -86,10 +86,14 @@ def verify_file(path: Path) -> None:
         raise missing_checkpoint(path)
     if not path.stat().st_size:
         raise CheckpointError(f"{path} is empty: whatever wrote it was interrupted. {_advice(path)}")
+    if damage := damage_of_zip(path):
+        raise CheckpointError(f"{path} ({path.stat().st_size} bytes) {damage}. {_advice(path)}")
+
+
+def damage_of_zip(path: Path) -> str:
+    """Compare the CRC-32 checksums of a file of ``torch.save``; return what is wrong with it, or an empty text."""
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is no file of torch.save, or its end is missing. {_advice(path)}"
-        )
+        return "is no file of torch.save, or its end is missing"
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
@@ -97,7 +101,8 @@ def verify_file(path: Path) -> None:
                     while stream.read(_BLOCK):
                         pass
     except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}). {_advice(path)}") from error
+        return f"is damaged ({error})"
+    return ""
 
 
 def _advice(path: Path) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhfkit.losses.metrics import mean_metric
 from rlhfkit.models import load_causal_lm
-from rlhfkit.strategies.checkpoint import stages, universal
+from rlhfkit.strategies.checkpoint import universal
 from simulated_device import record_host_waits, register
 from simulated_device.device import SimulatedTensor
 
@@ -27,7 +27,7 @@ def device_behaviour(folder: Path) -> dict[str, Any]:
         "errors": errors(),
         "training": training(),
         "offloaded": offloaded(folder),
-        "resumed": resumed(folder),
+        "resumed": resumed(),
         "resumed at stage 3": resumed_at_stage_3(),
     }
 
@@ -141,8 +141,8 @@ def offloaded(folder: Path) -> dict[str, Any]:
     return found
 
 
-def resumed(folder: Path) -> dict[str, Any]:
-    """A network on the device continues from a converted checkpoint, as on another number of ranks.
+def resumed() -> dict[str, Any]:
+    """A network on the device continues with the optimizer's state of a converted checkpoint.
 
     Returns the numbers of two steps with the checkpoint in between on the CPU, without one, and on the device, with
     one, and where the counters of steps are and of which type.
@@ -165,29 +165,17 @@ def resumed(folder: Path) -> dict[str, Any]:
 
     straight, moved = network, copy.deepcopy(network).to(device)
     step(straight, optimizer := optimizer_of(straight))
-    source = folder / "saved"
-    source.mkdir()
-    state = {"module": straight.state_dict(), "optimizer": optimizer.state_dict(), "ds_version": "0.19.8"}
-    torch.save(state, source / "mp_rank_00_model_states.pt")
-
-    class Engine(SimpleNamespace):
-        """Of stage 0, where DeepSpeed's engine has these and nothing is sharded."""
-
-        def zero_optimization(self) -> bool:
-            return False
-
-        def zero_optimization_stage(self) -> int:
-            return 0
-
-        def fp16_enabled(self) -> bool:
-            return False
-
     own = optimizer_of(moved)
-    engine: Any = Engine(
-        module=moved, optimizer=own, basic_optimizer=own, global_steps=0, global_samples=0, skipped_steps=0
-    )
-    stages.convert_stage_0(source, folder / "converted" / "tag", stages.parameter_names(engine))
-    universal.load_converted(engine, folder / "converted", "tag")
+    saved = optimizer.state_dict()["state"]
+    shared = torch.tensor(1.0, dtype=torch.float64)  # as DeepSpeed leaves it: on the CPU, one of many parameters
+    for number, parameter in enumerate(parameter for group in own.param_groups for parameter in group["params"]):
+        moments = {key: saved[number][key].to(device, copy=True) for key in ("exp_avg", "exp_avg_sq")}
+        own.state[parameter] = {"step": shared, **moments}
+    with torch.no_grad():
+        for parameter, other in zip(moved.parameters(), straight.parameters(), strict=True):
+            parameter.copy_(other)
+    engine: Any = SimpleNamespace(zero_optimization_stage=lambda: 1, optimizer=own, basic_optimizer=own)
+    universal._place_steps(engine)
     counters = {name: own.state[parameter]["step"] for name, parameter in moved.named_parameters()}
     places = {name: [counter.device.type, str(counter.dtype)] for name, counter in counters.items()}
     step(straight, optimizer)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhfkit.checkpoints.cleanup import remove_abandoned
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
-from rlhfkit.strategies.checkpoint import directory, hashing, verification
+from rlhfkit.strategies.checkpoint import directory, verification
 from strategies import ranks
 
 pytestmark = pytest.mark.distributed
@@ -121,9 +122,9 @@ def test_the_last_complete_checkpoint_is_never_deleted(tmp_path: Path) -> None:
     strategy = RLHFDeepSpeedStrategy(stage=0)
     for name in ("a.ckpt", "b.ckpt"):
         folder = directory.create_temporary(tmp_path / name)
-        (folder / "rank_00000.pt").write_text(name)
+        torch.save(name, folder / "rank_00000.pt")
         about = {"saved_at": 0.0, "world_size": 1, "global_step": 0, "engines": {}}
-        directory.commit(tmp_path / name, hashing.sync_and_hash(folder, ["rank_00000.pt"]), about)
+        directory.commit(tmp_path / name, directory.sync_files(folder, ["rank_00000.pt"]), about)
     (tmp_path / "b.ckpt" / "rank_00000.pt").unlink()
     with pytest.warns(UserWarning, match="only complete checkpoint"):
         strategy.remove_checkpoint(tmp_path / "a.ckpt")

@@ -1,6 +1,7 @@
 """A checkpoint directory is complete or not there, whatever happens while it is written.
 
-Covers strategies/checkpoint/directory.py and strategies/checkpoint/verification.py.
+Covers strategies/checkpoint/directory.py, strategies/checkpoint/verification.py and, with several ranks,
+strategies/checkpoint/slow_steps.py.
 """
 
 import json
@@ -13,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.cleanup import remove_abandoned
-from rlhfkit.strategies.checkpoint import directory, hashing, verification
+from rlhfkit.checkpoints.errors import DamagedCheckpointError
+from rlhfkit.strategies.checkpoint import directory, verification
+from strategies import ranks
+
+WEIGHTS = "mp_rank_00_model_states.pt"
 
 
 def about(saved_at: float) -> dict[str, Any]:
@@ -28,28 +34,28 @@ def write(path: Path, content: str, saved_at: float) -> None:
     """A small checkpoint of two files, one in a folder."""
     folder = directory.create_temporary(path)
     (folder / "policy" / "checkpoint").mkdir(parents=True)
-    (folder / "policy" / "checkpoint" / "weights.bin").write_bytes(content.encode() * 200_000)
-    (folder / "rank_00000.pt").write_text(content)
-    directory.commit(path, hashing.sync_and_hash(folder, directory.list_files(folder)), about(saved_at))
+    torch.save(torch.full((200_000,), ord(content[0]), dtype=torch.uint8), folder / "policy" / "checkpoint" / WEIGHTS)
+    torch.save(content, folder / "rank_00000.pt")
+    directory.commit(path, directory.sync_files(folder, directory.list_files(folder)), about(saved_at))
 
 
 def test_what_was_written_verifies_and_the_temporary_folder_is_gone(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt", "a", 1.0)
     manifest = verification.verify(tmp_path / "a.ckpt")
-    assert set(manifest["files"]) == {"policy/checkpoint/weights.bin", "rank_00000.pt"}
+    assert set(manifest["files"]) == {f"policy/checkpoint/{WEIGHTS}", "rank_00000.pt"}
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_is_used(tmp_path: Path) -> None:
     for number, name in enumerate(["a", "b", "c"]):
         write(tmp_path / f"{name}.ckpt", name, float(number))
-    file = tmp_path / "b.ckpt" / "policy" / "checkpoint" / "weights.bin"
+    file = tmp_path / "b.ckpt" / "policy" / "checkpoint" / WEIGHTS
     content = bytearray(file.read_bytes())
-    content[1234] ^= 1
+    content[100_000] ^= 1
     file.write_bytes(content)
     chosen, complaints = verification.find_intact(tmp_path / "b.ckpt")
     assert chosen == tmp_path / "a.ckpt", "the one before it, not the one after it"
-    assert "weights.bin have changed" in complaints[0]
+    assert f"{WEIGHTS} is damaged (Bad CRC-32" in complaints[0]
     assert verification.find_intact(tmp_path / "c.ckpt") == (tmp_path / "c.ckpt", [])
 
 
@@ -98,11 +104,11 @@ def test_only_damage_is_a_reason_to_take_an_older_checkpoint(tmp_path: Path) -> 
         verification.find_intact(tmp_path / "foreign")
     write(tmp_path / "newer.ckpt", "x", 2.0)
     manifest = tmp_path / "newer.ckpt" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 3}))
-    with pytest.raises(CheckpointError, match="has format 3; this version reads 1 and 2"):
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    with pytest.raises(CheckpointError, match="has format 2; this version reads 3"):
         verification.find_intact(tmp_path / "newer.ckpt")
     write(tmp_path / "lost.ckpt", "x", 30.0)
-    (tmp_path / "lost.ckpt" / "policy" / "checkpoint" / "weights.bin").unlink()
+    (tmp_path / "lost.ckpt" / "policy" / "checkpoint" / WEIGHTS).unlink()
     assert verification.find_intact(tmp_path / "lost.ckpt")[0] == tmp_path / "good.ckpt"
     words = verification.lost_steps(tmp_path / "lost.ckpt", tmp_path / "good.ckpt")
     assert words == "29 optimizer steps are lost: it is of step 1, not of step 30."
@@ -124,20 +130,20 @@ MANIFESTS = {
     "a number": 3,
     "text": "manifest",
     "empty": {},
-    "no files": {"format": 1, "saved_at": 2.0, "world_size": 1, "engines": {}},
-    "files as a list": {"format": 1, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": ["rank_00000.pt"]},
-    "records as numbers": {"format": 1, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": {"a": 3}},
+    "no files": {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": {}},
+    "files as a list": {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": ["rank_00000.pt"]},
+    "records as objects": {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": {}, "files": {"a": {"size": 3}}},
     "a size as text": {
-        "format": 1,
+        "format": 3,
         "saved_at": 2.0,
         "world_size": 1,
         "engines": {},
-        "files": {"a": {"size": "3", "sha256": ""}},
+        "files": {"a": "3"},
     },
-    "no ranks": {"format": 1, "saved_at": 2.0, "world_size": 0, "engines": {}, "files": {}},
-    "engines as a list": {"format": 1, "saved_at": 2.0, "world_size": 1, "engines": ["policy"], "files": {}},
-    "a time as text": {"format": 1, "saved_at": "now", "world_size": 1, "engines": {}, "files": {}},
-    "a step as text": {"format": 1, "saved_at": 2.0, "world_size": 1, "global_step": "5", "engines": {}, "files": {}},
+    "no ranks": {"format": 3, "saved_at": 2.0, "world_size": 0, "engines": {}, "files": {}},
+    "engines as a list": {"format": 3, "saved_at": 2.0, "world_size": 1, "engines": ["policy"], "files": {}},
+    "a time as text": {"format": 3, "saved_at": "now", "world_size": 1, "engines": {}, "files": {}},
+    "a step as text": {"format": 3, "saved_at": 2.0, "world_size": 1, "global_step": "5", "engines": {}, "files": {}},
 }
 
 
@@ -168,10 +174,88 @@ def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(tmp_path: Path, seed:
     process.join()
     chosen, _ = verification.find_intact(path)
     manifest = json.loads((chosen / "manifest.json").read_text())
-    assert (chosen / "rank_00000.pt").read_text() == str(int(manifest["saved_at"]) % 10)
+    assert torch.load(chosen / "rank_00000.pt") == str(int(manifest["saved_at"]) % 10)
     remove_abandoned(tmp_path)
     unfinished_replacement = {"last.ckpt.old"} if not path.exists() else set()
     assert set(os.listdir(tmp_path)) <= {"last.ckpt"} | unfinished_replacement
     write(path, "next", 1e9)  # and the next save works
-    assert (verification.find_intact(path)[0] / "rank_00000.pt").read_text() == "next"
+    assert torch.load(verification.find_intact(path)[0] / "rank_00000.pt") == "next"
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+# ---------------------------------------------------------------- several ranks
+
+FILES = {
+    "policy/checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt": 4321,
+    "policy/checkpoint/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": 2000,
+    "policy/checkpoint/mp_rank_00_model_states.pt": 7777,
+    "policy/zero_to_fp32.py": 0,
+    "rank_00000.pt": 300,
+    "rank_00001.pt": 301,
+    "module/critic/rank_00007.pt": 2500,  # of a rank that is none of this run
+}
+
+
+def write_of_two_ranks(path: Path, saved_at: float = 1.0) -> None:
+    """A checkpoint of two ranks."""
+    folder = directory.create_temporary(path)
+    for name, size in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".pt"):
+            torch.save(torch.arange(size), folder / name)
+        else:
+            (folder / name).write_text("")
+    sizes = directory.sync_files(folder, directory.list_files(folder))
+    directory.commit(path, sizes, about(saved_at) | {"world_size": 2})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_file_is_verified_by_exactly_one_rank_and_by_the_one_that_wrote_it(tmp_path: Path, count: int) -> None:
+    write_of_two_ranks(tmp_path / "a.ckpt")
+    manifest = directory.read_manifest(tmp_path / "a.ckpt")
+    assert manifest["files"] == {name: (tmp_path / "a.ckpt" / name).stat().st_size for name in FILES}
+    shares = [directory.share_of_rank(manifest, rank, count) for rank in range(count)]
+    assert sorted(name for share in shares for name in share) == sorted(FILES)
+    if count == 2:
+        for rank, share in enumerate(shares):
+            assert {directory.rank_of_file(name) for name in share} <= {None, rank}
+            assert f"rank_0000{rank}.pt" in share
+    else:
+        numbers = [len(share) for share in shares]
+        assert max(numbers) - min(numbers) <= 1
+
+
+def test_a_change_is_found_by_the_rank_whose_share_it_is_in(tmp_path: Path) -> None:
+    write_of_two_ranks(tmp_path / "a.ckpt")
+    file = tmp_path / "a.ckpt" / "policy/checkpoint/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    verification.verify(tmp_path / "a.ckpt", rank=0, world_size=2)
+    with pytest.raises(DamagedCheckpointError, match=f"{file.name} is damaged"):
+        verification.verify(tmp_path / "a.ckpt", rank=1, world_size=2)
+
+
+def test_files_that_deepspeed_pickled_without_checksums_are_compared_by_size(tmp_path: Path) -> None:
+    folder = directory.create_temporary(tmp_path / "a.ckpt")
+    torch.save({"weight": torch.ones(3)}, folder / "rank_00000.pt", _use_new_zipfile_serialization=False)
+    directory.commit(tmp_path / "a.ckpt", directory.sync_files(folder, ["rank_00000.pt"]), about(1.0))
+    verification.verify(tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt" / "rank_00000.pt").write_bytes(b"\x80")
+    with pytest.raises(DamagedCheckpointError, match="has 1 bytes"):
+        verification.verify(tmp_path / "a.ckpt")
+
+
+@pytest.mark.distributed
+def test_all_ranks_learn_what_one_has_found(tmp_path: Path) -> None:
+    for number, name in enumerate(["older", "damaged"]):
+        write_of_two_ranks(tmp_path / f"{name}.ckpt", saved_at=float(number))
+    file = tmp_path / "damaged.ckpt" / "rank_00001.pt"
+    file.write_bytes(bytes(file.stat().st_size))
+    results = ranks.run("strategies.verification_cases:find", 2, tmp_path / "logs", place=str(tmp_path))
+    assert results[0] == results[1]
+    assert results[0]["found"] == "older.ckpt"
+    assert "rank_00001.pt is no file of torch.save" in results[0]["reason"]
+    assert results[0]["reason"].endswith("(Found by rank 1.)")
+    assert "missing.ckpt does not exist" in results[0]["missing"]
+    assert "No space left" in results[0]["failed"]

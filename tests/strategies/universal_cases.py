@@ -105,10 +105,8 @@ def save(folder: Path, model: str, place: str, tied: str) -> None:
     run(2, model, 1, [saver, SaveAt(4 // RANKS, where / "middle.ckpt")], **options)
 
 
-def resume(
-    folder: Path, model: str, place: str, tied: str, saved_by: int, stage_changes: list[list[int]]
-) -> dict[str, Any]:
-    """The rest of what another (or the same) number of ranks began, also at another ZeRO stage."""
+def resume(folder: Path, model: str, place: str, tied: str, saved_by: int) -> dict[str, Any]:
+    """The rest of what another (or the same) number of ranks began; and one attempt at another ZeRO stage."""
     report: dict[str, Any] = {}
     cases: list[tuple[str, str, int, dict[str, Any]]] = []
     cases += [(f"stage {stage}", f"{stage}", stage, {}) for stage in STAGES]
@@ -121,17 +119,8 @@ def resume(
             report[f"{case}, {path.stem}"] = attempt(
                 stage, path, folder / f"{name}-{path.stem}.pt", **({"model": model} | options)
             )
-    for before, after in stage_changes:
-        path, kept = Path(place) / f"{saved_by}-{before}" / "middle.ckpt", folder / f"{before}-to-{after}.pt"
-        report[f"stage {before} to {after}, middle"] = attempt(after, path, kept, model=model)
-        if before in (0, 2):
-            path, kept = (
-                Path(place) / f"{saved_by}-muon-{before}" / "middle.ckpt",
-                folder / f"muon-{before}-to-{after}.pt",
-            )
-            report[f"muon, stage {before} to {after}, middle"] = attempt(
-                after, path, kept, model=model, optimizer="muon"
-            )
+    path = Path(place) / f"{saved_by}-2" / "middle.ckpt"
+    report["stage 2 to 3, middle"] = attempt(3, path, folder / "2-to-3.pt", model=model)
     options = {"model": model, "data": FixedSize, "trainer": {"accumulate_grad_batches": 4 // RANKS}}
     for path in sorted((Path(place) / f"{saved_by}-fixed").iterdir()):
         if path.stem == "middle" and saved_by == RANKS:

@@ -2,19 +2,19 @@
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhfkit.checkpoints.cleanup import OWNER, partial_path, write_owner
+from rlhfkit.checkpoints.cleanup import MODULE_FOLDER, OWNER, partial_path, write_owner
 from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError, missing_checkpoint
 from rlhfkit.checkpoints.files import sync_directory
-from rlhfkit.strategies.checkpoint.hashing import CHUNK_BYTES, number_of_chunks, rank_of_file
 
-_FORMAT = 2
-_READABLE = (1, 2)
-"""Format 1 has one checksum of each whole file, format 2 one of each chunk."""
+_FORMAT = 3
+_FILE_OF_RANK = re.compile(r"(?:^|/)(?:rank_|(?:[a-z0-9]+_)?zero_pp_rank_)(\d+)[._]")
+"""``rank_00003.pt``, and DeepSpeed 0.19.8's ``zero_pp_rank_3_mp_rank_00_model_states.pt`` with or without a prefix."""
 
 
 def temporary_path(path: Path) -> Path:
@@ -45,19 +45,50 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for name in found if name not in (MANIFEST, OWNER))
 
 
+def rank_of_file(name: str) -> int | None:
+    """Return the rank that wrote a file, by its name; ``None`` for files that all ranks have in common."""
+    match = None if name.startswith(f"{MODULE_FOLDER}/") else _FILE_OF_RANK.search(name)
+    return None if match is None else int(match[1])
+
+
 def files_of_rank(folder: Path, rank: int) -> list[str]:
     """Return those of :func:`list_files` that a rank has written; rank 0 also writes the common ones."""
-    return [name for name in list_files(folder) if rank_of_file(name) == rank]
+    return [name for name in list_files(folder) if (rank_of_file(name) or 0) == rank]
 
 
-def commit(path: Path, records: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:
-    """Write the manifest and rename the temporary directory to ``path``.
+def share_of_rank(manifest: Mapping[str, Any], rank: int, world_size: int) -> list[str]:
+    """Return the files of a checkpoint that a rank verifies; each belongs to exactly one of the ranks.
+
+    If the checkpoint was saved by the same number of ranks, those that the rank itself wrote, which it loads next, and
+    its part of the common files. Otherwise its part of all files. Large files come first, so that parts are similar.
+    """
+    same_ranks, dealt, share = manifest["world_size"] == world_size, 0, []
+    for name in sorted(manifest["files"], key=lambda name: (-manifest["files"][name], name)):
+        writer = rank_of_file(name) if same_ranks else None
+        if (dealt % world_size if writer is None else writer) == rank:
+            share.append(name)
+        dealt += writer is None
+    return share
+
+
+def sync_files(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Force files to disk; return their sizes in bytes by name."""
+    sizes = {}
+    for name in names:
+        with open(folder / name, "rb") as stream:
+            os.fsync(stream.fileno())
+            sizes[name] = os.fstat(stream.fileno()).st_size
+    return sizes
+
+
+def commit(path: Path, sizes: Mapping[str, int], about: Mapping[str, Any]) -> None:
+    """Write the manifest, with the ``sizes`` of all files, and rename the temporary directory to ``path``.
 
     A process killed at any moment leaves a complete checkpoint under ``path`` or, if one was being replaced, under
     ``backup_path(path)``.
     """
     folder = temporary_path(path)
-    manifest = {"format": _FORMAT, "chunk_bytes": CHUNK_BYTES, **about, "files": dict(sorted(records.items()))}
+    manifest = {"format": _FORMAT, **about, "files": dict(sorted(sizes.items()))}
     with open(folder / MANIFEST, "w") as stream:
         json.dump(manifest, stream, indent=1)
         stream.flush()
@@ -109,11 +140,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
         raise DamagedCheckpointError(f"{path / MANIFEST} cannot be read: it is no object with a format.")
-    if manifest["format"] not in _READABLE:
-        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version reads 1 and 2.")
+    if manifest["format"] != _FORMAT:
+        raise CheckpointError(f"{path} has format {manifest['format']!r}; this version reads {_FORMAT}.")
     wrong = [name for name, fits in _ENTRIES.items() if not fits(manifest.get(name))]
-    if not wrong and not all(_has_checksums(record, manifest) for record in manifest["files"].values()):
-        wrong = ["files"]
     if wrong:
         raise DamagedCheckpointError(
             f"{path / MANIFEST} cannot be read: {', '.join(wrong)} missing or of a wrong type."
@@ -125,24 +154,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and _is_count(value.get("size"))
-
-
-def _has_checksums(record: Mapping[str, Any], manifest: Mapping[str, Any]) -> bool:
-    digests, chunk_bytes = record.get("sha256"), manifest.get("chunk_bytes")
-    if manifest["format"] == 1:
-        return isinstance(digests, str)
-    if chunk_bytes is None or not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
-        return False
-    return len(digests) == number_of_chunks(record["size"], chunk_bytes)
-
-
 _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "saved_at": lambda value: isinstance(value, int | float),
     "world_size": lambda value: _is_count(value) and value > 0,
     "global_step": lambda value: value is None or _is_count(value),
     "engines": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-    "files": lambda value: isinstance(value, dict) and all(map(_is_record, value.values())),
-    "chunk_bytes": lambda value: value is None or (_is_count(value) and value > 0),
+    "files": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
 }

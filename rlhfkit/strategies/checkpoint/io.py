@@ -1,11 +1,10 @@
 """Save and load runs whose weights live in DeepSpeed engines: shards of engines, state of each rank."""
 
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -19,12 +18,10 @@ from rlhfkit.checkpoints.cleanup import MODULE_FOLDER
 from rlhfkit.checkpoints.errors import explain_unpickling_errors
 from rlhfkit.checkpoints.files import explain_write_errors
 from rlhfkit.checkpoints.progress import normalize_counters
-from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.protocols import STATES_OF_RANKS, KeepsFolder
 from rlhfkit.strategies.checkpoint import directory, universal, verification
-from rlhfkit.strategies.checkpoint.background import BackgroundSave
 from rlhfkit.strategies.checkpoint.engine_files import errors_at_the_end
-from rlhfkit.strategies.checkpoint.hashing import sync_and_hash, threads_per_rank
+from rlhfkit.strategies.checkpoint.saving import BackgroundSave, save_directory
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from rlhfkit.strategies.checkpoint.snapshot import Write, snapshot, snapshots_of, write_file
 from rlhfkit.strategies.deepspeed.engines import EngineOptimizer
@@ -32,8 +29,6 @@ from rlhfkit.strategies.deepspeed.zero3 import load_full_state_dict
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-T = TypeVar("T")
 
 _TAG = "checkpoint"
 
@@ -44,7 +39,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
     A checkpoint is a directory::
 
         step=100.ckpt/
-            manifest.json          files, sizes, SHA-256, number of ranks
+            manifest.json          files, sizes, number of ranks
             policy/checkpoint/...  DeepSpeed's shards of one engine: weights and optimizer
             module/...             what the module saves by itself, such as a critic with ranks of its own
             rank_00000.pt          everything else of one rank: loops, callbacks, loaders, schedulers, random state
@@ -74,10 +69,6 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
     checkpoint_timeout: float = 7200.0
     """Seconds that ranks wait for one another while they verify a checkpoint, or convert it for other ranks."""
 
-    @property
-    def _hashing_threads(self) -> int:
-        return threads_per_rank(self.num_processes)
-
     def unwrapped_child(self, name: str) -> nn.Module:
         """Return a child of the LightningModule, or the module inside its engine."""
         assert self.lightning_module is not None
@@ -94,45 +85,21 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         if self.async_save:
             self._begin_background_save(path, checkpoint)
             return
-        try:
-            self._write(path, checkpoint)
-        except CheckpointError:
-            if self.is_global_zero:
-                shutil.rmtree(directory.temporary_path(path), ignore_errors=True)
-            raise
-
-    def _write(self, path: Path, checkpoint: Mapping[str, Any]) -> None:
-        """Write and commit; a step that fails on any rank is a CheckpointError on all of them."""
         folder = directory.temporary_path(path)
 
-        def on_each_rank(step: Callable[[], T]) -> list[T]:
-            def explained() -> T:
-                with explain_write_errors(path):
-                    return step()
+        def write_files() -> None:
+            with errors_at_the_end(self.engines.values()):
+                for name, engine in self.engines.items():
+                    self._save_engine(engine, folder / name)
+            torch.save(_state_outside_engines(checkpoint), folder / rank_file(self.global_rank))
 
-            return run_on_all_ranks(explained, error_type=CheckpointError)
-
-        def hash_own_files() -> dict[str, Any]:
-            names = directory.files_of_rank(folder, self.global_rank)
-            return sync_and_hash(folder, names, threads=self._hashing_threads)
-
-        on_each_rank(lambda: self._create_folders(path) if self.is_global_zero else None)
-        on_each_rank(lambda: self._write_files(folder, checkpoint))
-        on_each_rank(lambda: self._write_module_folder(folder))
-        records = {name: record for part in on_each_rank(hash_own_files) for name, record in part.items()}
-        on_each_rank(lambda: directory.commit(path, records, self._about(checkpoint)) if self.is_global_zero else None)
-
-    def _create_folders(self, path: Path) -> None:
-        """Create the temporary folder and those of the engines, which DeepSpeed creates too late for some ranks."""
-        folder = directory.create_temporary(path)
-        for name in self.engines:
-            (folder / name / _TAG).mkdir(parents=True)
-
-    def _write_files(self, folder: Path, checkpoint: Mapping[str, Any]) -> None:
-        with errors_at_the_end(self.engines.values()):
-            for name, engine in self.engines.items():
-                self._save_engine(engine, folder / name)
-        torch.save(_state_outside_engines(checkpoint), folder / rank_file(self.global_rank))
+        save_directory(
+            path,
+            [write_files, lambda: self._write_module_folder(folder)],
+            self._about(checkpoint),
+            timeout=self.checkpoint_timeout,
+            folders=[f"{name}/{_TAG}" for name in self.engines],  # which DeepSpeed creates too late for some ranks
+        )
 
     def _write_module_folder(self, folder: Path) -> None:
         module = self.lightning_module
@@ -163,9 +130,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         state, num_bytes = snapshot(_state_outside_engines(checkpoint))
         writes.append(Write(folder, partial(write_file, state, folder / rank_file(self.global_rank)), num_bytes))
         self.snapshot_bytes = sum(file.num_bytes for file in writes)
-        self._background_save = BackgroundSave(
-            path, writes, self._about(checkpoint), timeout=self.checkpoint_timeout, threads=self._hashing_threads
-        )
+        self._background_save = BackgroundSave(path, writes, self._about(checkpoint), timeout=self.checkpoint_timeout)
 
     def wait_for_saves(self) -> None:
         """Wait until the checkpoint that is being written in the background, if any, is complete.
@@ -205,8 +170,9 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         True: Lightning does not pass the argument on for strategies that restore after setup.
 
         Raises:
-            CheckpointError: If no intact checkpoint is found, if this run trains other engines, or if it has another
-                number of ranks or other ZeRO stages for which DeepSpeed or the data cannot be converted.
+            CheckpointError: If no intact checkpoint is found, if this run trains other engines, at another ZeRO stage
+                or with another ``tensor_parallel_size``, or if it has another number of ranks and the optimizer's
+                state or the data cannot be divided over them.
         """
         assert self.lightning_module is not None
         self.wait_for_saves()
@@ -226,7 +192,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         file = path / rank_file(self.global_rank if same_ranks else 0)
         with explain_unpickling_errors(file):
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
-        if fitting and not (same_ranks and _tensor_size(manifest) == self.tensor_parallel_size):
+        if fitting and not same_ranks:
             state[STATES_OF_RANKS] = _SavedRanks(path, manifest["world_size"])
         if fitting:
             normalize_counters(state["loops"]["fit_loop"])
@@ -234,9 +200,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 
     def _choose_checkpoint(self, wanted: Path) -> Path:
         """Verify the checkpoint, every rank its files; all ranks get the same path or the same error. A collective."""
-        found, reasons = verification.find_intact(
-            wanted, timeout=self.checkpoint_timeout, threads=self._hashing_threads
-        )
+        found, reasons = verification.find_intact(wanted, timeout=self.checkpoint_timeout)
         if found != wanted:
             rank_zero_warn(
                 f"The checkpoint {wanted} is damaged ({' '.join(reasons)}) Loading the newest intact one saved"
@@ -248,6 +212,14 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         if set(manifest["engines"]) != set(self.engines):
             raise CheckpointError(
                 f"{path} holds the engines {sorted(manifest['engines'])}, this run trains {sorted(self.engines)}."
+            )
+        stages = {name: engine.zero_optimization_stage() for name, engine in self.engines.items()}
+        saved, own = (manifest["engines"], _tensor_size(manifest)), (stages, self.tensor_parallel_size)
+        if saved != own:
+            raise CheckpointError(
+                f"{path} was saved at the ZeRO stages {saved[0]} with tensor_parallel_size={saved[1]}, this run has"
+                f" {own[0]} and {own[1]}. Resume it as it was saved (the number of ranks may be another one), or start"
+                " a new run from exported weights (rlhfkit export, HFExport)."
             )
 
     def _prepare_other_ranks(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -266,12 +238,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
 
     def _load_engines(self, path: Path, manifest: Mapping[str, Any]) -> None:
         other_ranks = manifest["world_size"] != self.world_size
-        other_parts = _tensor_size(manifest) != self.tensor_parallel_size
-        to_convert = [
-            name
-            for name, stage in manifest["engines"].items()
-            if other_parts or (stage > 0 and other_ranks) or stage != self.engines[name].zero_optimization_stage()
-        ]
+        to_convert = [name for name, stage in manifest["engines"].items() if stage > 0 and other_ranks]
         for name in self.engines:  # in this order on every rank: loading is a collective at stage 3
             if name in to_convert:
                 continue
@@ -284,9 +251,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             if loaded is None:
                 raise CheckpointError(f"DeepSpeed found nothing to load in {path / name}.")
         if to_convert:
-            engines = {name: self.engines[name] for name in to_convert}
-            timeout = self.checkpoint_timeout
-            with universal.converted(path, to_convert, manifest, timeout=timeout, engines=engines) as folder:
+            with universal.converted(path, to_convert, manifest, timeout=self.checkpoint_timeout) as folder:
                 for name in to_convert:
                     universal.load_converted(self.engines[name], folder / name, _TAG)
         for optimizer in self.optimizers:
@@ -365,7 +330,7 @@ def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
     if _tensor_size(manifest) > 1:
         raise CheckpointError(
             f"{checkpoint} was saved with tensor_parallel_size={_tensor_size(manifest)}: whole weights cannot be read"
-            " from it. Resume it, with any tensor_parallel_size, and export them (HFExport, save_pretrained)."
+            " from it. Resume it and export them (HFExport, save_pretrained)."
         )
     stage = manifest["engines"][child]
     folder = checkpoint / child
@@ -380,7 +345,7 @@ def saved_weights(checkpoint: Path, child: str) -> dict[str, Tensor]:
 
 
 def _tensor_size(manifest: Mapping[str, Any]) -> int:
-    """Ranks over which the weights of a checkpoint are divided; older ones do not have the entry."""
+    """Return the number of ranks over which the weights of a checkpoint are divided."""
     return int(manifest.get("tensor_parallel_size", 1))
 
 

@@ -1,4 +1,8 @@
-"""Resume on other ranks, at another ZeRO stage or tensor size, through a copy in DeepSpeed's universal format."""
+"""Resume with another number of ranks, through a copy of the checkpoint in DeepSpeed's universal format.
+
+Optimizers that keep one momentum, as Muon and SGD do, are written as Adam is: the momentum stands in the place of the
+first moment while a checkpoint is converted, and their groups are marked.
+"""
 
 import argparse
 import contextlib
@@ -13,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.cleanup import write_owner
-from rlhfkit.strategies.checkpoint import momentum, stages
-from rlhfkit.strategies.checkpoint.momentum import MOMENTUM
 from rlhfkit.strategies.checkpoint.slow_steps import Phases, on_rank_zero, run_in_phases
 
 if TYPE_CHECKING:
@@ -25,20 +28,13 @@ if TYPE_CHECKING:
 
 # The optimizer state that deepspeed 0.19.8 converts (ds_to_universal.py, extract_zero_shards and that of stage 3).
 _ADAM_STATE = {"step", "exp_avg", "exp_avg_sq"}
+_MOMENTUM = "momentum_buffer"  # torch's name
+_MARK = "rlhfkit_momentum"
 
 
 @contextmanager
-def converted(
-    path: Path,
-    names: Iterable[str],
-    manifest: Mapping[str, Any],
-    *,
-    timeout: float,
-    engines: Mapping[str, "DeepSpeedEngine"] | None = None,
-) -> Iterator[Path]:
-    """Convert engines of a checkpoint for any number of ranks, inside the context. A collective.
-
-    With ``engines``, those that will load it, for any ZeRO stage and any number of tensor ranks too.
+def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, timeout: float) -> Iterator[Path]:
+    """Convert engines of a checkpoint at ZeRO stage 1 to 3 for any number of ranks, inside the context. A collective.
 
     The ranks write a copy of the same size into a temporary folder beside the checkpoint, which is only read: each
     takes an equal share of the saved files apart, then puts an equal share of the parameters together. Raises
@@ -46,14 +42,8 @@ def converted(
     """
     doing = f"converting {path}"
     folder = on_rank_zero(lambda: _create_folder(path), timeout=timeout, doing=doing)
-    targets = {
-        name: (stages.parameter_names(engine), stages.parameter_shapes(engine))
-        for name, engine in (engines or {}).items()
-    }
     try:
-        run_in_phases(
-            lambda phases: _convert(path, folder, names, manifest, targets, phases), timeout=timeout, doing=doing
-        )
+        run_in_phases(lambda phases: _convert(path, folder, names, manifest, phases), timeout=timeout, doing=doing)
         yield folder
         if dist.is_initialized():
             dist.barrier()  # until all ranks have read it
@@ -73,41 +63,23 @@ def _create_folder(path: Path) -> Path:
     return folder
 
 
-def _convert(
-    path: Path,
-    folder: Path,
-    names: Iterable[str],
-    manifest: Mapping[str, Any],
-    targets: Mapping[str, tuple[list[list[str]], dict[str, tuple[int, ...]]]],
-    phases: Phases,
-) -> None:
-    """Convert this rank's share of each engine; ``targets`` are names and shapes of parameters that will load it."""
+def _convert(path: Path, folder: Path, names: Iterable[str], manifest: Mapping[str, Any], phases: Phases) -> None:
+    """Convert this rank's share of each engine."""
     try:
         for name in names:
             (tag,) = (entry.name for entry in (path / name).iterdir() if entry.is_dir())
-            source, target, stage = path / name / tag, folder / name / tag, manifest["engines"][name]
-            if MOMENTUM in _require_convertible(path, name, source, stage) and stage > 0:
+            source, target = path / name / tag, folder / name / tag
+            if _MOMENTUM in _require_convertible(path, name, source):
                 with_moments = folder / f"{name}.moments" / tag
-                momentum.rewrite(source, with_moments, phases)
+                _write_momentum_as_adam(source, with_moments, phases)
                 source = with_moments
-            if stage > 0:
-                _convert_engine(source, target, phases)
-            elif phases.rank == 0:
-                stages.convert_stage_0(source, target, targets[name][0])
-            if name in targets:
-                if phases.rank == 0:
-                    stages.complete(target)
-                phases.gather([])
-                for parameter, shape in phases.share(sorted(targets[name][1].items())):
-                    stages.reshape(target, parameter, shape)
-                phases.gather([])
+            _convert_engine(source, target, phases)
     except Exception as error:
         if phases.interrupted or isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"DeepSpeed could not convert {path} for another number of ranks or another ZeRO stage"
-            f" ({type(error).__name__}: {error}). Resume with {manifest['world_size']} rank(s) at the same stages"
-            f" ({manifest['engines']}), or start a new run from exported weights (rlhfkit export)."
+            f"DeepSpeed could not convert {path} for another number of ranks ({type(error).__name__}: {error})."
+            f" Resume with {manifest['world_size']} rank(s), or start a new run from exported weights (rlhfkit export)."
         ) from error
 
 
@@ -154,35 +126,65 @@ def _convert_engine(source: Path, target: Path, phases: Phases) -> None:
         ds_to_universal._do_parallel_work = original
 
 
-def _require_convertible(path: Path, name: str, folder: Path, stage: int) -> set[str]:
-    """The names of an optimizer's states; CheckpointError if they cannot be converted."""
-    if stage == 0:
-        base = stages.stage_0_optimizer(folder)[1]
-    else:
-        file = min(folder.glob("*_optim_states.pt"))
-        state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
-        base = state.get("base_optimizer_state") or state["optimizer_state_dict"]  # stage 3
+def _require_convertible(path: Path, name: str, folder: Path) -> set[str]:
+    """Return the names of an optimizer's states; CheckpointError if they cannot be converted."""
+    file = min(folder.glob("*_optim_states.pt"))
+    state = torch.load(file, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+    base = state.get("base_optimizer_state") or state["optimizer_state_dict"]  # stage 3
     kept = [set(entry) for entry in base["state"].values()]
-    found = {key.partition(".")[0] for keys in kept for key in keys}
-    if not kept or any(keys not in (_ADAM_STATE, {MOMENTUM}) for keys in kept):
+    names = {key.partition(".")[0] for keys in kept for key in keys}
+    if not kept or any(keys not in (_ADAM_STATE, {_MOMENTUM}) for keys in kept):
         raise CheckpointError(
-            f"{path}: the optimizer of '{name}' keeps {sorted(found) or 'nothing'}. The number of ranks or the stage"
-            f" changes only for optimizers that keep {sorted(_ADAM_STATE)} of a parameter, such as AdamW, or a"
-            f" {MOMENTUM} alone, such as Muon. Resume with the ranks and the stage that saved it, or start a new run"
-            " from exported weights (rlhfkit export)."
+            f"{path}: the optimizer of '{name}' keeps {sorted(names) or 'nothing'}. The number of ranks changes only"
+            f" for optimizers that keep {sorted(_ADAM_STATE)} of a parameter, such as AdamW, or a {_MOMENTUM} alone,"
+            " such as Muon. Resume with the ranks that saved it, or start a new run from exported weights (rlhfkit"
+            " export)."
         )
-    return found
+    return names
+
+
+def _write_momentum_as_adam(source: Path, target: Path, phases: Phases) -> None:
+    """Write a copy of an engine's folder with Adam's states; weights are linked."""
+    if phases.rank == 0:
+        target.mkdir(parents=True)
+        for file in source.iterdir():
+            if not file.name.endswith("_optim_states.pt"):
+                (target / file.name).symlink_to(file)
+    phases.gather([])
+    for file in phases.share(sorted(source.glob("*_optim_states.pt"))):
+        saved = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+        wrapper = saved["optimizer_state_dict"]
+        key = "base_optimizer_state" if wrapper.get("base_optimizer_state") else "optimizer_state_dict"  # stage 3
+        wrapper[key] = _as_adam(wrapper[key])
+        torch.save(saved, target / file.name)
+    phases.gather([])
+
+
+def _as_adam(base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with Adam's states in place of momentum."""
+    states: Mapping[Any, dict[str, Any]] = base["state"]
+    # DeepSpeed has one counter at stage 3, and takes the first that it finds.
+    step = next((state["step"] for state in states.values() if "step" in state), torch.tensor(0.0))
+    groups = [
+        {**group, _MARK: any(_MOMENTUM in states.get(number, {}) for number in group["params"])}
+        for group in base["param_groups"]
+    ]
+    renamed = {number: _renamed(state, step) for number, state in states.items()}
+    return {**base, "state": renamed, "param_groups": groups}
+
+
+def _renamed(state: dict[str, Any], step: Any) -> dict[str, Any]:
+    if _MOMENTUM not in state:
+        return state
+    moment: Tensor = state[_MOMENTUM]
+    return {"step": step, "exp_avg": moment, "exp_avg_sq": moment.new_zeros(()).expand_as(moment)}
 
 
 def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
     """Load weights, optimizer state and hyperparameters of one engine from its converted folder."""
-    if engine.zero_optimization():
-        _load_universal(engine, folder, tag)
-    else:
-        stages.load_stage_0(engine, folder / tag)
+    _load_universal(engine, folder, tag)
     file = folder / tag / "zero" / "optimizer_state.pt"
     common = torch.load(file, map_location="cpu", weights_only=False)
-    stages.load_loss_scale(engine, common)
     groups = common["param_groups"]
     # deepspeed 0.19.8 at stage 3 gives all groups the settings of the first, and one shared step counter that each
     # group then increments.
@@ -191,7 +193,7 @@ def load_converted(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
             del own[key]
         own.update({key: value for key, value in saved.items() if key != "params"})
     _place_steps(engine)
-    momentum.restore(engine)
+    _restore_momentum(engine)
     _load_buffers(engine, folder / tag)
 
 
@@ -204,11 +206,31 @@ def _place_steps(engine: "DeepSpeedEngine") -> None:
     base = engine.basic_optimizer
     for number, group in enumerate(base.param_groups):
         on_device = group.get("fused") or group.get("capturable")
-        for tensor in momentum.updated_tensors(engine, number):
+        for tensor in _updated_tensors(engine, number):
             state = base.state.get(tensor, {})
             step = state.get("step")
             if isinstance(step, torch.Tensor):
                 state["step"] = step.to(tensor.device, torch.float32, copy=True) if on_device else step.clone()
+
+
+def _restore_momentum(engine: "DeepSpeedEngine") -> None:
+    """Turn the first moments of marked groups into momentum."""
+    base: Any = engine.basic_optimizer
+    for number, group in enumerate(base.param_groups):
+        if group.pop(_MARK, False):
+            for tensor in _updated_tensors(engine, number):
+                base.state[tensor] = {_MOMENTUM: base.state[tensor]["exp_avg"]}
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        engine.optimizer._hp_optimizer_states_linked = False  # it would keep the second moments
+
+
+def _updated_tensors(engine: "DeepSpeedEngine", number: int) -> list[Tensor]:
+    """Return what the optimizer updates of a group; at stage 3 DeepSpeed puts it into the group for each step only."""
+    optimizer: Any = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        flats = enumerate(optimizer.fp32_partitioned_groups_flat)
+        return [flat for part, flat in flats if optimizer.sub_group_to_group_id[part] == number]
+    return list(engine.basic_optimizer.param_groups[number]["params"])
 
 
 def _load_universal(engine: "DeepSpeedEngine", folder: Path, tag: str) -> None:
