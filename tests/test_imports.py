@@ -27,7 +27,8 @@ FLOORS = {
     "rank_store": 1,
     "training_states": 1,
     "ray_session": 1,
-    "ray_resources": 1,
+    "ray_calls": 1,
+    "ray_placement": 1,
     "gpus": 1,
     "gpu_checks": 1,
     "serving": 1,
@@ -48,7 +49,7 @@ FLOORS = {
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 FOR_STRATEGIES = {
     *("strategies", "checkpoints", "distributed", "flat_parameters", "gpu_checks", "gpus", "mesh"),
-    *("protocols", "rank_store", "ray_resources", "ray_session", "training_states", "validation", "argument_names"),
+    *("protocols", "rank_store", "ray_placement", "ray_session", "training_states", "validation", "argument_names"),
 }
 LIGHT = ("distributed", "losses", "data", "rewards", "roles.replica", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}

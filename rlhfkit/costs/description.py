@@ -161,7 +161,7 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
 
 def _placed(role: str, pool: ModelPool, shape: ModelShape) -> PlacedModel:
     """A replica without GPUs among its resources is described as having one."""
-    gpus = pool.ranks_per_replica * max(1, math.ceil((pool.resources or {}).get("GPU", 1)))
+    gpus = max(1, math.ceil((pool.resources or {}).get("GPU", 1)))
     shape = shape.with_scalar_head() if role.startswith(("reward model", "critic")) else shape
     return PlacedModel(role=role, shape=shape, replicas=pool.num_replicas, gpus=gpus)
 

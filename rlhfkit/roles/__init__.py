@@ -2,7 +2,7 @@
 
 Each name is imported on first use: the process of a replica imports what it computes with, and no Lightning.
 
-May import: data, models, rollout, distributed, ray_session, ray_resources, and Ray when used.
+May import: data, models, rollout, distributed, ray_session, ray_placement, and Ray when used.
 Start at :mod:`rlhfkit.roles.model_pool`; :mod:`rlhfkit.roles.placement` places all roles of a run.
 """
 
@@ -10,13 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhfkit.ray_resources import PlacementError
+    from rlhfkit.ray_placement import PlacementError
     from rlhfkit.roles.critic_pool import CriticPool, CriticPoolError
     from rlhfkit.roles.frozen_models import FrozenModel, frozen_model
     from rlhfkit.roles.model_pool import ModelPool
     from rlhfkit.roles.pending_rows import ModelPoolError
     from rlhfkit.roles.placement import Placement
-    from rlhfkit.roles.role_resources import RoleResources
+    from rlhfkit.roles.placement_plan import RoleResources
     from rlhfkit.roles.served_model import ServedModel
 
 _HOMES = {
@@ -26,8 +26,8 @@ _HOMES = {
     "ModelPool": "roles.model_pool",
     "ModelPoolError": "roles.pending_rows",
     "Placement": "roles.placement",
-    "PlacementError": "ray_resources",
-    "RoleResources": "roles.role_resources",
+    "PlacementError": "ray_placement",
+    "RoleResources": "roles.placement_plan",
     "ServedModel": "roles.served_model",
     "frozen_model": "roles.frozen_models",
 }

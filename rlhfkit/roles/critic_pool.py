@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size, run_on_all_ranks
 from rlhfkit.protocols import StartsRanksOnRay
-from rlhfkit.ray_resources import ReservedResources, check_whole_gpus
+from rlhfkit.ray_placement import ReservedResources, check_whole_gpus
 from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
 from rlhfkit.roles import critic_desk
 from rlhfkit.roles.critic_rank import CriticRun, run_rank

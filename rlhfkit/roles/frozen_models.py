@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.roles.model_pool import ModelPool
+from rlhfkit.roles.pending_rows import EarlyRows, PendingNumbers
 from rlhfkit.roles.replica import Role
-from rlhfkit.roles.replicas.early_rows import EarlyRows, PendingNumbers
 from rlhfkit.roles.served_model import ServedModel
 
 

@@ -5,35 +5,29 @@ sends its own rows to the replicas; nothing passes rank 0.
 """
 
 import logging
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, run_on_all_ranks
 from rlhfkit.models import load_causal_lm
-from rlhfkit.ray_resources import ReservedResources, actor_options, check_whole_gpus
-from rlhfkit.ray_session import JoinedRay, cluster_address, join_or_start_ray, this_cluster
+from rlhfkit.ray_calls import ActorCalls, cause_of
+from rlhfkit.ray_placement import ReservedResources, actor_options
+from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
 from rlhfkit.roles.pending_rows import (
+    EarlyRows,
     ModelPoolError,
     PendingRows,
     Replica,
-    cause_of,
     finished_nothing,
     no_replica_left,
 )
-from rlhfkit.roles.replica import ModelReplica, ReplicaOptions, Role
-from rlhfkit.roles.replicas.early_rows import EarlyRows
-from rlhfkit.roles.replicas.reading import READS
-from rlhfkit.roles.replicas.sharded import ShardedReplica, Sharding
-from rlhfkit.roles.replicas.weights import send_weights
+from rlhfkit.roles.replica import READS, ModelReplica, ReplicaOptions, Role
 from rlhfkit.rollout.engine import WeightSource
-from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number
 
@@ -42,12 +36,10 @@ log = logging.getLogger(__name__)
 NAMESPACE = "rlhfkit-models"
 """Ray's namespace of all replicas."""
 _ASKED: dict[Role, str] = {"logprobs": "log-probs", "values": "values", "reward": "rewards"}
-_STRATEGY = "rlhf_zero3"
-"""Divides the model of a replica with several ranks."""
-_CONCURRENCY = 100_000
-"""Requests that such a replica may have; it computes as many at a time as it has ranks."""
 _STATUS = "status"
 """Ray's name for the calls that a replica answers while it computes."""
+_MESSAGE_BYTES = 64 * 2**20
+"""Of weights: the object store of a Ray that was started here has 256 MiB."""
 _SENDING_ATTEMPTS = 4
 """Attempts at giving replicas the weights of a model that has moved. Replicas may die in all but the last."""
 
@@ -77,9 +69,8 @@ class ModelPool:
     Args:
         model: Folder or hub name, as the replicas' machines see it.
         num_replicas: How many replicas there are, each with the whole model.
-        ranks_per_replica: Ray actors that a replica is divided over with ZeRO 3, on one machine; 1: one actor has it.
-        resources: Ray resources of each actor: ``{"GPU": 1}``, ``{"CPU": 2}``, or your own; ``None``: the CPU of any
-            machine, which is not counted.
+        resources: Ray resources of each replica: ``{"GPU": 1}``, ``{"CPU": 2}``, or your own; ``None``: the CPU of any
+            machine, which is not counted. Of several GPUs each has an equal number of the model's layers.
         attention: As in :class:`~rlhfkit.modules.PolicyModule`; ``None``: packed where the model can be packed.
         trust_remote_code: Run Python code that comes with the model.
         reads: What a reward model reads. ``tokens``: the policy's, which must be its own. A model with another
@@ -100,7 +91,6 @@ class ModelPool:
         model: str,
         *,
         num_replicas: int = 1,
-        ranks_per_replica: int = 1,
         resources: Mapping[str, float] | None = None,
         attention: str | None = None,
         trust_remote_code: bool = False,
@@ -110,16 +100,8 @@ class ModelPool:
         max_restarts: int = 3,
     ) -> None:
         check_integer("num_replicas", num_replicas, minimum=1)
-        check_integer("ranks_per_replica", ranks_per_replica, minimum=1)
-        if ranks_per_replica > 1 and isinstance(resources, ReservedResources):
-            raise ValueError(
-                f"ranks_per_replica={ranks_per_replica}: a Placement holds resources for replicas of one actor each; "
-                "give the resources of each actor, as in resources={'GPU': 1}"
-            )
         for name, amount in (resources or {}).items():
             check_number(f"resources[{name!r}]", amount, minimum=0)
-        if ranks_per_replica > 1:
-            check_whole_gpus(resources)
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
         check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
         check_integer("max_restarts", max_restarts, minimum=0)
@@ -128,7 +110,6 @@ class ModelPool:
         self.reads = reads
         self.model = model
         self.num_replicas = num_replicas
-        self.ranks_per_replica = ranks_per_replica
         # Resources that a Placement holds know where they are, which a copy would not.
         keeps = resources is None or isinstance(resources, ReservedResources)
         self.resources = resources if keeps else dict(resources or {})
@@ -164,7 +145,7 @@ class ModelPool:
 
     def plain(self) -> dict[str, Any]:
         """The arguments as plain values, for checkpoints and logs."""
-        names = ("num_replicas", "ranks_per_replica", "resources", "attention", "trust_remote_code", "reads")
+        names = ("num_replicas", "resources", "attention", "trust_remote_code", "reads")
         times = ("start_timeout", "request_timeout", "max_restarts")
         plain = {"model": self.model} | {name: getattr(self, name) for name in (*names, *times)}
         return plain | {"resources": None if self.resources is None else dict(self.resources)}
@@ -239,12 +220,7 @@ class ModelPool:
         names = [f"{prefix}-{number}" for number in range(self.num_replicas)]
         for number, name in enumerate(names):
             named = {"name": name, "namespace": NAMESPACE} | kept
-            if self.ranks_per_replica > 1:
-                head = ray.remote(ShardedReplica).options(**named, num_cpus=0, max_concurrency=_CONCURRENCY)
-                self._owned.append(head.remote(options, self._sharding()))
-            else:
-                placed = actor_options(self.resources, number)
-                self._owned.append(replica.options(**placed, **named).remote(options))
+            self._owned.append(replica.options(**actor_options(self.resources, number), **named).remote(options))
         try:
             self._wait_until_loaded()
         except BaseException:
@@ -255,36 +231,7 @@ class ModelPool:
 
     def _wait_until_loaded(self) -> None:
         """Load the model in all replicas; ModelPoolError as soon as one fails, or when the time is up."""
-        import ray
-
-        deadline = time.monotonic() + self.start_timeout
-        loading = [actor.load.remote() for actor in self._owned]
-        while loading:
-            ready, loading = ray.wait(loading, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise ModelPoolError(
-                    f"{len(loading)} of {self.num_replicas} replica(s) of {self.model} were not ready within "
-                    f"{self.start_timeout:g} s: Ray could not place them ({self.resources or 'any CPU'} "
-                    f"each; free are {_free(self.resources)}), or the model takes longer to load"
-                )
-            try:
-                ray.get(ready)
-            except ray.exceptions.RayError as error:
-                raise ModelPoolError(f"a replica could not load {self.model}: {cause_of(error)}") from error
-
-    def _sharding(self) -> Sharding:
-        """How a replica of several ranks is divided; ValueError without DeepSpeed's strategies."""
-        if _STRATEGY not in StrategyRegistry:
-            raise ValueError(f"ranks_per_replica needs the strategy {_STRATEGY}: pip install 'rlhfkit[deepspeed]'")
-        of_strategy = StrategyRegistry[_STRATEGY]
-        return Sharding(
-            self.ranks_per_replica,
-            dict(self.resources or {"CPU": 0.001}),
-            of_strategy["strategy"],
-            of_strategy["init_params"],
-            self.start_timeout,
-            self.max_restarts,
-        )
+        _Loading(self, {actor.load.remote(): "a replica" for actor in self._owned}).result()
 
     def close(self) -> None:
         """End the replicas; :meth:`start` may be called again."""
@@ -365,16 +312,8 @@ class ModelPool:
             if not behind:
                 break
             try:
-                send_weights(
-                    self._moved or {},
-                    self.version,
-                    behind,
-                    dtype=self._moved_dtype,
-                    address=cluster_address(),
-                    timeout=self.request_timeout,
-                    ranks=self.ranks_per_replica,
-                )
-            except EngineError as error:
+                self._send_weights(behind)
+            except ModelPoolError as error:
                 log.warning("weights of %s are sent again: %s", self.model, error)
                 failure = error
             behind = self._replicas_behind()
@@ -384,6 +323,20 @@ class ModelPool:
         if all(replica.lost for replica in self._replicas):
             raise ModelPoolError(no_replica_left(self.model, self._replicas))
         return {replica.name: replica.lost for replica in self._replicas if replica.lost}
+
+    def _send_weights(self, replicas: Sequence[Replica]) -> None:
+        """Send all weights through Ray's object store, part by part; ModelPoolError if a replica fails or is late."""
+        import ray
+
+        parts = list(_parts(self._moved or {}, self._moved_dtype))
+        for number, weights in enumerate(parts):
+            version, stored = self.version if number + 1 == len(parts) else None, ray.put(weights)
+            # Once: a replica that is restarted meanwhile needs all parts.
+            calls = {
+                replica.actor.receive.options(max_task_retries=0).remote(stored, number, version): replica.name
+                for replica in replicas
+            }
+            ActorCalls(calls, "receiving weights", self.request_timeout, ModelPoolError).result()
 
     def _replicas_behind(self) -> list[Replica]:
         """Replicas without the current weights; those that do not answer in time are given up."""
@@ -437,6 +390,39 @@ class ModelPool:
             batches: Indices (b,) of the rows of each forward pass.
         """
         return PendingRows(self, experience, batches)
+
+
+class _Loading(ActorCalls[str]):
+    """Replicas that load their model."""
+
+    def __init__(self, pool: ModelPool, calls: Mapping[Any, str]) -> None:
+        super().__init__(calls, f"loading {pool.model}", pool.start_timeout, ModelPoolError)
+        self._pool = pool
+
+    def failed(self, actor: str, error: Exception) -> Exception:
+        return ModelPoolError(f"{actor} could not load {self._pool.model}: {cause_of(error)}")
+
+    def late(self, actors: Sequence[str]) -> Exception:
+        pool = self._pool
+        return ModelPoolError(
+            f"{len(actors)} of {pool.num_replicas} replica(s) of {pool.model} were not ready within "
+            f"{pool.start_timeout:g} s: Ray could not place them ({pool.resources or 'any CPU'} each; free are "
+            f"{_free(pool.resources)}), or the model takes longer to load"
+        )
+
+
+def _parts(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
+    """Divide weights into messages of about 64 MiB, in the type ``dtype``."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights.items():
+        part[name] = tensor.to(dtype or tensor.dtype)
+        size += part[name].nbytes
+        if size >= _MESSAGE_BYTES:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
 
 
 def _actor(name: str) -> Any:

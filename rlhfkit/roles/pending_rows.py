@@ -1,17 +1,23 @@
-"""``PendingRows``: rows that the replicas of a pool are computing for one rank."""
+"""``PendingRows``: rows that the replicas of a pool are computing for one rank.
+
+``EarlyRows``: what a model elsewhere was asked about samples as soon as their group was finished, while others were
+sampled.
+"""
 
 import dataclasses
+import hashlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size
+from rlhfkit.ray_calls import cause_of
 from rlhfkit.roles.replica import TokenRows
 
 log = logging.getLogger(__name__)
@@ -207,7 +213,75 @@ def no_replica_left(model: str, replicas: Sequence[Replica]) -> str:
     return f"no replica of {model} is left ({reasons}). The run can be resumed from its last checkpoint"
 
 
-def cause_of(error: Exception) -> str:
-    """The last line of an error of Ray's, which holds the remote traceback."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+# ---------------------------------------------------------------- asked early
+
+_CHANGING = threading.Lock()
+"""Held while samples are added or dropped; pools must be copied without."""
+
+
+class PendingNumbers(Protocol):
+    """Numbers of rows that are being computed elsewhere."""
+
+    def result(self, columns: int | None = None) -> Tensor:
+        """Wait for them: (B, columns) float32 on the CPU, for ``None`` (B, T-1); 0 in rows that were not asked for."""
+        ...
+
+
+class _Asked(NamedTuple):
+    """Where the numbers of one sample will be."""
+
+    iteration: int
+    pending: PendingNumbers
+    row: int
+    steps: int
+    """Tokens after the first."""
+
+
+class EarlyRows:
+    """Samples that one rank has asked about early, by :func:`row_keys`. Any thread may add some."""
+
+    def __init__(self) -> None:
+        self._asked: dict[bytes, _Asked] = {}
+
+    def add(self, experience: Experience, pending: PendingNumbers, iteration: int) -> None:
+        """Remember that an experience of B samples was asked about; those of the same tokens are replaced."""
+        lengths = (experience.lengths - 1).tolist()
+        with _CHANGING:
+            for row, key in enumerate(row_keys(experience)):
+                self._asked[key] = _Asked(iteration, pending, row, lengths[row])
+
+    def drop_before(self, iteration: int) -> None:
+        """Forget the samples of earlier iterations, groups that were not selected among them."""
+        with _CHANGING:
+            self._asked = {key: asked for key, asked in self._asked.items() if asked.iteration >= iteration}
+
+    def keys(self) -> set[bytes]:
+        """The samples."""
+        with _CHANGING:
+            return set(self._asked)
+
+    def result(self, keys: Collection[bytes], columns: int | None = None) -> dict[bytes, Tensor]:
+        """Wait for the numbers of some samples, (T-1,) or (columns,) each.
+
+        Raises what :meth:`PendingRows.result` raises.
+        """
+        with _CHANGING:
+            wanted = {key: self._asked[key] for key in keys}
+        tables: dict[int, Tensor] = {}
+        found = {}
+        for key, asked in wanted.items():
+            if id(asked.pending) not in tables:
+                tables[id(asked.pending)] = asked.pending.result(columns)
+            found[key] = tables[id(asked.pending)][asked.row, : asked.steps if columns is None else columns]
+        return found
+
+
+def row_keys(experience: Experience) -> list[bytes]:
+    """A key of each of B samples, by its tokens, group and number, the same on every rank."""
+    keys = []
+    ids, lengths = experience.input_ids.to("cpu", torch.int32), experience.lengths.tolist()
+    for row, place in enumerate(zip(experience.group.tolist(), experience.sample_index.tolist(), strict=True)):
+        tokens = hashlib.blake2b(ids[row, : lengths[row]].numpy().tobytes(), digest_size=16)
+        tokens.update(repr(place).encode())
+        keys.append(tokens.digest())
+    return keys

@@ -5,21 +5,26 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhfkit.ray_resources import PlacementError, ReservedResources
+from rlhfkit.ray_placement import (
+    PlacementError,
+    ReservedResources,
+    Resources,
+    cluster_machines,
+    fewest_machines,
+    text,
+)
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.roles.critic_pool import CriticPool
 from rlhfkit.roles.model_pool import ModelPool
 from rlhfkit.roles.placement_plan import (
+    WITH,
     PlannedRole,
+    Requests,
     ReservedPlan,
-    Resources,
-    cluster_machines,
+    RoleRequest,
+    RoleResources,
     default_resources,
-    fewest_machines,
-    text,
 )
-from rlhfkit.roles.role_resources import WITH, Requests, RoleRequest, RoleResources
-from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
 from rlhfkit.rollout.remote.placement import RankLocation, start_ray_for_engines, visible_gpus
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.validation import check_number
@@ -108,7 +113,6 @@ class Placement:
         self._num_nodes = 1
         self._each: dict[str, Resources] = {}
         self._reserved: ReservedPlan | None = None
-        self._held: GPUReservation | None = None
 
     # ---------------------------------------------------------------- the plan
 
@@ -126,7 +130,8 @@ class Placement:
         own = {name: one.own for name, one in self.requests.roles.items() if one.own is not None}
         self._each = {name: default_resources(role, gpus) for name, role in own.items()}
         if self.launcher == "ray":
-            self._num_nodes = fewest_machines(self.num_ranks, self._each["trainer"], cluster_machines())
+            need = {name: self.num_ranks * amount for name, amount in self._each["trainer"].items()}
+            self._num_nodes = fewest_machines(self.num_ranks, need, [one.total for one in cluster_machines()]) or 1
         machines = self._num_nodes if self.launcher == "ray" else None
         try:
             self._reserved = ReservedPlan(self.requests, self._each, machines, self.timeout)
@@ -160,13 +165,11 @@ class Placement:
         ranks = [RankLocation(socket.gethostname(), name, on_ray=False) for name in names]
         started_here = start_ray_for_engines(num_cpus=cores, ranks=ranks)
         gpus = self._uses_gpus(bool(ranks or ray.cluster_resources().get("GPU", 0)))
-        if gpus and not started_here:
-            if int(os.environ.get("WORLD_SIZE", local)) > local:
-                raise PlacementError(
-                    "Placement cannot know the GPUs of ranks that torchrun or Slurm starts on other machines, so Ray "
-                    "could give them to other roles: have Ray start the ranks, Placement(launcher='ray')"
-                )
-            self._held = GPUReservation(ranks, self.timeout)
+        if ranks and not started_here and _gpus_that_ray_counts_here():
+            raise PlacementError(
+                "Ray counts the GPUs of this machine, and takes those of ranks that it has not started for free, so it "
+                "could give them to other roles: have Ray start the ranks, Placement(launcher='ray')"
+            )
         return gpus
 
     def _uses_gpus(self, found: bool) -> bool:
@@ -204,10 +207,9 @@ class Placement:
 
     def close(self) -> None:
         """Give the resources back. Roles that still run on them are ended by Ray."""
-        for held in (self._reserved, self._held):
-            if held is not None:
-                held.close()
-        self._reserved, self._held = None, None
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
     # ---------------------------------------------------------------- what each role is given
 
@@ -339,6 +341,13 @@ class Placement:
             )
         self.reserve()
         return None if self._reserved is None else self._reserved.reserved.get(role)
+
+
+def _gpus_that_ray_counts_here() -> bool:
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == here and node["Resources"].get("GPU") for node in ray.nodes())
 
 
 def _is_first_process() -> bool:

@@ -1,16 +1,131 @@
-"""Placement groups for all roles of a run: all are held before anything starts, or an error says what is missing."""
+"""What the roles of a run ask for, and placement groups for all, which are held before anything starts."""
 
-import contextlib
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from rlhfkit.ray_resources import PlacementError, ReservedResources
-from rlhfkit.roles.role_resources import Request, Requests, RoleResources
+from rlhfkit.ray_placement import (
+    Machine,
+    PlacementError,
+    ReservedResources,
+    Resources,
+    cluster_machines,
+    hold_bundles,
+    release_bundles,
+)
+from rlhfkit.validation import check_integer, check_number
 
-Resources = Mapping[str, float]
+Spread = Literal["pack", "spread"]
+WITH = "with "
+"""Begins the words of a role that has no processes or no resources of its own: ``"with trainer"``."""
+
+
+@dataclass(frozen=True)
+class RoleResources:
+    """Processes of a role and the Ray resources of each.
+
+    Args:
+        processes: Ranks of the trainer or of the critic, engines, replicas of a frozen model.
+        resources: Of each: ``{"GPU": 2, "CPU": 4}``, or resources of your own names; ``None``: a core, and a GPU where
+            the cluster has any. One process is on one machine.
+        machines: ``"pack"``: on as few machines as possible; ``"spread"``: on as many. ``None``: engines are spread,
+            other roles packed.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    processes: int
+    resources: Mapping[str, float] | None = None
+    machines: Spread | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        check_integer("RoleResources.processes", self.processes, minimum=1)
+        for name, amount in (self.resources or {}).items():
+            check_number(f"RoleResources.resources[{name!r}]", amount, above=0)
+        if self.resources is not None and not self.resources:
+            raise ValueError("RoleResources.resources must name what a process needs, as in {'GPU': 1}, or be left out")
+        if self.machines not in (None, "pack", "spread"):
+            raise ValueError(f"RoleResources.machines must be 'pack', 'spread' or None, got {self.machines!r}")
+
+
+RoleRequest = int | RoleResources | Mapping[str, Any] | str
+"""A number of processes, their resources, the same as a mapping (YAML), or ``"with trainer"``."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A role's part of a plan, checked."""
+
+    role: str
+    own: RoleResources | None
+    """Its processes; ``None``: it shares another role's."""
+    shares: str | None = None
+    """The role whose resources it shares."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """All roles of a plan, in the order in which they are placed."""
+
+    roles: dict[str, Request] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, **given: RoleRequest | None) -> "Requests":
+        """Check what is asked for; roles that are ``None`` are left out.
+
+        Raises:
+            TypeError: If a request is none of the kinds that are allowed.
+            ValueError: If a number is out of range, or a role shares one that it cannot.
+        """
+        roles = {name: _request(name, value) for name, value in given.items() if value is not None}
+        for request in roles.values():
+            if request.shares is not None:
+                _check_sharing(request, roles)
+        return cls(roles)
+
+    def sharers(self, role: str) -> int:
+        """How many roles have a part of this role's resources, itself included."""
+        return 1 + sum(request.shares == role for request in self.roles.values())
+
+
+def _request(role: str, value: RoleRequest) -> Request:
+    if isinstance(value, str):
+        if not value.startswith(WITH):
+            raise ValueError(f"Placement({role}=...) takes a number of processes or 'with trainer', got {value!r}")
+        return Request(role, None, value.removeprefix(WITH))
+    if isinstance(value, RoleResources):
+        return Request(role, value)
+    if isinstance(value, Mapping):
+        try:
+            return Request(role, RoleResources(**value))
+        except TypeError as error:
+            raise TypeError(
+                f"Placement({role}=...) as a mapping takes processes, resources and machines, got {dict(value)}"
+            ) from error
+    check_integer(f"Placement.{role}", value, minimum=1, why="leave a role out that the run does not have")
+    return Request(role, RoleResources(int(value)))
+
+
+def _check_sharing(request: Request, roles: Mapping[str, Request]) -> None:
+    """Raise ValueError unless a role may share the other's processes or resources."""
+    role, host = request.role, str(request.shares)
+    if role == "trainer":
+        raise ValueError("Placement(trainer=...) takes a number of ranks: other roles may be with the trainer")
+    if host == "trainer":
+        return
+    placed = [name for name, one in roles.items() if one.own is not None and name not in (role, "trainer", "engines")]
+    if role == "engines" or host not in placed:
+        may = ["trainer"] if role == "engines" else ["trainer", *placed]
+        raise ValueError(
+            f"Placement({role}='with {host}'): {role} can be with {' or '.join(may)}. Engines share GPUs with the "
+            "trainer only, and a role that shares another's resources cannot be shared in turn"
+        )
+
+
+# ---------------------------------------------------------------- the plan
 
 
 @dataclass(frozen=True)
@@ -24,48 +139,6 @@ class PlannedRole:
     machines: Mapping[str, int]
     """Number of processes by machine."""
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A machine of Ray's cluster."""
-
-    node: str
-    """Ray's id."""
-    name: str
-    total: Resources
-    free: Resources
-
-
-def cluster_machines() -> list[Machine]:
-    """Return the machines of the cluster, the largest names made unique by Ray's ids."""
-    import ray
-    from ray._private.state import available_resources_per_node  # Ray 2.60 has no public way to ask for one node
-
-    free = available_resources_per_node()
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    names = Counter(node["NodeManagerHostname"] for node in nodes)
-    return [
-        Machine(
-            node["NodeID"],
-            node["NodeManagerHostname"]
-            if names[node["NodeManagerHostname"]] == 1
-            else f"{node['NodeManagerHostname']} ({node['NodeID'][:4]})",
-            node["Resources"],
-            free.get(node["NodeID"], {}),
-        )
-        for node in nodes
-    ]
-
-
-def fewest_machines(ranks: int, each: Resources, machines: Sequence[Machine]) -> int:
-    """Return the smallest number of machines over which the ranks can be divided evenly; 1 if there is none."""
-    for count in range(1, ranks + 1):
-        share = ranks // count
-        room = [one for one in machines if all(one.total.get(name, 0) >= share * each[name] for name in each)]
-        if ranks % count == 0 and len(room) >= count:
-            return count
-    return 1
 
 
 class ReservedPlan:
@@ -109,26 +182,23 @@ class ReservedPlan:
                 self.reserved[role] = ReservedResources(whole, group.id.hex(), range(group.bundle_count))
 
     def _reserve(self, request: Request, each: Resources, trainer_machines: int | None, timeout: float) -> None:
-        import ray
-
         assert request.own is not None
         role, processes = request.role, request.own.processes
         spread = request.own.machines or ("spread" if role == "engines" else "pack")
         strategy = spread.upper()
         if role == "trainer" and request.own.machines is None and trainer_machines in (1, processes):
             strategy = "STRICT_PACK" if trainer_machines == 1 else "STRICT_SPREAD"
-        group = ray.util.placement_group([dict(each)] * processes, strategy=strategy)
-        if not _wait(group, timeout):
-            free = "; ".join(f"{one.name}: {text(one.free, each)}" for one in cluster_machines())
-            with contextlib.suppress(Exception):
-                ray.util.remove_placement_group(group)
-            held = ", ".join(self._groups) or "none"
-            raise PlacementError(
-                f"Ray found no room for the {processes} process(es) of {role} with {text(each)} each ({strategy}) "
-                f"within {timeout:g} s. Free are {free}; placed before: {held}. End what else uses the cluster, add "
-                f"machines, or ask for less: Placement({role}=...)"
-            )
-        self._groups[role] = group
+        self._groups[role] = hold_bundles(
+            each,
+            processes,
+            strategy=strategy,
+            timeout=timeout,
+            what=f"process(es) of {role}",
+            cure=(
+                f"Placed before: {', '.join(self._groups) or 'none'}. End what else uses the cluster, add machines, or "
+                f"ask for less: Placement({role}=...)"
+            ),
+        )
 
     def machines_of(self, role: str) -> dict[str, int]:
         """Return the number of processes of a placed role by the name of their machine."""
@@ -140,27 +210,14 @@ class ReservedPlan:
 
     def close(self) -> None:
         """Give the resources back; processes that have them are ended by Ray."""
-        import ray
-
         for group in self._groups.values():
-            if ray.is_initialized():
-                with contextlib.suppress(Exception):
-                    ray.util.remove_placement_group(group)
+            release_bundles(group)
         self._groups = {}
 
 
 def _order(request: Request, each: Resources) -> tuple[bool, float, float]:
     """The trainer first, then the largest processes, as small ones fit into what is left."""
     return request.role != "trainer", -each.get("GPU", 0), -each.get("CPU", 0)
-
-
-def _wait(group: Any, timeout: float) -> bool:
-    """Wait for a group; Ray counts what was given back as free only seconds later."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if group.wait(min(timeout, 5.0)):
-            return True
-    return bool(group.wait(0))
 
 
 def check_totals(placed: Sequence[Request], each: Mapping[str, Resources], machines: Sequence[Machine]) -> None:
@@ -185,12 +242,6 @@ def check_totals(placed: Sequence[Request], each: Mapping[str, Resources], machi
                     f"a process of {role} needs {each[role][name]:g} {name}(s) on one machine, and the largest has "
                     f"{max(have.values()):g} ({there})"
                 )
-
-
-def text(resources: Resources, only: Resources | None = None) -> str:
-    """Resources in words: ``1 GPU + 2 CPU``; ``only``: those that it names."""
-    names = sorted(resources if only is None else only, key=lambda name: (name != "GPU", name != "CPU", name))
-    return " + ".join(f"{resources.get(name, 0):g} {name}" for name in names) or "nothing"
 
 
 def default_resources(own: RoleResources, gpus: bool) -> Resources:

@@ -4,8 +4,9 @@ Nothing is kept between two requests but weights that were received, whose versi
 restart an actor and repeat what it was asked.
 """
 
+import pkgutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -14,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output, unwrap
+from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output, unwrap
 from rlhfkit.models.distillation import likeliest_tokens
 from rlhfkit.models.heads import critic_values
 from rlhfkit.models.load import context_length, disable_dropout
-from rlhfkit.roles.replicas.reading import TextReading
-from rlhfkit.roles.replicas.weights import received
-from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
 
 Role = Literal["logprobs", "reward", "values"]
 """What is asked for: a language model's log-probs of tokens, a reward model's scores, or a critic's values."""
+
+
+READS = ("tokens", "text", "chat")
+"""The policy's token ids; prompt and answer as one text; or as two turns in the model's own chat template."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class ReplicaOptions:
     attention: str | None
     trust_remote_code: bool
     reads: str = "tokens"
-    """What a reward model reads, see :mod:`rlhfkit.roles.replicas.reading`."""
+    """What a reward model reads, see :data:`READS`."""
     policy: Any = ""
     """Folder or hub name of the policy, whose tokenizer writes the text, or the tokenizer itself."""
 
@@ -71,11 +73,6 @@ class TokenRows:
         ids, lengths, mask = batch.input_ids.int().cpu(), batch.lengths.int().cpu(), batch.action_mask.cpu()
         return cls(ids, lengths, mask, batch.temperature, top=top)
 
-    def placeholder(self) -> "TokenRows":
-        """Two tokens, for a rank that only takes part in the forward pass of others."""
-        two = torch.tensor([2], dtype=torch.int32)
-        return replace(self, input_ids=self.input_ids[:1, :2], lengths=two, mask=torch.ones_like(self.mask[:1, :1]))
-
 
 class Answer(NamedTuple):
     """What a replica has computed."""
@@ -94,6 +91,52 @@ class _Sequences:
         self.attention_mask = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).to(device)
 
 
+class TextReading:
+    """Writes sequences of the policy as texts, and reads them with a reward model's tokenizer.
+
+    Args:
+        reads: ``text``, ``chat``, or the dotted name of a function of prompt and answer that returns the text.
+        policy: Folder or hub name of the policy, for its tokenizer, or a tokenizer.
+        model: Folder or hub name of the reward model, likewise.
+        trust_remote_code: Run Python code that comes with them.
+    """
+
+    def __init__(self, reads: str, policy: Any, model: str, trust_remote_code: bool) -> None:
+        self._reads = reads
+        named = isinstance(policy, str)
+        self._policy = load_tokenizer(policy, trust_remote_code=trust_remote_code) if named else policy
+        self._own = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        self._write: Callable[[str, str], str] | None = None if reads in READS else pkgutil.resolve_name(reads)
+
+    def read(self, input_ids: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids (B, T') int64 and lengths (B,) of B sequences, whose answers begin at the first token of ``mask``.
+
+        ``input_ids`` are (B, T), ``mask`` (B, T-1).
+        """
+        rows = []
+        for ids, length, chosen in zip(input_ids.tolist(), lengths.tolist(), mask, strict=True):
+            begin = int(chosen.long().argmax()) + 1 if bool(chosen.any()) else length
+            tokens = self._tokens(self._text(ids[:begin]), self._text(ids[begin:length]))
+            rows.append(tokens or [0])  # control tokens only, as a placeholder may have: no text, and a model needs one
+        longest = max(map(len, rows))
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        return padded, torch.tensor([len(row) for row in rows])
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._policy.decode(ids, skip_special_tokens=True))
+
+    def _tokens(self, prompt: str, answer: str) -> list[int]:
+        if self._reads == "chat":
+            turns: list[dict[str, Any]] = [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": answer},
+            ]
+            text = self._own.apply_chat_template(turns, tokenize=False)
+            return list(self._own(text, add_special_tokens=False)["input_ids"])
+        text = prompt + answer if self._write is None else self._write(prompt, answer)
+        return list(self._own(text)["input_ids"])
+
+
 def load_frozen(options: ReplicaOptions) -> nn.Module:
     """Load a model that is not trained, on the CPU or where the strategy puts it."""
     load: Any = load_causal_lm if options.role == "logprobs" else load_scalar_model
@@ -106,6 +149,31 @@ def load_frozen(options: ReplicaOptions) -> nn.Module:
     )
     disable_dropout(model)
     return model.eval().requires_grad_(False)
+
+
+def spread(model: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
+    """Move a model to devices, of which each gets an equal number of its layers.
+
+    Embeddings, the last norm and the head are on the first device, where what surrounds the layers is computed. Each
+    layer gets its inputs on its own device and returns its outputs to that of the inputs.
+    """
+    if len(devices) == 1:
+        return model.to(devices[0])
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = max(lists, key=len, default=nn.ModuleList())
+    if len(layers) < len(devices):
+        raise ValueError(f"a model of {len(layers)} layers cannot be divided over {len(devices)} devices")
+    for number, layer in enumerate(layers):
+        device = devices[number * len(devices) // len(layers)]
+        layer.to(device)
+        add_hook_to_module(layer, AlignDevicesHook(execution_device=device, io_same_device=True))
+    inside = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in inside:
+            tensor.data = tensor.data.to(devices[0])
+    return model
 
 
 def text_reading(options: ReplicaOptions) -> TextReading | None:
@@ -155,8 +223,8 @@ class ModelReplica:
         self.options = options
         self._model: nn.Module | None = None
         self._version = 0
+        self._parts = 0  # of weights that have arrived
         self._reading: TextReading | None = None
-        self._receiver: WeightReceiver | None = None
         self._last_finished = time.monotonic()
 
     def idle_seconds(self) -> float:
@@ -167,14 +235,14 @@ class ModelReplica:
         """Load the model if that has not happened yet; returns the number of its parameters."""
         if self._model is None:
             self._reading = text_reading(self.options)
-            self._model = load_frozen(self.options).to(self._device())
+            self._model = spread(load_frozen(self.options), self._devices())
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     @staticmethod
-    def _device() -> torch.device:
+    def _devices() -> list[torch.device]:
         import ray
 
-        return torch.device("cuda" if ray.get_gpu_ids() else "cpu")
+        return [torch.device("cuda", number) for number in range(len(ray.get_gpu_ids()))] or [torch.device("cpu")]
 
     # ---------------------------------------------------------------- weights of a model that moves
 
@@ -182,25 +250,28 @@ class ModelReplica:
         """Version of its weights; 0 after a restart."""
         return self._version
 
-    def join(self, init_info: dict[str, Any]) -> None:
-        """Join the group of a :class:`~rlhfkit.rollout.weight_sync.process_group.sender.ProcessGroupSender`."""
-        self.load()
-        self._receiver = WeightReceiver(torch.device("cpu"))
-        self._receiver.join(Invitation(**init_info), 0)
-
     @torch.no_grad()
-    def receive(self, update_info: dict[str, Any], version: int) -> None:
-        """Receive all weights, in place, and leave the group."""
+    def receive(self, weights: Mapping[str, Tensor], part: int, version: int | None) -> None:
+        """Take some of the weights of a model that moves.
+
+        Args:
+            weights: Whole tensors by the model's names.
+            part: Number of the message, from 0.
+            version: Of the weights, with the last message; ``None`` before.
+
+        Raises:
+            RuntimeError: If an earlier part is missing, as this actor was restarted since.
+        """
+        if part != (self._parts if part else 0):
+            raise RuntimeError(
+                f"part {part} of the weights has arrived after {self._parts}: it was restarted meanwhile"
+            )
+        self.load()
         assert self._model is not None
-        assert self._receiver is not None
-        self._version = -1  # until it has all of them
         parameters = dict(self._model.named_parameters())
-        try:
-            for name, tensor in received(update_info, self._receiver):
-                parameters[name].copy_(tensor)
-        finally:
-            self._receiver.leave()
-        self._version = version
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
+        self._parts, self._version = part + 1, -1 if version is None else version
 
     # ---------------------------------------------------------------- requests
 
@@ -212,7 +283,7 @@ class ModelReplica:
         started = time.monotonic()
         self.load()
         assert self._model is not None
-        options, device = self.options, self._device()
+        options, device = self.options, self._devices()[0]
         mixed = options.compute != options.weights
         context: Any = torch.autocast(device.type, dtype=options.compute) if mixed else nullcontext()
         with context:

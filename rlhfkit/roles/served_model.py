@@ -15,9 +15,8 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import run_on_all_ranks
-from rlhfkit.roles.pending_rows import ModelPoolError
+from rlhfkit.roles.pending_rows import EarlyRows, ModelPoolError
 from rlhfkit.roles.replica import Role
-from rlhfkit.roles.replicas.early_rows import EarlyRows
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
 from rlhfkit.rollout.server.model import find_model

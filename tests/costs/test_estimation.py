@@ -328,7 +328,7 @@ def test_models_in_pools_have_their_gpus_and_their_bytes_there(folder: str) -> N
     found = estimate(GRPOModule(folder, kl_coef=0.1, reference=pool), prompts(), callback)
     assert found.to_dict()["gpus"] == 1 + 1 + 4
     assert "reference GPU" in found.peak
-    frozen = ModelPool(folder, ranks_per_replica=2, resources={"GPU": 1})
+    frozen = ModelPool(folder, resources={"GPU": 2})
     trained = CriticPool(num_ranks=2, strategy="rlhf_zero3")
     for critic, has_optimizer in ((frozen, False), (trained, True)):
         found = estimate(PPOModule(folder, kl_coef=0, critic=critic), prompts(), callback)

@@ -52,7 +52,7 @@ def node_of(resources: Any, process: int) -> str:
     """The machine on which an actor of a role starts."""
     import ray
 
-    from rlhfkit.ray_resources import actor_options
+    from rlhfkit.ray_placement import actor_options
 
     @ray.remote
     def where() -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, RunReport, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model
-from rlhfkit.ray_resources import ReservedResources
+from rlhfkit.ray_placement import ReservedResources
 from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.roles.critic_desk import CriticDesk, Request
 from rlhfkit.roles.critic_pool import STRATEGIES, _Ranks

@@ -1,7 +1,7 @@
 """Models in Ray actors against the same models in this process.
 
-Covers replica.py, pending_rows.py, replicas/early_rows.py, replicas/reading.py, replicas/weights.py,
-modules/on_policy/preparation/placed_models.py and modules/on_policy/preparation/frozen_critic.py.
+Covers replica.py, pending_rows.py, modules/on_policy/preparation/placed_models.py and
+modules/on_policy/preparation/frozen_critic.py.
 One Ray session serves all tests.
 """
 
@@ -34,11 +34,9 @@ from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.modules.on_policy.preparation.placed_models import wait_for
 from rlhfkit.rewards import ModelReward
-from rlhfkit.roles import ModelPool, ModelPoolError, model_pool
-from rlhfkit.roles.replica import ReplicaOptions, TokenRows, compute_rows
-from rlhfkit.roles.replicas.reading import TextReading
+from rlhfkit.roles import ModelPool, ModelPoolError
+from rlhfkit.roles.replica import ReplicaOptions, TextReading, TokenRows, compute_rows, spread
 from rlhfkit.rollout import ModuleWeights
-from rlhfkit.rollout.errors import EngineError
 
 pytestmark = pytest.mark.ray
 
@@ -317,9 +315,9 @@ def test_weights_that_arrive_with_the_last_attempt_have_arrived(
     def send(*_: Any, **__: Any) -> None:
         attempts.append(1)
         if len(attempts) < 4:
-            raise EngineError("a replica died")
+            raise ModelPoolError("a replica died")
 
-    monkeypatch.setattr(model_pool, "send_weights", send)
+    monkeypatch.setattr(pool, "_send_weights", send)
     monkeypatch.setattr(pool, "_replicas_behind", lambda: [] if len(attempts) == 4 else pool._replicas)
     assert pool._refresh() == {}
     monkeypatch.setattr(pool, "_replicas_behind", lambda: pool._replicas)
@@ -342,10 +340,51 @@ def test_what_a_reward_model_reads_has_a_token_and_fits_its_context(tmp_path: Pa
         compute_rows(model, TokenRows.of(batch, [2]), options, reading, torch.device("cpu"))
 
 
-def test_ranks_of_a_replica_that_would_share_a_gpu_are_refused() -> None:
-    with pytest.raises(ValueError, match="whole GPUs, as NCCL does not share them"):
-        ModelPool("model", ranks_per_replica=2, resources={"GPU": 0.5})
-    ModelPool("model", resources={"GPU": 0.5})
+class Layer(torch.nn.Module):
+    """Says on which device it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.seen: list[str] = []
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor]:
+        self.seen += [x.device.type, mask.device.type, self.weight.device.type]
+        return (x * self.weight,)
+
+
+class Layers(torch.nn.Module):
+    """Four layers between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            (x,) = layer(x, mask=ids)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+def test_each_device_of_a_replica_has_an_equal_part_of_the_layers_and_all_else_is_on_the_first() -> None:
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    model: Any = spread(Layers(), [cpu, other])
+    assert [layer.weight.device for layer in model.layers] == [cpu, cpu, other, other]
+    assert {one.device for part in (model.embed, model.head) for one in part.parameters()} == {cpu}
+    layer = model.layers[3]
+    with pytest.raises(NotImplementedError, match="meta"):  # there is nothing to copy back from this device
+        layer(torch.ones(1, 2), mask=torch.ones(1))
+    assert layer.seen == ["meta"] * 3
+    ids = torch.tensor([[0, 1, 2]])
+    torch.manual_seed(0)
+    whole = Layers()
+    wanted = whole(ids)
+    torch.testing.assert_close(spread(whole, [cpu, cpu])(ids), wanted, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="4 layers cannot be divided over 5 devices"):
+        spread(Layers(), [cpu] * 5)
 
 
 def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed(

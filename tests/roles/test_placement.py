@@ -1,6 +1,6 @@
 """Plans on simulated machines, what each role is given, and errors that say what is missing.
 
-Covers placement_plan.py, role_resources.py and ray_resources.py.
+Covers placement_plan.py, placement_plan.py and ray_placement.py.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlhfkit import CriticPool, Placement, RoleResources
-from rlhfkit.ray_resources import PlacementError, ReservedResources, actor_options
+from rlhfkit.ray_placement import PlacementError, ReservedResources, actor_options
 
 pytestmark = pytest.mark.ray
 
@@ -79,7 +79,7 @@ def test_a_plan_that_cannot_be_met_says_what_is_missing_and_what_there_is(found:
     )
     assert ": 2 are missing." in found["too_many"]
     assert "a process of engines needs 8 GPU(s) on one machine, and the largest has 4" in found["too_large"]
-    assert "no room for the 4 process(es) of trainer with 1 GPU + 1 CPU each (STRICT_PACK) within 1 s" in found["taken"]
+    assert "could not place 4 process(es) of trainer of 1 GPU + 1 CPU (STRICT_PACK) within 1 s" in found["taken"]
     assert "2 GPU + 6 CPU" in found["taken"]
     assert found["all"]["machines"] == {"trainer": [4, 4, 4]}
 

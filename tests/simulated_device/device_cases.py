@@ -167,7 +167,7 @@ def resumed() -> dict[str, Any]:
     step(straight, optimizer := optimizer_of(straight))
     own = optimizer_of(moved)
     saved = optimizer.state_dict()["state"]
-    shared = torch.tensor(1.0, dtype=torch.float64)  # as DeepSpeed leaves it: on the CPU, one of many parameters
+    shared = torch.tensor(1.0)  # as DeepSpeed leaves it: on the CPU, one of many parameters
     for number, parameter in enumerate(parameter for group in own.param_groups for parameter in group["params"]):
         moments = {key: saved[number][key].to(device, copy=True) for key in ("exp_avg", "exp_avg_sq")}
         own.state[parameter] = {"step": shared, **moments}

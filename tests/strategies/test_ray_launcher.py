@@ -1,6 +1,6 @@
 """Ranks on Ray: who starts them, where they are placed, how they fail, and that none of them is left.
 
-Covers strategies/ray/launcher.py, ray/environment.py, ray/placement.py and ray/ranks.py, with ray_cases.py.
+Covers strategies/ray/launcher.py, ray/environment.py and ray/ranks.py, with ray_cases.py.
 """
 
 import os
@@ -17,10 +17,10 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from rlhfkit.rank_store import RankError
+from rlhfkit.ray_placement import PlacementError
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.ray.environment import RayEnvironment
-from rlhfkit.strategies.ray.launcher import RayLauncher
-from rlhfkit.strategies.ray.placement import PlacementError, placement_strategy
+from rlhfkit.strategies.ray.launcher import RayLauncher, placement_strategy
 from rlhfkit.strategies.ray.ranks import rank_environments
 from strategies import ranks, ray_cases
 

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfkit.gpu_checks import why_cuda_is_missing
-from rlhfkit.gpus import VARIABLE, name_of_uuid, uuid_of_name, visible_names
-from rlhfkit.ray_resources import ReservedResources, actor_options
+from rlhfkit.gpus import VARIABLE, ask_driver, name_of_uuid, uuid_of_name, visible_names
+from rlhfkit.ray_placement import ReservedResources, actor_options, fewest_machines, hold_bundles, release_bundles
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.remote.division import machines_per_engine
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,21 @@ def check_locations(ranks: Sequence[RankLocation]) -> None:
             "UUIDs, so it is unknown which GPUs engines may have: have every rank see all of its machine's GPUs (srun "
             "--gpu-bind=none), or number them machine-wide in CUDA_VISIBLE_DEVICES"
         )
+
+
+def assigned_gpus() -> list[RankLocation]:
+    """Return the GPUs that Ray has assigned to this worker, with what the driver reports of them."""
+    import ray
+
+    names = [str(name) for name in ray.get_gpu_ids()]
+    known = ask_driver({**os.environ, VARIABLE: ",".join(names)}).gpus if names else ()
+    host = socket.gethostname()
+    if len(known) != len(names):  # no driver, or not NVIDIA's
+        return [RankLocation(host, name, on_ray=True) for name in names]
+    return [
+        RankLocation(host, name, on_ray=True, uuid=gpu.uuid, kind=gpu.name, memory=gpu.memory)
+        for name, gpu in zip(names, known, strict=True)
+    ]
 
 
 def _uuid(index: int) -> str | None:
@@ -241,8 +255,7 @@ def colocated_placements(ranks: Sequence[RankLocation], num_engines: int, proces
     placements = []
     for own in assign_ranks(ranks, num_engines, processes):
         options: dict[str, Any] = {
-            # Cores are shared as well. GPUs are named in the environment: Ray has assigned them to the rank, or holds
-            # them for it (gpu_reservation.py), so that it assigns them to no other process.
+            # Cores are shared as well. GPUs are named in the environment: the rank has them.
             "num_cpus": 0,
             "num_gpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_of(own[0].host), soft=False),
@@ -286,9 +299,8 @@ class DedicatedPlacement:
     A bundle is never divided, so its GPUs are on one machine. An engine of several ``processes`` that no machine has
     room for gets a bundle on each of as few machines as have it; with ``processes=1`` that is an error. ``SPREAD``
     prefers different machines for different bundles. A restarted engine gets its bundles again; if a machine is gone,
-    Ray moves its bundles. No engine is started on a GPU of ``ranks`` (all training ranks); ``held`` are Ray's GPUs that
-    are reserved for ranks unknown to Ray. EngineError if the cluster or its largest machine is too small, or busy for
-    ``timeout`` seconds; ``note`` is added to the first of these.
+    Ray moves its bundles. No engine is started on a GPU of ``ranks`` (all training ranks). EngineError if the cluster
+    or its largest machine is too small, or busy for ``timeout`` seconds; ``note`` is added to the first of these.
     """
 
     def __init__(
@@ -299,7 +311,6 @@ class DedicatedPlacement:
         timeout: float,
         *,
         ranks: Sequence[RankLocation] = (),
-        held: Sequence[RankLocation] = (),
         processes: int = 1,
         note: str = "",
     ) -> None:
@@ -308,7 +319,7 @@ class DedicatedPlacement:
         self._ranks = tuple(rank for rank in ranks if rank.gpu is not None)
         bundle: dict[str, float] = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
         total = ray.cluster_resources()
-        of_ranks = [*held, *(rank for rank in self._ranks if rank.on_ray)]
+        of_ranks = [rank for rank in self._ranks if rank.on_ray]
         taken = {"GPU": len(of_ranks)}
         for name, each in sorted(bundle.items(), reverse=True):  # GPUs first: they are the scarce resource
             left = total.get(name, 0) - taken.get(name, 0)
@@ -322,19 +333,20 @@ class DedicatedPlacement:
                     f"{total.get(name, 0):g}{used}: {cure}{note}"
                 )
         nodes = _resources_for_engines(of_ranks)
-        machines = machines_per_engine(processes, bundle, nodes)
+        machines = fewest_machines(processes, bundle, nodes)
         if machines is None:
             raise EngineError(_too_large(bundle, nodes, processes))
         self._machines = machines
         self._bundle = {name: float(math.ceil(each / machines)) for name, each in bundle.items()}  # Ray takes no 1.5
-        self._group = ray.util.placement_group([self._bundle] * num_engines * machines, strategy="SPREAD")
-        if not self._group.wait(timeout):
-            free = ray.available_resources()
-            self.close()
-            raise EngineError(
-                f"Ray could not place {num_engines} engine(s) of {bundle} within {timeout:g} s; free are "
-                f"{ {name: free.get(name, 0.0) for name in bundle} }: end what else uses the cluster, or add machines"
-            )
+        self._group = hold_bundles(
+            self._bundle,
+            num_engines * machines,
+            strategy="SPREAD",
+            timeout=timeout,
+            what="engine(s)" if machines == 1 else "part(s) of engines",
+            cure="End what else uses the cluster, or add machines",
+            error_type=EngineError,
+        )
 
     def placements(self) -> list[ActorPlacement]:
         """Return the placement of each engine."""
@@ -359,11 +371,7 @@ class DedicatedPlacement:
 
     def close(self) -> None:
         """Release the resources."""
-        import ray
-
-        if ray.is_initialized():
-            with contextlib.suppress(Exception):
-                ray.util.remove_placement_group(self._group)
+        release_bundles(self._group)
 
 
 def reserved_placements(

@@ -18,20 +18,23 @@ from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import gather_objects, run_on_all_ranks
 from rlhfkit.gpu_checks import mixed_engine_kinds
 from rlhfkit.rank_store import RankLog, RankStore, rank_store
-from rlhfkit.ray_resources import ReservedResources
+from rlhfkit.ray_placement import ReservedResources
 from rlhfkit.ray_session import JoinedRay
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.probe_bounds import ProbeBounds
 from rlhfkit.rollout.remote.agreement import same_scores
-from rlhfkit.rollout.remote.devices import EngineDevices
 from rlhfkit.rollout.remote.placement import (
     ActorPlacement,
+    DedicatedPlacement,
     RankLocation,
+    check_locations,
     colocated_placements,
     locate_rank,
     reserved_placements,
+    start_ray_for_engines,
+    why_ray_has_few_gpus,
 )
 from rlhfkit.rollout.remote.rank_memory import free_cached_memory, release_exported_buffers
 from rlhfkit.rollout.remote.stream import PoolStream
@@ -134,7 +137,8 @@ class RemoteEnginePool(RolloutEngine):
         self._loading = False
         self._asleep = False
         self._sync: WeightSyncCoordinator | None = None
-        self.devices = EngineDevices(num_engines, processes_per_engine, cpus_per_engine, start_timeout)
+        self._dedicated: DedicatedPlacement | None = None  # devices that are held for the engines, on rank 0
+        self._gpu_note = ""  # for an error about too few GPUs
         self._publisher: EnginePublisher | None = None  # on rank 0, if there are others
         self._joined: JoinedRay | None = None  # on other ranks
         self._store: RankStore | None = None
@@ -257,8 +261,22 @@ class RemoteEnginePool(RolloutEngine):
         self.router = EngineDirectory(info, log.store)
 
     def connect_to_ray(self, ranks: list[RankLocation]) -> str:
-        """Join or start Ray, keep it from assigning the ranks' GPUs, and return the device, ``"cpu"`` or ``"cuda"``."""
-        return self.devices.connect_to_ray(ranks, device=self.device, reserves=self.reserved is None)
+        """Join Ray, or start it without the ranks' GPUs, and return the engines' device, ``"cpu"`` or ``"cuda"``."""
+        import ray
+
+        check_locations(ranks)
+        self._release_devices()  # of engines that could not be started, before others are tried
+        cores = self.num_engines * self.processes_per_engine * self.cpus_per_engine
+        started_here = start_ray_for_engines(num_cpus=cores, ranks=ranks)
+        gpus = ray.cluster_resources().get("GPU", 0) or any(rank.gpu is not None for rank in ranks)
+        device = self.device or ("cuda" if gpus else "cpu")
+        self._gpu_note = why_ray_has_few_gpus(ranks) if started_here and device == "cuda" else ""
+        return device
+
+    def _release_devices(self) -> None:
+        if self._dedicated is not None:
+            self._dedicated.close()
+            self._dedicated = None
 
     def resolve_transfer(self, device: str) -> Transfer:
         """Return the transfer for engines on ``"cpu"`` or ``"cuda"``; ValueError if it is not possible there."""
@@ -270,7 +288,17 @@ class RemoteEnginePool(RolloutEngine):
             return colocated_placements(ranks, self.num_engines, self.processes_per_engine)
         if self.reserved is not None:
             return reserved_placements(self.reserved, self.num_engines, ranks)
-        return self.devices.placements(device, ranks, spans_machines=self.spans_machines)
+        processes = self.processes_per_engine
+        self._dedicated = DedicatedPlacement(
+            self.num_engines,
+            self.cpus_per_engine * (processes if device == "cpu" else 1),
+            processes if device == "cuda" else 0,
+            self.start_timeout,
+            ranks=ranks,
+            processes=processes if self.spans_machines else 1,
+            note=self._gpu_note,
+        )
+        return self._dedicated.placements()
 
     def close(self) -> None:
         """Kill the engines; :meth:`start` may be called again. A Ray session started here lives on."""
@@ -278,7 +306,7 @@ class RemoteEnginePool(RolloutEngine):
         for part in parts:
             if part is not None:
                 part.close()
-        self.devices.close()
+        self._release_devices()
         self.manager, self.router, self.sender, self._sync = None, None, None, None
         self._publisher, self._joined, self.given_tokenizer = None, None, None
         self._store, self._started, self._asleep, self.version = None, False, False, None

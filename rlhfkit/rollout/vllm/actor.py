@@ -18,8 +18,7 @@ import numpy as np
 from rlhfkit.gpu_checks import weights_do_not_fit
 from rlhfkit.gpus import VARIABLE, ask_driver
 from rlhfkit.rollout.errors import RefusedRequest
-from rlhfkit.rollout.remote.gpu_holder import assigned_gpus
-from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation
+from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation, assigned_gpus
 from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Completion, RemoteEngine, Request
 from rlhfkit.rollout.vllm.backends import AsyncBackend, Backend, InProcessBackend
 from rlhfkit.rollout.vllm.machines import WorkerMachines, node_arguments, run_workers
@@ -215,10 +214,10 @@ class VLLMActor(RemoteEngine):
     def _check_gpus(self) -> list[str]:
         """Return the kinds of this engine's GPUs, as far as the driver reports them.
 
-        Raises RuntimeError if one is a training rank's in spite of all reservations, or, of an engine that shares those
-        of ranks, another one; or if the weights do not fit.
+        Raises RuntimeError if one is a training rank's, as Ray takes those of ranks that it has not started for free;
+        or, of an engine that shares those of ranks, another one; or if the weights do not fit.
         """
-        assigned = [RankLocation(**gpu, on_ray=True) for gpu in assigned_gpus()]
+        assigned = assigned_gpus()
         for mine in assigned:
             for rank, location in enumerate(self._excluded):
                 if mine.has_same_gpu(location):

@@ -1,5 +1,6 @@
 """``RayLauncher``: ``trainer.fit`` in the driver, with ranks that are Ray actors in one placement group."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +18,10 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
-from rlhfkit.ray_resources import ReservedResources
+from rlhfkit.ray_placement import ReservedResources, hold_bundles, release_bundles
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.environment import RayEnvironment, RemoteCUDAAccelerator
-from rlhfkit.strategies.ray.placement import create_placement_group, require_ray
 from rlhfkit.strategies.ray.progress import DriverDisplay
 from rlhfkit.strategies.ray.ranks import Ranks
 from rlhfkit.strategies.ray.remote_run import RunResult, pickle_run
@@ -185,6 +185,31 @@ class RayOptions:
         return LightningEnvironment()
 
 
+def require_ray() -> Any:
+    """Return the ``ray`` module, or raise ModuleNotFoundError with the extra to install."""
+    if importlib.util.find_spec("ray") is None:
+        raise ModuleNotFoundError(
+            "Starting ranks with Ray (launcher='ray', or any notebook with several devices) needs Ray, which is not"
+            " installed: pip install 'rlhfkit[rollout]', or 'rlhfkit[cpu]' on a machine without GPUs."
+        )
+    import ray
+
+    return ray
+
+
+def placement_strategy(num_ranks: int, num_nodes: int) -> str:
+    """Return Ray's strategy for spreading the ranks over machines.
+
+    - One machine: ``STRICT_PACK``, all ranks on one, with shared memory and fast links.
+    - One rank on each of several machines: ``STRICT_SPREAD``.
+    - Several ranks on several machines: ``PACK``, which fills machines one after another, as Ray cannot place k ranks
+      on each. An uneven split trains the same, because ranks are numbered after placement.
+    """
+    if num_nodes == 1:
+        return "STRICT_PACK"
+    return "STRICT_SPREAD" if num_ranks == num_nodes else "PACK"
+
+
 class RayLauncher(_Launcher):
     """Runs ``trainer.fit`` and other methods on ranks that are Ray actors, and returns the results to the driver.
 
@@ -197,7 +222,7 @@ class RayLauncher(_Launcher):
 
     Args:
         num_ranks: World size.
-        num_nodes: Machines to use; see :func:`~rlhfkit.strategies.ray.placement.placement_strategy`.
+        num_nodes: Machines to use; see :func:`placement_strategy`.
         resources_per_rank: Ray resources of one rank, such as ``{"CPU": 2, "GPU": 1}``, or those that a
             :class:`~rlhfkit.Placement` holds, which are used again by the next run.
         device: ``"cpu"`` or ``"cuda"``.
@@ -269,13 +294,23 @@ class RayLauncher(_Launcher):
     @contextmanager
     def _ranks(self) -> Iterator[Ranks]:
         """Start ranks, and stop them when the context ends."""
-        ray = require_ray()
         held = self.resources_per_rank if isinstance(self.resources_per_rank, ReservedResources) else None
         if held is not None:
             held.check_processes(self.num_ranks, "rank(s)")
             group = held.placement_group()
         else:
-            group = create_placement_group(self.resources_per_rank, self.num_ranks, self.num_nodes, self.timeout)
+            group = hold_bundles(
+                self.resources_per_rank,
+                self.num_ranks,
+                strategy=placement_strategy(self.num_ranks, self.num_nodes),
+                timeout=self.timeout,
+                what="rank(s)",
+                cure=(
+                    "End what else uses the cluster, add machines, or change Trainer(devices=...),"
+                    " RLHFDeepSpeedStrategy(num_nodes=..., resources_per_rank=..., init_timeout=...)."
+                ),
+                machines=self.num_nodes,
+            )
         ranks = Ranks(group, self.resources_per_rank)
         try:
             ranks.start(self.num_ranks, self.device, self.timeout)
@@ -285,4 +320,4 @@ class RayLauncher(_Launcher):
         finally:
             ranks.stop()
             if held is None:
-                ray.util.remove_placement_group(group)
+                release_bundles(group)

@@ -32,7 +32,7 @@ from rlhfkit.models.load import tokenizer_differences
 from rlhfkit.modules.critic import CriticModule
 from rlhfkit.modules.on_policy.remote_critic import _make_critic
 from rlhfkit.rewards import EpisodeReward
-from rlhfkit.roles.replicas.reading import TextReading
+from rlhfkit.roles.replica import TextReading
 from rlhfkit.rollout.engine import RolloutEngine
 from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 GPUS = 4
-"""A reservation starts a process for each, several times in a test."""
 ENGINES = 2
 
 
@@ -51,45 +50,21 @@ def place_engines() -> dict[str, Any]:
         tasks = [ray.remote(assigned).options(**place.options, max_retries=0).remote() for place in placements]
         report["engines"] = [name for names in ray.get(tasks, timeout=100) for name in names]
         report["excluded"] = [rank.gpu for rank in placements[0].excluded]
-        reservation = pool.devices.reservation
-        report["held"] = [] if reservation is None else [rank.gpu for rank in reservation.gpus]
         if "RAY_ADDRESS" not in os.environ and not locations[0].on_ray:
             taken = dataclasses.replace(locations[1], gpu=report["engines"][0])
             report["refusal"] = refusal(dataclasses.replace(placements[0], excluded=(taken,)))
-        if os.environ.get("CUDA_VISIBLE_DEVICES") == "0":
-            report["held_late"] = held_when_released_late(pool, locations)
+        if "RAY_ADDRESS" in os.environ and not locations[0].on_ray:
+            report["starts"] = {gpu: refusal(place) for gpu, place in zip(report["engines"], placements, strict=True)}
         if locations[1].uuid is not None:
             report["beside"] = beside(locations[1])
         pool.connect_to_ray(locations)  # engines that could not be started do not keep their devices
-        pool.devices.num_engines = ENGINES + 1
+        pool.num_engines = ENGINES + 1
         pool.placements(report["device"], locations)
     except EngineError as error:
         report["error"] = str(error)
     finally:
         pool.close()
     return report
-
-
-def held_when_released_late(pool: Any, locations: list[Any]) -> list[str]:
-    """Which of the ranks' GPUs are held by a reservation that begins while another actor has all for a second."""
-    import threading
-
-    import ray
-
-    from rlhfkit.rollout.remote.gpu_holder import GPUHolder
-    from rlhfkit.rollout.remote.gpu_reservation import GPUReservation
-
-    pool.devices.close()
-    other = ray.remote(GPUHolder).options(num_cpus=0, num_gpus=GPUS).remote()
-    ray.get(other.gpus.remote(), timeout=100)
-    release = threading.Timer(1.0, ray.kill, [other])
-    release.start()
-    reservation = GPUReservation(locations, timeout=60)
-    try:
-        return [str(rank.gpu) for rank in reservation.gpus]
-    finally:
-        release.join()
-        reservation.close()
 
 
 def refusal(place: Any) -> str:
@@ -194,14 +169,5 @@ def start_a_cluster() -> None:
     ray.shutdown()
 
 
-def main() -> None:
-    """Under torchrun: ``gpu_ranks.py ADDRESS FILE``. Else: the cluster."""
-    if len(sys.argv) == 1:
-        start_a_cluster()
-        return
-    report = place(Path(), sys.argv[1] or None)
-    Path(f"{sys.argv[2]}.{os.environ['LOCAL_RANK']}").write_text(json.dumps(report))
-
-
 if __name__ == "__main__":
-    main()
+    start_a_cluster()

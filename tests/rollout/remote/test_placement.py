@@ -1,6 +1,6 @@
 """Where engines go: beside ranks, or on devices that no rank has; and what is sent together to those beside a rank.
 
-Covers ``devices.py``, ``gpu_reservation.py``, ``gpu_holder.py``, ``ray_session.py`` and ``weight_sync/cuda_ipc.py``.
+Covers ``placement.py``, ``ray_placement.py``, ``ray_session.py`` and ``weight_sync/cuda_ipc.py``.
 """
 
 import itertools
@@ -20,6 +20,7 @@ from hypothesis import given
 from simulated_driver import simulated_driver, simulated_uuid
 from strategies import ranks
 
+from rlhfkit.ray_placement import fewest_machines
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.placement import RankLocation, assign_ranks, check_locations
@@ -133,7 +134,10 @@ def test_engines_apart_spread_over_the_machines_of_an_existing_cluster(tmp_path:
         ("no_gpu", "1 engine(s) need 1 GPU(s), but Ray's cluster has 0"),
         ("too_large", "an engine is on one machine and needs 2 CPU(s) there, but the largest machine of Ray's cluster"),
         ("indivisible", "has 1, and its 3 processes cannot be divided equally over those there are"),
-        ("taken", "could not place 2 engine(s) of {'CPU': 1.0} within 1 s; free are {'CPU': 0"),
+        (
+            "taken",
+            "could not place 2 engine(s) of 1 CPU (SPREAD) within 1 s: 2 CPU are needed and 0 of 2 are free.",
+        ),
     ):
         text, seconds = report[name]
         assert message in text
@@ -177,16 +181,35 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made.process.communicate(timeout=60)
 
 
-def check_apart(gpus: list[str], report: dict[str, Any], names: list[str] | None = None) -> None:
-    """Engines have GPUs, each its own, and none of a rank's; one more than there are is refused at once.
+EIGHT = {"CPU": 64.0, "GPU": 8.0}
 
-    ``names`` are those by which the ranks know their GPUs.
-    """
+
+@pytest.mark.parametrize(
+    ("processes", "nodes", "expected"),
+    [
+        (8, [EIGHT] * 2, 1),
+        (16, [EIGHT] * 2, 2),
+        (16, [EIGHT], None),
+        (16, [EIGHT, EIGHT | {"GPU": 7.0}], None),  # the ranks have one
+        (16, [EIGHT, *[EIGHT | {"GPU": 4.0}] * 3], 4),  # equally many on each
+        (9, [EIGHT] * 2, None),  # no equal parts
+        (9, [EIGHT] * 3, 3),
+        (1, [EIGHT | {"GPU": 0.0}], None),
+    ],
+)
+def test_as_few_machines_as_have_room_for_equal_parts(
+    processes: int, nodes: list[dict[str, float]], expected: int | None
+) -> None:
+    assert fewest_machines(processes, {"CPU": 1.0, "GPU": float(processes)}, nodes) == expected
+
+
+def check_apart(gpus: list[str], report: dict[str, Any]) -> None:
+    """Engines have GPUs, each its own, and none of a rank's; one more than there are is refused at once."""
     assert len(set(gpus)) == len(gpus)
     assert report["device"] == "cuda"
     assert len(set(report["engines"])) == len(report["engines"]) == 2
     assert not set(report["engines"]) & set(gpus)
-    assert set(report["excluded"]) == set(names or gpus)
+    assert set(report["excluded"]) == set(gpus)
     used = rf", {len(gpus)} of which the training ranks use" if "has 4" in report["error"] else ""
     assert re.search(
         rf"3 engine\(s\) need 3 GPU\(s\), but Ray's cluster has [24]{used}: .*share them: VLLMPool\(colocate=True\)",
@@ -197,10 +220,10 @@ def check_apart(gpus: list[str], report: dict[str, Any], names: list[str] | None
 @pytest.mark.ray
 @pytest.mark.distributed
 class TestEnginesApart:
-    """No engine gets a GPU of a training rank's, whoever has started the ranks, on a node that declares four."""
+    """No engine computes on a GPU of a training rank's, whoever has started the ranks, on a node that declares four."""
 
     @pytest.mark.parametrize("own_gpu", ["number", "uuid"])
-    def test_from_ranks_of_slurm_that_see_their_own_gpu_alone(
+    def test_ray_that_counts_the_gpus_of_ranks_of_slurm_gives_them_to_engines_which_refuse_to_start(
         self, cluster: Cluster, tmp_path: Path, own_gpu: str
     ) -> None:
         """By number; or one by UUID, and one as number 0 of a container or of Slurm's device control group."""
@@ -209,10 +232,9 @@ class TestEnginesApart:
         )
         names = {"number": ["0", "1"], "uuid": [f"GPU-{simulated_uuid(0)}", "0"]}[own_gpu]
         assert [first["gpu"], second["gpu"]] == names
-        assert sorted(first["held"]) == ["0", "1"]  # as Ray calls them
-        check_apart(first["held"], first, names)
-        if own_gpu == "number":  # Ray counts a GPU as free only some time after its holder was killed
-            assert sorted(first["held_late"]) == ["0", "1"]
+        refused = {gpu for gpu, text in first["starts"].items() if "which training rank" in text}
+        assert refused == {"0", "1"} & set(first["starts"])  # as Ray calls them
+        assert all("let Ray start the ranks (launcher='ray')" in first["starts"][gpu] for gpu in refused)
         if own_gpu == "uuid":  # rank 1 calls the machine's GPU 1 its number 0
             assert first["beside"]["seen"] == "Simulated 1"
             assert re.match(
@@ -235,16 +257,6 @@ class TestEnginesApart:
             r"sees 1 \(CUDA_VISIBLE_DEVICES=0\)\. .*ray start --head",
             first["error"],
         )
-
-    def test_from_ranks_of_torchrun(self, cluster: Cluster, tmp_path: Path) -> None:
-        script = Path(__file__).with_name("gpu_ranks.py")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-        done = subprocess.run(
-            [*command, cluster.address, tmp_path / "r"], capture_output=True, text=True, timeout=150
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        first, second = (json.loads((tmp_path / f"r.{rank}").read_text()) for rank in (0, 1))
-        check_apart([first["gpu"], second["gpu"]], first)
 
     def test_from_ranks_that_ray_has_started(self, cluster: Cluster) -> None:
         report = cluster.ranks_of_its_own(2)

@@ -11,9 +11,8 @@ from rlhfkit.distributed import exchange_errors, gather_objects, true_on_all_ran
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.modules.on_policy.preparation.iteration import IterationModule
 from rlhfkit.roles import FrozenModel, ModelPoolError
-from rlhfkit.roles.pending_rows import WeightsMissingError
+from rlhfkit.roles.pending_rows import WeightsMissingError, row_keys
 from rlhfkit.roles.replica import Role
-from rlhfkit.roles.replicas.early_rows import row_keys
 
 T = TypeVar("T")
 
