@@ -127,22 +127,18 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
     import lightning as L
     from lightning.pytorch.cli import LightningCLI
 
-    from rlhfkit.cli.placed_roles import place_roles
     from rlhfkit.costs import MemoryCheck
-    from rlhfkit.roles import Placement
     from rlhfkit.strategies import register
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # this function is that use
-    # Placed models are objects in a configuration that is saved as it was given.
-    warnings.filterwarnings("ignore", message=r"\s*Unable to serialize instance")
     register()
     package = import_module("rlhfkit")
     for name in package.__all__:  # a class has its short name in configurations once it is imported
         getattr(package, name)
     import_module("rlhfkit.rewards")
 
-    class WithPlacement(LightningCLI):
-        """Puts the roles of a run where ``placement`` says; the file that is saved says what was given."""
+    class Command(LightningCLI):
+        """Says in few lines what its parser refuses."""
 
         def init_parser(self, **kwargs: Any) -> Any:
             parser = super().init_parser(**kwargs)
@@ -150,30 +146,7 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
             parser.error = partial(_refuse, str(arguments[0]))  # type: ignore[method-assign]
             return parser
 
-        def add_arguments_to_parser(self, parser: Any) -> None:
-            parser.add_argument("--placement", type=Placement | None, default=None, help="where each role is")
-
-        def instantiate_classes(self) -> None:
-            self._given, self.placement = self.config, None
-            given = self.config.get(self.subcommand)
-            if given is not None and given.placement is not None:
-                self.placement = Placement(**given.placement.init_args.as_dict() | ({} if start else {"hold": False}))
-                self.config = self.config.clone()
-                self.config[self.subcommand] = place_roles(given, self.placement)
-            super().instantiate_classes()
-
-        def instantiate_trainer(self, **kwargs: Any) -> Any:
-            self.config = self._given
-            return super().instantiate_trainer(**kwargs)
-
-        def _run_subcommand(self, subcommand: str) -> None:
-            try:
-                super()._run_subcommand(subcommand)
-            finally:
-                if self.placement is not None:
-                    self.placement.close()
-
-    class WithoutTrainer(WithPlacement):
+    class WithoutTrainer(Command):
         """Makes no Trainer, which would look for the devices, and runs nothing."""
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -182,7 +155,7 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
         def _run_subcommand(self, subcommand: str) -> None:
             pass
 
-    kind = WithPlacement if start else WithoutTrainer
+    kind = Command if start else WithoutTrainer
     return kind(
         L.LightningModule,
         L.LightningDataModule,

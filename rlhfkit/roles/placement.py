@@ -56,7 +56,7 @@ class Placement:
         trainer = L.Trainer(strategy=strategy, devices=placement.devices, callbacks=[rollouts])
 
     A role is a number of processes, each with a core and, where the cluster has GPUs, one GPU; or
-    :class:`RoleResources` (in YAML a mapping of its fields); or ``"with trainer"``: a child of the module, or engines
+    :class:`RoleResources`, or a mapping of its fields; or ``"with trainer"``: a child of the module, or engines
     on the ranks' GPUs; or ``"with reference"`` and the like: on the devices of another role's processes, a part each.
 
     Args:
@@ -70,8 +70,6 @@ class Placement:
             GPUs are taken for the first that this process sees, which is what ``Trainer(devices=N)`` uses.
         device: ``"cpu"`` or ``"cuda"``; ``None``: GPUs where the cluster has any.
         timeout: Seconds in which Ray must have found room for each role.
-        hold: ``False``: join no cluster and hold nothing; roles get the counts and resources that are asked for, which
-            is enough for :func:`rlhfkit.estimate`.
 
     Raises:
         TypeError: If a role is none of these.
@@ -90,7 +88,6 @@ class Placement:
         launcher: Literal["ray"] | None = None,
         device: Literal["cpu", "cuda"] | None = None,
         timeout: float = 60.0,
-        hold: bool = True,
     ) -> None:
         roles = {"engines": engines, "reference": reference, "reward": reward, "teacher": teacher, "critic": critic}
         if trainer is None:
@@ -107,7 +104,6 @@ class Placement:
         self.launcher = launcher
         self.device = device
         self.timeout = timeout
-        self.hold = hold
         self.plan: list[PlannedRole] = []
         """The roles and their machines, after :meth:`reserve`."""
         self._num_nodes = 1
@@ -119,12 +115,12 @@ class Placement:
     def reserve(self) -> None:
         """Hold the resources of all roles and print the plan, once.
 
-        Does nothing on ranks other than 0, or with ``hold=False``.
+        Does nothing on ranks other than 0.
 
         Raises:
             PlacementError: If the cluster has no room. It says what is missing and what there is.
         """
-        if self._reserved is not None or not self.hold or not _is_first_process():
+        if self._reserved is not None or not _is_first_process():
             return
         gpus = self._start_ray() if self._needs_ray() else self._uses_gpus(bool(visible_gpus()))
         own = {name: one.own for name, one in self.requests.roles.items() if one.own is not None}

@@ -52,7 +52,7 @@ class RoleResources:
 
 
 RoleRequest = int | RoleResources | Mapping[str, Any] | str
-"""A number of processes, their resources, the same as a mapping (YAML), or ``"with trainer"``."""
+"""A number of processes, their resources, the same as a mapping, or ``"with trainer"``."""
 
 
 @dataclass(frozen=True)

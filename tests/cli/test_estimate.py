@@ -1,4 +1,4 @@
-"""``rlhfkit estimate``, also of roles that ``placement:`` puts elsewhere. Covers placed_roles.py."""
+"""``rlhfkit estimate``, also of roles that are elsewhere."""
 
 import copy
 import json
@@ -84,7 +84,7 @@ def test_refusals_are_one_line(config: str, capsys: pytest.CaptureFixture[str]) 
         assert f"rlhfkit estimate: error: {message}" in capsys.readouterr().err
 
 
-def test_the_roles_of_a_plan_are_estimated_without_a_cluster(
+def test_roles_elsewhere_are_estimated_without_a_cluster(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("ray.init")
@@ -96,19 +96,20 @@ def test_the_roles_of_a_plan_are_estimated_without_a_cluster(
             "model": model,
             "kl_coef": 0.1,
             "reward_model": model,
-            "critic": {"class_path": "rlhfkit.CriticPool", "init_args": {"strategy": "rlhf_zero3"}},
+            "reference": {
+                "class_path": "rlhfkit.ModelPool",
+                "init_args": {"model": model, "num_replicas": 2, "resources": {"GPU": 2}},
+            },
+            "critic": {
+                "class_path": "rlhfkit.CriticPool",
+                "init_args": {"strategy": "rlhf_zero3", "num_ranks": 4, "resources": {"GPU": 1}},
+            },
         },
     }
     rollouts = placed["trainer"]["callbacks"][0]["init_args"]
-    del placed["trainer"]["devices"], rollouts["reward"]
-    rollouts["engine"] = {"class_path": "rlhfkit.VLLMPool", "init_args": {"gpu_memory_utilization": 0.8}}
-    placed["placement"] = {
-        "trainer": 16,
-        "engines": 3,
-        "reference": {"processes": 2, "resources": {"GPU": 2}},
-        "reward": "with trainer",
-        "critic": 4,
-    }
+    del rollouts["reward"]
+    engine = {"num_engines": 3, "gpu_memory_utilization": 0.8}
+    rollouts["engine"] = {"class_path": "rlhfkit.VLLMPool", "init_args": engine}
     path = tmp_path / "placed.yaml"
     path.write_text(yaml.safe_dump(placed))
     main(["estimate", "--config", str(path), "--json"])
@@ -118,7 +119,7 @@ def test_the_roles_of_a_plan_are_estimated_without_a_cluster(
     assert {part["place"] for part in found["memory"] if part["role"] == "reward model"} == {"training GPU"}
 
 
-def test_the_plan_of_the_page_is_what_it_says(
+def test_the_configuration_of_the_page_is_estimated(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text(encoding="utf-8")
@@ -126,30 +127,13 @@ def test_the_plan_of_the_page_is_what_it_says(
     written = yaml.safe_load(text)
     model = settings["model"]["init_args"]["model"]
     written["data"]["init_args"]["max_prompt_length"] = 100  # the small model has a short context
-    written["model"]["init_args"] |= dict.fromkeys(("model", "reward_model", "critic"), model)
+    arguments = written["model"]["init_args"]
+    arguments["model"] = arguments["critic"] = model
+    for role in ("reference", "reward_model"):
+        arguments[role]["init_args"]["model"] = model
     path = tmp_path / "page.yaml"
     path.write_text(yaml.safe_dump(written))
     main(["estimate", "--config", str(path), "--trainer.callbacks.init_args.sampling.max_new_tokens", "100", "--json"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["training_gpus"], found["gpus"]) == (8, 8 + 4 + 2 * 2 + 1)
     assert {"reference GPU", "reward model GPU"} <= set(found["peak"])
-
-
-@pytest.mark.parametrize(
-    ("placement", "message"),
-    [
-        ({"trainer": 4}, "trainer.devices=8 and trainer.num_nodes=2 are not the 4 rank"),
-        ({"trainer": 16, "teacher": 1}, "placement.teacher is planned, and rlhfkit.GRPOModule has no argument teacher"),
-        ({"trainer": 16, "reward": 1}, "placement.reward is planned: name its model by model.init_args.reward_model"),
-        ({"trainer": 16, "engines": 2}, "the engine gives num_engines, which placement decides"),
-        ({"trainer": 16, "launcher": "ray"}, "not the 16 rank"),
-    ],
-)
-def test_what_a_plan_and_the_rest_say_differently_is_refused(
-    settings: dict[str, Any], tmp_path: Path, placement: dict[str, Any], message: str, capsys: Any
-) -> None:
-    path = tmp_path / "refused.yaml"
-    path.write_text(yaml.safe_dump(settings | {"placement": placement}))
-    with pytest.raises(SystemExit):
-        main(["estimate", "--config", str(path)])
-    assert message in capsys.readouterr().err

@@ -236,7 +236,7 @@ class Check:
 
     def all(self, tree: Mapping[str, Any]) -> Iterator[Problem]:
         """What is wrong in a configuration."""
-        known = ["model", "data", "trainer", "seed_everything", "placement"]
+        known = ["model", "data", "trainer", "seed_everything"]
         known += [name for name in self.run.arguments if name not in _DATA]
         if tree.get("model") is None:
             yield Problem("model", None, "is missing: the module to train, for example --model rlhfkit.GRPOModule")
@@ -254,9 +254,6 @@ class Check:
         for key, base in (("model", "modules"), ("data", "datamodules")):
             if tree.get(key) is not None:
                 yield from self._class(key, tree[key], base)
-        placement = find("rlhfkit.Placement")
-        if isinstance(tree.get("placement"), dict):
-            yield from self._object("placement", tree["placement"], placement)
 
     def _owner(self, key: str, tree: Mapping[str, Any]) -> str:
         """Which part of the configuration takes an argument that was given at its top."""
