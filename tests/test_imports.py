@@ -48,8 +48,8 @@ FLOORS = {
 # These meet in the Trainer only.
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 FOR_STRATEGIES = {
-    *("strategies", "checkpoints", "distributed", "flat_parameters", "gpu_checks", "gpus", "mesh"),
-    *("protocols", "rank_store", "ray_placement", "ray_session", "training_states", "validation", "argument_names"),
+    *("strategies", "checkpoints", "distributed", "flat_parameters", "gpu_checks", "gpus", "mesh", "argument_names"),
+    *("protocols", "rank_store", "ray_calls", "ray_placement", "ray_session", "training_states", "validation"),
 }
 LIGHT = ("distributed", "losses", "data", "rewards", "roles.replica", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}

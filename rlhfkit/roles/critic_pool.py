@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size, run_on_all_ranks
 from rlhfkit.protocols import StartsRanksOnRay
+from rlhfkit.ray_calls import first_lines_of
 from rlhfkit.ray_placement import ReservedResources, check_whole_gpus
 from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
 from rlhfkit.roles import critic_desk
@@ -295,8 +296,8 @@ class CriticPool:
             return ray.get(stored, timeout=self.request_timeout)
         except ray.exceptions.RayError as error:
             raise CriticPoolError(
-                f"what a critic rank has answered did not arrive: {_first_lines(error)} The run can be resumed from "
-                "its last checkpoint"
+                f"what a critic rank has answered did not arrive: {type(error).__name__}: {first_lines_of(error)} The "
+                "run can be resumed from its last checkpoint"
             ) from error
 
     def save(self, folder: Path) -> "PendingAnswer":
@@ -401,7 +402,7 @@ class _Ranks:
         try:
             self._result = self._run(on_start=self._remember)
         except BaseException as error:  # the training ranks learn of it when they next wait
-            self._failure = _first_lines(error)
+            self._failure = f"{type(error).__name__}: {first_lines_of(error)}"
             if not self._ending and ray.is_initialized():
                 self._desk.fail.remote(self._failure)
 
@@ -426,8 +427,3 @@ class _Ranks:
                 ray.kill(actor, no_restart=True)
             self._thread.join(_STOP_SECONDS)
         ray.kill(self._desk, no_restart=True)
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:6])}"

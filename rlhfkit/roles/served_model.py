@@ -18,9 +18,8 @@ from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.roles.pending_rows import EarlyRows, ModelPoolError
 from rlhfkit.roles.replica import Role
 from rlhfkit.rollout.errors import EngineError
+from rlhfkit.rollout.server.completions import COMPLETIONS, find_model, parse_scores, parse_top, score_body
 from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
-from rlhfkit.rollout.server.model import find_model
-from rlhfkit.rollout.server.wire import COMPLETIONS, parse_scores, parse_top, score_body
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.validation import check_number
 

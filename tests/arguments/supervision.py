@@ -15,8 +15,7 @@ from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.placement import ActorPlacement
 from rlhfkit.rollout.remote.scheduler import RequestScheduler
 from rlhfkit.rollout.supervision.health import Probes
-from rlhfkit.rollout.supervision.health_monitor import probe_now
-from rlhfkit.rollout.supervision.manager import EngineManager
+from rlhfkit.rollout.supervision.manager import EngineManager, probe_now
 from rlhfkit.rollout.vllm import pool
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.weight_sync.source import ModuleWeights

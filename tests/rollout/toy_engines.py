@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, Completion, Request
 from rlhfkit.rollout.supervision.health import HealthPolicy
 from rlhfkit.rollout.supervision.manager import EngineManager
-from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Completion, Request
 
 BREAKS = 99
 """An engine that scores this token fails, as one whose model its kernels cannot compute."""

@@ -23,8 +23,7 @@ from rlhfkit.ray_session import JoinedRay
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.probe_bounds import ProbeBounds
-from rlhfkit.rollout.remote.agreement import same_scores
+from rlhfkit.rollout.probe_bounds import ProbeBounds, same_scores
 from rlhfkit.rollout.remote.placement import (
     ActorPlacement,
     DedicatedPlacement,
@@ -39,9 +38,9 @@ from rlhfkit.rollout.remote.placement import (
 from rlhfkit.rollout.remote.rank_memory import free_cached_memory, release_exported_buffers
 from rlhfkit.rollout.remote.stream import PoolStream
 from rlhfkit.rollout.supervision.directory import EngineDirectory, EnginePoolInfo, EnginePublisher
+from rlhfkit.rollout.supervision.handle import Request
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.manager import EngineManager
-from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.supervision.router import EngineRouter
 from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
 from rlhfkit.rollout.weight_sync.sender import WeightSender

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, StallError, WeightsNeededError
-from rlhfkit.rollout.supervision.handle import RoutedEngine, fetch
+from rlhfkit.rollout.supervision.handle import Completion, Request, RoutedEngine, fetch
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.supervision.remote_engine import Completion, Request
 from rlhfkit.rollout.supervision.router import EngineRouter
 
 log = logging.getLogger(__name__)

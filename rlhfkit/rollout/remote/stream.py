@@ -10,7 +10,7 @@ from rlhfkit.rollout.engine import SamplingSpec, check_requests
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.partial_rollouts import CUT, continued, is_usable
 from rlhfkit.rollout.remote.scheduler import RequestScheduler, split_into_jobs
-from rlhfkit.rollout.supervision.remote_engine import Completion, Request
+from rlhfkit.rollout.supervision.handle import Completion, Request
 from rlhfkit.rollout.supervision.router import EngineRouter
 
 _CUT_SECONDS = 60.0

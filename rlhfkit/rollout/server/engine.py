@@ -14,8 +14,16 @@ from rlhfkit.distributed import get_rank, run_on_all_ranks
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
+from rlhfkit.rollout.server.completions import (
+    COMPLETIONS,
+    find_model,
+    parse_completion,
+    parse_scores,
+    reports_raw_logprobs,
+    sample_body,
+    score_body,
+)
 from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
-from rlhfkit.rollout.server.model import find_model, reports_raw_logprobs
 from rlhfkit.rollout.server.stream import ServerStream
 from rlhfkit.rollout.server.weights import (
     ServerReceivers,
@@ -24,7 +32,6 @@ from rlhfkit.rollout.server.weights import (
     choose_sender,
     served_versions,
 )
-from rlhfkit.rollout.server.wire import COMPLETIONS, parse_completion, parse_scores, sample_body, score_body
 from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
 from rlhfkit.rollout.weight_sync.coordinator import attempt_sync
 from rlhfkit.rollout.weight_sync.transfers import check_transfer

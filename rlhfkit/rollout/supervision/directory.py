@@ -14,10 +14,9 @@ from typing import Any
 from rlhfkit.rank_store import RankError, RankStore
 from rlhfkit.ray_session import RayCluster, this_cluster
 from rlhfkit.rollout.errors import CURE, EngineError
-from rlhfkit.rollout.supervision.handle import EngineHandle, RoutedEngine
+from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, EngineHandle, RoutedEngine
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.supervision.manager import EngineManager
-from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.router import EngineRouter
 
 log = logging.getLogger(__name__)

@@ -5,18 +5,49 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhfkit.ray_calls import ActorCalls
 from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, RefusedRequest, RequestError
 from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, can_follow
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Request = tuple[list[int], dict[str, Any]]
+"""Prompt token ids and the engine's own sampling parameters; ``priority`` among them, of which the lowest is next."""
+
+
+class Completion(NamedTuple):
+    """What an engine has sampled for one request of T tokens; arrays, as lists take five times as long to send."""
+
+    token_ids: "NDArray[np.int32]"
+    """(T,)."""
+    logprobs: "NDArray[np.float32]"
+    """(T,)."""
+    finish_reason: str
+    version_runs: list[tuple[int, int]]
+    """Versions of the weights that sampled the tokens, as (version, number of tokens) of each run of equal ones."""
+
+
+ENGINE_NAMESPACE = "rlhfkit-engines"
+"""Ray's namespace of all engines' actors."""
+
+ActorFactory = Callable[[int, str], Any]
+"""Creates the Ray actor of the engine with this number, the first time and when it is restarted.
+
+It gets the given name in :data:`ENGINE_NAMESPACE`, by which the other ranks find it. It is not detached, so that it
+ends with rank 0.
+"""
 
 
 class RoutedEngine:
     """One process of an engine, as the requests of one rank see it.
 
-    ``actor`` is a :class:`~rlhfkit.rollout.supervision.remote_engine.RemoteEngine`, and ``actor_name`` its name in Ray,
+    ``actor`` has the methods of :class:`~rlhfkit.rollout.vllm.actor.VLLMActor`; ``actor_name`` is its name in Ray,
     which no other process gets.
     """
 
@@ -153,48 +184,26 @@ def _first_and_exit_detail(message: str) -> str:
     return " ".join([lines[0], *(line.strip() for line in lines[1:] if "exit detail" in line)])
 
 
-class RemoteCall:
-    """One method called on several engines, in flight; ``waiting`` maps Ray's references to the engines.
+class EngineCalls(ActorCalls[RoutedEngine]):
+    """One method called on several engines, in flight."""
 
-    ``doing`` names the work in messages ("loading weights"); ``timeout`` is in seconds from now.
-    """
+    def fetch(self, ref: Any, actor: RoutedEngine) -> Any:
+        """Return the result of a call that has ended; see :func:`fetch` for what it raises."""
+        return fetch(ref, actor, self.doing)
 
-    def __init__(self, waiting: Mapping[Any, RoutedEngine], doing: str, timeout: float) -> None:
-        self._waiting = dict(waiting)
-        self._results: dict[int, Any] = {}
-        self._doing, self._timeout = doing, timeout
-        self._deadline = time.monotonic() + timeout
+    def late(self, actors: Sequence[RoutedEngine]) -> Exception:
+        """Make the error of engines that have not answered in time."""
+        names = ", ".join(sorted(map(str, actors)))
+        return EngineError(
+            f"{names} did not finish {self.doing} within {self.timeout:g} s: stopped, overloaded, or the limit is too "
+            f"low (VLLMPool(..._timeout=...)). {CURE}"
+        )
 
-    def poll(self) -> None:
-        """Raise if an engine has failed already."""
-        self._collect(0.0)
-
-    def result(self) -> list[Any]:
-        """Wait for all results, in the order of the engines; EngineError if an engine failed or the time is up."""
-        while self._waiting:
-            left = self._deadline - time.monotonic()
-            if left <= 0:
-                late = ", ".join(sorted(map(str, self._waiting.values())))
-                raise EngineError(
-                    f"{late} did not finish {self._doing} within {self._timeout:g} s: stopped, overloaded, or the "
-                    f"limit is too low (VLLMPool(..._timeout=...)). {CURE}"
-                )
-            self._collect(min(left, 1.0))
-        return [self._results[number] for number in sorted(self._results)]
-
-    def _collect(self, timeout: float) -> None:
-        """Take the results that are ready, after waiting for one of them."""
-        import ray
-
-        if not self._waiting:
-            return
-        ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=timeout)
-        for ref in ready:
-            handle = self._waiting.pop(ref)
-            self._results[handle.number] = fetch(ref, handle, self._doing)
-        for handle in self._waiting.values():  # Ray may need a while to notice that a machine is gone
+    def check(self, actors: Sequence[RoutedEngine]) -> None:
+        """Raise EngineFailure if an engine was found dead: Ray may need a while to notice that a machine is gone."""
+        for handle in actors:
             if handle.state is State.DEAD:
-                raise EngineFailure(f"{handle} died while {self._doing}: {handle.reason}. {CURE}", handle)
+                raise EngineFailure(f"{handle} died while {self.doing}: {handle.reason}. {CURE}", handle)
 
 
 @dataclass(frozen=True)
@@ -231,17 +240,17 @@ class EngineHandles:
         doing: str,
         timeout: float | None = None,
         each: Sequence[tuple[Any, ...]] | None = None,
-    ) -> RemoteCall:
-        """Call a ``RemoteEngine`` method on every engine, with ``args`` or with the engine's own arguments in ``each``.
+    ) -> EngineCalls:
+        """Call a method on every engine, with ``args`` or with the engine's own arguments in ``each``.
 
         ``doing`` names the work in messages; ``timeout`` is in seconds, by default :attr:`timeout`.
         """
         refs = {}
         for place, handle in enumerate(self.handles):
             refs[getattr(handle.actor, method).remote(*(args if each is None else each[place]))] = handle
-        return RemoteCall(refs, doing, self.timeout if timeout is None else timeout)
+        return EngineCalls(refs, doing, self.timeout if timeout is None else timeout)
 
-    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> RemoteCall:
+    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> EngineCalls:
         """Have every worker prepare for transfers.
 
         If ``ranked``, the workers of engine i get ranks from 1 + i * ``workers_per_engine``, its ``rank_offset``, on.
@@ -250,7 +259,7 @@ class EngineHandles:
         each = [(init_info | offset,) for offset in offsets]
         return self.submit("connect", doing="joining the weight transfer", each=each)
 
-    def update(self, update_info: dict[str, Any]) -> RemoteCall:
+    def update(self, update_info: dict[str, Any]) -> EngineCalls:
         """Have every worker receive weights."""
         return self.submit("update", update_info, doing="loading weights")
 

@@ -10,15 +10,20 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rlhfkit.ray_session import cluster_address
-from rlhfkit.rollout.errors import CURE, EngineError
-from rlhfkit.rollout.supervision.handle import EngineHandle, EngineHandles, RemoteCall, kill_processes
+from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure
+from rlhfkit.rollout.supervision.handle import (
+    ActorFactory,
+    EngineCalls,
+    EngineHandle,
+    EngineHandles,
+    fetch,
+    kill_processes,
+)
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
-from rlhfkit.rollout.supervision.health_monitor import monitor_health
-from rlhfkit.rollout.supervision.remote_engine import ActorFactory
 from rlhfkit.rollout.supervision.router import EngineRouter
 
 log = logging.getLogger(__name__)
@@ -69,7 +74,7 @@ class EngineManager(EngineRouter[EngineHandle]):
         self._handles.extend(self._launch(number, restarts=0) for number in range(self.num_engines))
         starts = {handle.start_ref: handle for handle in self._handles}
         try:
-            call = RemoteCall(starts, "starting (importing packages and building the model)", self.start_timeout)
+            call = EngineCalls(starts, "starting (importing packages and building the model)", self.start_timeout)
             for handle, info in zip(self._handles, call.result(), strict=True):
                 self.mark_started(handle, info)
         except BaseException:
@@ -314,3 +319,94 @@ def _kill(handle: EngineHandle) -> None:
 
         there = NodeAffinitySchedulingStrategy(handle.info["node"], soft=False)
         ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=there).remote(processes)
+
+
+# ---------------------------------------------------------------- probes
+
+_TICK_SECONDS = 0.25
+
+
+def monitor_health(manager_ref: "weakref.ref[EngineManager]", closed: threading.Event) -> None:
+    """Probe the engines until the manager is closed or garbage collected; the body of a thread."""
+    before = time.monotonic()
+    while not closed.wait(_TICK_SECONDS):
+        manager, now = manager_ref(), time.monotonic()
+        if manager is None:
+            return
+        if now - before > 4 * _TICK_SECONDS:  # this process was suspended and could not read answers
+            for handle in manager.handles:
+                handle.probes.discount(now - before)
+        before = now
+        try:
+            check_engines(manager, now)
+        except Exception:
+            if closed.is_set():
+                return
+            log.exception("probing the engines failed; it is tried again")
+        del manager
+
+
+def check_engines(manager: EngineManager, now: float) -> None:
+    """Read answers that have arrived, send probes that are due, and mark engines dead that did not answer."""
+    for handle in manager.handles:
+        if handle.state is State.DEAD:
+            continue
+        if handle.state is State.STARTING:
+            _check_start(manager, handle, now)
+        elif handle.probe_ref is not None:
+            if _is_ready(handle.probe_ref):
+                answer, handle.probe_ref = handle.probe_ref, None
+                _take_answer(manager, handle, answer)
+            elif handle.probes.failed(now):
+                manager.mark_dead(handle, f"it did not answer for {now - handle.probes.last_answer:.0f} s")
+        elif handle.probes.due(now):
+            handle.probe_ref = handle.actor.health.remote()
+            handle.probes.sent(now)
+
+
+def probe_now(manager: EngineManager, handles: Sequence[EngineHandle]) -> bool:
+    """Probe engines at once, after a failure; returns whether any of ``handles`` is dead."""
+    import ray
+
+    limit = manager.policy.probe_timeout * manager.policy.probe_failures
+    up = [handle for handle in handles if handle.state not in (State.DEAD, State.STARTING)]
+    probes = {handle.actor.health.remote(): handle for handle in up}
+    if probes:
+        ray.wait(list(probes), num_returns=len(probes), timeout=limit)
+    for answer, handle in probes.items():
+        if _is_ready(answer):
+            _take_answer(manager, handle, answer)
+        else:
+            manager.mark_dead(handle, f"it did not answer for {limit:g} s")
+    return any(handle.state is State.DEAD for handle in handles)
+
+
+def _check_start(manager: EngineManager, handle: EngineHandle, now: float) -> None:
+    if _is_ready(handle.start_ref):
+        try:
+            info = fetch(handle.start_ref, handle, "starting again")
+        except EngineFailure as error:
+            manager.mark_dead(handle, str(error), cause=error.cause)
+        else:
+            log.info("%s is up again and gets weights with the next sync", handle)
+            manager.mark_started(handle, info)
+    elif now > handle.start_deadline:
+        manager.mark_dead(handle, "it took too long to start")
+
+
+def _take_answer(manager: EngineManager, handle: EngineHandle, answer: Any) -> None:
+    try:
+        health = fetch(answer, handle, "answering a health probe")
+    except EngineFailure as error:
+        manager.mark_dead(handle, str(error), cause=error.cause)
+        return
+    handle.probes.answered(time.monotonic())
+    handle.seconds_since_step, handle.paused = health["seconds_since_step"], health["paused"]
+    if handle.seconds_since_step > manager.policy.step_timeout:
+        manager.mark_dead(handle, f"its model has not made a step for {handle.seconds_since_step:.0f} s")
+
+
+def _is_ready(answer: Any) -> bool:
+    import ray
+
+    return bool(ray.wait([answer], timeout=0)[0])

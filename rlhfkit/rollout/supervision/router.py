@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from rlhfkit.rollout.errors import EngineFailure
-from rlhfkit.rollout.supervision.handle import RemoteCall, RoutedEngine
+from rlhfkit.rollout.supervision.handle import EngineCalls, RoutedEngine
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 
 Engine = TypeVar("Engine", bound=RoutedEngine)
@@ -136,7 +136,7 @@ class EngineRouter(Generic[Engine]):
             self._changed.notify_all()
 
     def call(self, state: State, method: str, *args: Any, doing: str, timeout: float) -> dict[int, Any]:
-        """Call a ``RemoteEngine`` method on all engines in a state; returns results by engine number.
+        """Call a method on all engines in a state; returns results by engine number.
 
         Engines that fail are marked dead and the others called again. ``timeout`` is in seconds, ``doing`` for
         messages.
@@ -146,7 +146,7 @@ class EngineRouter(Generic[Engine]):
             handles = [handle for handle in self.handles if handle.state is state]
             try:
                 calls = {getattr(handle.actor, method).remote(*args): handle for handle in handles}
-                results = RemoteCall(calls, doing, timeout).result()
+                results = EngineCalls(calls, doing, timeout).result()
             except EngineFailure as error:
                 self.mark_dead(error.engine, str(error), cause=error.cause)
             else:

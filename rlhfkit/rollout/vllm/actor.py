@@ -19,7 +19,7 @@ from rlhfkit.gpu_checks import weights_do_not_fit
 from rlhfkit.gpus import VARIABLE, ask_driver
 from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation, assigned_gpus
-from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Completion, RemoteEngine, Request
+from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, Completion, Request
 from rlhfkit.rollout.vllm.backends import AsyncBackend, Backend, InProcessBackend
 from rlhfkit.rollout.vllm.machines import WorkerMachines, node_arguments, run_workers
 
@@ -69,7 +69,7 @@ def last_lines(count: int = 12, most_bytes: int = 8192) -> str:
 
 
 class ActorLauncher:
-    """Creates the Ray actors of vLLM engines; an :data:`~rlhfkit.rollout.supervision.remote_engine.ActorFactory`.
+    """Creates the Ray actors of vLLM engines; an :data:`~rlhfkit.rollout.supervision.handle.ActorFactory`.
 
     ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` is set in all engines before they import torch;
     ``weight_bytes`` are those of each of an engine's processes, 0 if unknown.
@@ -114,7 +114,7 @@ class ActorLauncher:
         )
 
 
-class VLLMActor(RemoteEngine):
+class VLLMActor:
     """One vLLM engine in a process of its own, as it changes global state of torch.
 
     ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` overrides variables set by Ray; ``excluded`` are

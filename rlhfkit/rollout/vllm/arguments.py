@@ -10,7 +10,7 @@ import torch
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.supervision.remote_engine import Request
+from rlhfkit.rollout.supervision.handle import Request
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 
 # vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.
@@ -201,3 +201,38 @@ def check_vllm_sampling(sampling: SamplingSpec, *, same_vocabulary: bool = True)
             f"vLLM samples at temperature 0 (greedy) or {low} to {high}, got SamplingSpec.temperature="
             f"{sampling.temperature}"
         )
+
+
+# ---------------------------------------------------------------- weights in 8 bits
+
+_NAMES = {
+    # One scale for each output channel and each token: close to the policy, and the one that vLLM's CPU build has.
+    "fp8": "fp8_per_channel",
+    "fp8_per_channel": "fp8_per_channel",
+    "fp8_per_tensor": "fp8_per_tensor",
+    "fp8_per_block": "fp8_per_block",
+    "mxfp8": "mxfp8",
+}
+"""What we take, and vLLM's name of it."""
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raise ValueError for a quantization that vLLM does not apply to weights as they arrive."""
+    if quantization is not None and quantization not in _NAMES:
+        raise ValueError(
+            f"VLLMPool(quantization=...) must be None or one of {', '.join(map(repr, _NAMES))}, which vLLM applies to "
+            f"the weights of every sync, got {quantization!r}"
+        )
+
+
+def quantization_arguments(quantization: str | None, dtype: str | torch.dtype) -> dict[str, Any]:
+    """Return arguments of ``vllm.EngineArgs``; ValueError if ``dtype``, in which engines compute, has 32 bits."""
+    if quantization is None:
+        return {}
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("bfloat16", "float16"):
+        raise ValueError(
+            f"VLLMPool(quantization={quantization!r}) needs engines that compute in 16 bits, got {name}: set "
+            "VLLMPool(dtype='bfloat16') or train in a precision like 'bf16-true'"
+        )
+    return {"quantization": _NAMES[quantization]}

@@ -13,22 +13,23 @@ from rlhfkit.rollout.engine import AdapterSource, SamplingSpec, WeightSource
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
+from rlhfkit.rollout.supervision.handle import Request
 from rlhfkit.rollout.supervision.health import HealthPolicy
 from rlhfkit.rollout.supervision.manager import EngineManager
-from rlhfkit.rollout.supervision.remote_engine import Request
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.vllm.adapter_slot import NO_LORA, adapter_arguments
 from rlhfkit.rollout.vllm.arguments import (
     check_head_size,
+    check_quantization,
     check_vllm_sampling,
     engine_arguments,
     engine_environment,
     has_cpu_build,
+    quantization_arguments,
     sample_request,
     vllm_resume_problem,
 )
 from rlhfkit.rollout.vllm.parallelism import Parallelism
-from rlhfkit.rollout.vllm.quantization import check_quantization, quantization_arguments
 from rlhfkit.rollout.weight_sync.transfers import make_sender
 from rlhfkit.validation import check_integer, check_number
 

@@ -12,8 +12,7 @@ from rlhfkit.rollout.engine import WeightInfo, WeightSource
 from rlhfkit.rollout.errors import EngineError, EngineFailure
 from rlhfkit.rollout.supervision.handle import EngineHandle, EngineHandles
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.supervision.health_monitor import probe_now
-from rlhfkit.rollout.supervision.manager import EngineManager
+from rlhfkit.rollout.supervision.manager import EngineManager, probe_now
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 from rlhfkit.rollout.weight_sync.source import ADAPTER_SETTINGS

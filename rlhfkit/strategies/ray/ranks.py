@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rlhfkit.rank_store import RankError
+from rlhfkit.ray_calls import first_lines_of
 from rlhfkit.ray_session import port_candidates
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import DriverDisplay
@@ -125,8 +126,7 @@ class Ranks:
             outcome: tuple[str, Any] = ray.get(ref)
             return outcome
         except ray.exceptions.RayError as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()
-            return "failed", {"rank": rank, "error": None, "type": None, "traceback": " ".join(reason[:6])}
+            return "failed", {"rank": rank, "error": None, "type": None, "traceback": first_lines_of(error)}
 
     def _raise(self, failures: dict[int, dict[str, Any]]) -> None:
         """Raise the failure that caused the others.

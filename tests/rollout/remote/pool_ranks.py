@@ -15,8 +15,8 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
+from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, Request
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Request
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rollout.remote import sleeping_engines
 from rollout.toy_engines import request, toy_manager

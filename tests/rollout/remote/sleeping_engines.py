@@ -26,9 +26,9 @@ from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.remote import rank_memory
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
+from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, Completion, Request
 from rlhfkit.rollout.supervision.health import HealthPolicy
 from rlhfkit.rollout.supervision.manager import EngineManager
-from rlhfkit.rollout.supervision.remote_engine import ENGINE_NAMESPACE, Completion, Request
 from rlhfkit.training_states import TrainingStates
 from rollout.toy_engines import ToyEngine
 from rollout.weight_sync.mapped_ipc import MappedSender, open_mapped

@@ -6,8 +6,7 @@ import math
 import pytest
 
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.probe_bounds import ProbeBounds
-from rlhfkit.rollout.remote.agreement import same_scores
+from rlhfkit.rollout.probe_bounds import ProbeBounds, same_scores
 
 MEAN = ProbeBounds("mean", warn=0.1, fail=0.3)
 

@@ -11,9 +11,9 @@ from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import EngineError, StallError
 from rlhfkit.rollout.remote.scheduler import RequestScheduler
 from rlhfkit.rollout.remote.stream import PoolStream
+from rlhfkit.rollout.supervision.handle import Request
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.supervision.manager import EngineManager
-from rlhfkit.rollout.supervision.remote_engine import Request
 from rollout.toy_engines import BREAKS, request, toy_manager
 
 pytestmark = pytest.mark.ray

@@ -1,6 +1,6 @@
 """A manager of two real engines, in one chain of accidents: each test takes it as the one before has left it.
 
-Covers ``health_monitor.py``, ``remote_engine.py`` and ``weight_sync/coordinator.py`` too.
+Covers ``weight_sync/coordinator.py`` too.
 
 An engine needs half a minute to start on a busy machine of two cores, so the accidents share their manager.
 """

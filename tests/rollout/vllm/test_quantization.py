@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from rlhfkit import PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.losses import CORRECTION_PRESETS
 from rlhfkit.models import load_causal_lm
+from rlhfkit.rollout.vllm.arguments import quantization_arguments
 from rlhfkit.rollout.vllm.pool import VLLMPool
-from rlhfkit.rollout.vllm.quantization import quantization_arguments
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 TOKENS = [(7 * position) % 100 + 5 for position in range(60)]

@@ -5,16 +5,17 @@ Everything else of a transfer is the same for both. ``NcclGroup`` is not run on 
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed does not export their types
-
-from rlhfkit.rollout.weight_sync.process_group.waiting import call_with_limit
 
 Backend = Literal["gloo", "nccl"]
 
@@ -238,3 +239,50 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+# ---------------------------------------------------------------- time limits
+
+T = TypeVar("T")
+Poll = Callable[[], None]
+"""Raises if the other side has failed already."""
+
+_POLL_SECONDS = 0.2
+
+
+def wait_until(ready: Callable[[], bool], poll: Poll, timeout: float, late: Callable[[], str]) -> None:
+    """Wait until ``ready`` is true, calling ``poll`` meanwhile.
+
+    Raises:
+        TimeoutError: With the message ``late()``, after ``timeout`` seconds.
+        Exception: That of ``poll``.
+    """
+    now = time.monotonic()
+    deadline, next_poll = now + timeout, now + _POLL_SECONDS
+    pause = 1e-5  # doubled each time: at most as long as was waited already, so short waits stay short
+    while not ready():
+        time.sleep(pause)
+        pause, now = min(2 * pause, 2e-3), time.monotonic()
+        if now >= next_poll:
+            next_poll = now + _POLL_SECONDS
+            poll()
+            if now > deadline and not ready():
+                raise TimeoutError(late())
+
+
+def call_with_limit(step: Callable[[], T], poll: Poll, timeout: float, late: Callable[[], str]) -> T:
+    """Return the result of a call that cannot be interrupted; raises as :func:`wait_until`, and what the call raises.
+
+    It is made in a thread of its own, where it is left behind if it is too late.
+    """
+    called: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            called.set_result(step())
+        except BaseException as error:
+            called.set_exception(error)
+
+    threading.Thread(target=call, name="weight transfer", daemon=True).start()
+    wait_until(called.done, poll, timeout, late)
+    return called.result()

@@ -12,8 +12,15 @@ from typing import NamedTuple
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed does not export their types
 
-from rlhfkit.rollout.weight_sync.process_group.groups import Backend, GlooGroup, NcclGroup, TransferGroup
-from rlhfkit.rollout.weight_sync.process_group.waiting import Poll, call_with_limit, wait_until
+from rlhfkit.rollout.weight_sync.process_group.groups import (
+    Backend,
+    GlooGroup,
+    NcclGroup,
+    Poll,
+    TransferGroup,
+    call_with_limit,
+    wait_until,
+)
 
 _WATCH_SECONDS = 1.0
 _MARGIN_SECONDS = 5.0

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rlhfkit.rollout.weight_sync.process_group.groups import Broadcast, TransferGroup
+from rlhfkit.rollout.weight_sync.process_group.groups import Broadcast, Poll, TransferGroup, wait_until
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import TrainerWatch
-from rlhfkit.rollout.weight_sync.process_group.waiting import Poll, wait_until
 
 _SETTLE_SECONDS = 5.0
 """Time for a failure to become known in better words."""
