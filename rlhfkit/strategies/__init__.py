@@ -5,9 +5,8 @@ May import: checkpoints, ``protocols.py``, ``distributed.py``, ``mesh.py``, ``ra
 Start at :mod:`rlhfkit.strategies.strategy`.
 """
 
-from rlhfkit.strategies.registry import register
-from rlhfkit.strategies.sequence_ddp import SequenceParallelDDPStrategy
-from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy
+from rlhfkit.strategies.forward_groups import SequenceParallelDDPStrategy
+from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy, register
 
 __all__ = ["RLHFDeepSpeedStrategy", "SequenceParallelDDPStrategy", "register"]
 

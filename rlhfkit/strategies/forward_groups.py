@@ -7,6 +7,7 @@ model of the LightningModule while the Trainer runs; :mod:`rlhfkit.models` reads
 from collections.abc import Iterator
 from typing import Any, get_args
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -113,3 +114,39 @@ def check_model(name: str, model: Any, group: ForwardGroup) -> None:
             f"not divide the {heads // group.mesh.tensor} of {name!r} ({type(model).__name__}) on each: use a "
             "sequence_parallel_size that does, or sequence_parallel='ring', which needs no heads"
         )
+
+
+class SequenceParallelDDPStrategy(ForwardGroupMixin, DDPStrategy):
+    """Lightning's DDP whose neighbouring ranks divide the tokens of each forward pass among themselves.
+
+    DDP's mean of the gradients over all ranks is the right one as it is: see :mod:`rlhfkit.mesh`.
+
+    Args:
+        sequence_parallel_size: Ranks that compute forward passes together.
+        sequence_parallel: How attention sees all tokens; both as in
+            :class:`~rlhfkit.strategies.strategy.RLHFDeepSpeedStrategy`.
+        **kwargs: Arguments of Lightning's ``DDPStrategy``.
+
+    Raises:
+        ValueError: If an argument is wrong.
+    """
+
+    strategy_name = "rlhf_sequence_ddp"
+
+    def __init__(
+        self, sequence_parallel_size: int, sequence_parallel: SequenceParallel = "ulysses", **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.divide_sequences(sequence_parallel_size, sequence_parallel)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Attach the forward group, then wrap the module."""
+        assert self.lightning_module is not None
+        self.attach_forward_group(self.lightning_module)
+        super().setup(trainer)
+
+    def teardown(self) -> None:
+        """Detach the forward group."""
+        if self.lightning_module is not None:
+            self.detach_forward_group(self.lightning_module)
+        super().teardown()

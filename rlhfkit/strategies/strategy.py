@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,8 +23,8 @@ from rlhfkit.checkpoints.resume import attach_exact_resume
 from rlhfkit.distributed import full_parameters, is_sharded
 from rlhfkit.gpu_checks import warn_if_cuda_is_missing
 from rlhfkit.mesh import SequenceParallel
+from rlhfkit.strategies.checkpoint.engine_files import require_plain_writers
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
-from rlhfkit.strategies.checkpoint.snapshot import require_plain_writers
 from rlhfkit.strategies.deepspeed import tensor_parallel
 from rlhfkit.strategies.deepspeed.engines import (
     EngineOptimizer,
@@ -36,8 +36,7 @@ from rlhfkit.strategies.deepspeed.engines import (
     require_unmanaged_accumulation,
 )
 from rlhfkit.strategies.deepspeed.gradients import discard_gradients, gradient_norm, set_clipping
-from rlhfkit.strategies.deepspeed.loss_scale import loss_scale
-from rlhfkit.strategies.deepspeed.precision import EnginePrecision
+from rlhfkit.strategies.deepspeed.precision import EnginePrecision, loss_scale
 from rlhfkit.strategies.deepspeed.process_group import ProcessGroupMixin
 from rlhfkit.strategies.deepspeed.synchronized_steps import StepOutcome, SynchronizedSteps
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict, hugging_face_sharding, unshard
@@ -450,3 +449,31 @@ class RLHFDeepSpeedStrategy(
         self._accumulating = set()
         self.optimizers = []  # otherwise Lightning would move their state, which belongs to the engines
         super().teardown()
+
+
+# ---------------------------------------------------------------- names
+
+_NAMES: dict[str, dict[str, Any]] = {
+    "rlhf_zero0": {"stage": 0},
+    "rlhf_zero1": {"stage": 1},
+    "rlhf_zero2": {"stage": 2},
+    "rlhf_zero3": {"stage": 3},
+    "rlhf_zero1_offload": {"stage": 1, "offload_optimizer": True},
+    "rlhf_zero2_offload": {"stage": 2, "offload_optimizer": True},
+    "rlhf_zero3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+}
+
+
+def register() -> None:
+    """Add the names to Lightning's strategy registry; DeepSpeed is imported only when a Trainer uses one of them."""
+    for name, arguments in _NAMES.items():
+        where = " with the optimizer" if "offload_optimizer" in arguments else ""
+        where += " and the parameters" if "offload_parameters" in arguments else ""
+        StrategyRegistry.register(
+            name,
+            RLHFDeepSpeedStrategy,
+            description=f"One DeepSpeed engine per child module, ZeRO stage {arguments['stage']}"
+            + (f"{where} in CPU memory" if where else ""),
+            override=True,
+            **arguments,
+        )

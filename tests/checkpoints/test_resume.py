@@ -1,6 +1,6 @@
 """Runs resumed from any checkpoint, any number of times, equal the straight run.
 
-Covers checkpoints/progress.py too.
+Covers checkpoints/resume.py too.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Optimizers of modules under every strategy on two ranks, beside one rank without DeepSpeed.
 
-Covers optim.py and strategies/deepspeed/flat_layouts.py.
+Covers optim.py and strategies/deepspeed/param_groups.py.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """A checkpoint written in the background is the one that a blocking save writes, whatever happens meanwhile.
 
-Covers strategies.checkpoint.saving.py, strategies/checkpoint/snapshot.py and strategies/checkpoint/engine_files.py,
+Covers strategies.checkpoint.saving.py, strategies/checkpoint/engine_files.py and strategies/checkpoint/engine_files.py,
 with async_cases.py.
 """
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
-from rlhfkit.strategies.checkpoint import snapshot as snapshots
-from rlhfkit.strategies.checkpoint.snapshot import snapshot
+from rlhfkit.strategies.checkpoint import engine_files as snapshots
+from rlhfkit.strategies.checkpoint.engine_files import snapshot
 from strategies import ranks
 
 

@@ -16,7 +16,7 @@ from rlhfkit.gpu_checks import GIB
 from rlhfkit.gpus import VisibleGPU
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.deepspeed import rendezvous
-from rlhfkit.strategies.deepspeed.gpu_setup import examine_ranks, run_first_collective
+from rlhfkit.strategies.deepspeed.process_group import examine_ranks, run_first_collective
 from strategies import ranks
 
 A100 = VisibleGPU("a", "NVIDIA A100", (8, 0), 80 * GIB)

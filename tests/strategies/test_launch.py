@@ -1,6 +1,6 @@
 """Plain scripts, torchrun, ranks that do not join, locks of interrupted builds.
 
-Covers strategies/registry.py, deepspeed/rendezvous.py and deepspeed/process_group.py, with launch_cases.py.
+Covers strategies/strategy.py, deepspeed/rendezvous.py and deepspeed/process_group.py, with launch_cases.py.
 """
 
 import json

@@ -1,6 +1,6 @@
 """One loss over two fp16 engines: the gradients of both are right whatever their scales, and both step or neither.
 
-Covers strategies/deepspeed/loss_scale.py, with half_cases.py.
+Covers strategies/deepspeed/precision.py, with half_cases.py.
 """
 
 from typing import Any

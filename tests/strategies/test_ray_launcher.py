@@ -19,8 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rlhfkit.rank_store import RankError
 from rlhfkit.ray_placement import PlacementError
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
-from rlhfkit.strategies.ray.environment import RayEnvironment
-from rlhfkit.strategies.ray.launcher import RayLauncher, placement_strategy
+from rlhfkit.strategies.ray.launcher import RayEnvironment, RayLauncher, placement_strategy
 from rlhfkit.strategies.ray.ranks import rank_environments
 from strategies import ranks, ray_cases
 

@@ -204,6 +204,9 @@ def check_vllm_sampling(sampling: SamplingSpec, *, same_vocabulary: bool = True)
 
 
 # ---------------------------------------------------------------- weights in 8 bits
+#
+# Written for vLLM 0.32, whose layerwise reload quantizes each layer again once its new weights have arrived. Those
+# that need a checkpoint or calibration (AWQ, GPTQ, ...) cannot follow a policy and are refused.
 
 _NAMES = {
     # One scale for each output channel and each token: close to the policy, and the one that vLLM's CPU build has.

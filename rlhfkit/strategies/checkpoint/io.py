@@ -17,13 +17,12 @@ from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.cleanup import MODULE_FOLDER
 from rlhfkit.checkpoints.errors import explain_unpickling_errors
 from rlhfkit.checkpoints.files import explain_write_errors
-from rlhfkit.checkpoints.progress import normalize_counters
+from rlhfkit.checkpoints.resume import normalize_counters
 from rlhfkit.protocols import STATES_OF_RANKS, KeepsFolder
 from rlhfkit.strategies.checkpoint import directory, universal, verification
-from rlhfkit.strategies.checkpoint.engine_files import errors_at_the_end
+from rlhfkit.strategies.checkpoint.engine_files import Write, errors_at_the_end, snapshot, snapshots_of, write_file
 from rlhfkit.strategies.checkpoint.saving import BackgroundSave, save_directory
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
-from rlhfkit.strategies.checkpoint.snapshot import Write, snapshot, snapshots_of, write_file
 from rlhfkit.strategies.deepspeed.engines import EngineOptimizer
 from rlhfkit.strategies.deepspeed.zero3 import load_full_state_dict
 

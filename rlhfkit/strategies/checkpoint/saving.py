@@ -14,8 +14,8 @@ from rlhfkit.checkpoints.files import explain_write_errors
 from rlhfkit.distributed import get_rank
 from rlhfkit.rank_store import rank_store
 from rlhfkit.strategies.checkpoint import directory
+from rlhfkit.strategies.checkpoint.engine_files import Write
 from rlhfkit.strategies.checkpoint.slow_steps import on_all_ranks, on_rank_zero
-from rlhfkit.strategies.checkpoint.snapshot import Write
 
 T = TypeVar("T")
 

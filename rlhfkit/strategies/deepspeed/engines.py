@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from rlhfkit.distributed import tensor_part
 from rlhfkit.protocols import TakesFlatLayouts
 from rlhfkit.strategies.deepspeed import tensor_parallel
-from rlhfkit.strategies.deepspeed.flat_layouts import flat_layouts
 from rlhfkit.strategies.deepspeed.gradients import set_clipping, undo_initial_step
-from rlhfkit.strategies.deepspeed.loss_scale import scaled_for_autograd, scaled_for_engine
-from rlhfkit.strategies.deepspeed.param_groups import groups_by_child
+from rlhfkit.strategies.deepspeed.param_groups import flat_layouts, groups_by_child
+from rlhfkit.strategies.deepspeed.precision import scaled_for_autograd, scaled_for_engine
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.distributed import all_reduce
-from rlhfkit.strategies.deepspeed import loss_scale
+from rlhfkit.strategies.deepspeed import precision
 from rlhfkit.strategies.deepspeed.gradients import discard_gradients
 
 if TYPE_CHECKING:
@@ -112,11 +112,11 @@ class SynchronizedSteps:
         if all(losses.values()) and all(gradients.values()):
             outcome = _step_all(list(engines.values()))
         else:
-            can_fall = {name for name, engine in engines.items() if loss_scale.loss_scale_can_fall(engine)}
+            can_fall = {name for name, engine in engines.items() if precision.loss_scale_can_fall(engine)}
             to_rescale = {name for name in can_fall if losses[name] and not gradients[name]}
             for name, engine in engines.items():
                 if name in to_rescale:
-                    loss_scale.lower_loss_scale(engine)
+                    precision.lower_loss_scale(engine)
                 else:
                     discard_gradients(engine)
             explained = all(losses.values()) and to_rescale == {name for name in engines if not gradients[name]}
@@ -139,7 +139,7 @@ class SynchronizedSteps:
         all_reduce(totals)
         if len(names) == 1:
             totals[:, 2] = 0  # DeepSpeed sees the sums themselves; a single engine has no other to wait for
-        totals[:, 2] = torch.where(totals[:, 2] <= loss_scale.LARGEST_HALF, 0.0, torch.inf)
+        totals[:, 2] = torch.where(totals[:, 2] <= precision.LARGEST_HALF, 0.0, torch.inf)
         losses, norms, largest = torch.isfinite(totals).T.tolist()
         gradients = [norm and element for norm, element in zip(norms, largest, strict=True)]
         return dict(zip(names, losses, strict=True)), dict(zip(names, gradients, strict=True))
@@ -157,8 +157,8 @@ class SynchronizedSteps:
 def _step_all(engines: Sequence["DeepSpeedEngine"]) -> StepOutcome:
     """Step engines whose gradients are finite on all ranks; only the fp16 sum of a single one can still overflow."""
     for number, engine in enumerate(engines):
-        can_fall = loss_scale.loss_scale_can_fall(engine)
-        if loss_scale.step(engine):
+        can_fall = precision.loss_scale_can_fall(engine)
+        if precision.step(engine):
             for waiting in engines[number + 1 :]:
                 discard_gradients(waiting)
             return StepOutcome.RESCALED if can_fall else StepOutcome.SKIPPED
