@@ -31,6 +31,7 @@ MAX_RETRY_AFTER = 3600.0
 """Maximum number of seconds taken from a server's ``Retry-After``."""
 
 _MAX_COOLDOWN = 60.0  # seconds
+_CONNECT_SECONDS = 30.0
 
 
 class ServerUnavailable(Exception):
@@ -54,7 +55,13 @@ class InvalidResponse(Exception):
 
 
 def make_client(
-    owner: str, *, token: "AccessToken | None", ssl_ca_certs: str | None, timeout: float, concurrency: int
+    owner: str,
+    *,
+    token: "AccessToken | None",
+    ssl_ca_certs: str | None,
+    timeout: float,
+    concurrency: int | None,
+    keepalive: int | None = None,
 ) -> "httpx.AsyncClient":
     """Make the HTTP client of one of our classes, named ``owner``; ImportError that names it if httpx is missing.
 
@@ -63,10 +70,12 @@ def make_client(
         token: Sent with every request; ``None``: none.
         ssl_ca_certs: File of certificates to trust; ``None``: the system's.
         timeout: Seconds of a request; waiting for one of the ``concurrency`` connections does not count.
-        concurrency: Connections at most.
+        concurrency: Connections at most; ``None``: no limit.
+        keepalive: Idle connections that are kept for later requests; ``None``: all.
     """
     try:
         import httpx
+        import tenacity  # noqa: F401
     except ImportError as error:
         raise ImportError(f"{owner} needs httpx and tenacity: pip install 'rlhfkit[server]'") from error
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -77,8 +86,8 @@ def make_client(
         # Not the environment's proxies and .netrc, which would receive or replace the token.
         verify=ssl.create_default_context(cafile=ssl_ca_certs),
         trust_env=False,
-        timeout=httpx.Timeout(timeout, pool=None),
-        limits=httpx.Limits(max_connections=concurrency),
+        timeout=httpx.Timeout(timeout, connect=min(_CONNECT_SECONDS, timeout), pool=None),
+        limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=keepalive),
     )
 
 

@@ -23,7 +23,7 @@ from rlhfkit.rollout.weight_sync.process_group.groups import NcclGroup
 from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import open_store
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
-from rlhfkit.rollout.weight_sync.process_group.waiting import call_with_limit
+from rlhfkit.rollout.weight_sync.process_group.groups import call_with_limit
 
 TESTS = Path(__file__).parents[1]
 

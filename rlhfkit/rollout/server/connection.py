@@ -9,16 +9,23 @@ import concurrent.futures
 import json
 import logging
 import random
-import ssl
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from rlhfkit.rollout.errors import EngineError, RequestError
 from rlhfkit.serving.access import AccessToken, is_loopback
-from rlhfkit.serving.endpoints import Endpoint, InvalidResponse, ServerUnavailable, exchange, least_outstanding
+from rlhfkit.serving.endpoints import (
+    Endpoint,
+    InvalidResponse,
+    ServerUnavailable,
+    exchange,
+    least_outstanding,
+    make_client,
+)
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
@@ -86,37 +93,26 @@ class ServerConnections:
 
     def __init__(self, options: ServerOptions) -> None:
         """Start the thread; nothing is sent yet. ImportError if httpx or tenacity is missing."""
-        try:
-            import httpx
-            import tenacity  # noqa: F401
-        except ImportError as error:
-            raise ImportError("requests to a server need httpx and tenacity: pip install 'rlhfkit[server]'") from error
         self.options = options
         self.endpoints = [Endpoint(url) for url in options.urls]
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if options.token is not None:
-            headers |= options.token.header()
             insecure = [url for url in options.urls if url.startswith("http:") and not self._local(url)]
             if insecure:
                 log.warning("the token for %s is sent unencrypted; use https unless the network is trusted", *insecure)
-        verify = ssl.create_default_context(cafile=options.ssl_ca_certs)
-
-        def make_client(keepalive_connections: int | None) -> httpx.AsyncClient:
-            return httpx.AsyncClient(
-                headers=headers,
-                # Not the environment's proxies and .netrc, which would receive or replace the token.
-                verify=verify,
-                trust_env=False,
-                timeout=httpx.Timeout(options.timeout, connect=min(30.0, options.timeout), pool=None),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=keepalive_connections),
-            )
-
+        client = partial(
+            make_client,
+            "a client of vLLM servers",
+            token=options.token,
+            ssl_ca_certs=options.ssl_ca_certs,
+            timeout=options.timeout,
+            concurrency=None,
+        )
         # uvicorn closes a connection when its application has raised, after the response, and after 5 idle seconds. A
         # request that is sent at that moment fails. Requests that are repeated share connections all the same; the
-        # steps of a weight sync, which are sent once, have one each. Slots bound the shared ones: a bound
-        # in the pool would close those of one server while requests to another need theirs.
-        self._client = make_client(None)
-        self._single_use_client = make_client(0)
+        # steps of a weight sync, which are sent once, have one each. Slots bound the shared ones: a bound in the pool
+        # would close those of one server while requests to another need theirs.
+        self._client = client(keepalive=None)
+        self._single_use_client = client(keepalive=0)
         self._slots = asyncio.Semaphore(options.concurrency * len(self.endpoints))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlhfkit-server-requests", daemon=True)
