@@ -137,7 +137,7 @@ def _replaces_summary(trainer: "L.Trainer") -> bool:
     """Whether the Trainer prints a summary of models."""
     from lightning.pytorch.callbacks import ModelSummary
 
-    from rlhfkit.protocols import callbacks_of
+    from rlhfkit.trainer_parts import callbacks_of
 
     return any(isinstance(one, ModelSummary) for one in callbacks_of(trainer))
 
@@ -149,7 +149,7 @@ def replace_model_summary(trainer: "L.Trainer") -> None:
     """
     from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 
-    from rlhfkit.protocols import callbacks_of
+    from rlhfkit.trainer_parts import callbacks_of
 
     for one in callbacks_of(trainer):
         if not isinstance(one, ModelSummary) or type(one) not in (ModelSummary, RichModelSummary) or is_verbose():
@@ -166,7 +166,8 @@ def print_run(module: Any) -> None:
     trainer = module.trainer
     if not _replaces_summary(trainer):
         return
-    from rlhfkit.protocols import DescribesData, datamodule_of
+    from rlhfkit.protocols import DescribesData
+    from rlhfkit.trainer_parts import datamodule_of
 
     data = datamodule_of(trainer)
     described = data.describe_data() if isinstance(data, DescribesData) else "loaders of your own"
@@ -192,7 +193,8 @@ def print_sizes(module: Any) -> None:
     trainer = module.trainer
     if not _replaces_summary(trainer):
         return
-    from rlhfkit.protocols import ExperienceSource, callbacks_of, datamodule_of, epochs_of
+    from rlhfkit.protocols import ExperienceSource
+    from rlhfkit.trainer_parts import callbacks_of, datamodule_of, epochs_of
 
     data, batches, accumulate = datamodule_of(trainer), trainer.num_training_batches, trainer.accumulate_grad_batches
     source = next((one for one in callbacks_of(trainer) if isinstance(one, ExperienceSource)), None)

@@ -1,21 +1,19 @@
 """What callbacks, modules, DataModules and strategies ask of one another: they never import each other.
 
-Each protocol lists what one side calls on the other, so any class with these members can take part; the functions at
-the end find the parts in a Trainer. Protocols of methods only may be tested with ``isinstance``.
+Each protocol lists what one side calls on the other, so any class with these members can take part;
+:mod:`rlhfkit.trainer_parts` finds the parts in a Trainer. Protocols of methods only may be tested with ``isinstance``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import lightning as L
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from lightning.pytorch.callbacks import Callback
-    from lightning.pytorch.profilers import Profiler
     from torch import Tensor, nn
 
     from rlhfkit.data.batch import PaddedBatch, TokenBatch
@@ -453,84 +451,3 @@ class StartsRanksOnRay(Protocol):
     ) -> Any:
         """Call a function on new ranks, with their environment for a Trainer; returns the result of rank 0."""
         ...
-
-
-# ------------------------------------------------------------------------------------------ the parts of a Trainer
-
-
-def callbacks_of(trainer: L.Trainer) -> list[Callback]:
-    """Return the callbacks of a Trainer, in calling order."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector of Lightning
-    return callbacks
-
-
-def profiler_of(trainer: L.Trainer) -> Profiler:
-    """Return the profiler of a Trainer."""
-    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]  # set by Lightning outside its class
-    return profiler
-
-
-def datamodule_of(trainer: L.Trainer) -> L.LightningDataModule | None:
-    """Return the DataModule of a Trainer; ``None``: it was given loaders."""
-    data: L.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-    return data
-
-
-def prompts_of(trainer: L.Trainer) -> PromptSource:
-    """Return the Trainer's DataModule as a source of prompts; TypeError if it has no ``prompt_queue()``."""
-    data = datamodule_of(trainer)
-    if not hasattr(data, "prompt_queue"):
-        raise TypeError(
-            "RolloutCallback takes its prompts from a DataModule with prompt_queue(): call "
-            "trainer.fit(module, datamodule=PromptDataModule(...))"
-        )
-    return cast(PromptSource, data)
-
-
-def needs_greedy_rewards(trainer: L.Trainer) -> bool:
-    """Return whether the Trainer's LightningModule compares samples with greedy answers."""
-    module = trainer.lightning_module
-    return isinstance(module, UsesGreedyRewards) and module.needs_greedy_rewards
-
-
-def epochs_of(trainer: L.Trainer) -> int:
-    """Return how often an iteration is trained on: its DataModule's ``epochs_per_iteration``; 1 if it has none.
-
-    1 with ``fast_dev_run`` too, whose iterations have as many micro-batches as it says.
-    """
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning outside its class
-        return 1
-    return int(getattr(datamodule_of(trainer), "epochs_per_iteration", 1))
-
-
-def compares_groups(module: object) -> bool:
-    """Return whether a module's loss compares samples of one prompt, which then must be in one micro-batch."""
-    return isinstance(module, ComparesGroups) and module.keeps_groups_together
-
-
-def policy_of(trainer: L.Trainer) -> GenerativeModule:
-    """Return the Trainer's LightningModule as one with a policy."""
-    return cast("GenerativeModule", trainer.lightning_module)
-
-
-def learner_of(trainer: L.Trainer) -> ExperienceLearner:
-    """Return the Trainer's module as one that learns from its samples; TypeError if it has no ``prepare()``."""
-    module = trainer.lightning_module
-    if not callable(getattr(module, "prepare", None)):
-        raise TypeError(
-            "RolloutCallback trains modules that prepare experience (GRPOModule ...), but "
-            f"{type(module).__name__} has no prepare(); an SFTModule needs no RolloutCallback"
-        )
-    return cast("ExperienceLearner", module)
-
-
-def experience_source_of(trainer: L.Trainer) -> ExperienceSource:
-    """Return the Trainer's callback that makes experience of prompts; ValueError unless there is exactly one."""
-    sources = [callback for callback in callbacks_of(trainer) if isinstance(callback, ExperienceSource)]
-    if len(sources) != 1:
-        found = ", ".join(type(source).__name__ for source in sources) or "none"
-        raise ValueError(
-            "PromptDataModule needs exactly one callback that collects experience, e.g. Trainer(callbacks="
-            f"[RolloutCallback(...)]); found {found}"
-        )
-    return sources[0]

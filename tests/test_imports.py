@@ -19,6 +19,7 @@ FLOORS = {
     "losses": 1,
     "data": 1,
     "protocols": 1,
+    "trainer_parts": 1,
     "checkpoints": 1,
     "distributed": 1,
     "flat_parameters": 1,
@@ -48,8 +49,9 @@ FLOORS = {
 # These meet in the Trainer only.
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 FOR_STRATEGIES = {
-    *("strategies", "checkpoints", "distributed", "flat_parameters", "gpu_checks", "gpus", "mesh", "argument_names"),
+    *("strategies", "checkpoints", "distributed", "flat_parameters", "gpu_checks", "gpus", "mesh", "trainer_parts"),
     *("protocols", "rank_store", "ray_calls", "ray_placement", "ray_session", "training_states", "validation"),
+    "argument_names",
 }
 LIGHT = ("distributed", "losses", "data", "rewards", "roles.replica", "rollout.vllm.pool", "rollout.vllm.actor")
 HEAVY = {"lightning", "transformers", "datasets", "deepspeed", "ray", "vllm", "math_verify"}

@@ -22,7 +22,7 @@ from rlhfkit import (
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
 from rlhfkit.datamodules.tokenization.mixture import MixedExamples
 from rlhfkit.modules.optimizers import Muon
-from rlhfkit.protocols import experience_source_of, learner_of, prompts_of
+from rlhfkit.trainer_parts import experience_source_of, learner_of, prompts_of
 
 CASES = [
     (protocols.GenerativeModule, SFTModule),

@@ -20,7 +20,8 @@ from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.distributed import full_shape, is_sharded, local_shard
 from rlhfkit.mesh import mesh_of
-from rlhfkit.protocols import STATES_OF_RANKS, RLHFStrategy, callbacks_of
+from rlhfkit.protocols import STATES_OF_RANKS, RLHFStrategy
+from rlhfkit.trainer_parts import callbacks_of
 from rlhfkit.validation import check_integer, check_number
 
 OTHER_WEIGHTS = "the checkpoint's EMA is of other weights, of another strategy, or of another tensor_parallel_size"

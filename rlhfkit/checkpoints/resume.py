@@ -15,7 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rlhfkit.checkpoints.cleanup import remove_abandoned
 from rlhfkit.checkpoints.errors import CheckpointError
 from rlhfkit.checkpoints.files import install_verified_io
-from rlhfkit.protocols import RLHFStrategy, callbacks_of
+from rlhfkit.protocols import RLHFStrategy
+from rlhfkit.trainer_parts import callbacks_of
 
 _KEY = "random_state"
 

@@ -18,7 +18,7 @@ from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import GIB, GPU, Run, find_gpu
 from rlhfkit.gpu_checks import memory_is_tight
 from rlhfkit.modules import PolicyModule
-from rlhfkit.protocols import callbacks_of, datamodule_of
+from rlhfkit.trainer_parts import callbacks_of, datamodule_of
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from rlhfkit.models import ScalarModel, unwrap
 from rlhfkit.models.load import tokenizer_files, tokenizer_of_files
 from rlhfkit.models.lora import frozen_weight_names, save_adapter
 from rlhfkit.models.weights.files import save_weights
-from rlhfkit.protocols import callbacks_of
 from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
+from rlhfkit.trainer_parts import callbacks_of
 
 CLASSES = "module_classes"
 """Key of a checkpoint: names of the module's class and its bases, by which ``rlhfkit export`` builds it again."""

@@ -19,11 +19,10 @@ from torch import Tensor
 from gpu.comparing import Figures
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.cuda_ipc import without_expandable_segments
-from rlhfkit.rollout.weight_sync.process_group.groups import NcclGroup
+from rlhfkit.rollout.weight_sync.process_group.groups import NcclGroup, call_with_limit
 from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import open_store
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
-from rlhfkit.rollout.weight_sync.process_group.groups import call_with_limit
 
 TESTS = Path(__file__).parents[1]
 

@@ -7,12 +7,12 @@ import lightning as L
 
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.distributed import gather_objects
-from rlhfkit.protocols import prompts_of
 from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.rollout.prompt_draws import OverlappingDraws
+from rlhfkit.trainer_parts import prompts_of
 from rlhfkit.validation import check_integer, check_number
 
 

@@ -38,10 +38,14 @@ from rlhfkit.data.exchange import gather_columns
 from rlhfkit.data.types import Experience, Sample
 from rlhfkit.distributed import cpu_group, gather_objects, run_on_all_ranks, true_on_all_ranks
 from rlhfkit.mesh import mesh_of
-from rlhfkit.protocols import (
-    STATES_OF_RANKS,
-    AsksWhileSampling,
-    HasChatTemplate,
+from rlhfkit.protocols import STATES_OF_RANKS, AsksWhileSampling, HasChatTemplate
+from rlhfkit.rewards.base import Reward, answer_reader, mean_metrics, reward_metrics
+from rlhfkit.rollout.collector import CollectedGroups, flatten
+from rlhfkit.rollout.dynamic_sampling import DynamicSampling
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.errors import WeightsNeededError
+from rlhfkit.rollout.replay_buffer import GroupReplay, ReplayBuffer
+from rlhfkit.trainer_parts import (
     callbacks_of,
     compares_groups,
     datamodule_of,
@@ -50,12 +54,6 @@ from rlhfkit.protocols import (
     profiler_of,
     prompts_of,
 )
-from rlhfkit.rewards.base import Reward, answer_reader, mean_metrics, reward_metrics
-from rlhfkit.rollout.collector import CollectedGroups, flatten
-from rlhfkit.rollout.dynamic_sampling import DynamicSampling
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.errors import WeightsNeededError
-from rlhfkit.rollout.replay_buffer import GroupReplay, ReplayBuffer
 from rlhfkit.validation import check_integer, check_number
 
 T = TypeVar("T")

@@ -19,11 +19,11 @@ from rlhfkit.protocols import (
     CorrectsOffPolicy,
     ExperienceLearner,
     GenerativeModule,
-    datamodule_of,
 )
 from rlhfkit.rewards.base import check_packages, reward_needs
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.replay_buffer import ReplayBuffer
+from rlhfkit.trainer_parts import datamodule_of
 
 
 def check_reward(trainer: L.Trainer, reward: Any, *, fit: bool) -> None:

@@ -32,8 +32,9 @@ import torch
 
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.distributed import run_on_all_ranks
-from rlhfkit.protocols import RLHFStrategy, policy_of
+from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.rollout.engine import RolloutEngine
+from rlhfkit.trainer_parts import policy_of
 from rlhfkit.training_states import TrainingStates
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.data.sample_texts import decode_together
 from rlhfkit.data.token_arrays import stored
 from rlhfkit.data.types import GREEDY_REWARD, Experience, Prompt, Sample
-from rlhfkit.protocols import AsksWhileSampling, HasModelLimits, needs_greedy_rewards, policy_of, prompts_of
+from rlhfkit.protocols import AsksWhileSampling, HasModelLimits
 from rlhfkit.rank_store import RankLog, rank_store
 from rlhfkit.rewards.base import Reward, part_names, score_samples, tell_progress
 from rlhfkit.rollout.collector import (
@@ -36,6 +36,7 @@ from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.partial_rollouts import PartialRollouts, ResumableStream
 from rlhfkit.rollout.wrappers.engine_wrapper import policy_engine
+from rlhfkit.trainer_parts import needs_greedy_rewards, policy_of, prompts_of
 from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)

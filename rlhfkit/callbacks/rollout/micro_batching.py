@@ -26,7 +26,7 @@ from rlhfkit.data.types import Experience
 from rlhfkit.data.unpadded import UnpaddedRows
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import mesh_of
-from rlhfkit.protocols import compares_groups, epochs_of, learner_of, prompts_of
+from rlhfkit.trainer_parts import compares_groups, epochs_of, learner_of, prompts_of
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ from rlhfkit.callbacks.rollout.device_phases import DevicePhases
 from rlhfkit.data.types import Sample
 from rlhfkit.distributed import gather_objects, run_on_all_ranks, true_on_all_ranks
 from rlhfkit.models.load import base_model_name, precision_dtype
-from rlhfkit.protocols import GenerativeModule, policy_of, profiler_of
+from rlhfkit.protocols import GenerativeModule
 from rlhfkit.rollout.engine import DrainableWeights, RolloutEngine
 from rlhfkit.rollout.probe_bounds import ProbeBounds
+from rlhfkit.trainer_parts import policy_of, profiler_of
 
 log = logging.getLogger(__name__)
 

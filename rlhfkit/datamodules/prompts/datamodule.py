@@ -27,7 +27,7 @@ from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokens
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
 from rlhfkit.datamodules.tokenization.run_tokenizer import RunTokenizer
 from rlhfkit.datamodules.tokenization.sources import Source, describe, no_loader, read_rows
-from rlhfkit.protocols import experience_source_of
+from rlhfkit.trainer_parts import experience_source_of
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)

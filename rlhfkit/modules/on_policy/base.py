@@ -26,7 +26,7 @@ from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
 from rlhfkit.modules.on_policy.update.pretraining_text import PretrainingTextModule
 from rlhfkit.parts import Part, Stage, arrange, attach_all, describe, make_part, overriding, part_name
-from rlhfkit.protocols import callbacks_of, epochs_of
+from rlhfkit.trainer_parts import callbacks_of, epochs_of
 
 
 class ModuleStep(Part):

@@ -33,9 +33,9 @@ from rlhfkit.modules.teachers.frozen import (
     check_teacher_tokens,
     load_teacher,
 )
-from rlhfkit.protocols import datamodule_of
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
+from rlhfkit.trainer_parts import datamodule_of
 from rlhfkit.validation import check_number, function_name, resolve_function
 
 

@@ -18,11 +18,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from rlhfkit.distributed import full_shape
-from rlhfkit.protocols import callbacks_of, datamodule_of
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import RemoteProgressBar
+from rlhfkit.trainer_parts import callbacks_of, datamodule_of
 
 MOST_RETURNED_BYTES = 8e9
 """Trained weights above this size are returned to the driver only on request."""

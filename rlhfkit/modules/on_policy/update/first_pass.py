@@ -7,7 +7,7 @@ import lightning as L
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.protocols import epochs_of
+from rlhfkit.trainer_parts import epochs_of
 
 
 class FirstPassLogprobs:

@@ -7,7 +7,8 @@ from torch import Tensor
 from rlhfkit.losses import cross_entropy_loss
 from rlhfkit.models import policy_output
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.protocols import PretrainingSource, datamodule_of
+from rlhfkit.protocols import PretrainingSource
+from rlhfkit.trainer_parts import datamodule_of
 from rlhfkit.validation import check_number
 
 
