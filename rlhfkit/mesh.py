@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SequenceParallel = Literal["ulysses", "ring", "hybrid"]
+SequenceParallel = Literal["ulysses", "ring"]
 """How attention sees all tokens: each rank some heads of all (Jacobs et al. 2023, arXiv 2309.14509), or keys and values
 go around (Liu et al. 2023, arXiv 2310.01889), or the first among neighbours and the second among their groups (Fang &
 Zhao 2024, arXiv 2405.07719)."""

@@ -186,14 +186,11 @@ MESHES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "sft": ("sft", 3, 3, {"sequence_parallel_size": 2}),
     "grpo": ("grpo", 3, 2, {"sequence_parallel_size": 2}),
     "ppo": ("ppo", 2, 3, {"sequence_parallel_size": 2, "sequence_parallel": "ring"}),
-    "grpo, hybrid": ("grpo", 2, 1, {"sequence_parallel_size": 4, "sequence_parallel": "hybrid"}),
+    "grpo, ring of four": ("grpo", 2, 1, {"sequence_parallel_size": 4, "sequence_parallel": "ring"}),
     "grpo, tensor": ("grpo", 2, 1, {"tensor_parallel_size": 2}),
     "ppo, tensor": ("ppo", 2, 2, {"tensor_parallel_size": 2}),
 }
-"""The run, its epochs, the ZeRO stage and the sizes of each mesh of four ranks.
-
-The hybrid has two rings of two Ulysses ranks.
-"""
+"""The run, its epochs, the ZeRO stage and the sizes of each mesh of four ranks."""
 SAVED = ("sft", "grpo")
 """Saved after the first micro-batch of the last epoch: inside an accumulation window.
 

@@ -55,7 +55,7 @@ def runs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 @pytest.mark.parametrize("run", mesh_ranks.MESHES)
 def test_four_ranks_that_share_forward_passes_train_as_one(runs: dict[str, Any], run: str) -> None:
     alone, shared, weights = runs[run]
-    assert [each["together"] for each in shared] == [4 if run == "grpo, hybrid" else 2] * 4
+    assert [each["together"] for each in shared] == [4 if run == "grpo, ring of four" else 2] * 4
     for each in shared:
         assert each["steps"] == alone["steps"]
         assert each["tokens"] == alone["tokens"]

@@ -77,8 +77,8 @@ class RLHFDeepSpeedStrategy(
             and metrics of its own rows, so gradients are those of as many ranks without (:mod:`rlhfkit.mesh`). Needs
             models with our packed attention.
         sequence_parallel: How attention sees all tokens: ``"ulysses"``, each rank some heads, which the ranks must
-            divide (Jacobs et al. 2023, arXiv 2309.14509), ``"ring"``, keys and values go around (Liu et al. 2023, arXiv
-            2310.01889), or ``"hybrid"``, both (Fang & Zhao 2024, arXiv 2405.07719).
+            divide (Jacobs et al. 2023, arXiv 2309.14509), or ``"ring"``, keys and values go around (Liu et al. 2023,
+            arXiv 2310.01889).
         tensor_parallel_size: Ranks over which the weights of each layer are divided, neighbours with fast links; they
             compute their forward passes together (:mod:`rlhfkit.mesh`). It divides the attention heads and the number
             of ranks. Embedding and output layer stay whole; the vocabulary's logits are divided. Not for mixtures of

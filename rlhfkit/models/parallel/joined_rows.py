@@ -19,8 +19,7 @@ from torch import Tensor
 
 from rlhfkit.mesh import ForwardGroup, SequenceParallel
 from rlhfkit.models.attention.layout import CPU, PackedLayout, SharedAttention, send_together
-from rlhfkit.models.parallel.ring_attention import RingAttention
-from rlhfkit.models.parallel.ring_balance import balanced_blocks
+from rlhfkit.models.parallel.ring import RingAttention, zigzag_blocks
 from rlhfkit.models.parallel.ulysses import UlyssesAttention
 
 
@@ -47,11 +46,11 @@ class OwnRow(NamedTuple):
 def dealt_tokens(layout: PackedLayout, parts: int, kind: SequenceParallel) -> list[Tensor]:
     """Which tokens of a packed row each sequence rank computes: an index (n,) int64 on the CPU for each part.
 
-    ``ulysses``: chunks of the row that differ by one token at most; a part may be empty. ``ring`` and ``hybrid``: see
-    :func:`~rlhfkit.models.parallel.ring_balance.balanced_blocks`.
+    ``ulysses``: chunks of the row that differ by one token at most; a part may be empty. ``ring``: see
+    :func:`~rlhfkit.models.parallel.ring.zigzag_blocks`.
     """
-    if kind != "ulysses":
-        return balanced_blocks(layout, parts)
+    if kind == "ring":
+        return zigzag_blocks(layout, parts)
     return list(torch.arange(sum(layout.counts), device=CPU).tensor_split(parts))
 
 
@@ -62,7 +61,7 @@ def shared_attention(layout: PackedLayout, dealt: Sequence[Tensor], group: Forwa
     rank = group.mesh.sequence_rank
     if group.sequence_parallel == "ulysses":
         return UlyssesAttention(tuple(len(part) for part in dealt), rank, group.sequence)
-    return RingAttention(tuple(dealt), rank, group.sequence, exchange_heads=group.sequence_parallel == "hybrid")
+    return RingAttention(tuple(dealt), rank, group.sequence)
 
 
 @dataclass(frozen=True)

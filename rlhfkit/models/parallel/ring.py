@@ -1,273 +1,250 @@
 """Ring attention over a packed row: each rank has some of its tokens, and keys and values go around the ranks.
 
-Liu et al. 2023 (arXiv 2310.01889). No rank has all tokens, and none needs more than one head: the number of ranks is
-limited by the number of tokens only. While a rank computes with one block of keys and values, the next one travels.
-In the backward pass keys and values go around again, with their gradients, to which each rank adds its part.
+Liu et al. 2023 (arXiv 2310.01889). No rank needs more than one head, so the number of ranks is limited by the number of
+tokens only. While a rank computes with one block of keys and values, the next one travels. In the backward pass keys
+and values go around again, with their gradients, to which each rank adds its part. Results of tiles are joined by their
+log-sum-exp (Milakov & Gimelshein 2018, arXiv 1805.02867); the backward pass recomputes probabilities from it, as
+FlashAttention-2 (Dao 2023, arXiv 2307.08691) does. Plain PyTorch, right on every device.
 
-A block travels only as far as there is a rank with a query that sees one of its keys: packed rows of many short
-sequences, or with a window, exchange little.
+Shapes: G query heads per key head, q queries and k keys of a tile, D and E the sizes of keys and values.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhfkit.models.attention.layout import PackedLayout
-from rlhfkit.models.parallel.ring_plan import RingPlan, RowVisibility
-from rlhfkit.models.parallel.ring_tiles import NOTHING, PLAIN, TileFunctions, join_, sum_dtype
+from rlhfkit.models.attention.layout import CPU, PackedLayout, WholeAttention, send_together
 
 TILE_SCORES = 2**24
 """Scores of all heads that are in memory at once, at most (64 MiB in float32); the backward pass has them twice."""
+_NOTHING = -1e30  # log-sum-exp of a query that sees no key; finite, as a difference of two infinite ones would be NaN
 
 
-@dataclass(frozen=True, eq=False)
-class Ring:
-    """A ring of P ranks over one packed row, made once per forward pass.
+def zigzag_blocks(layout: PackedLayout, parts: int) -> list[Tensor]:
+    """Deal the tokens of a packed row to ``parts`` ranks: equally many, up to a few, and of nearly equal causal work.
 
-    All ranks must make it from the same layout and blocks, and call :func:`ring_attention` equally often.
+    Each sequence is cut into 2 * parts pieces, of which a rank gets one from the front and its counterpart from the
+    end: the zigzag of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2). Returns for each rank the
+    ascending indices (n,) of its tokens in the row, int64 on the CPU; some are empty if there are few tokens.
     """
+    counts = [length - prefix for length, prefix in zip(layout.lengths, layout.prefixes, strict=True)]
+    pieces: list[list[Tensor]] = [[] for _ in range(parts)]
+    sizes = [0] * parts
+    for own in torch.split(torch.arange(sum(counts), device=CPU), counts):
+        cut = own.tensor_split(2 * parts)
+        pairs = sorted((torch.cat([cut[i], cut[-1 - i]]) for i in range(parts)), key=len, reverse=True)
+        for rank, pair in zip(sorted(range(parts), key=sizes.__getitem__), pairs, strict=True):
+            pieces[rank].append(pair)
+            sizes[rank] += len(pair)
+    return [torch.cat(of_rank).sort().values for of_rank in pieces]
 
-    layout: PackedLayout
-    blocks: tuple[Tensor, ...]
-    """For each place in the ring the indices of its tokens in the row, int64 on the CPU; together all, each once."""
-    place: int
-    """This rank's, from 0."""
-    ranks: tuple[int, ...]
-    """The global rank of each place."""
-    group: Any
-    """A process group that has them all; ``None``: the default group."""
-    tile: int | None = None
-    """Queries and keys of a tile; ``None``: :func:`tile_size`."""
+
+class Visibility(NamedTuple):
+    """What decides which tokens of a packed row see one another; each (n,) int64."""
+
+    first: Tensor
+    """The sequence that the token was computed for, the first that has it."""
+    last: Tensor
+    """The last sequence that has the token, as part of a shared prefix."""
+    position: Tensor  # in its sequence, from 0
 
     @classmethod
-    def of_group(cls, layout: PackedLayout, blocks: Sequence[Tensor], group: Any) -> "Ring":
-        """The ranks of a group in its order; ``None``: this rank alone."""
-        if group is None:
-            return cls(layout, tuple(blocks), 0, (0,), None)
-        return cls(layout, tuple(blocks), dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), group)
+    def of_row(cls, layout: PackedLayout) -> "Visibility":
+        """Of all N tokens of a row, on the CPU."""
+        lengths, prefixes = (torch.tensor(x, device=CPU) for x in (layout.lengths, layout.prefixes))
+        own = lengths - prefixes
+        first = torch.arange(len(own), device=CPU).repeat_interleave(own)
+        position = torch.arange(len(first), device=CPU) - (own.cumsum(0) - own - prefixes)[first]
+        real = torch.arange(layout.places.shape[1], device=CPU) < lengths[:, None]
+        last = first.clone().scatter_reduce_(0, layout.places[real], real.nonzero()[:, 0], "amax")
+        return cls(first, last, position)
 
-    @cached_property
-    def row(self) -> RowVisibility:
-        """What is visible in the row."""
-        return RowVisibility(self.layout)
+    def of(self, tokens: Tensor | slice) -> "Visibility":
+        """Of some tokens."""
+        return Visibility(*(numbers[tokens] for numbers in self))
 
-    @cached_property
-    def _plans(self) -> dict[tuple[int | None, int, torch.device], RingPlan]:
-        return {}
+    def mask(self, keys: "Visibility", window: int | None) -> Tensor:
+        """(queries, keys) bool, true where a query (self) sees a key: of its sequence, not later, in the window."""
+        sequence, distance = self.first[:, None], self.position[:, None] - keys.position
+        seen = (keys.first <= sequence) & (sequence <= keys.last) & (distance >= 0)
+        return seen if window is None else seen & (distance < window)
 
-    def plan(self, window: int | None, heads: int, device: torch.device) -> RingPlan:
-        """The tiles for a layer; layers that are alike share them."""
-        key = (window, self.tile or tile_size(heads), device)
-        if key not in self._plans:
-            self._plans[key] = RingPlan.of_row(self.row, self.blocks, self.place, *key)
-        return self._plans[key]
+
+Tile = tuple[slice, slice]  # queries of this rank and keys of one block that are computed together
+
+
+def tiles_of(starts: Tensor, queries: Tensor, keys: Tensor, size: int) -> list[Tile]:
+    """Tiles of at most ``size`` queries and keys, without those in which all keys are later or of earlier sequences.
+
+    ``queries`` and ``keys`` are ascending indices into the row of N tokens; ``starts`` (N,) where each token's
+    sequence, its prefix included, begins in the row.
+    """
+    tiles = []
+    for start in range(0, len(queries), size):
+        chosen = queries[start : start + size]
+        bounds = torch.tensor([int(starts[chosen].min()), int(chosen[-1]) + 1], device=CPU)
+        since, until = torch.searchsorted(keys, bounds).tolist()
+        for key in range(since, until, size):
+            tiles.append((slice(start, start + len(chosen)), slice(key, min(key + size, until))))
+    return tiles
 
 
 def tile_size(heads: int) -> int:
     """The largest power of two so that a square tile of all heads has at most :data:`TILE_SCORES`, from 64 to 2048."""
-    size = 64
-    while size < 2048 and heads * (2 * size) ** 2 <= TILE_SCORES:
-        size *= 2
-    return size
-
-
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ring: Ring,
-    *,
-    scaling: float | None = None,
-    window: int | None = None,
-    tiles: TileFunctions = PLAIN,
-) -> Tensor:
-    """Causal attention of this rank's queries to all tokens of the row that they see. A collective of the ring.
-
-    Args:
-        query: (heads, n, D) of this rank's n tokens, which may be none.
-        key: (key heads, n, D); ``heads`` is a multiple of ``key heads``.
-        value: (key heads, n, E).
-        ring: Who has which tokens.
-        scaling: Factor of the scores, 1/sqrt(D) when ``None``.
-        window: Tokens that a query sees, its own included; ``None``: all before it.
-        tiles: How a tile is computed.
-
-    Returns:
-        (n, heads, E) in the dtype of the queries.
-    """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plan = ring.plan(window, query.shape[0], query.device)
-    key, value = key.to(query.dtype), value.to(query.dtype)
-    # torch leaves apply without types
-    out: Tensor = cast(Any, _RingAttention).apply(query, key, value, _Travel(ring, plan), scale, tiles)
-    return out.transpose(0, 1)
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """Messages under way."""
-
-    works: list[Any]
-    sent: Tensor | None
-    """Kept until it has been sent."""
-    received: Tensor | None
-    """What belongs to the block of the next step."""
-    returned: Tensor | None = None
-    """The gradients of this rank's own block, from the rank where its travel has ended."""
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+    return min(2048, max(64, int(2 ** (((TILE_SCORES // heads).bit_length() - 1) // 2))))
 
 
 @dataclass(frozen=True, eq=False)
-class _Travel:
-    """Who sends what to whom: at step s the rank at place p has the block of place p - s, if it travels so far."""
+class RingAttention:
+    """Attention of the rank that has ``blocks[rank]`` of a row's tokens; made once per forward pass, on all ranks."""
 
-    ring: Ring
-    plan: RingPlan
+    blocks: tuple[Tensor, ...]
+    """For each rank the ascending indices of its tokens in the row, int64 on the CPU."""
+    rank: int
+    group: Any
+    """Process group of the ranks, by block; ``None`` if this rank has all."""
+    tile: int | None = None  # queries and keys of a tile; None: tile_size
+    _tiles: dict[int, list[list[Tile]]] = field(default_factory=dict, init=False)  # by size, of each block
+    _visibility: list[Visibility] = field(default_factory=list, init=False)  # of each block
 
-    @property
-    def steps(self) -> range:
-        return range(max(self.plan.hops) + 1)
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: PackedLayout,
+        whole: WholeAttention | None = None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """(n, heads, E) in the dtype of the queries; see :class:`~rlhfkit.models.attention.layout.SharedAttention`.
+
+        Raises:
+            ValueError: If attention probabilities are to be dropped.
+        """
+        if dropout:
+            raise ValueError(
+                f"ring attention has no dropout of attention probabilities ({dropout:g}): set attention_dropout=0 in "
+                "the model's config, or use sequence_parallel='ulysses'"
+            )
+        size = self.tile or tile_size(query.shape[0])
+        if size not in self._tiles:
+            row, own = Visibility.of_row(layout), self.blocks[self.rank]
+            starts = layout.places[row.first, 0]
+            self._tiles[size] = [tiles_of(starts, own, block, size) for block in self.blocks]
+            sent = send_together([numbers for block in self.blocks for numbers in row.of(block)], query.device)
+            self._visibility[:] = (Visibility(*sent[i : i + 3]) for i in range(0, len(sent), 3))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        tensors = (query, key.to(query.dtype), value.to(query.dtype))
+        # torch leaves apply without types
+        out: Tensor = cast(Any, _RingAttention).apply(*tensors, self, self._tiles[size], scale, sliding_window)
+        return out.transpose(0, 1)
 
     def block(self, step: int) -> int:
         """The block that this rank has at a step."""
-        return (self.plan.own - step) % len(self.plan.sizes)
+        return (self.rank - step) % len(self.blocks)
 
-    def pass_on(self, step: int, block: Tensor | None, like: Tensor) -> _Exchange:
-        """Send keys and values of this step's block to the next rank, and receive those of the next step's."""
-        operations, received = self._neighbours(step, block, like, tag=0)
-        return _Exchange(_started(operations), block, received)
+    def mask(self, tile: Tile, block: int, window: int | None) -> Tensor:
+        """(q, k) bool of a tile of ``block``."""
+        return self._visibility[self.rank].of(tile[0]).mask(self._visibility[block].of(tile[1]), window)
 
-    def pass_gradients_on(self, step: int, gradients: Tensor | None, like: Tensor) -> _Exchange:
-        """The same for the gradients of this step's block, which return to its own rank where its travel ends."""
-        # gloo tells messages between two ranks apart by their tag; keys and gradients are under way at the same time.
-        operations, received = self._neighbours(step, gradients, like, tag=1)
-        plan, number, returned = self.plan, self.block(step), None
-        if step and plan.hops[number] == step:
-            operations.append(self._operation(dist.isend, gradients, number, tag=1))
-        if step and plan.hops[plan.own] == step:
-            returned = self._empty(plan.own, like)
-            operations.append(self._operation(dist.irecv, returned, plan.own + step, tag=1))
-        return _Exchange(_started(operations), gradients, received, returned)
+    def pass_on(self, step: int, sent: Tensor, tag: int) -> tuple[list[Any], Tensor]:
+        """Send what belongs to this step's block to the next rank; returns what will be that of the next step's.
 
-    def _neighbours(self, step: int, sent: Tensor | None, like: Tensor, tag: int) -> tuple[list[Any], Tensor | None]:
-        hops, own, coming = self.plan.hops, self.plan.own, self.block(step + 1)
-        operations, received = [], None
-        if hops[self.block(step)] > step:
-            operations.append(self._operation(dist.isend, sent, own + 1, tag))
-        if hops[coming] > step:
-            received = self._empty(coming, like)
-            operations.append(self._operation(dist.irecv, received, own - 1, tag))
-        return operations, received
-
-    def _empty(self, block: int, like: Tensor) -> Tensor:
-        return like.new_empty(like.shape[0], self.plan.sizes[block], like.shape[2])
-
-    def _operation(self, kind: Any, tensor: Tensor | None, place: int, tag: int) -> Any:
-        assert tensor is not None
-        return dist.P2POp(kind, tensor, self.ring.ranks[place % len(self.ring.ranks)], self.ring.group, tag)
-
-
-def _started(operations: list[Any]) -> list[Any]:
-    works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
-    return works
+        ``tag`` tells messages between two ranks apart that are under way at the same time, which gloo needs.
+        """
+        ranks, operations = dist.get_process_group_ranks(self.group), []
+        received = sent.new_empty(sent.shape[0], len(self.blocks[self.block(step + 1)]), sent.shape[2])
+        if sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent, ranks[(self.rank + 1) % len(ranks)], self.group, tag))
+        if received.numel():
+            operations.append(dist.P2POp(dist.irecv, received, ranks[self.rank - 1], self.group, tag))
+        return (dist.batch_isend_irecv(operations) if operations else []), received
 
 
 class _RingAttention(torch.autograd.Function):
     """(heads, n, E) from queries, keys and values of this rank's tokens."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, travel: _Travel, scale: float, tiles: TileFunctions
-    ) -> Tensor:
-        plan, sizes = travel.plan, [key.shape[-1], value.shape[-1]]
-        queries = _grouped(query, key.shape[0])
-        out = queries.new_zeros((*queries.shape[:3], sizes[1]), dtype=sum_dtype(query.dtype))
-        logsumexp = out.new_full(out.shape[:3], NOTHING)
-        own = torch.cat([key, value], -1)
-        block: Tensor | None = own
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: RingAttention, *plan: Any) -> Tensor:
+        tiles, scale, window = plan
+        sizes, queries, count = [key.shape[-1], value.shape[-1]], _grouped(query, key.shape[0]), len(ring.blocks)
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        out = queries.new_zeros((*queries.shape[:3], sizes[1]), dtype=dtype)
+        logsumexp = out.new_full(out.shape[:3], _NOTHING)
+        block = torch.cat([key, value], -1)
         with torch.autocast(query.device.type, enabled=False):
-            for step in travel.steps:
-                exchange = travel.pass_on(step, block, own)
-                number = travel.block(step)
-                for tile in plan.tiles[number]:
-                    assert block is not None
-                    keys, values = torch.split(block[:, tile.keys], sizes, -1)
-                    chosen = (slice(None), slice(None), tile.queries)
-                    found = tiles.forward(queries[chosen], keys, values, plan.mask(tile, number), scale)
-                    join_(out[chosen], logsumexp[chosen], *found)
-                exchange.wait()
-                block = exchange.received
+            for step in range(count):
+                works, following = ring.pass_on(step, block, 0) if step + 1 < count else ([], block)
+                number = ring.block(step)
+                for tile in tiles[number]:
+                    keys, values = torch.split(block[:, tile[1]].to(dtype), sizes, -1)
+                    scores = _scores(queries[:, :, tile[0]].to(dtype), keys, ring.mask(tile, number, window), scale)
+                    of_tile = scores.logsumexp(-1).clamp_min(_NOTHING)
+                    joined = torch.logaddexp(logsumexp[:, :, tile[0]], of_tile)
+                    weights = scores.sub_(joined[..., None]).exp_()
+                    out[:, :, tile[0]] *= (logsumexp[:, :, tile[0]] - joined).exp_()[..., None]
+                    out[:, :, tile[0]] += (weights.flatten(1, 2) @ values).view(*weights.shape[:3], -1)
+                    logsumexp[:, :, tile[0]] = joined
+                for work in works:
+                    work.wait()
+                block = following
         result = out.flatten(0, 1).to(query.dtype)
         ctx.save_for_backward(query, key, value, result, logsumexp)
-        ctx.travel, ctx.scale, ctx.tiles = travel, scale, tiles
+        ctx.ring, ctx.plan = ring, plan
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, result, logsumexp = ctx.saved_tensors
-        travel: _Travel = ctx.travel
-        sizes, dtype = [key.shape[-1], value.shape[-1]], logsumexp.dtype
-        queries, grads = (_grouped(x, key.shape[0]) for x in (query, grad))
+        ring, (tiles, scale, window), dtype = ctx.ring, ctx.plan, logsumexp.dtype
+        sizes, count = [key.shape[-1], value.shape[-1]], len(ring.blocks)
+        queries, grads = (_grouped(x, key.shape[0]).to(dtype) for x in (query, grad))
         product = (grad.to(dtype) * result.to(dtype)).sum(-1).view_as(logsumexp)
-        to_query = torch.zeros_like(queries, dtype=dtype)
-
-        def add_tiles(block: Tensor, number: int) -> Tensor:
-            """Gradients of a block's keys and values by this rank's queries; those of the queries are added up."""
-            to_block = torch.zeros_like(block, dtype=dtype)
-            for tile in travel.plan.tiles[number]:
-                keys, values = torch.split(block[:, tile.keys], sizes, -1)
-                chosen = (slice(None), slice(None), tile.queries)
-                tensors = (grads[chosen], queries[chosen], keys, values, travel.plan.mask(tile, number))
-                parts = ctx.tiles.backward(*tensors, ctx.scale, logsumexp[chosen], product[chosen])
-                to_query[chosen] += parts[0]
-                to_block[:, tile.keys] += torch.cat(parts[1:], -1)
-            return to_block
-
+        to_query, block = torch.zeros_like(queries), torch.cat([key, value], -1)
+        under_way: list[Any] = []  # gradients
+        to_block = block.new_zeros(block.shape, dtype=dtype)  # of the block of the step, from the ranks before
         with torch.autocast(query.device.type, enabled=False):
-            to_own = _go_around(travel, torch.cat([key, value], -1), dtype, add_tiles)
-        to_key, to_value = torch.split(to_own, sizes, -1)
-        return to_query.view_as(query).to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype), None, None, None
+            for step in range(count):
+                works, following = ring.pass_on(step, block, 0) if step + 1 < count else ([], block)
+                number = ring.block(step)
+                own_part = block.new_zeros(block.shape, dtype=dtype)
+                for tile in tiles[number]:
+                    keys, values = torch.split(block[:, tile[1]].to(dtype), sizes, -1)
+                    of_queries, of_grads = (x[:, :, tile[0]].flatten(1, 2) for x in (queries, grads))
+                    scores = _scores(queries[:, :, tile[0]], keys, ring.mask(tile, number, window), scale)
+                    weights = scores.sub_(logsumexp[:, :, tile[0], None]).exp_()
+                    to_value = weights.flatten(1, 2).mT @ of_grads
+                    slopes = (of_grads @ values.mT).view_as(weights).sub_(product[:, :, tile[0], None])
+                    slopes = slopes.mul_(weights).mul_(scale).flatten(1, 2)
+                    to_query[:, :, tile[0]] += (slopes @ keys).view_as(queries[:, :, tile[0]])
+                    own_part[:, tile[1]] += torch.cat([slopes.mT @ of_queries, to_value], -1)
+                for work in under_way:
+                    work.wait()
+                sent = to_block.add_(own_part)
+                under_way, to_block = ring.pass_on(step, sent, 1) if count > 1 else ([], sent)
+                for work in works:
+                    work.wait()
+                block = following
+            for work in under_way:
+                work.wait()
+        to_key, to_value = torch.split(to_block, sizes, -1)
+        return to_query.view_as(query).to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype), *(None,) * 4
 
 
 def _grouped(heads: Tensor, key_heads: int) -> Tensor:
-    """(heads, n, D) as (key heads, heads of each, n, D)."""
+    """(heads, n, D) as (key heads, G, n, D)."""
     return heads.reshape(key_heads, heads.shape[0] // key_heads, *heads.shape[1:])
 
 
-def _go_around(travel: _Travel, own: Tensor, dtype: torch.dtype, gradients: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Keys and values go around with their gradients, to which each rank adds its part; returns those of this rank's.
-
-    ``gradients`` gives this rank's part from a block and its number.
-    """
-    like = own.new_empty((own.shape[0], 0, own.shape[2]), dtype=dtype)
-    block: Tensor | None = own
-    to_own: Tensor | None = None
-    before: _Exchange | None = None
-    for step in travel.steps:
-        exchange = travel.pass_on(step, block, own)
-        to_block = None if block is None else gradients(block, travel.block(step))
-        if before is not None:
-            before.wait()
-            to_own = before.returned if to_own is None else to_own
-            if to_block is not None and before.received is not None:
-                to_block += before.received
-        if step == 0 and travel.plan.hops[travel.plan.own] == 0:
-            to_own = to_block  # no other rank sees a key of it
-        before = travel.pass_gradients_on(step, to_block, like)
-        exchange.wait()
-        block = exchange.received
-    assert before is not None
-    before.wait()
-    to_own = before.returned if to_own is None else to_own
-    assert to_own is not None
-    return to_own
+def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """(key heads, G, q, k), minus infinity where a key is not seen."""
+    scores = (query.flatten(1, 2) @ key.mT).view(*query.shape[:3], -1).mul_(scale)
+    return scores.masked_fill_(~mask, -torch.inf)

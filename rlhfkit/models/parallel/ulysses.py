@@ -26,8 +26,6 @@ class UlyssesAttention:
     rank: int
     group: Any
     """Process group of the ranks, by chunk."""
-    members: range | None = None
-    """Those of the group that exchange, by chunk; ``None``: all."""
 
     def __call__(
         self,
@@ -60,7 +58,7 @@ class UlyssesAttention:
             for x in (query, key, value)
         ]
         sent = torch.cat(shares, 2).flatten(0, 1)
-        send, receive = self._of_group((own,) * ranks), self._of_group(self.sizes)
+        send, receive = (own,) * ranks, self.sizes
         received = _exchanged(sent, send, receive, self.group)  # (N, numbers)
         mine = torch.split(received, [share.shape[2] for share in shares], 1)
         query, key, value = (
@@ -71,21 +69,13 @@ class UlyssesAttention:
         back = _exchanged(out.flatten(1), receive, send, self.group)  # (P * n, numbers)
         return back.view(ranks, own, *out.shape[1:]).transpose(0, 1).flatten(1, 2)
 
-    def _of_group(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """For each rank of the group the tokens that are sent to it, or come from it."""
-        if self.members is None:
-            return counts
-        of_group = [0] * dist.get_world_size(self.group)
-        of_group[self.members.start : self.members.stop] = counts
-        return tuple(of_group)
-
 
 def check_heads(heads: int, ranks: int) -> None:
     """Raise ValueError if the ranks of a sequence group do not divide the query heads."""
     if heads % ranks:
         raise ValueError(
             f"sequence_parallel='ulysses' deals {heads} query heads to {ranks} ranks, which do not divide them: use a "
-            "sequence_parallel_size that does, or sequence_parallel='ring' or 'hybrid', which take any number"
+            "sequence_parallel_size that does, or sequence_parallel='ring', which takes any number"
         )
 
 

@@ -1,4 +1,4 @@
-"""Models whose attention is computed in a ring or a hybrid, beside each rank alone."""
+"""Models whose attention is computed in a ring, beside each rank alone."""
 
 import copy
 from collections.abc import Callable
@@ -45,14 +45,10 @@ def all_reduced(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differences() -> dict[str, float]:
-    """Largest difference of outputs and gradients of each case, kind and size of a sequence group, among 4 ranks."""
+    """Largest difference of outputs and gradients of each case and size of a sequence group, among 4 ranks."""
     rank = dist.get_rank()
     batch = Batch(LENGTHS[rank], seed=rank)
-    groups = {
-        f"{kind} of {size}": ForwardGroup.create(Mesh(rank, 4, sequence=size), kind)
-        for size in (2, 4)
-        for kind in ("ring", "hybrid")
-    }
+    groups = {f"ring of {size}": ForwardGroup.create(Mesh(rank, 4, sequence=size), "ring") for size in (2, 4)}
     found: dict[str, float] = {}
     for case, (build, loss_of) in CASES.items():
         alone = build()

@@ -1,6 +1,5 @@
 """Ring attention on four ranks, and in the same processes on two groups of two."""
 
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable
@@ -10,14 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import rlhfkit.models.parallel.ring_plan
 from models.parallel.ring_models import differences as differences_of_models
 from models.parallel.ring_models import zero
 from rlhfkit.mesh import ForwardGroup, Mesh
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import packed_attention
-from rlhfkit.models.parallel.ring import Ring, ring_attention
-from rlhfkit.models.parallel.ring_balance import balanced_blocks
+from rlhfkit.models.parallel.ring import RingAttention, zigzag_blocks
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -32,13 +29,9 @@ HEADS = {"grouped heads": (6, 2), "one head": (1, 1)}
 def dealings(layout: PackedLayout, parts: int) -> dict[str, list[Tensor]]:
     """Ways to deal the tokens of a row."""
     count = len(layout.tokens)
-    generator = torch.Generator().manual_seed(count)
-    mixed = torch.randperm(count, generator=generator)
-    cuts = sorted(torch.randint(0, count + 1, (parts - 1,), generator=generator).tolist())
     return {
-        "balanced": balanced_blocks(layout, parts),
+        "zigzag": zigzag_blocks(layout, parts),
         "contiguous": list(torch.arange(count).tensor_split(parts)),
-        "any order, uneven": list(mixed.tensor_split(cuts)),
         "one rank has all": [torch.arange(count if rank == 1 else 0) for rank in range(parts)],
     }
 
@@ -64,18 +57,20 @@ def whole(
     return [out.detach()[0], *(x[0] for x in torch.autograd.grad((out * weights).sum(), leaves))]
 
 
-def in_ring(ring: Ring, inputs: list[Tensor], window: int | None) -> list[Tensor]:
+def in_ring(ring: RingAttention, layout: PackedLayout, inputs: list[Tensor], window: int | None) -> list[Tensor]:
     """Output and gradients of this rank's tokens."""
-    tokens = ring.blocks[ring.place]
+    tokens = ring.blocks[ring.rank]
     leaves = [x[0][:, tokens].requires_grad_() for x in inputs[:3]]
-    out = ring_attention(*leaves, ring, scaling=0.3, window=window)
+    out = ring(*leaves, layout, scaling=0.3, sliding_window=window)
     return [out.detach(), *torch.autograd.grad((out * inputs[3][0][tokens]).sum(), leaves)]
 
 
-def differences(ring: Ring, inputs: list[Tensor], expected: list[Tensor], window: int | None) -> float:
+def differences(
+    ring: RingAttention, layout: PackedLayout, inputs: list[Tensor], expected: list[Tensor], window: int | None
+) -> float:
     """Largest difference of outputs and gradients, relative to the largest number of all."""
-    tokens = ring.blocks[ring.place]
-    out, *gradients = in_ring(ring, inputs, window)
+    tokens = ring.blocks[ring.rank]
+    out, *gradients = in_ring(ring, layout, inputs, window)
     return largest([out, *gradients], [expected[0][tokens], *(x[:, tokens] for x in expected[1:])], expected)
 
 
@@ -90,7 +85,6 @@ def everything(**_: Any) -> dict[str, dict[str, float]]:
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=4)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    rlhfkit.models.parallel.ring_plan.SMALLEST_TILE = 4
     found: dict[str, dict[str, float]] = {"float64": {}, "float32": {}, "bfloat16": {}, "models": {}, "engines": {}}
     cases = itertools.product(((4, dist.group.WORLD), (2, pairs[rank // 2])), ROWS, HEADS, (None, 5))
     for (ranks, group), row, heads, window in cases:
@@ -100,17 +94,18 @@ def everything(**_: Any) -> dict[str, dict[str, float]]:
         exact = tensors(HEADS[heads], len(layout.tokens), torch.float64)
         expected = whole(layout, exact, window)
         for dealing, blocks in dealings(layout, ranks).items():
-            ring = dataclasses.replace(Ring.of_group(layout, blocks, group), tile=4)
+            ring = RingAttention(tuple(blocks), dist.get_rank(group), group, tile=4)
             name = f"{ranks} ranks, {row}, {heads}, window {window}, {dealing}"
-            found["float64"][name] = differences(ring, exact, expected, window)
-            if dealing != "balanced":
+            found["float64"][name] = differences(ring, layout, exact, expected, window)
+            if dealing != "zigzag":
                 continue
             single = tensors(HEADS[heads], len(layout.tokens), torch.float32)
-            found["float32"][name] = differences(ring, single, whole(layout, single, window, torch.float64), window)
+            expected_single = whole(layout, single, window, torch.float64)
+            found["float32"][name] = differences(ring, layout, single, expected_single, window)
             half = tensors(HEADS[heads], len(layout.tokens), torch.bfloat16)
             same = whole(layout, half, window, torch.float64)
             rounding = largest(whole(layout, half, window), same, same)
-            found["bfloat16"][name] = differences(ring, half, same, window) / rounding
+            found["bfloat16"][name] = differences(ring, layout, half, same, window) / rounding
     found["models"] = differences_of_models()
     for stage in (2, 3):
         found["engines"] |= zero(stage)
@@ -120,7 +115,7 @@ def everything(**_: Any) -> dict[str, dict[str, float]]:
 def calls_of_groups(**_: Any) -> dict[str, list[str]]:
     """What this rank calls, in order, by process group of a mesh of 2 sequence and 2 tensor ranks, and of 4 and 1.
 
-    Then the row of a ring of four: two sequences that one rank has, and one of two ranks.
+    Then the row of a ring of four.
     """
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=4)
@@ -141,6 +136,7 @@ def calls_of_groups(**_: Any) -> dict[str, list[str]]:
     ForwardGroup.create(Mesh(rank, 4, sequence=2, tensor=2))
     group = ForwardGroup.create(Mesh(rank, 4, sequence=4), "ring").sequence
     layout = PackedLayout.from_lengths([9, 9, 18], CPU)
-    in_ring(Ring.of_group(layout, list(torch.arange(36).chunk(4)), group), tensors((1, 1), 36, torch.float32), None)
+    ring = RingAttention(tuple(torch.arange(36).chunk(4)), rank, group)
+    in_ring(ring, layout, tensors((1, 1), 36, torch.float32), None)
     calls["ring"] = calls.get(group.group_name, [])
     return calls
