@@ -1,4 +1,4 @@
-"""Covers ``forward_groups.py`` and ``sequence_ddp.py``: what is refused (equal steps: ``test_step_properties.py``)."""
+"""Covers ``forward_groups.py``: what is refused (equal steps: ``test_step_properties.py``)."""
 
 from typing import Any
 
