@@ -14,7 +14,6 @@ from rlhfkit.modules.on_policy.online_preference.online_dpo import OnlineDPOModu
 from rlhfkit.modules.on_policy.online_preference.xpo import XPOModule
 from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
-from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.bco import BCOModule
 from rlhfkit.modules.preference.dpo import DPOModule
@@ -49,7 +48,6 @@ __all__ = [
     "SFTModule",
     "ScalarModule",
     "SimPOModule",
-    "TokenFilter",
     "XPOModule",
     "local_rows",
     "presets",

@@ -265,7 +265,7 @@ def test_a_run_replaces_silent_groups_and_weights_their_tokens_by_the_policies_t
     assert all(prompt % 2 for prompts in watch.replayed for prompt in prompts)
     assert watch.ages[1:] == [(0.25, age) for _, age in watch.ages[1:]]
     assert max(age for _, age in watch.ages) <= 4
-    assert module.correction == {"level": "token", "mode": "truncate", "high": 2.0}
+    assert [part.kind for part in module.parts] == ["tis"]
     for number, batch in enumerate(watch.batches):
         made = batch.versions.amax(-1)
         begun = number // 4 * 2  # updates before the iteration

@@ -21,7 +21,6 @@ from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.routing import attach_routing
 from rlhfkit.modules.on_policy.objective import PolicyLossModule
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
-from rlhfkit.modules.on_policy.preparation.token_selection import highest_entropies
 from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
 from rlhfkit.modules.on_policy.update.pretraining_text import PretrainingTextModule
@@ -96,10 +95,37 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
         given = [make_part(one) for one in parts]
-        self.parts = [*self.own_parts, *given]
+        self.parts: list[Part] = [*self.own_parts, *given]
         self.hparams.update(parts=[part.plain() for part in given])  # arguments make the others again
         self._assemble()
         self._check_passes()
+
+    def add_part(self, part: Part) -> None:
+        """Add a part after the module was made and before it is fitted; it is no hyperparameter.
+
+        Raises:
+            ValueError: If it does not fit the module.
+        """
+        self.parts.append(part)
+        self._assemble()
+
+    def correct_off_policy(self) -> bool:
+        """Use truncated importance sampling for samples of another policy, unless ``correction`` was given.
+
+        That of a quantized engine, or one that samples are replayed of.
+
+        Policy losses that account for the engine's log-probs themselves, or take no weights, stay as they are.
+
+        Returns:
+            Whether the correction was set.
+        """
+        from rlhfkit.modules.parts.correction import Correction
+
+        loss, there = self.policy_loss, any(isinstance(part, Correction) for part in self.parts)
+        if there or self.correction is not None or loss.takes("rollout_logprobs") or not loss.takes("weights"):
+            return False
+        self.add_part(Correction("tis"))
+        return True
 
     def _assemble(self) -> None:
         """Attach the parts, and sort them into what is called when."""
@@ -146,7 +172,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
     def columns_of_models(self) -> tuple[str, ...]:
         """Fields of the rows that :meth:`add_logprobs` sets."""
         has_reference = self.needs_reference or self.reference_pool is not None
-        return "old_logprobs", *(["ref_logprobs"] if has_reference else [])
+        return "old_logprobs", "entropy", *(["ref_logprobs"] if has_reference else [])
 
     columns_of_credit: ClassVar[tuple[str, ...]] = ("advantages",)
     """Fields of the rows that :meth:`compute_advantages` sets."""
@@ -241,7 +267,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             rewards=scored.rewards,
             token_rewards=scored.token_rewards,
             iteration=scored.iteration,
-        )
+        ).with_columns(entropy=None)
 
     def add_logprobs(self, experience: Experience) -> Experience:
         """Add old and reference log-probs where they are needed. A collective."""
@@ -260,33 +286,28 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         """Add what the policy before the iteration makes of its tokens, where that is needed. A collective.
 
         The first update uses its own log-probs as old ones. Later epochs over the iteration need those of all rows:
-        they are computed here, or :attr:`first_pass` keeps them where an epoch is one update. A choice of tokens by
-        entropy needs a forward pass over all rows.
+        they are computed here, or :attr:`first_pass` keeps them where an epoch is one update. Parts that read the
+        entropy before the updates need a forward pass over all rows.
         """
         updates = experience.update if experience.iteration is None else experience.iteration.update  # of all ranks
         repeated = self._trainer is not None and epochs_of(self.trainer) > 1
         later = self.proximal == "recompute" and bool((updates > 0).any())
-        share = self.token_filter.top_entropy
+        read = {name for part in self.parts for name in part.reads}
         wanted = self.needs_old_logprobs or later or (self.router_replay and repeated)
         wanted = wanted and experience.old_logprobs is None
-        everywhere = self.needs_old_logprobs or repeated or share is not None
+        everywhere = self.needs_old_logprobs or repeated or "entropy" in read
         rows = experience.update >= 0 if everywhere else experience.update > 0
         routing = self.router_replay and wanted
-        if not (routing or share is not None):
+        if not (routing or "entropy" in read):
             if wanted:
                 old_logprobs = self.distributed_logprobs(self.policy, experience, rows)
                 experience = dataclasses.replace(experience, old_logprobs=old_logprobs)
             return experience
-        found = self.distributed_statistics(self.policy, experience, rows, entropy=share is not None, routing=routing)
+        found = self.distributed_statistics(self.policy, experience, rows, entropy="entropy" in read, routing=routing)
         if wanted:
             experience = dataclasses.replace(experience, old_logprobs=found.logprobs)
             experience = experience.with_columns(routing=found.routing)
-        if share is not None and found.entropy is not None:
-            learned = ~experience.truncated[:, None] if self.mask_truncated else True
-            trained = dataclasses.replace(experience, action_mask=experience.action_mask & learned)
-            chosen = highest_entropies(trained, found.entropy, share)
-            experience = experience.with_columns(high_entropy=chosen)
-        return experience
+        return experience.with_columns(entropy=found.entropy)
 
     # ------------------------------------------------------------------ one micro-batch
 

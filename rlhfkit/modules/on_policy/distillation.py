@@ -187,7 +187,6 @@ class OnPolicyDistillationModule(GRPOModule):
                 "clip_low": clip_low is not None,
                 "clip_high": clip_high is not None,
                 "correction": correction is not None,
-                "token_filter": self.token_filter.is_active,
                 "proximal": self.proximal != "recompute",
             }
             refuse_without_effect(of_policy_loss, f"divergence={divergence!r} without a reward_coef")

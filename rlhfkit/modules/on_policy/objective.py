@@ -9,32 +9,23 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
-    CORRECTION_PRESETS,
     Aggregation,
     LossOutput,
     gspo_loss,
     kl_loss,
     log_linear_proximal_logprobs,
     luspo_loss,
-    mean_metric,
     policy_tokens,
     ppo_loss,
     rloo_loss,
     sum_losses,
-    vespo_loss,
 )
 from rlhfkit.losses.policy.sequence import check_advantages_of_sequences
 from rlhfkit.models import PolicyOutput
-from rlhfkit.modules.arguments import options, refuse_without_effect
+from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.advantages import AdvantageModule
 from rlhfkit.modules.on_policy.functions import PolicyLoss
 from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
-from rlhfkit.modules.on_policy.update.engine_mismatch import (
-    correction_arguments,
-    correction_weights,
-    weighs_sequences,
-)
-from rlhfkit.modules.on_policy.update.token_filter import TokenFilter
 from rlhfkit.parts import Part
 from rlhfkit.validation import check_number
 
@@ -62,8 +53,6 @@ class PolicyLossModule(AdvantageModule):
             :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
             ``None``: none, but ``"tis"`` if the engine is quantized or samples are replayed; ``"none"``: none with any
             engine. Not for policy losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
-        token_filter: Tests that a token has to pass to be learned from: its entropy, or how near engine and policy are,
-            see :class:`~rlhfkit.modules.on_policy.update.token_filter.TokenFilter`.
         proximal: Which log-probs the ratio is taken to in later updates of an iteration: ``"recompute"``: those of the
             policy before it, by a forward pass; ``"log-linear"``: between the engine's and the policy's own by policy
             versions, without a pass (AReaL, Fu et al., 2025, arXiv:2505.24298; see
@@ -78,8 +67,8 @@ class PolicyLossModule(AdvantageModule):
         ValueError: If an argument is out of range, or has no effect beside the others.
     """
 
-    parts: Sequence[Part] = ()
-    """What was passed in, and what arguments stand for."""
+    parts: list[Part]
+    """What arguments stand for, and what was passed in."""
     weighing: Sequence[Callable[..., tuple[Tensor, Mapping[str, Any]]]] = ()
     """:meth:`Part.weigh` of the parts that override it."""
     terms: Sequence[Callable[..., LossOutput]] = ()
@@ -97,7 +86,6 @@ class PolicyLossModule(AdvantageModule):
         max_length: int | None = None,
         entropy_coef: float = 0.0,
         correction: str | Mapping[str, Any] | None = None,
-        token_filter: TokenFilter | None = None,
         proximal: Literal["recompute", "log-linear"] = "recompute",
         kl_clamp: float | None = None,
         kl_importance_weight: bool = False,
@@ -120,8 +108,11 @@ class PolicyLossModule(AdvantageModule):
             from rlhfkit.modules.parts.entropy import EntropyBonus
 
             self.own_parts.append(EntropyBonus(entropy_coef))
-        self.correction, self._chose_correction = correction_arguments(correction), correction is not None
-        self.token_filter = options(TokenFilter, token_filter)
+        self.correction = correction
+        if correction not in (None, "none"):
+            from rlhfkit.modules.parts.correction import Correction
+
+            self.own_parts.append(Correction(correction))
         if proximal not in ("recompute", "log-linear"):
             raise ValueError(f"proximal must be recompute or log-linear, got {proximal!r}")
         self.proximal = proximal
@@ -131,10 +122,7 @@ class PolicyLossModule(AdvantageModule):
         self.kl_clamp = kl_clamp
         self.kl_importance_weight = kl_importance_weight
         self.log_entropy = log_entropy
-        self.hparams.update(
-            policy_loss=self.policy_loss.name,
-            token_filter=dataclasses.asdict(self.token_filter),
-        )
+        self.hparams.update(policy_loss=self.policy_loss.name)
         self._check_combinations()
         self._check_loss()
 
@@ -158,27 +146,12 @@ class PolicyLossModule(AdvantageModule):
         twice = [name for name, chosen in given.items() if chosen and name in self.policy_loss.arguments]
         if twice:
             raise ValueError(f"{', '.join(twice)} is given twice, to the module and in policy_loss_arguments: keep one")
-        if self.token_filter.is_active and not self.policy_loss.takes("weights"):
-            raise ValueError(f"{self.policy_loss.name} takes no weights, which a token_filter consists of")
-        if self.correction is not None and self.policy_loss.takes("rollout_logprobs"):
-            raise ValueError(
-                f"{self.policy_loss.name} is given the engine's log-probs and accounts for them itself, so that a "
-                "correction would count them twice: leave correction out, or take another policy_loss"
-            )
-        if self.correction is not None and not self.policy_loss.takes("weights"):
-            raise ValueError(f"{self.policy_loss.name} takes no weights, which a correction consists of")
-        of_sequences = self.correction is not None and weighs_sequences(self.correction)
-        if of_sequences and self.token_filter.is_active and self.policy_loss.function is vespo_loss:
-            raise ValueError(
-                "vespo_loss multiplies the weights of a sequence's tokens, and beside a token_filter a correction of "
-                "sequences has the same weight at each of them: use a correction of tokens (correction='tis')"
-            )
 
     def _check_loss(self) -> None:
         """Compute the loss of one token, so that bad arguments raise before training."""
         probe = torch.zeros(1, 1)
         batch = dataclasses.replace(two_tokens(), advantages=probe)
-        batch = batch.with_columns(ref_logprobs=probe, high_entropy=probe == 0)
+        batch = batch.with_columns(ref_logprobs=probe)
         try:
             PolicyLossModule.loss(self, batch, PolicyOutput(probe, probe))
         except TypeError as error:
@@ -193,25 +166,8 @@ class PolicyLossModule(AdvantageModule):
     @property
     def uses_rollout_logprobs(self) -> bool:
         """Whether the loss needs the engine's log-probs; ``RolloutCallback`` checks that they can be compared."""
-        compares = self.token_filter.uses_rollout_logprobs or self.proximal == "log-linear"
-        compares = compares or any("rollout_logprobs" in part.reads for part in self.parts)
-        return compares or self.correction is not None or self.policy_loss.takes("rollout_logprobs")
-
-    def correct_off_policy(self) -> bool:
-        """Use truncated importance sampling for samples of another policy, unless ``correction`` was given.
-
-        That of a quantized engine, or one that samples are replayed of.
-
-        Policy losses that account for the engine's log-probs themselves, or take no weights, stay as they are.
-
-        Returns:
-            Whether the correction was set.
-        """
-        loss = self.policy_loss
-        if self._chose_correction or loss.takes("rollout_logprobs") or not loss.takes("weights"):
-            return False
-        self.correction, self._chose_correction = CORRECTION_PRESETS["tis"], True
-        return True
+        compares = self.proximal == "log-linear" or any("rollout_logprobs" in part.reads for part in self.parts)
+        return compares or self.policy_loss.takes("rollout_logprobs")
 
     @property
     def needs_entropy(self) -> bool:
@@ -230,12 +186,6 @@ class PolicyLossModule(AdvantageModule):
             "denominator": reduction["denominator"],
         }
         metrics: Mapping[str, Tensor] = {}
-        if self.correction is not None:
-            offered["weights"], metrics = correction_weights(self.correction, batch, old)
-        if self.token_filter.is_active:
-            kept = self.token_filter.kept(batch, out.logprobs, old)
-            offered["weights"] = kept.float() * (1.0 if offered["weights"] is None else offered["weights"])
-            metrics = {**metrics, "policy/kept_fraction": mean_metric(kept.float(), mask)}
         for weigh in self.weighing:
             factor, measured = weigh(batch, out, old)
             offered["weights"] = factor if offered["weights"] is None else factor * offered["weights"]

@@ -22,7 +22,6 @@ from rlhfkit import (
     RolloutDump,
     Sample,
     SamplingSpec,
-    TokenFilter,
     rank_store,
 )
 from rlhfkit.datamodules.prompts.curriculum import BySuccess
@@ -31,7 +30,7 @@ from rlhfkit.distributed import gather_objects
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 BY_TOKENS = {
-    "token_filter": TokenFilter(top_entropy=0.3),
+    "parts": [{"class_path": "rlhfkit.modules.parts.token_filters.TopEntropy", "init_args": {"fraction": 0.3}}],
     "advantages": "rlhfkit.modules.on_policy.presets.optimal_token_baseline",
 }
 LIMIT = 3.0

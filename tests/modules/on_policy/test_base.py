@@ -47,6 +47,7 @@ from rlhfkit.losses import cispo_loss as lifted_cispo_loss
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.parts.correction import Correction
 
 
 def my_estimator(rewards: Tensor, group: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_th
     batch.reward_parts = {"greedy": torch.full((6,), 0.3)}
     batch.rewards[1], batch.action_mask[1] = torch.nan, False
     batch.truncated[3:5] = True
-    batch = module.mask_truncated_samples(module.compute_advantages(batch))
+    batch = module.parts[0].prepare(module.compute_advantages(batch))
     assert batch.action_mask.any(-1).tolist() == [True, False, True, False, False, True]
     logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
     logprobs.requires_grad_()
@@ -251,7 +252,7 @@ def test_samples_of_quantized_engines_are_corrected_unless_it_was_chosen_otherwi
 ) -> None:
     made = module()
     assert made.correct_off_policy() == set_by_default
-    assert made.correction == (None if correction is None else rlhfkit.losses.CORRECTION_PRESETS[correction])
+    assert [part.kind for part in made.parts if isinstance(part, Correction)] == ([correction] if correction else [])
     assert not made.correct_off_policy()  # once
 
 

@@ -239,7 +239,6 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"chunk_size": 8}, "chunk_size would have no effect beside divergence=None"),
         ({"teacher_column": "task"}, "teacher_column would have no effect beside one teacher"),
         ({"divergence": "jsd", "router_replay": True}, "router_replay would have no effect beside divergence"),
-        ({"divergence": "jsd", "token_filter": {"top_entropy": 0.2}}, "token_filter would have no effect"),
         ({"divergence": "jsd", "proximal": "log-linear"}, "proximal would have no effect beside divergence"),
         ({"proximal": "log-linear"}, "a teacher's log-probs.* use proximal='recompute'"),
         ({"parts": [ClipRewards(1.0).plain()]}, "ClipRewards would have no effect beside reward_coef=0"),

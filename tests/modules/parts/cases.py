@@ -20,11 +20,14 @@ from torch import Tensor
 
 import rlhfkit.modules.parts
 from rlhfkit import Experience, PolicyOutput, RolloutCallback, SamplingSpec
+from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
+from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 from rlhfkit.parts import Part
 
+from .filter_cases import correction_formula, off_policy_formula, rejection_formula, top_entropy_formula
 from .kl_control_cases import kl_target_formula, stop_early_formula
 from .reward_cases import clip_formula, mask_formula, missing_end_formula, normalize_formula, stop_properly_formula
 
@@ -192,6 +195,12 @@ CASES: dict[str, Case] = {
     "NormalizeRewards": Case(NormalizeRewards, normalize_formula, UNSCALED),
     "ClipRewards": Case(lambda: ClipRewards(0.1), clip_formula, UNSCALED),
     "MaskTruncated": Case(MaskTruncated, mask_formula, sampling=ENDS),
+    "TopEntropy": Case(lambda: TopEntropy(0.5), top_entropy_formula, metrics=("policy/kept_fraction",)),
+    "OffPolicyMask": Case(lambda: OffPolicyMask(1e-4), off_policy_formula, metrics=("policy/kept_fraction",)),
+    "Rejection": Case(
+        lambda: Rejection("token", divergence="k2", high=1e-16), rejection_formula, metrics=("policy/kept_fraction",)
+    ),
+    "Correction": Case(lambda: Correction({"high": 0.9}), correction_formula),
     "EntropyBonus": Case(lambda: EntropyBonus(0.1), entropy_bonus_formula),
     "KLTarget": Case(
         lambda: KLTarget(1e-3, horizon=100), kl_target_formula, {"kl_coef": 0.1}, metrics=("policy/kl_coef",)
@@ -204,11 +213,16 @@ CASES: dict[str, Case] = {
 
 
 def all_parts() -> dict[str, type[Part]]:
-    """The classes of ``rlhfkit/modules/parts``."""
+    """The classes of ``rlhfkit/modules/parts``, without those that others derive from."""
     found: dict[str, type[Part]] = {}
     for file in pkgutil.iter_modules(rlhfkit.modules.parts.__path__):
         home = importlib.import_module(f"rlhfkit.modules.parts.{file.name}")
         for name, kind in vars(home).items():
-            if inspect.isclass(kind) and issubclass(kind, Part) and kind.__module__ == home.__name__:
+            if (
+                inspect.isclass(kind)
+                and issubclass(kind, Part)
+                and kind.__module__ == home.__name__
+                and not kind.__subclasses__()
+            ):
                 found[name] = kind
     return found

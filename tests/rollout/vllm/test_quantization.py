@@ -12,7 +12,6 @@ from shared_pool import SharedPool
 from torch import Tensor, nn
 
 from rlhfkit import PromptDataModule, RolloutCallback, SamplingSpec
-from rlhfkit.losses import CORRECTION_PRESETS
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.vllm.arguments import quantization_arguments
 from rlhfkit.rollout.vllm.pool import VLLMPool
@@ -94,13 +93,13 @@ def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
 
         pool.close()  # the engines lose their version only
         module, metrics = train(pool, tmp_path, vllm_model)
-        assert module.correction == CORRECTION_PRESETS["tis"]
+        assert [part.kind for part in module.parts] == ["tis"]
         assert 0.005 < metrics["rollout_corr/logprob_abs_diff_mean"] < 0.15
         assert metrics["rollout_corr/is_mean"] == pytest.approx(1.0, abs=0.1)
         assert 0.01 < metrics["rollout/probe_difference"] < 0.3
         pool.close()
         module, metrics = train(pool, tmp_path, vllm_model, correction="none")
-        assert module.correction is None
+        assert not module.parts
         assert "rollout_corr/is_mean" not in metrics
         assert math.isfinite(metrics["rollout_corr/logprob_abs_diff_mean"])
     finally:

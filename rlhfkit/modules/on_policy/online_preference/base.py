@@ -21,7 +21,6 @@ OF_POLICY_LOSSES = (
     "max_length",
     "entropy_coef",
     "correction",
-    "token_filter",
     "proximal",
     "kl_coef",
     "kl_estimator",

@@ -1,5 +1,5 @@
-"""What modules do with one micro-batch of an update: old log-probs, filters of tokens, entropy control, text.
+"""What modules do with one micro-batch of an update: old log-probs, text.
 
 May import: ``modules/base.py``, models, losses, data, protocols; not the modules above, no engines or callbacks.
-Start at :class:`rlhfkit.modules.on_policy.update.token_filter.TokenFilter`.
+Start at :class:`rlhfkit.modules.on_policy.update.first_pass.FirstPassLogprobs`.
 """

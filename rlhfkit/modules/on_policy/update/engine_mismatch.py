@@ -1,49 +1,12 @@
-"""How far the log-probs of engine and trainer are apart for the same policy: importance correction, and metrics."""
+"""How far the log-probs of engine and trainer are apart for the same policy."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import CORRECTION_PRESETS, importance_weights, masked_sum, max_metric, select, sums_metric
-
-
-def correction_arguments(correction: str | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the arguments of a correction, which may be a name; ValueError if the name is unknown."""
-    if not isinstance(correction, str):
-        return correction
-    if correction == "none":
-        return None
-    if correction not in CORRECTION_PRESETS:
-        raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, none, got {correction!r}")
-    return CORRECTION_PRESETS[correction]
-
-
-def weighs_sequences(correction: Mapping[str, Any]) -> bool:
-    """Whether the arguments of a correction give all tokens of a sequence the same weight."""
-    return "token" not in (correction.get("level", "token"), correction.get("reject_level"))
-
-
-def correction_weights(
-    correction: Mapping[str, Any], batch: Experience, old_logprobs: Tensor
-) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Importance weights of tokens (B, T-1), or of sequences (B, 1), and their metrics.
-
-    Args:
-        correction: Arguments of :func:`~rlhfkit.losses.importance_weights`.
-        batch: B sequences of T tokens, with the engine's log-probs.
-        old_logprobs: (B, T-1) of the trainer, before the iteration.
-    """
-    mask = batch.action_mask
-    weights, _, metrics = importance_weights(old_logprobs, batch.rollout_logprobs, mask, **correction)
-    if weighs_sequences(correction):
-        # (B, 1), not repeated on every token: VESPO takes the product over a sequence.
-        weights = select(weights, mask, fill=-torch.inf).amax(-1, keepdim=True)
-        weights = select(weights, mask.any(-1, keepdim=True), fill=1.0)
-    return weights, metrics
+from rlhfkit.losses import masked_sum, max_metric, select, sums_metric
 
 
 def mismatch_metrics(old_logprobs: Tensor, batch: Experience) -> dict[str, Tensor]:

@@ -133,7 +133,6 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
     for arguments, message in (
         ({"kl_coef": 0.1}, "kl_coef=0.1 has no effect"),
         ({"correction": "tis"}, "correction='tis' has no effect"),
-        ({"token_filter": {"top_entropy": 0.2}}, "token_filter=.* has no effect"),
         ({"proximal": "log-linear"}, "proximal='log-linear' has no effect"),
         (
             {"mask_truncated": True, "parts": [MissingEndPenalty(1.0)]},

@@ -1,6 +1,6 @@
 """Filters, KL options and the approximated proximal policy, against the loss functions called by hand.
 
-Covers token_filter.py, engine_mismatch.py and modules/on_policy/preparation/token_selection.py.
+Covers modules/parts/token_filters.py and correction.py.
 """
 
 import copy
@@ -15,7 +15,7 @@ from rl_runs import PlainGRPO, digits, setup_run, weights
 from torch import Tensor
 
 from modules.on_policy.test_base import experience
-from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec, TokenFilter
+from rlhfkit import GRPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.losses import (
     LossOutput,
     group_advantages,
@@ -27,8 +27,8 @@ from rlhfkit.losses import (
     top_entropy_mask,
 )
 from rlhfkit.models import PolicyOutput, policy_output
-from rlhfkit.modules.on_policy.preparation.token_selection import nth_largest_of_all
 from rlhfkit.modules.parts.kl_control import StopEarly
+from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy, nth_largest_of_all
 
 REJECTION = {"level": "token", "divergence": "k2", "high": 0.02}
 
@@ -68,14 +68,21 @@ def test_a_token_that_fails_a_test_has_weight_0_and_counts(given: dict[str, Any]
     for name, value in given.items():
         weights = weights * kept[name](value)
     assert 0 < weights[mask].sum() < mask.sum()
-    fraction = weights[mask].mean()
     if correction is not None:
         weights = weights * importance_weights(old, engine, mask).weights
-    module = GRPOModule("anywhere", policy_loss="ppo_loss", token_filter=TokenFilter(**given), correction=correction)
-    made = module.loss(batch.with_columns(ref_logprobs=None), PolicyOutput(logprobs, None))
+    made = {
+        "top_entropy": TopEntropy,
+        "off_policy": OffPolicyMask,
+        "rejection": lambda arguments: Rejection(**arguments),
+    }
+    parts = [made[name](value) for name, value in given.items()]
+    module = GRPOModule("anywhere", policy_loss="ppo_loss", parts=parts, correction=correction)
+    found = module.loss(batch.with_columns(ref_logprobs=None), PolicyOutput(logprobs, None))
     expected = ppo_loss(logprobs, old, batch.advantages, mask, weights=weights, denominator=20.0)
-    torch.testing.assert_close(made.loss, expected.loss)
-    torch.testing.assert_close(made.metrics["policy/kept_fraction"], fraction)
+    torch.testing.assert_close(found.loss, expected.loss)
+    for number, (name, value) in enumerate(given.items()):
+        metric = "policy/kept_fraction" + (f"/{type(parts[number]).__name__}" if number else "")
+        torch.testing.assert_close(found.metrics[metric], kept[name](value)[mask].float().mean())
     assert module.uses_rollout_logprobs == (given.keys() != {"top_entropy"})
 
 
@@ -100,7 +107,7 @@ def test_the_choice_is_of_the_whole_iteration_whatever_its_updates_and_micro_bat
     chosen, tensors = [], []
     for size, updates in ((8, 2), (4, 4), (16, 1)):
         watch = Watch()
-        arguments = {"lr": 0.05, "token_filter": TokenFilter(top_entropy=0.3), "mask_truncated": True}
+        arguments = {"lr": 0.05, "parts": [TopEntropy(0.3)], "mask_truncated": True}
         trainer, module, data, _ = setup_run(
             tmp_path, module=PlainGRPO, module_arguments=arguments, callbacks=[watch], max_epochs=1,
             data_arguments={"micro_batch_size": size}, accumulate_grad_batches=updates,
@@ -184,6 +191,11 @@ def test_log_linear_log_probs_lie_between_engine_and_policy(tmp_path: Path, max_
     assert module.checked >= ({(0, 0), (1, 0)} if not max_staleness else {(0, 2), (1, 2)})  # type: ignore[attr-defined]
 
 
+def filtering(name: str, **arguments: Any) -> dict[str, Any]:
+    """A filter as in YAML."""
+    return {"class_path": f"rlhfkit.modules.parts.token_filters.{name}", "init_args": arguments}
+
+
 def penalizing_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, ref_logprobs: Any, kl_coef: float
 ) -> LossOutput:
@@ -194,15 +206,15 @@ def penalizing_loss(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"token_filter": {"top_entropy": 1.5}}, "TokenFilter.top_entropy"),
-        ({"token_filter": {"rejection": {"level": "token"}}}, "arguments of rejection_mask"),
-        ({"token_filter": {"rejection": {"level": "word", "high": 1.0}}}, "level must be one of"),
+        ({"parts": [filtering("TopEntropy", fraction=1.5)]}, "TopEntropy.fraction"),
+        ({"parts": [filtering("OffPolicyMask", threshold=-1.0)]}, "OffPolicyMask.threshold"),
+        ({"parts": [filtering("Rejection", level="word", high=1.0)]}, "level must be one of"),
         ({"kl_clamp": 10.0}, "kl_clamp would have no effect"),
         ({"kl_importance_weight": True, "kl_coef": 0.1, "kl_in_reward": True}, "would have no effect"),
         ({"policy_loss_arguments": {"kl_clamp": 10.0}}, "kl_clamp would have no effect"),
         ({"policy_loss": penalizing_loss, "kl_coef": 0.1, "kl_clamp": 10.0}, "kl_clamp would have no effect beside"),
         (
-            {"policy_loss": "vespo_loss", "correction": "seq-tis", "token_filter": {"top_entropy": 0.2}},
+            {"policy_loss": "vespo_loss", "correction": "seq-tis", "parts": [filtering("TopEntropy", fraction=0.2)]},
             "vespo_loss multiplies the weights",
         ),
         ({"proximal": "older"}, "proximal must be recompute or log-linear"),

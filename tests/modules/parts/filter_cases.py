@@ -1,0 +1,76 @@
+"""Formulas of the parts that weight tokens, by hand."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhfkit.modules.parts.correction import Correction
+from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
+
+
+def inputs() -> Any:
+    """A micro-batch, the policy's output for it, and old log-probs that differ from the engine's."""
+    from .cases import batch_of, output_of
+
+    batch = batch_of()
+    batch.advantages = batch.advantages.contiguous()
+    old = batch.rollout_logprobs + 0.1 * torch.arange(-5.0, 5.0).reshape(2, 5)
+    return batch, output_of(batch), old
+
+
+def weights(part: Any, batch: Any, out: Any, old: Any) -> Any:
+    """Factors of the tokens, one row each."""
+    from .cases import attached
+
+    return attached(part).weigh(batch, out, old)
+
+
+def top_entropy_formula(folder: Path) -> None:
+    """Half of the eight trained tokens, those of the highest entropies, and of masked answers none."""
+    from .cases import attached
+
+    batch, out, old = inputs()
+    entropy = out.entropy.detach()
+    part: Any = attached(TopEntropy(0.5))
+    rows = part.prepare(batch.with_columns(entropy=entropy))
+    values = sorted(entropy[batch.action_mask].tolist(), reverse=True)
+    kept, metrics = part.weigh(rows, out, old)
+    expected = entropy[batch.action_mask] >= values[int(0.5 * 7 + 1e-4)]
+    assert torch.equal(kept[batch.action_mask], expected.float())
+    torch.testing.assert_close(metrics["policy/kept_fraction"], expected.float().mean())
+
+
+def off_policy_formula(folder: Path) -> None:
+    """An answer of negative advantage goes where the engine's log-probs are above the policy's on average."""
+    batch, out, old = inputs()
+    gaps = [
+        float((batch.rollout_logprobs - out.logprobs)[row][batch.action_mask[row]].detach().mean()) for row in range(2)
+    ]
+    for threshold in (max(gaps[1], 0.0) + 0.01, max(gaps[1] - 0.01, 0.0)):
+        kept, _ = weights(OffPolicyMask(threshold), batch, out, old)
+        assert bool((kept[0] == 1).all())  # its advantage is positive
+        assert bool((kept[1][batch.action_mask[1]] == float(gaps[1] <= threshold)).all())
+
+
+def rejection_formula(folder: Path) -> None:
+    """A token goes where half the square of the difference exceeds the bound."""
+    batch, out, old = inputs()
+    kept, _ = weights(Rejection("token", divergence="k2", high=0.02), batch, out, old)
+    for row, step in batch.action_mask.nonzero().tolist():
+        difference = float(old[row, step] - batch.rollout_logprobs[row, step])
+        assert bool(kept[row, step]) == (difference**2 / 2 <= 0.02)
+
+
+def correction_formula(folder: Path) -> None:
+    """The ratio of trainer to engine of a token, at most 2; of a sequence the product, once a row."""
+    batch, out, old = inputs()
+    found, _ = weights(Correction("tis"), batch, out, old)
+    sums = [0.0, 0.0]
+    for row, step in batch.action_mask.nonzero().tolist():
+        difference = float(old[row, step] - batch.rollout_logprobs[row, step])
+        sums[row] += difference
+        torch.testing.assert_close(float(found[row, step]), min(math.exp(difference), 2.0))
+    of_rows, _ = weights(Correction({"level": "sequence", "high": None, "mode": "none"}), batch, out, old)
+    torch.testing.assert_close(of_rows[:, 0].tolist(), [math.exp(one) for one in sums])
