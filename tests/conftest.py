@@ -1,5 +1,6 @@
 """Fixtures for the whole suite. Real vLLM engines are started once and shared by all tests."""
 
+import atexit
 import gc
 import json
 import os
@@ -106,6 +107,8 @@ def expected_duration(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays, and need not be looked at again and again
+    atexit.register(gc.unfreeze)  # or the interpreter would take it for leaks
     gc.enable()
 
 

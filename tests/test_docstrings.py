@@ -68,16 +68,26 @@ class Example:
         return self.owner in ELSEWHERE or any(str(self).startswith(f"losses/{name}:") for name in ELSEWHERE)
 
 
-def docstrings() -> Iterator[tuple[Path, str, str]]:
+def docstrings(containing: str = "") -> Iterator[tuple[Path, str, str]]:
+    """Those of files that contain a text; parsing all takes long."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield path, getattr(node, "name", ""), ast.get_docstring(node) or ""
+        source = path.read_text(encoding="utf-8")
+        for node in documented(ast.parse(source)) if containing in source else ():
+            yield path, getattr(node, "name", ""), ast.get_docstring(node) or ""
+
+
+def documented(node: Any) -> Iterator[Any]:
+    """A module, its classes and functions, and theirs."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for inner in getattr(node, "body", ()):
+        if isinstance(inner, ast.stmt):
+            yield from documented(inner)
 
 
 def examples() -> Iterator[Example]:
     block = re.compile(r"^( *)\S[^\n]*::\n\n?((?:\1 +\S[^\n]*\n?|\n)+)", re.MULTILINE)
-    for path, owner, text in docstrings():
+    for path, owner, text in docstrings(containing="::\n"):
         for _, code in block.findall(text):
             yield Example(path, owner, textwrap.dedent(code).strip())
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lightning as L
 import pytest
 import torch
+from lazy_module import LazyModule
 from tiny_models import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
@@ -30,6 +30,8 @@ from rlhfkit import (
 )
 from rlhfkit.models import unwrap
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+
+datasets = LazyModule("datasets")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lightning as L
 import pytest
 import torch
+from lazy_module import LazyModule
 from tiny_models import tiny_tokenizer
 from torch import Tensor
 
@@ -27,6 +27,8 @@ from rlhfkit import (
 )
 
 from .table import Change, Rows, Unseen, arguments_of, ignored
+
+datasets = LazyModule("datasets")
 
 TEMPLATE = (
     "{% if style is defined %}{{ style }}{% endif %}{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};"

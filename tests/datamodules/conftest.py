@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
+from lazy_module import LazyModule
+
+datasets = LazyModule("datasets")
 
 
 @pytest.fixture(autouse=True)

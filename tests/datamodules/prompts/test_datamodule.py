@@ -9,16 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lightning as L
 import pytest
 import torch
+from lazy_module import LazyModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tiny_models import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.datamodules import PromptDataModule, StreamingPromptDataModule, final_answer
+
+datasets = LazyModule("datasets")
 
 Write = Callable[..., str]
 ROWS = [{"question": f"{i}+1=", "answer": f"One more. #### {i + 1}", "level": i % 3} for i in range(10)]
@@ -118,7 +120,7 @@ def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
         module(path, prompt="chat", answer=None, rollout_batch_size=1)
 
 
-@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="datasets before 4.7 has no column of mixed values")
+@pytest.mark.skipif("not hasattr(datasets, 'Json')", reason="datasets before 4.7 has no column of mixed values")
 def test_texts_and_chat_messages_may_be_in_one_column() -> None:
     """Only texts outside the template get the tokenizer's own token in front."""
     tokenizer = tiny_tokenizer()

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lightning as L
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lazy_module import LazyModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_models import tiny_tokenizer
 
@@ -35,6 +35,8 @@ from rlhfkit.datamodules import (
 from rlhfkit.datamodules.streams.reader import RowReader
 from rlhfkit.datamodules.streams.rows import SourceStream, interleave
 from rlhfkit.losses import aggregate
+
+datasets = LazyModule("datasets")
 
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 4) + str(i + 1)} for i in range(25)]

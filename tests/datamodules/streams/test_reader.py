@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
+from lazy_module import LazyModule
 
 from rlhfkit.datamodules.streams.reader import RowReader
 from rlhfkit.datamodules.tokenization.sources import read_rows
+
+datasets = LazyModule("datasets")
 
 Write = Callable[..., str]
 ROWS = [{"text": str(i)} for i in range(10)]

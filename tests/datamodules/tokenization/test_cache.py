@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
+from lazy_module import LazyModule
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.datamodules import PreferenceDataModule, SFTDataModule
@@ -16,6 +16,8 @@ from rlhfkit.datamodules.tokenization.cache import TokenCache, fingerprint
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.sources import read_rows
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
+
+datasets = LazyModule("datasets")
 
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 5) + str(i + 1)} for i in range(40)]

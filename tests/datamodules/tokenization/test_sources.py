@@ -5,14 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lightning as L
 import pytest
 from jsonargparse import ArgumentParser
+from lazy_module import LazyModule
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.datamodules import StreamingSFTDataModule
 from rlhfkit.datamodules.tokenization.sources import check_columns, read_rows
+
+datasets = LazyModule("datasets")
 
 ROWS = [{"prompt": "1+1=", "answer": "two"}, {"prompt": "2+2=", "answer": "four"}]
 
@@ -135,7 +137,7 @@ def test_a_column_of_two_types_is_named_with_both_rows() -> None:
         read_rows(rows)
 
 
-@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="datasets before 4.7 has no column of mixed values")
+@pytest.mark.skipif("not hasattr(datasets, 'Json')", reason="datasets before 4.7 has no column of mixed values")
 def test_messages_in_memory_may_have_texts_and_lists_of_parts() -> None:
     parts = [{"type": "text", "text": "hi"}]
     rows = [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "yo"}]}]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
+from lazy_module import LazyModule
 from tiny_models import tiny_model, tiny_tokenizer
 
 from episodes.episode_cases import CHAT_TEMPLATE, Recorded, prompts_of
@@ -21,6 +21,8 @@ from rlhfkit.episodes.openai.agents import AgentConnection
 from rlhfkit.rewards import EpisodeReward, score_samples
 from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
 from rlhfkit.serving.access import ServerOptions
+
+openai = LazyModule("openai")
 
 SAMPLING = SamplingSpec(group_size=2, max_new_tokens=5)
 

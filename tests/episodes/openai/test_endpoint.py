@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
+from lazy_module import LazyModule
 from tiny_models import tiny_model, tiny_tokenizer
 
 from episodes.episode_cases import CHAT_TEMPLATE, Recorded
@@ -22,6 +22,8 @@ from rlhfkit.episodes.openai.session import ChatSession
 from rlhfkit.episodes.tool_calls.call import ToolCall
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.serving.access import AccessToken, ServerOptions
+
+openai = LazyModule("openai")
 
 USER = {"role": "user", "content": "1+1="}
 
@@ -55,7 +57,7 @@ def endpoint(engine: Recorded) -> Iterator[OpenAIEndpoint]:
 
 
 @pytest.fixture
-def session(endpoint: OpenAIEndpoint, engine: Recorded) -> Iterator[tuple[openai.OpenAI, ChatSession]]:
+def session(endpoint: OpenAIEndpoint, engine: Recorded) -> Iterator[tuple[Any, ChatSession]]:
     """A client in a session of its own."""
     name, session = endpoint.open_session(
         Prompt(7, [5], "1+1="), 2, SamplingSpec(max_new_tokens=6), iteration=3, max_turns=4
@@ -66,7 +68,7 @@ def session(endpoint: OpenAIEndpoint, engine: Recorded) -> Iterator[tuple[openai
     endpoint.close_session(name)
 
 
-def ask(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
+def ask(client: Any, messages: list[Any], **options: Any) -> Any:
     return client.chat.completions.create(model="policy", messages=messages, **options)
 
 

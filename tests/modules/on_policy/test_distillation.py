@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from datasets import Dataset
+from lazy_module import LazyModule
 from plain_sgd import PlainSGD
 from rl_runs import digit_teacher, digits, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
@@ -30,6 +30,8 @@ from rlhfkit import (
 )
 from rlhfkit.losses import group_advantages
 from rlhfkit.modules.parts.rewards import ClipRewards
+
+datasets = LazyModule("datasets")
 
 CLIP, LR, TEMPERATURE = 0.2, 0.05, 0.8
 
@@ -197,7 +199,7 @@ def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
             devices=world,
             use_distributed_sampler=False,
         )
-        prompts = PromptDataModule(Dataset.from_list(rows), rollout_batch_size=8, micro_batch_size=8 // world)
+        prompts = PromptDataModule(datasets.Dataset.from_list(rows), rollout_batch_size=8, micro_batch_size=8 // world)
         trainer.fit(module, prompts)
         results.append([sample.token_ids for sample in samples_of_all_ranks(rollouts)])
     return results
@@ -302,7 +304,7 @@ def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
             max_epochs=1,
         )
         rows = [{"prompt": f"{i}+{i}=", "kind": ("even", "odd")[i % 2]} for i in range(40)]
-        data = PromptDataModule(Dataset.from_list(rows), rollout_batch_size=8, micro_batch_size=4)
+        data = PromptDataModule(datasets.Dataset.from_list(rows), rollout_batch_size=8, micro_batch_size=4)
         trainer.fit(module, data)
         return rollouts
 
