@@ -39,7 +39,7 @@ ELSEWHERE = {
     "Server": "an application of Starlette",
     "local_rows": "a whole module of a user",
     "policy/base": "the body of a function",
-    "preference/kto": "several ranks",
+    "preference/unpaired": "several ranks",
     "fused_head/tiles": "formulas",
     "CosineLength": "a formula",
     "LengthPenalty": "a formula",
