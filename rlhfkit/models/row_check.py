@@ -1,6 +1,6 @@
 """One row of a batch alone against the same row among others: no row may see another.
 
-:mod:`rlhfkit.models.attention.families` checks this on a tiny copy, this file on the model itself with real tokens.
+:mod:`rlhfkit.models.attention.families` knows which families are packed; this checks a model itself with real tokens.
 """
 
 import torch

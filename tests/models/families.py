@@ -200,6 +200,15 @@ FAMILIES: tuple[Family, ...] = (
     family(
         "Cohere 2", "cohere2", logit_scale=0.5, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
     ),
+    family("CWM", "cwm", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    family(
+        "Cohere 2 MoE",
+        "cohere2_moe",
+        MOE,
+        logit_scale=0.5,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     family(
         "DeepSeek V2",
         "deepseek_v2",
@@ -227,6 +236,14 @@ FAMILIES: tuple[Family, ...] = (
         moe_num_shared_experts=1,
     ),
     family("EXAONE 4", "exaone4", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    family(
+        "EXAONE MoE",
+        "exaone_moe",
+        MOE,
+        DEEPSEEK_MOE,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     family("Falcon", "falcon", base=FALCON, num_kv_heads=1, alibi=False, packed=False, notes=INTERFACE),
     family(
         "Falcon (ALiBi)",
@@ -280,9 +297,19 @@ FAMILIES: tuple[Family, ...] = (
         altup_num_inputs=2,
         activation_sparsity_pattern=[0.0] * 4,
     ),
+    family(
+        "Gemma 4",
+        "gemma4_text",
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=4,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=16,
+    ),
     family("GLM 4 (GLM)", "glm"),
     family("GLM 4-0414", "glm4"),
     family("GLM 4.5 MoE", "glm4_moe", DEEPSEEK_MOE),
+    family("GLM 4 MoE Lite", "glm4_moe_lite", MLA, DEEPSEEK_MOE),
     family("GPT-2", "gpt2", base=GPT2),
     family("GPT BigCode (StarCoder)", "gpt_bigcode", base=GPT2),
     family("GPT-J", "gptj", base=GPT2 | {"rotary_dim": 16}, packed=False, notes=INTERFACE),
@@ -324,6 +351,7 @@ FAMILIES: tuple[Family, ...] = (
         embedding_multiplier=3.0,
     ),
     family("Granite MoE", "granitemoe", MOE, logits_scaling=2.0),
+    family("Granite MoE shared", "granitemoeshared", MOE, logits_scaling=2.0, shared_intermediate_size=32),
     family(
         "Granite 4 hybrid",
         "granitemoehybrid",
@@ -335,6 +363,7 @@ FAMILIES: tuple[Family, ...] = (
         notes=RECURRENT,
     ),
     family("Helium", "helium"),
+    family("HyperCLOVA X", "hyperclovax", logits_scaling=2.0),
     family("HunYuan dense", "hunyuan_v1_dense"),
     family("HunYuan MoE", "hunyuan_v1_moe", MOE, moe_topk=2),
     family(
@@ -351,6 +380,7 @@ FAMILIES: tuple[Family, ...] = (
         packed=False,
         notes=RECURRENT,
     ),
+    family("Jais 2", "jais2"),
     family("JetMoE", "jetmoe", MOE, kv_channels=32, num_key_value_heads=2),
     family(
         "LFM2",
@@ -400,6 +430,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     family("MiniMax M2", "minimax_m2", MOE),
     family("Ministral", "ministral", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    family("Ministral 3", "ministral3"),
     family("Mistral", "mistral", sliding_window=4),
     family("Mixtral", "mixtral", MOE),
     family("ModernBERT decoder", "modernbert-decoder", local_attention=4, global_attn_every_n_layers=2),
@@ -483,6 +514,7 @@ FAMILIES: tuple[Family, ...] = (
     family("RWKV 4", "rwkv", attention_hidden_size=HIDDEN, context_length=CONTEXT, packed=False, notes=RECURRENT),
     family("Seed-OSS", "seed_oss"),
     family("SmolLM 3", "smollm3", no_rope_layers=[1, 0]),
+    family("Solar Open", "solar_open", DEEPSEEK_MOE),
     family("StableLM", "stablelm", packed=False, notes=INTERFACE),
     family("StarCoder 2", "starcoder2", sliding_window=4),
     family(
@@ -503,6 +535,7 @@ FAMILIES: tuple[Family, ...] = (
         notes=INTERFACE,
     ),
     family("xLSTM", "xlstm", base=XLSTM, packed=False, notes=RECURRENT),
+    family("Youtu", "youtu", MLA),
     family(
         "Zamba 2",
         "zamba2",

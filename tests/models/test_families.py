@@ -121,8 +121,7 @@ def test_log_probs_entropy_and_gradient_are_those_of_each_sequence_alone(family:
     torch.testing.assert_close(out.entropy, entropies, rtol=0, atol=TOLERANCE)
     assert distance(learn(model, out.logprobs, out.entropy), learn(plain, logprobs, entropies)) < 1e-4
     packed = model.config.get_text_config()._attn_implementation == PACKED_ATTENTION
-    newer_moshi = family.name == "Moshi (text)" and Version(transformers.__version__) >= Version("5.20")
-    assert packed == (family.packed or newer_moshi)
+    assert packed == family.packed
     shared = 6 + 1 + 3  # what the second row has of the first, and the third of the second
     assert seen[-1] == (sum(map(len, PROMPTS)) + sum(map(len, COMPLETIONS)) - shared if packed else 4 * 12)
 

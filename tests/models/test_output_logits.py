@@ -177,7 +177,7 @@ class OddLogits(hf.LlamaForCausalLM):
         return output
 
 
-def test_what_is_neither_factor_nor_cap_takes_the_models_own_logits_and_says_so(
+def test_the_logits_of_code_that_is_not_transformers_are_computed_by_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(0)
@@ -186,7 +186,7 @@ def test_what_is_neither_factor_nor_cap_takes_the_models_own_logits_and_says_so(
     with caplog.at_level("WARNING", logger="rlhfkit"):
         for _ in range(2):
             out = policy_output(model, batch, batch.loss_mask)
-    assert [record.getMessage().partition(" are not")[0] for record in caplog.records] == ["the logits of OddLogits"]
+    assert [record.getMessage().partition(" may not be")[0] for record in caplog.records] == ["the logits of OddLogits"]
     torch.testing.assert_close(
         out.logprobs[batch.loss_mask], by_transformers(model, batch, 1.0)[0], rtol=1e-4, atol=1e-4
     )

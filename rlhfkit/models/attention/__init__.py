@@ -1,5 +1,5 @@
-"""Attention over packed rows, and the check of which model families support it.
+"""Attention over packed rows, and which model families support it.
 
 May import: torch and Transformers.
-Start at :mod:`rlhfkit.models.attention.packed`; ``families.py`` tests a family on a tiny copy (``tiny_config.py``).
+Start at :mod:`rlhfkit.models.attention.packed`; ``families.py`` says which families can be packed.
 """

@@ -1,249 +1,151 @@
-"""Whether a model family supports packed rows, measured on a tiny copy when a model is loaded.
+"""Which model families can be packed, and which can continue texts from a cache of keys and values.
 
-No attribute tells whether every layer that mixes tokens separates the sequences: attention may ignore the layout, have
-windows, soft caps or sinks of its own, count positions itself, or be mixed with recurrent layers. So the packed rows of
-a small random float32 copy on the CPU (``tiny_config.py``) must equal the model's own code on one sequence at a time,
-tested once per process, class and configuration (0.1 s). Unlike a check on the first batch, this works before sharding,
-is exact and agrees between ranks. A family that fails in any way is not packed. :class:`~rlhfkit.Invariants` checks the
-same on real rows.
+No attribute tells whether every layer that mixes tokens separates the sequences of a packed row: attention may ignore
+the layout, have soft caps or sinks of its own, count positions itself, or be mixed with recurrent layers. So families
+of Transformers are named here, and ``tests/models/test_families.py`` compares each with its own results for one
+sequence at a time. Other models are padded, with their own attention. If packed attention is asked for by name, they
+are packed too; the first batch of a fit then compares a row with what it is alone
+(:mod:`rlhfkit.models.row_check`).
 """
 
-import copy
-import json
 import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import nn
 
-from rlhfkit.models.attention.layout import PackedLayout
-from rlhfkit.models.attention.packed import (
-    PACKED_ATTENTION,
-    PACKED_ATTENTIONS,
-    register_packed_attention,
-    without_masks,
-)
-from rlhfkit.models.attention.tiny_config import tiny_config
+from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, register_packed_attention
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 1e-3
-"""Nats, or units of the hidden state, both of which are about 1 in the tiny copy. float32 gives 1e-4 at most over all
-families of Transformers; the smallest real difference seen, a soft cap of 50 on scores of about 2, gives 6e-3.
+_PACKED = """
+afmoe apertus arcee bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4
+exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
+gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax jais2 jetmoe llama
+longcat_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3
+olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 youtu
+"""
+_CACHED = "bloom codegen falcon gpt_neo gpt_neox_japanese gpt_oss gptj mpt nemotron stablelm xglm"
+_OTHERS = """
+bamba falcon_h1 granitemoehybrid jamba lfm2 llama4_text mamba mamba2 minimax moshi nemotron_h qwen3_5_moe_text
+qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba2
 """
 
-SEQUENCES = ((5, 9, 20, 33, 7, 11, 13, 29), (5, 9, 20, 8, 41, 50, 10, 21, 6), (40, 30, 22, 19, 17))
-"""Tokens of the test. The first two begin alike, to test a shared prefix; all are longer than a window."""
+PACKED = frozenset(_PACKED.split())
+"""Transformers' ``model_type`` of the families that are packed, where :func:`packing_problem` finds nothing else."""
 
-_MOST_PARAMETERS = 10**8
+CACHED = PACKED | frozenset(_CACHED.split())
+"""Families whose caches of keys and values continue a batch of texts that are padded on the left."""
 
+KNOWN = CACHED | frozenset(_OTHERS.split())
+"""All families that are tested: their configurations say how logits follow from the output layer."""
 
-def packing_problem(model: nn.Module) -> str | None:
-    """Why sequences of this model's class and configuration cannot be packed into one row; ``None`` if they can."""
-    return _packing_problem(FamilyKey.of(model))
+NOT_PACKED = {
+    "doge": "its masks depend on the tokens",
+    "gpt_oss": "its attention has learned sinks, which packed attention does not compute",
+    "granite_swa": "its attention has learned sinks, which packed attention does not compute",
+    "granitemoe_swa": "its attention has learned sinks, which packed attention does not compute",
+    "mimo_v2_flash": "its attention has learned sinks, which packed attention does not compute",
+    "moshi": "keyword arguments do not reach its attention",
+    "nemotron": "keyword arguments do not reach its attention",
+}
+"""Why families that use Transformers' attention interface cannot be packed all the same."""
 
-
-def exact_attention(model: nn.Module) -> str | None:
-    """The ``attn_implementation`` that is exact for padded batches of a model's class; ``None`` if the default one is.
-
-    ``eager`` where the default ``sdpa`` ignores soft caps (Gemma 2).
-    """
-    return _exact_attention(FamilyKey.of(model))
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+"""Kinds of layers, in ``layer_types`` of a configuration, that attend to all or to the last tokens of a sequence."""
 
 
 def attention_cap(config: Any) -> float | None:
-    """Soft cap of the attention scores, which the small scores of a random copy may not reach; ``None``: none."""
+    """Soft cap of the attention scores; ``None``: there is none."""
     cap: float | None = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return cap
 
 
-@dataclass(frozen=True)
-class FamilyKey:
-    """Class and configuration of a model, hashable."""
+def packing_problem(model: nn.Module, *, untested: bool = False) -> str | None:
+    """Why sequences of this model's family cannot be packed into one row; ``None`` if they can.
 
-    kind: Any
-    """The class."""
-    said: str
-    """The configuration as text."""
-    config: Any = field(compare=False)
-    """The configuration of the first model with this key."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "FamilyKey":
-        """The family of a model."""
-        config: Any = model.config
-        said = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-        return cls(type(model), json.dumps(said, sort_keys=True, default=repr), config)
-
-    @property
-    def has_interface(self) -> bool:
-        """Whether the class declares that it uses Transformers' attention interface."""
-        return bool(getattr(self.kind, "_supports_attention_backend", False))
-
-
-@cache
-def _packing_problem(family: FamilyKey) -> str | None:
-    if not family.has_interface:
+    ``untested``: also accept families of which it is not known.
+    """
+    config = cast(Any, model).config
+    kind, others = config.get_text_config().model_type, _other_layers(model)
+    if not has_interface(model):
         return "its attention does not go through Transformers' attention interface"
-    cap = attention_cap(family.config)
-    if cap is not None:
-        return f"its attention scores have a soft cap ({cap:g}), which packed attention does not compute"
-    return find_problem(lambda: _packed(TinyCopies(family)))
-
-
-@cache
-def _exact_attention(family: FamilyKey) -> str | None:
-    if not family.has_interface:
-        return None  # the class implements its own attention, which is taken as exact
-    if attention_cap(family.config) is not None:
-        return "eager"
-    if find_problem(lambda: _padded(TinyCopies(family), None)) is None:
+    if attention_cap(config) is not None:
+        return (
+            f"its attention scores have a soft cap ({attention_cap(config):g}), which packed attention does not compute"
+        )
+    if others is not None:
+        return others
+    if kind in NOT_PACKED:
+        return NOT_PACKED[kind]
+    if (kind in PACKED and is_known(model)) or untested:
         return None
-    return "eager" if find_problem(lambda: _padded(TinyCopies(family), "eager")) is None else None
-
-
-def find_problem(trial: Callable[[], str | None]) -> str | None:
-    """Run a test that returns a problem or ``None``; an error in it is a problem too, as one line."""
-    try:
-        with torch.device("cpu"):  # Lightning builds models with the GPU as the default device
-            return trial()
-    except Exception as error:  # an unknown family may fail in any way
-        first = next(iter(str(error).strip().splitlines()), "")[:160]
-        return f"a tiny copy of it raises {type(error).__name__}: {first}"
-
-
-def _packed(copies: "TinyCopies") -> str | None:
-    register_packed_attention()
-    ids, real = copies.batch
-    layout, tokens = PackedLayout.from_batch(ids, real)
-    model = copies.build(PACKED_ATTENTION)
-    with without_masks(model):
-        row = copies.run(model, input_ids=tokens, position_ids=layout.position_ids, packed_layout=layout)[0]
-    if not layout.readers:
-        return "none of its layers reads where the sequences of a packed row begin and end"
-    return copies.difference(
-        [row[places[: len(ids)]] for places, ids in zip(layout.places, SEQUENCES, strict=True)], "packed"
+    return (
+        f"its family ({kind}, {type(model).__module__}) is not among those that are tested with packed rows. "
+        "attention='buckets' packs it, and training then compares a row of the first batch with what it is alone"
     )
 
 
-def _padded(copies: "TinyCopies", attention: str | None) -> str | None:
-    ids, real = copies.batch
-    rows = copies.run(copies.build(attention), input_ids=ids, attention_mask=real.long())
-    return copies.difference([row[: len(ids)] for row, ids in zip(rows, SEQUENCES, strict=True)], "padded")
+def _other_layers(model: nn.Module) -> str | None:
+    """What a model has beside attention to all or the last tokens; ``None``: nothing that is known."""
+    kinds = set(getattr(cast(Any, model).config.get_text_config(), "layer_types", None) or ())
+    if kinds - ATTENTION_LAYERS:
+        return f"it has layers of {', '.join(sorted(kinds - ATTENTION_LAYERS))}"
+    return "it has recurrent layers" if getattr(model, "_is_stateful", False) and not kinds else None
 
 
-class TinyCopies:
-    """Tiny models of one class, all with the same random weights.
+def is_known(model: nn.Module) -> bool:
+    """Whether an unwrapped model is of a tested family and has Transformers' own code, not a user's or the hub's."""
+    kind = cast(Any, model).config.get_text_config().model_type
+    return kind in KNOWN and type(model).__module__.split(".")[0] in ("transformers", "rlhfkit")
 
-    Raises:
-        ValueError: If the configuration cannot be shrunk enough.
+
+def has_interface(model: nn.Module) -> bool:
+    """Whether the class declares that it uses Transformers' attention interface."""
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+def exact_attention(model: nn.Module) -> str | None:
+    """The ``attn_implementation`` that is exact for padded batches of a model; ``None`` if the default one is.
+
+    ``eager`` where the default ``sdpa`` ignores soft caps (Gemma 2).
     """
-
-    def __init__(self, family: FamilyKey) -> None:
-        self.kind = family.kind
-        self.config = tiny_config(family.config)
-        with torch.device("meta"):
-            parameters = sum(weight.numel() for weight in self._empty("eager").parameters())
-        if parameters > _MOST_PARAMETERS:
-            raise ValueError(f"{parameters:.2g} parameters are left, which is no tiny copy")
-        self._weights: dict[str, Tensor] | None = None
-
-    @cached_property
-    def alone(self) -> list[Tensor]:
-        """Results of the model's own code for each of :data:`SEQUENCES` alone, (T, V) or (T, H) each."""
-        plain = self.build("eager")
-        return [self.run(plain, input_ids=torch.tensor([row]))[0] for row in SEQUENCES]
-
-    @cached_property
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """:data:`SEQUENCES` padded on the right, (B, T) int64, and (B, T) bool, true on their tokens."""
-        ids = pad_sequence([torch.tensor(row) for row in SEQUENCES], batch_first=True)
-        return ids, pad_sequence([torch.ones(len(row)) for row in SEQUENCES], batch_first=True).bool()
-
-    def difference(self, rows: Sequence[Tensor], how: str, last: int = 0) -> str | None:
-        """Describe how far ``rows`` are from :attr:`alone`; ``None`` if within :data:`TOLERANCE`.
-
-        ``rows`` are results for :data:`SEQUENCES`, ``how`` names them in the message; only ``last`` tokens are
-        compared, all if 0.
-        """
-        far = max(float((row - other[-last:]).abs().max()) for row, other in zip(rows, self.alone, strict=True))
-        return (
-            None if far <= TOLERANCE else f"{how} sequences of a tiny copy are {far:.2g} away from what they are alone"
-        )
-
-    def build(self, attention: str | None) -> nn.Module:
-        """Build a model in eval mode, with Transformers' ``attn_implementation`` or, for ``None``, the default one."""
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(0)
-            model = self._empty(attention)
-        if self._weights is None:
-            _randomize(model)
-            self._weights = model.state_dict()
-        else:
-            model.load_state_dict(self._weights)
-        return model.eval()
-
-    def _empty(self, attention: str | None) -> nn.Module:
-        """Build it in float32, whatever the default dtype is."""
-        config, before = copy.deepcopy(self.config), torch.get_default_dtype()
-        config._attn_implementation = "eager" if attention == PACKED_ATTENTION else attention
-        if attention == PACKED_ATTENTION:
-            config.get_text_config()._attn_implementation = attention
-        torch.set_default_dtype(torch.float32)
-        try:
-            with _unsharded():
-                return cast(nn.Module, self.kind(config).float())
-        finally:
-            torch.set_default_dtype(before)
-
-    @torch.no_grad()
-    def run(self, model: Any, **inputs: Any) -> Tensor:
-        """(B, T, V) log-probs of a language model, (B, T, H) hidden states of another model."""
-        with torch.autocast("cpu", enabled=False):
-            if model.get_output_embeddings() is not None:
-                return cast(Tensor, model(**inputs, use_cache=False).logits.float().log_softmax(-1))
-            return cast(Tensor, model.base_model(**inputs, use_cache=False).last_hidden_state)
+    return "eager" if has_interface(model) and attention_cap(cast(Any, model).config) is not None else None
 
 
-@contextmanager
-def _unsharded() -> Iterator[None]:
-    """Leave ``deepspeed.zero.Init``, in which Lightning's own ZeRO-3 strategies build models, and Transformers' mode.
+def cache_problem(model: nn.Module) -> str | None:
+    """Why a batch of texts cannot be continued from a cache by this model's family; ``None``: it can.
 
-    In its ZeRO-3 mode Transformers 5.19 fills the weights of classifiers while they are made, also of ones on "meta".
+    Recurrent layers may read the padding on the left of a shorter text, models may count positions themselves, and the
+    rows of some caches cannot be selected.
+
+    Args:
+        model: A Hugging Face causal language model; only its class and configuration are used.
     """
-    if "deepspeed" not in sys.modules:
-        yield
-        return
-    from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
-    from transformers.integrations import deepspeed as integration
-
-    mode: Any = integration
-    sharding = mode._hf_deepspeed_config_weak_ref
-    shutdown_init_context()
-    mode.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        mode._hf_deepspeed_config_weak_ref = sharding
-        restore_init_context()
+    text = cast(Any, model).config.get_text_config()
+    others = _other_layers(model)
+    if others is not None:
+        return others
+    if text.model_type == "falcon" and text.alibi:
+        return "its attention counts positions from the padding on (ALiBi)"
+    if text.model_type not in CACHED or not is_known(model):
+        return f"its family ({text.model_type}) is not among those whose cache is tested"
+    return None
 
 
-@torch.no_grad()
-def _randomize(model: nn.Module) -> None:
-    """Random weights that keep activations at about 1, none of them zero."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() < 2:
-            parameter.add_(0.1 * noise)
-        else:
-            parameter.copy_(1.5 * parameter.shape[-1] ** -0.5 * noise)
+def takes_finished_masks(model: nn.Module) -> bool:
+    """Whether a model's family continues texts as well with the masks that Transformers would make of theirs.
+
+    Only where all layers attend to all tokens by ``sdpa``: those with windows have masks of their own.
+
+    Args:
+        model: As for :func:`cache_problem`, with the attention that it will run with.
+    """
+    config = cast(Any, model).config.get_text_config()
+    windows = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    whole = not windows and kinds == {"full_attention"} and config._attn_implementation == "sdpa"
+    return whole and config.model_type in PACKED and is_known(model)
 
 
 def use_packed_attention(model: nn.Module, attention: str | None = None) -> None:
@@ -256,11 +158,12 @@ def use_packed_attention(model: nn.Module, attention: str | None = None) -> None
         ValueError: If ``varlen``, ``buckets`` or :data:`PACKED_ATTENTION` is asked for and the family cannot be packed.
     """
     register_packed_attention()
-    name, why = type(model).__name__, packing_problem(model)
+    asked = attention in ("varlen", "buckets", PACKED_ATTENTION)
+    name, why = type(model).__name__, packing_problem(model, untested=asked)
     text = cast(Any, model).config.get_text_config()
     if why is None:
         text._attn_implementation = PACKED_ATTENTIONS.get(attention or "auto", PACKED_ATTENTION)
-    elif attention in ("varlen", "buckets", PACKED_ATTENTION):
+    elif asked:
         raise ValueError(f"attention={attention!r} would be wrong for {name}: {why}; leave attention out")
     else:
         exact = exact_attention(model) if attention in (None, "auto") else None

@@ -51,11 +51,19 @@ def packed_attention(
     there is a cache. ``attention_mask`` comes only from a caller (generation with padding). ``scaling`` is 1/sqrt(D)
     when ``None``; ``sliding_window`` includes the position itself; ``is_causal`` is the layer's attribute when
     ``None``, as in Transformers: false for layers of a vision tower. ``kernel`` is a key of :data:`PACKED_ATTENTIONS`.
-    Models that depend on ``unused`` arguments (soft caps, sinks) are found when they are loaded.
 
     Returns:
         (1, N, heads, D) or (B, T, heads, D), and no weights.
+
+    Raises:
+        ValueError: If the model gives a soft cap or sinks, which are not computed.
     """
+    for name in ("softcap", "s_aux"):
+        if unused.get(name) is not None:
+            raise ValueError(
+                f"packed attention does not compute {name}, which {type(module).__name__} gives: load the model with "
+                "attention='eager'"
+            )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if packed_layout is None:
         out = attend(query, key, value, attention_mask, scaling, dropout, sliding_window, causal)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.models.attention.families import use_transformers_attention
+from rlhfkit.models.attention.families import cache_problem, takes_finished_masks, use_transformers_attention
 from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import (
@@ -29,7 +29,6 @@ from rlhfkit.rollout.engine import (
     check_tokens,
 )
 from rlhfkit.rollout.errors import RequestError
-from rlhfkit.rollout.local.caching import cache_problem, takes_finished_masks
 from rlhfkit.rollout.local.generator import Decoding, FinishedRow
 from rlhfkit.rollout.local.lock import ReadWriteLock
 from rlhfkit.rollout.local.weights import EngineWeights, parameters_without_memory

@@ -52,9 +52,9 @@ class Decoding:
         stops: Tokens that end a completion, besides those of ``sampling``.
         tokenizer: To find stop texts.
         device: Of the model.
-        cached: Whether to cache keys and values; see :func:`~rlhfkit.rollout.local.caching.cache_problem`.
+        cached: Whether to cache keys and values; see :func:`~rlhfkit.models.attention.families.cache_problem`.
         finished_masks: Whether the family takes finished attention masks; see
-            :func:`~rlhfkit.rollout.local.caching.takes_finished_masks`.
+            :func:`~rlhfkit.models.attention.families.takes_finished_masks`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which families can be packed, measured on tiny copies of their configurations. Covers tiny_config.py."""
+"""Which families can be packed, and what happens to the others."""
 
 import logging
 from pathlib import Path
@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM
 
+from models.families import FAMILIES as TESTED
 from models.test_forward import experience
 from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, scalar_output
-from rlhfkit.models.attention.families import FamilyKey, TinyCopies, _warn_once, exact_attention, packing_problem
+from rlhfkit.models.attention.families import KNOWN, PACKED, _warn_once, exact_attention, packing_problem
 from rlhfkit.models.attention.packed import PACKED_ATTENTION
-from rlhfkit.models.attention.tiny_config import tiny_config
 from rlhfkit.strategies.deepspeed.zero3 import hugging_face_sharding
 
 
@@ -25,47 +23,23 @@ def meta(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3", "gemma3_text"])
-def test_models_of_full_size_are_tried_on_a_tiny_copy(model_type: str) -> None:
-    config = AutoConfig.for_model(model_type)
-    if model_type == "deepseek_v3":
-        config.num_hidden_layers = 4  # on the meta device, too, 61 layers of 256 experts take a while
-    model = meta(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) > 10**9
-    copies = TinyCopies(FamilyKey.of(model))
-    assert sum(parameter.numel() for parameter in copies.build(None).parameters()) < 3 * 10**7
-    assert packing_problem(model) is None
-
-
-def test_a_shrunken_configuration_keeps_what_decides_attention() -> None:
-    config = AutoConfig.for_model("gemma3_text")
-    tiny = tiny_config(config)
-    assert set(tiny.layer_types) == {"sliding_attention", "full_attention"} == set(config.layer_types)
-    assert tiny.num_hidden_layers == len(tiny.layer_types) == 6
-    assert (tiny.head_dim, tiny.rope_parameters) == (config.head_dim, config.rope_parameters)
-    assert tiny.sliding_window < 5 < config.sliding_window
-
-
-def test_a_model_with_fewer_tokens_than_the_check_uses_is_packed() -> None:
-    config = AutoConfig.for_model(
-        "llama", vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    assert packing_problem(AutoModelForCausalLM.from_config(config)) is None
-
-
-UNHEARD_UNTIL_5_19 = pytest.mark.skipif(
-    Version(transformers.__version__) >= Version("5.20"), reason="Moshi of newer Transformers can be packed"
-)
+def test_the_table_is_the_one_that_is_tested() -> None:
+    tested = {family.model_type: family for family in TESTED if family.name != "Falcon (ALiBi)"}
+    towers = {"gemma3"}  # their text part is a family of its own
+    assert tested.keys() - towers == KNOWN
+    assert {kind for kind, family in tested.items() if family.packed} - towers == PACKED - {"gemma2"}
 
 
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
         ("gemma2", "soft cap"),
-        ("gpt_oss", "away from what they are alone"),  # sinks
-        ("llama4_text", "away from what they are alone"),  # chunks
-        ("recurrent_gemma", "away from what they are alone"),
-        pytest.param("moshi", "none of its layers reads", marks=UNHEARD_UNTIL_5_19),
+        ("gpt_oss", "learned sinks"),
+        ("llama4_text", "layers of chunked_attention"),
+        ("recurrent_gemma", "recurrent layers"),
+        ("granitemoehybrid", "layers of linear_attention"),
+        ("moshi", "keyword arguments do not reach its attention"),
+        ("diffllama", "not among those that are tested with packed rows. attention='buckets' packs it"),
         ("bloom", "does not go through Transformers' attention interface"),
         ("mamba", "does not go through Transformers' attention interface"),
     ],
@@ -136,7 +110,7 @@ class Deaf(LlamaForCausalLM):
 def test_a_packed_row_that_no_layer_has_read_is_an_error(tmp_path: Path) -> None:
     model = load_causal_lm(str(tiny_model(tmp_path)))
     model.__class__ = Deaf
-    assert "none of its layers reads" in str(packing_problem(model))
+    assert "not among those that are tested" in str(packing_problem(model))
     batch = experience([(3, 5), (2, 2)])
     with pytest.raises(RuntimeError, match="no attention layer of Deaf has read"):
         policy_output(model, batch, batch.action_mask)

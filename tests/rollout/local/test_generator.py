@@ -15,9 +15,9 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
+from rlhfkit.models.attention.families import takes_finished_masks
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.collector import BatchedGroupStream
-from rlhfkit.rollout.local.caching import takes_finished_masks
 from rlhfkit.rollout.local.lock import ReadWriteLock
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
