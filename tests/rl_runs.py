@@ -19,7 +19,6 @@ from rlhfkit import (
     RunReport,
     Sample,
     SamplingSpec,
-    StreamingPromptDataModule,
 )
 from rlhfkit.distributed import gather_objects
 
@@ -133,8 +132,8 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
             folder / f"rank{os.environ['LOCAL_RANK']}",  # ranks must not write the same model
             module=PlainGRPO,
             module_arguments={"lr": 0.05, "kl_coef": 0.01},
-            data_arguments={"micro_batch_size": 8 // world, **({"shuffle_block": 16} if saved else {})},
-            datamodule=StreamingPromptDataModule if saved else PromptDataModule,
+            data_arguments={"micro_batch_size": 8 // world}
+            | ({"streaming": True, "shuffle_buffer_size": 16} if saved else {}),
             rollouts=RolloutCallback(digits, engine=engine, sampling=sampling),
             callbacks=[RunReport(str(folder / f"{name}.html"))],
             strategy=strategy,

@@ -80,7 +80,7 @@ def test_a_name_of_ours_is_no_name_of_others() -> None:
             {"train_dataset": 1},
             "PreferenceDataModule .* train_dataset is data here",
         ),
-        ("StreamingSFTDataModule", {"eval_dataset": 1}, "is validation_data here"),
+        ("SFTDataModule", {"eval_dataset": 1}, "is validation_data here"),
         ("PromptDataModule", {"num_iterations": 2}, "num_iterations is epochs_per_iteration here"),
         ("RolloutCallback", {"reward_funcs": []}, "RolloutCallback .* reward_funcs is reward here"),
         ("VLLMPool", {"vllm_gpu_memory_utilization": 0.3}, "VLLMPool .* is gpu_memory_utilization here"),
@@ -90,6 +90,5 @@ def test_a_name_from_elsewhere_is_answered(called: str, given: dict[str, Any], a
     """The error names the class that was called, not the base whose constructor found the argument."""
     first = () if called in ("RolloutCallback", "VLLMPool") else ("somewhere",)
     more = {"rollout_batch_size": 4, "micro_batch_size": 4} if called == "PromptDataModule" else {}
-    more |= {"steps_per_epoch": 4} if called.startswith("Streaming") else {}
     with pytest.raises(TypeError, match=answer):
         getattr(rlhfkit, called)(*first, **more, **given)

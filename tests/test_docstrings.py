@@ -26,7 +26,6 @@ ELSEWHERE = {
     "applied": "inside a fit",
     "NonFiniteGuard": "a file that a run which was stopped leaves",
     "JSONLWriter": "samples of a user",
-    "StreamLoader": "a stream of a user",
     "estimate": "a model's configuration from the Hub",
     "ExperienceLoader": "a run that samples",
     "StepLoader": "data of a user",

@@ -79,12 +79,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "StepLoader": {
         "examples": [1, 2], "collate": list, "lengths": [1, 1], "targets": [1, 1], "micro_batch_size": 1,
     },
-    "StreamLoader": {"open_stream": iter, "collate": list, "steps_per_epoch": 1, "micro_batch_size": 1},
-    "UnpairedStreamLoader": {"open_stream": iter, "collate": list, "steps_per_epoch": 1, "micro_batch_size": 1},
-    "StreamingPreferenceDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
-    "StreamingSFTDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
-    "StreamingStepwiseDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
-    "StreamingUnpairedPreferenceDataModule": {"data": "none.jsonl", "steps_per_epoch": 1},
     "GymEnvironment": {"environment": SimpleNamespace(reset=print, step=print), "parse_action": str},
     "ToolEnvironment": {"tools": [print]},
     "MCPTools": {"server": "http://127.0.0.1:1/mcp"},

@@ -13,12 +13,10 @@ from rlhfkit.data.formats.unpaired import (
     UnpairedExample,
     UnpairedExamples,
     UnpairedLoader,
-    UnpairedStreamLoader,
     collate_unpaired,
 )
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.loaders.steps import StepLoader
-from rlhfkit.data.loaders.stream import StreamLoader
 from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_micro_batches
 from rlhfkit.data.sample_texts import decode_together
 from rlhfkit.data.types import Experience, FinishReason, Prompt, Sample
@@ -43,14 +41,12 @@ __all__ = [
     "StepwiseBatch",
     "StepwiseExample",
     "StepwiseExamples",
-    "StreamLoader",
     "TokenBatch",
     "TokenExample",
     "UnpairedBatch",
     "UnpairedExample",
     "UnpairedExamples",
     "UnpairedLoader",
-    "UnpairedStreamLoader",
     "balanced_partition",
     "collate_distilled",
     "collate_preferences",

@@ -11,13 +11,6 @@ if TYPE_CHECKING:
     from rlhfkit.datamodules.prompts.datamodule import PromptDataModule, final_answer
     from rlhfkit.datamodules.sft import SFTDataModule
     from rlhfkit.datamodules.stepwise import StepwiseDataModule
-    from rlhfkit.datamodules.streams.examples import (
-        StreamingPreferenceDataModule,
-        StreamingSFTDataModule,
-        StreamingStepwiseDataModule,
-        StreamingUnpairedPreferenceDataModule,
-    )
-    from rlhfkit.datamodules.streams.prompts import StreamingPromptDataModule
     from rlhfkit.datamodules.tokenization.mixture import Mixture
     from rlhfkit.datamodules.unpaired import UnpairedPreferenceDataModule
 
@@ -27,11 +20,6 @@ __all__ = [
     "PromptDataModule",
     "SFTDataModule",
     "StepwiseDataModule",
-    "StreamingPreferenceDataModule",
-    "StreamingPromptDataModule",
-    "StreamingSFTDataModule",
-    "StreamingStepwiseDataModule",
-    "StreamingUnpairedPreferenceDataModule",
     "UnpairedPreferenceDataModule",
     "final_answer",
 ]
@@ -42,11 +30,6 @@ _HOMES = {
     "PromptDataModule": "rlhfkit.datamodules.prompts.datamodule",
     "SFTDataModule": "rlhfkit.datamodules.sft",
     "StepwiseDataModule": "rlhfkit.datamodules.stepwise",
-    "StreamingPreferenceDataModule": "rlhfkit.datamodules.streams.examples",
-    "StreamingPromptDataModule": "rlhfkit.datamodules.streams.prompts",
-    "StreamingSFTDataModule": "rlhfkit.datamodules.streams.examples",
-    "StreamingStepwiseDataModule": "rlhfkit.datamodules.streams.examples",
-    "StreamingUnpairedPreferenceDataModule": "rlhfkit.datamodules.streams.examples",
     "UnpairedPreferenceDataModule": "rlhfkit.datamodules.unpaired",
     "final_answer": "rlhfkit.datamodules.prompts.datamodule",
 }

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.preferences import PreferenceExample, PreferenceExamples, collate_preferences
-from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
+from rlhfkit.datamodules.streaming import SourceStream
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages, is_chat
 from rlhfkit.datamodules.tokenization.columns import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
@@ -40,7 +40,8 @@ class PreferenceDataModule(SFTDataModule):
     """Tokenised preference pairs, in optimizer steps that are the same on any number of ranks.
 
     The prompt is a separate column, or the common beginning of both answers: whole messages of conversations,
-    characters of texts (up to white space; no chat template is applied to such texts).
+    characters of texts (up to white space; no chat template is applied to such texts). A reference model's log-probs of
+    a stream cannot be computed before training (``precompute_ref_log_probs``).
 
     Example::
 
@@ -48,6 +49,7 @@ class PreferenceDataModule(SFTDataModule):
     """
 
     splits_rows = False
+    collate = staticmethod(collate_preferences)
 
     def __init__(
         self,
@@ -118,8 +120,11 @@ class PreferenceDataModule(SFTDataModule):
                 "a chat template: name the column, prompt='...', or leave apply_chat_template out"
             )
 
-    def _step_loader(self, examples: Any, **arguments: Any) -> StepLoader[Any]:
-        return StepLoader(examples, collate_preferences, **arguments)
+    def _open_source(self, source: Any, tokenizer: Any) -> SourceStream[Any]:
+        reader = self._reader(source)
+        columns = self._pair_columns(reader.head, source)
+        builder = self._builder(PreferenceBuilder, source, tokenizer)
+        return self._source_stream(reader, lambda rows: builder.pairs_of_rows(rows, columns), columns.values())
 
 
 class PreferenceBuilder(ExampleBuilder):

@@ -1,36 +1,33 @@
 """``SFTDataModule``: prompts with completions, conversations, or plain text, for supervised fine-tuning."""
 
-import logging
 import os
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import lightning as L
 
 from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
+from rlhfkit.datamodules.base import TextDataModule
+from rlhfkit.datamodules.streaming import MixedStream, SourceStream
 from rlhfkit.datamodules.tokenization.cache import TokenCache
-from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokensInText, check_special_tokens_in_text
+from rlhfkit.datamodules.tokenization.chat import SpecialTokensInText
 from rlhfkit.datamodules.tokenization.columns import SUPERVISED, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
-from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
-from rlhfkit.datamodules.tokenization.run_tokenizer import RunTokenizer
+from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, list_sources
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, no_loader, read_rows
 from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
-from rlhfkit.mesh import Mesh, mesh_of
 from rlhfkit.protocols import HasModelLimits
 from rlhfkit.validation import check_integer
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-log = logging.getLogger(__name__)
-
 Builder = TypeVar("Builder", bound=ExampleBuilder)
 
 
-class SFTDataModule(L.LightningDataModule):
+class SFTDataModule(TextDataModule):
     """Tokenised examples for supervised fine-tuning, in optimizer steps that are the same on any number of ranks.
 
     The columns decide the kind of data; columns with other names are given as arguments:
@@ -43,13 +40,18 @@ class SFTDataModule(L.LightningDataModule):
 
     Columns ``system``, ``tools`` and ``chat_template_kwargs`` are for the chat template of their row.
 
+    With ``streaming=True`` nothing is converted, tokenised or counted before training: every rank reads and tokenises
+    the whole stream, in the training process. An epoch is then a number of optimizer steps; the next one continues in
+    the data, and a new pass begins at its end. Rows are shuffled within blocks only: shuffle sorted files beforehand.
+
     Example::
 
         data = SFTDataModule("sft.jsonl", prompt="question", completion="answer", micro_batch_size=16)
+        data = SFTDataModule("corpus/*.jsonl.gz", streaming=True, steps_per_epoch=1000, micro_batch_size=8)
     """
 
-    keeps_tokens: ClassVar[bool] = True
-    """Whether tokenised examples can be cached; ``prepare_data`` then tokenises once for all ranks."""
+    collate: ClassVar[Any] = staticmethod(collate_tokens)
+    """Makes batches of examples."""
     splits_rows: ClassVar[bool] = True
     """Whether an example may become several, ``overlong="split"``."""
     column_arguments: ClassVar[tuple[str, ...]] = (
@@ -87,6 +89,10 @@ class SFTDataModule(L.LightningDataModule):
         tokenizer: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
         num_proc: int = 1,
+        streaming: bool = False,
+        steps_per_epoch: int | None = None,
+        shuffle_buffer_size: int = 10_000,
+        passes: int | None = None,
         **unknown: Any,
     ) -> None:
         """Check the arguments; data is opened in ``setup``.
@@ -130,16 +136,57 @@ class SFTDataModule(L.LightningDataModule):
             cache_dir: Folder of the cache of tokenised examples, see
                 :class:`~rlhfkit.datamodules.tokenization.cache.TokenCache`.
             num_proc: Processes that tokenise.
+            streaming: Read ``data`` during training, for data too large to be tokenised before. It can then also be a
+                pattern of files, a ``datasets.IterableDataset``, or a function that returns an iterable of rows;
+                ``validation_data`` is read as a whole. Arguments that need the whole data are refused
+                (``max_tokens_per_micro_batch``, ``drop_last``, ``num_proc``, ``cache_dir``).
+            steps_per_epoch: Optimizer steps per Lightning epoch of a stream, which needs it.
+            shuffle_buffer_size: Rows of a stream that are read into memory and shuffled together.
+            passes: End a run over a stream with the step in which this many passes over the data are finished (over
+                all sources, or with ``Mixture(until="first")`` over the first to be); the step is filled from the next
+                pass. ``None``: the Trainer's limits end it.
 
         Raises:
-            ValueError: If an argument is out of range, or two exclude one another.
+            ValueError: If an argument is out of range, two exclude one another, or ``streaming`` excludes one.
         """
         refuse_arguments(type(self), unknown)
-        super().__init__()
+        super().__init__(
+            data,
+            split=split,
+            validation_split=validation_split,
+            subset=subset,
+            shuffle=shuffle,
+            seed=seed,
+            apply_chat_template=apply_chat_template,
+            system=system,
+            chat_template_kwargs=chat_template_kwargs,
+            special_tokens_in_text=special_tokens_in_text,
+            tokenizer=tokenizer,
+            streaming=streaming,
+            shuffle_buffer_size=shuffle_buffer_size,
+            passes=passes,
+        )
+        check_integer("steps_per_epoch", steps_per_epoch, minimum=1, optional=True)
+        if streaming and steps_per_epoch is None:
+            raise ValueError("a stream has no length: give steps_per_epoch, the optimizer steps of a Lightning epoch")
+        if steps_per_epoch is not None and not streaming:
+            raise ValueError(f"steps_per_epoch={steps_per_epoch} is for streaming=True: other data has a length")
+        if streaming:
+            whole = {
+                "max_tokens_per_micro_batch": (max_tokens_per_micro_batch, None),
+                "drop_last": (drop_last, False),
+                "num_proc": (num_proc, 1),
+                "cache_dir": (cache_dir, None),
+            }
+            for name, (value, default) in whole.items():
+                if value != default:
+                    raise ValueError(
+                        f"{name}={value!r} needs all of the data at once, which a stream is not: leave it or "
+                        "streaming=True out"
+                    )
         check_integer("max_length", max_length, minimum=2, why="one token to learn and one in front of it")
         check_integer("micro_batch_size", micro_batch_size, minimum=1, optional=True)
         check_integer("max_tokens_per_micro_batch", max_tokens_per_micro_batch, minimum=1, optional=True)
-        check_integer("seed", seed)
         check_integer("num_proc", num_proc, minimum=1)
         if messages is not None and text is not None:
             raise ValueError(f"name messages={messages!r} or text={text!r}, not both: they are two kinds of data")
@@ -148,7 +195,6 @@ class SFTDataModule(L.LightningDataModule):
         ways = ["truncate", *(["split"] if self.splits_rows else []), "drop", "error"]
         if overlong not in ways:
             raise ValueError(f"overlong must be {', '.join(map(repr, ways[:-1]))} or 'error', got {overlong!r}")
-        self.data = as_mixture(data)
         self.prompt = prompt
         self.completion = completion
         self.messages = messages
@@ -157,23 +203,11 @@ class SFTDataModule(L.LightningDataModule):
         self.labels = labels
         self.loss_mask = loss_mask
         self.validation_data = validation_data
-        self.split = split
-        self.validation_split = validation_split
-        self.subset = subset
         self.micro_batch_size = micro_batch_size or 8
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.max_length = max_length
         self.overlong = overlong
         self.drop_last = drop_last
-        self.shuffle = shuffle
-        self.seed = seed
-        self.apply_chat_template = apply_chat_template
-        self.system = system
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        check_special_tokens_in_text(special_tokens_in_text)
-        self.special_tokens_in_text = special_tokens_in_text
-        self.tokenizer = tokenizer
-        self._run_tokenizer = RunTokenizer(self)
         self.token_cache = TokenCache(cache_dir, num_proc)
         self._preparing = False
         self._columns: dict[str, str] = {}  # that are read, by argument
@@ -181,43 +215,51 @@ class SFTDataModule(L.LightningDataModule):
         """The training examples, after ``setup``."""
         self.validation_examples: TokenizedDataset | None = None
         """The validation examples, after ``setup``."""
+        self.steps_per_epoch = steps_per_epoch
+        self.stream: MixedStream[Any] | None = None
+        """The training examples of a stream, after ``setup``."""
+        self._stream_loader: StepLoader[Any] | None = None
+        self._loader_state: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
-        """Download, convert and tokenise once per machine."""
+        """Download, convert and tokenise once per machine; rows of a stream are read during training."""
         self._check_capacity()
-        sources = [(source, self.split) for source in list_sources(self.data)]
+        sources = [] if self.streaming else [(source, self.split) for source in list_sources(self.data)]
         if self.validation_data is not None:
             sources.append((self.validation_data, self.validation_split))
         self._preparing = True
         try:
             for source, split in sources:
                 rows = read_rows(source, split=split, subset=self.subset)
-                if self.keeps_tokens and self.token_cache.keeps(rows):
+                if self.token_cache.keeps(rows):
                     self._build(source, split, self._load_tokenizer())
         finally:
             self._preparing = False
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and tokenise the data; a second call does nothing.
+        """Read and tokenise the data, or open its stream; a second call does nothing.
 
         Raises:
             ValueError: If a column is missing, a value has the wrong type, a row is longer than the model's context, no
-                row has a token to learn, or ``max_tokens_per_micro_batch`` is too small for a row.
+                row has a token to learn, or ``max_tokens_per_micro_batch`` is too small for a row. Of a stream, only
+                the first row is known yet, and that all ranks read the same rows.
         """
         self._check_capacity()
         tokenizer = self._load_tokenizer()
-        if self.examples is not None:
+        if self.examples is not None or self.stream is not None:
             return
         if self.validation_data is not None:
             self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
+        if self.streaming:
+            self.stream = MixedStream.opened(self.data, lambda source: self._open_source(source, tokenizer))
+            return
         examples = [self._build(source, self.split, tokenizer) for source in list_sources(self.data)]
         self.examples = self.data.mix(examples, seed=self.seed) if isinstance(self.data, Mixture) else examples[0]
 
     def describe_data(self) -> str:
         """Sources, columns and numbers of rows in one line, after ``setup``."""
-        sources = " and ".join(describe(source) for source in list_sources(self.data))
         columns = ", ".join(sorted(set(self._columns.values())))
-        text = f"{sources} (columns {columns})" if columns else sources
+        text = f"{self._description} (columns {columns})" if columns else self._description
         if self.examples is None:
             text = f"a stream of {text}"
         else:
@@ -232,10 +274,6 @@ class SFTDataModule(L.LightningDataModule):
         if self.validation_examples is None:
             return text
         return f"{text}; validation on {len(self.validation_examples.lengths)} examples"
-
-    @property
-    def _mesh(self) -> Mesh:
-        return Mesh() if self.trainer is None else mesh_of(self.trainer)
 
     @property
     def max_tokens_of_forward(self) -> int | None:
@@ -253,15 +291,21 @@ class SFTDataModule(L.LightningDataModule):
                 f"fits, got {self.max_tokens_per_micro_batch}{shared}"
             )
 
-    def _load_tokenizer(self) -> Any:
-        return self._run_tokenizer.find(None if self.trainer is None else self.trainer.lightning_module)
-
     def _build(self, source: Source, split: str, tokenizer: Any) -> TokenizedDataset:
         """Read a source and tokenise it; override for other columns."""
         rows = read_rows(source, split=split, subset=self.subset)
         named = {name: getattr(self, name) for name in self.column_arguments}
         self._columns = columns = find_columns(rows, source, SUPERVISED, named)
         return self._tokenize(rows, source, tokenizer, **columns)
+
+    def _open_source(self, source: Any, tokenizer: Any) -> SourceStream[Any]:
+        """The stream of a source, by the columns of its first row; override for other columns."""
+        reader = self._reader(source)
+        named = {name: getattr(self, name) for name in self.column_arguments}
+        columns = find_columns(reader.head, source, SUPERVISED, named)
+        builder = self._builder(ExampleBuilder, source, tokenizer)
+        builder.check_first(reader.head[0], columns)
+        return self._source_stream(reader, lambda rows: builder.examples_of_rows(rows, columns), columns.values())
 
     def _tokenize(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:
         """Tokenise the columns that :meth:`ExampleBuilder.build` takes."""
@@ -270,15 +314,8 @@ class SFTDataModule(L.LightningDataModule):
 
     def _builder(self, kind: type[Builder], source: Source, tokenizer: Any) -> Builder:
         """Make a builder from the arguments and the model's context length."""
-        formatter = PromptFormatter(
-            tokenizer,
-            apply_chat_template=self.apply_chat_template,
-            system=self.system,
-            chat_template_kwargs=self.chat_template_kwargs,
-            special_tokens_in_text=self.special_tokens_in_text,
-        )
         return kind(
-            formatter,
+            self._formatter(tokenizer),
             self.max_length,
             self.overlong,
             describe(source),
@@ -295,6 +332,8 @@ class SFTDataModule(L.LightningDataModule):
     def train_dataloader(self) -> StepLoader[Any]:
         """Micro-batches of this rank, each with the token count of its whole optimizer step."""
         trainer = self._attached_trainer()
+        if self.streaming:
+            return self._train_stream(trainer)
         return self._loader(
             self.examples,
             accumulate=trainer.accumulate_grad_batches,
@@ -304,6 +343,25 @@ class SFTDataModule(L.LightningDataModule):
             limit_batches=trainer.limit_train_batches,
         )
 
+    def _train_stream(self, trainer: L.Trainer) -> StepLoader[Any]:
+        if self._stream_loader is not None and trainer.fit_loop._combined_loader is not None:
+            self._loader_state = self._stream_loader.state_dict()  # Trainer(reload_dataloaders_every_n_epochs)
+        stream = self.stream
+        self._stream_loader = loader = self._loader(
+            stream,
+            steps_per_epoch=self.steps_per_epoch,
+            accumulate=trainer.accumulate_grad_batches,
+            limit_batches=trainer.limit_train_batches,
+            on_last_batch=lambda place: self._stop_after_passes(cast(MixedStream[Any], stream), place),
+        )
+        if self._loader_state is not None:
+            loader.load_state_dict(self._loader_state)
+            self._loader_state = None
+            state = loader.state_dict()
+            if state["position"] % trainer.accumulate_grad_batches == 0:
+                self._stop_after_passes(cast(MixedStream[Any], stream), state["place"])
+        return loader
+
     def val_dataloader(self) -> Any:
         """Validation micro-batches, normalised so that the plain mean of their losses is the mean over all tokens."""
         if self.validation_data is None:
@@ -311,17 +369,22 @@ class SFTDataModule(L.LightningDataModule):
         return self._loader(self.validation_examples, accumulate=1, shuffle=False, whole_epoch=True)
 
     def predict_dataloader(self) -> StepLoader[Any]:
-        """Micro-batches of ``data``; in the order of its rows on one rank without a token budget."""
+        """Micro-batches of ``data``; in the order of its rows on one rank without a token budget.
+
+        Raises:
+            RuntimeError: If it is a stream, which has no end and is shuffled.
+        """
+        if self.streaming:
+            raise RuntimeError("a stream has no end and no order to predict in: leave streaming=True out")
         return self._loader(self.examples, accumulate=1, shuffle=False)
 
-    def _loader(self, examples: TokenizedDataset | None, **arguments: Any) -> StepLoader[Any]:
+    def _loader(self, examples: TokenizedDataset | MixedStream[Any] | None, **arguments: Any) -> StepLoader[Any]:
         trainer = self._attached_trainer()
         if examples is None:
             raise RuntimeError(f"the data is not open yet: call {type(self).__name__}.setup() first (the Trainer does)")
         return self._step_loader(
             examples,
-            lengths=examples.lengths,
-            targets=examples.targets,
+            self.collate,
             micro_batch_size=None if self.max_tokens_per_micro_batch else self.micro_batch_size,
             max_tokens_per_micro_batch=self.max_tokens_of_forward,
             rank=trainer.global_rank,
@@ -331,11 +394,19 @@ class SFTDataModule(L.LightningDataModule):
             **arguments,
         )
 
-    def _step_loader(self, examples: TokenizedDataset, **arguments: Any) -> StepLoader[Any]:
-        """Make the loader; override for batches of another kind."""
-        return StepLoader(examples, collate_tokens, **arguments)
+    def _step_loader(self, *args: Any, **arguments: Any) -> StepLoader[Any]:
+        """Make the loader; override for one of another class."""
+        return StepLoader(*args, **arguments)
 
-    def _attached_trainer(self) -> L.Trainer:
-        if self.trainer is None:
-            raise RuntimeError(f"{type(self).__name__} has no Trainer: pass it to trainer.fit(module, datamodule)")
-        return self.trainer
+    # ------------------------------------------------------------------ the position in a stream
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the stream; saved here because Lightning saves a loader's state only inside an epoch."""
+        state = self._loader_state if self._stream_loader is None else self._stream_loader.state_dict()
+        return {} if state is None else {"stream": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the saved position of a stream."""
+        self._loader_state = state_dict.get("stream")
+        if self._stream_loader is not None and self._loader_state is not None:
+            self._stream_loader.load_state_dict(self._loader_state)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.stepwise import StepwiseExample, StepwiseExamples, collate_stepwise
-from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
+from rlhfkit.datamodules.streaming import SourceStream
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.columns import STEPWISE, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, log_counts
@@ -43,6 +43,7 @@ class StepwiseDataModule(SFTDataModule):
     """
 
     splits_rows = False
+    collate = staticmethod(collate_stepwise)
 
     def __init__(
         self,
@@ -106,8 +107,12 @@ class StepwiseDataModule(SFTDataModule):
         """What ends a step."""
         return self.separator if self.step_token is None else self.step_token
 
-    def _step_loader(self, examples: Any, **arguments: Any) -> StepLoader[Any]:
-        return StepLoader(examples, collate_stepwise, **arguments)
+    def _open_source(self, source: Any, tokenizer: Any) -> SourceStream[Any]:
+        reader = self._reader(source)
+        columns = self._step_columns(reader.head, source)
+        builder = self._builder(StepwiseBuilder, source, tokenizer)
+        builder.set_columns(columns, self._step_ends)
+        return self._source_stream(reader, builder.answers_of_rows, columns.values())
 
 
 class StepwiseBuilder(ExampleBuilder):

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.formats.unpaired import UnpairedExample, UnpairedExamples, UnpairedLoader, collate_unpaired
-from rlhfkit.data.loaders.steps import TokenizedDataset
 from rlhfkit.datamodules.sft import SFTDataModule
+from rlhfkit.datamodules.streaming import SourceStream
 from rlhfkit.datamodules.tokenization.columns import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, log_counts
 from rlhfkit.datamodules.tokenization.mixture import Sources
@@ -29,12 +29,17 @@ class UnpairedPreferenceDataModule(SFTDataModule):
     - ``prompt``, ``completion`` and ``label``: true, 1 or "desirable" for wanted completions;
     - ``prompt``, ``chosen`` and ``rejected``: each row becomes a desirable and an undesirable answer.
 
+    The mismatched pairs of KTO are drawn over all data; with ``streaming=True`` among the answers of each optimizer
+    step, of all ranks. With ``shuffle=False`` a stream must not be sorted by prompts: the answers of a step must be to
+    two prompts at least.
+
     Example::
 
         data = UnpairedPreferenceDataModule("feedback.jsonl", prompt="question", completion="answer", label="liked")
     """
 
     splits_rows = False
+    collate = staticmethod(collate_unpaired)
 
     def __init__(
         self,
@@ -108,8 +113,14 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         micro_batches = len(self._loader(self.validation_examples, accumulate=1, shuffle=False))
         return self._loader(self.validation_examples, accumulate=micro_batches, shuffle=False)
 
-    def _step_loader(self, examples: TokenizedDataset, **arguments: Any) -> UnpairedLoader:
-        return UnpairedLoader(examples, collate_unpaired, **arguments)
+    def _open_source(self, source: Any, tokenizer: Any) -> SourceStream[Any]:
+        reader = self._reader(source)
+        columns = self._answer_columns(reader.head, source)
+        builder = self._builder(UnpairedBuilder, source, tokenizer)
+        return self._source_stream(reader, lambda rows: builder.answers_of_rows(rows, columns), columns.values())
+
+    def _step_loader(self, *args: Any, **arguments: Any) -> UnpairedLoader:
+        return UnpairedLoader(*args, max_length=self._longest_mismatched, **arguments)
 
 
 class UnpairedBuilder(ExampleBuilder):

@@ -19,10 +19,6 @@ from rlhfkit import (
     PromptDataModule,
     SFTDataModule,
     StepwiseDataModule,
-    StreamingPreferenceDataModule,
-    StreamingSFTDataModule,
-    StreamingStepwiseDataModule,
-    StreamingUnpairedPreferenceDataModule,
     UnpairedPreferenceDataModule,
 )
 
@@ -198,15 +194,12 @@ def with_least(rows: Rows, least: Mapping[str, Any], **changed: Change | Unseen)
     return made | changed
 
 
+STREAM = {"streaming": True, "steps_per_epoch": 1}
 STREAMED: Rows = {
-    "split": Change("train[:50%]", refused=True),
-    "steps_per_epoch": Change(2),
-    "shuffle_block": Change(1),
-    "passes": Change(1, given={"steps_per_epoch": 3}),
-    "max_tokens_per_micro_batch": Change(20, refused=True),
-    "drop_last": Change(True, refused=True),
-    "cache_dir": Change("@tokens", refused=True),
-    "num_proc": Change(2, refused=True),
+    "streaming": Unseen("the same rows in another order, or refused: tests/datamodules/test_streaming.py"),
+    "steps_per_epoch": Change(2, given=STREAM),
+    "shuffle_buffer_size": Change(1, given=STREAM),
+    "passes": Change(1, given=STREAM | {"steps_per_epoch": 3}),
 }
 """Arguments of streams."""
 
@@ -260,18 +253,14 @@ TABLE: dict[type, Rows] = {
         "until": Change("first"),
     },
 }
-for streaming, loaded, least in (
-    (StreamingSFTDataModule, SFTDataModule, TEXT),
-    (StreamingPreferenceDataModule, PreferenceDataModule, PAIRS),
-    (StreamingStepwiseDataModule, StepwiseDataModule, STEPS),
-    (StreamingUnpairedPreferenceDataModule, UnpairedPreferenceDataModule, LABELLED),
+for kind, least in (
+    (SFTDataModule, TEXT),
+    (PreferenceDataModule, PAIRS),
+    (StepwiseDataModule, STEPS),
+    (UnpairedPreferenceDataModule, LABELLED),
 ):
-    TABLE[streaming] = {**TABLE[loaded], **with_least(STREAMED, least)}
+    TABLE[kind] |= with_least(STREAMED, least)
 LEAST_OF: dict[type, dict[str, Any]] = {
-    StreamingSFTDataModule: TEXT | {"steps_per_epoch": 1},
-    StreamingPreferenceDataModule: TEXT | {"steps_per_epoch": 1},
-    StreamingStepwiseDataModule: TEXT | {"steps_per_epoch": 1},
-    StreamingUnpairedPreferenceDataModule: TEXT | {"steps_per_epoch": 1},
     Mixture: {"weights": [("@wide.jsonl", 1.0), ("@other.jsonl", 1.0)], "until": "all"},
 }
 

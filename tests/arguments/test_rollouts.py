@@ -24,7 +24,6 @@ from rlhfkit import (
     RolloutCallback,
     Sample,
     SamplingSpec,
-    StreamingPromptDataModule,
     callbacks,
     episodes,
     rollout,
@@ -191,17 +190,12 @@ PROMPTS: Rows = {
     "chat_template_kwargs": Unseen("a template's own: tests/datamodules/prompts/test_datamodule.py"),
     "special_tokens_in_text": Change("escape", given={"prompt": "marked"}),
     "tokenizer": Unseen("that of the module unless given: tests/datamodules/prompts/test_datamodule.py"),
+    "streaming": Change(True),
+    "shuffle_buffer_size": Change(2, given={"streaming": True}),
+    "passes": Change(1, given={"streaming": True}, around={"epochs": 3}),
 }
 TABLE: dict[type, Rows] = {
     PromptDataModule: PROMPTS,
-    StreamingPromptDataModule: {
-        **dict.fromkeys(PROMPTS, Unseen("used by PromptDataModule, from which it derives")),
-        **{name: PROMPTS[name] for name in ("data", "answer", "max_prompt_length", "overlong_prompts", "seed")},
-        "split": Change("train[:5]", refused=True),
-        "curriculum": Change(ByColumn("level"), refused=True),
-        "shuffle_block": Change(2),
-        "passes": Change(1, around={"epochs": 3}),
-    },
     SamplingSpec: {
         "group_size": Change(3),
         "max_new_tokens": Change(2),

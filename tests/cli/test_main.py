@@ -155,12 +155,12 @@ def test_debug_shows_the_traceback(config: Path) -> None:
 
 
 def test_every_class_has_its_short_name() -> None:
-    """Classes that are imported when first used, in a process that has used none: KTO's data, streams, judged steps."""
+    """Classes that are imported when first used, in a process that has used none: KTO's data, judged steps."""
     code = """
 import sys
 from rlhfkit.cli.main import main
 pairs = [("KTOModule", "UnpairedPreferenceDataModule"), ("ProcessRewardModule", "StepwiseDataModule")]
-pairs += [("SFTModule", "StreamingSFTDataModule"), ("DPOModule", "StreamingPreferenceDataModule")]
+pairs += [("SFTModule", "SFTDataModule"), ("DPOModule", "PreferenceDataModule")]
 for module, data in pairs:
     try:
         main(["fit", "--model", module, "--data", data, "--print_config"])
@@ -171,7 +171,7 @@ for module, data in pairs:
     assert done.returncode == 0, done.stderr
     classes = [line.split()[1].rpartition(".")[2] for line in done.stdout.splitlines() if "  class_path: rlhf" in line]
     assert classes[:4] == ["KTOModule", "UnpairedPreferenceDataModule", "ProcessRewardModule", "StepwiseDataModule"]
-    assert "StreamingPreferenceDataModule" in classes
+    assert "PreferenceDataModule" in classes
 
 
 @pytest.mark.parametrize("name", ["grpo_arithmetic.yaml"])

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from rlhfkit.callbacks.rollout.sharing import no_rows
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.data.exchange import exchange_rows, gather_columns
-from rlhfkit.datamodules.streams.reader import RowReader
-from rlhfkit.datamodules.streams.rows import SourceStream, fingerprint
+from rlhfkit.datamodules.streaming import MixedStream, RowReader, SourceStream
 
 PARTS = ("format", "right")
 
@@ -118,7 +117,7 @@ def streams(rank: int) -> list[str]:
         reader = RowReader(lambda: iter([{"text": "a", "note": rank}, {"text": last}]))
         stream = SourceStream(reader, iter, columns=["text"], block=9, seed=0)
         try:
-            return fingerprint([stream], [1.0])
+            return MixedStream(reader, [stream]).fingerprint
         except ValueError as error:
             return str(error)
 

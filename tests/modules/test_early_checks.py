@@ -18,7 +18,6 @@ from rlhfkit.callbacks.rollout.checks import check_prompts
 from rlhfkit.datamodules import (
     PreferenceDataModule,
     StepwiseDataModule,
-    StreamingSFTDataModule,
     UnpairedPreferenceDataModule,
 )
 from rlhfkit.models import load_tokenizer
@@ -147,8 +146,8 @@ def test_a_stream_names_the_row_beyond_the_context_when_it_is_drawn(model: str, 
     file = tmp_path / "stream.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "abcd", LONG)))
     trainer = run(tmp_path, max_steps=3)
-    data = StreamingSFTDataModule(
-        str(file), text="text", steps_per_epoch=3, micro_batch_size=1, shuffle=False, max_length=64
+    data = SFTDataModule(
+        str(file), streaming=True, text="text", steps_per_epoch=3, micro_batch_size=1, shuffle=False, max_length=64
     )
     with pytest.raises(ValueError, match=r"stream\.jsonl, row 2, has 37 tokens .* context of 32: .* max_length=32"):
         trainer.fit(SFTModule(model), data)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, row_field
-from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
-from rlhfkit.data.loaders.stream import StreamLoader
+from rlhfkit.data.loaders.steps import Step, StepLoader, TokenizedDataset
 from rlhfkit.validation import check_integer
 
 
@@ -176,11 +175,9 @@ def collate_unpaired(examples: Sequence[UnpairedExample], totals: StepTotals | N
     )
 
 
-def collate_mismatched(examples: Sequence[UnpairedExample]) -> ReferencedBatch | None:
-    """Stack the mismatched pairs of at least one answer; ``None`` if an example has none."""
+def collate_mismatched(examples: Sequence[UnpairedExample]) -> ReferencedBatch:
+    """Stack the mismatched pairs of at least one answer; answers without are left out."""
     found = [example.mismatched for example in examples if example.mismatched is not None]
-    if len(found) < len(examples):
-        return None
     return ReferencedBatch(**collate_tokens(found).state_dict(), ref_logprobs=_ref_logprobs(examples, 1))
 
 
@@ -190,70 +187,46 @@ def _ref_logprobs(examples: Sequence[UnpairedExample], which: int) -> Tensor | N
 
 
 class UnpairedLoader(StepLoader[UnpairedBatch]):
-    """A :class:`StepLoader` that yields the mismatched pairs of each step with its first batch."""
+    """A :class:`StepLoader` that yields the mismatched pairs of each step with its first batch.
 
-    def _batch(self, rows: list[int], totals: StepTotals, micro_batches: list[list[int]]) -> UnpairedBatch:
-        batch = super()._batch(rows, totals, micro_batches)
-        mine = micro_batches[self.rank :: self.world_size]
-        if rows is not mine[0]:
-            return batch
-        return dataclasses.replace(batch, mismatched=self._mismatched(mine, micro_batches))
-
-    def _mismatched(self, mine: list[list[int]], micro_batches: list[list[int]]) -> tuple[ReferencedBatch, ...]:
-        """One batch for each of this rank's micro-batches, so that all ranks run equally many forward passes."""
-        batches = []
-        for rows in mine:
-            batch = collate_mismatched([self.examples[row] for row in rows or [self._shortest(micro_batches)]])
-            if batch is None:
-                return ()
-            batches.append(batch if rows else self._filler(batch))
-        return tuple(batches)
-
-
-class UnpairedStreamLoader(StreamLoader[UnpairedBatch]):
-    """A :class:`StreamLoader` that draws the mismatched pairs of each step, and yields them with its first batch.
-
-    A completion is paired with the prompt of another answer of its step, on any rank. In a step whose answers all have
-    one prompt there are no pairs.
+    The examples of a table have theirs. In a stream a completion is paired with the prompt of another answer of its
+    step, on any rank; in a step whose answers all have one prompt there are no pairs.
     """
 
-    def __init__(self, *args: Any, seed: int = 0, max_length: int | None = None, **kwargs: Any) -> None:
-        """Plan the steps; nothing is read yet.
+    def __init__(self, *args: Any, max_length: int | None = None, **kwargs: Any) -> None:
+        """Plan the steps; no example is read yet.
 
         Args:
-            *args: Arguments of :class:`StreamLoader`, of which the stream yields :class:`UnpairedExample`.
-            seed: Of the draws.
-            max_length: Tokens to which a mismatched pair is cut.
-            **kwargs: Further arguments of :class:`StreamLoader`.
+            *args: Arguments of :class:`StepLoader`, with data of :class:`UnpairedExample`.
+            max_length: Tokens to which a mismatched pair of a stream is cut.
+            **kwargs: Further arguments of :class:`StepLoader`.
 
         Raises:
             ValueError: If a size is out of range, or the ranks do not divide.
         """
         super().__init__(*args, **kwargs)
-        check_integer("seed", seed)
         check_integer("max_length", max_length, minimum=2, optional=True)
-        self.seed = seed
         self.max_length = max_length
 
-    def make_batches(
-        self, shares: Sequence[Sequence[int]], examples: Sequence[Any], totals: StepTotals
-    ) -> list[UnpairedBatch]:
-        """This rank's micro-batches of a step, of which the first has the mismatched pairs of all."""
-        batches = super().make_batches(shares, examples, totals)
+    def complete(self, examples: list[Any]) -> list[Any]:
+        """Draw the mismatched pairs of the answers of a step of a stream."""
         answers = [example.answer for example in examples]
         partners = rows_of_other_prompts([_prompt(answer) for answer in answers], seed=self.seed)
         if partners is None:
-            return batches
-        pairs = [
-            UnpairedExample(answer, True, _exchanged(answer, answers[partner], self.max_length))
-            for answer, partner in zip(answers, partners, strict=True)
+            return examples
+        return [
+            dataclasses.replace(example, mismatched=_exchanged(example.answer, answers[partner], self.max_length))
+            for example, partner in zip(examples, partners, strict=True)
         ]
-        mismatched = tuple(self._mismatched(rows, pairs) for rows in shares)
-        return [dataclasses.replace(batches[0], mismatched=mismatched), *batches[1:]]
 
-    def _mismatched(self, rows: Sequence[int], pairs: Sequence[UnpairedExample]) -> ReferencedBatch:
-        """The mismatched pairs of a micro-batch; two tokens without targets for a rank that has no rows of it."""
-        chosen = [pairs[row] for row in rows] or [min(pairs, key=lambda pair: pair.num_tokens)]
-        batch = collate_mismatched(chosen)
-        assert batch is not None
-        return batch if rows else batch.without_targets().first_tokens(2)
+    def batch_of(self, step: Step, number: int) -> UnpairedBatch:
+        """This rank's micro-batch ``number`` of a step; the first one has the mismatched pairs of all."""
+        batch = super().batch_of(step, number)
+        return batch if number else dataclasses.replace(batch, mismatched=self._mismatched(step))
+
+    def _mismatched(self, step: Step) -> tuple[ReferencedBatch, ...]:
+        """One batch for each of this rank's micro-batches, so that all ranks run equally many forward passes."""
+        if step.examples[step.shortest].mismatched is None:  # no answer has one
+            return ()
+        count = len(step.micro_batches) // self.sizes.world_size
+        return tuple(self.joined(step, number, collate_mismatched) for number in range(count))

@@ -133,9 +133,8 @@ class ExperienceLoader(Generic[T]):
             ValueError: If an iteration of this run cannot have the saved one's number of batches.
         """
         remaining = [self._restore(batch) for batch in state["remaining"]]
-        smallest = state.get("smallest", state["length"])  # not in checkpoints of before max_tokens_per_micro_batch
         fixed = self._resized is None
-        fits = state["length"] == self.length if fixed else smallest == self.smallest or not remaining
+        fits = state["length"] == self.length if fixed else state["smallest"] == self.smallest or not remaining
         if not fits:
             raise ValueError(
                 f"the checkpoint was saved inside an iteration of {state['length']} micro-batches per rank, this run "

@@ -43,19 +43,16 @@ class PromptCursor(NamedTuple):
     def from_state_dict(cls, state: dict[str, Any]) -> Self:
         """Inverse of :meth:`state_dict`; ignores other entries of ``state``."""
         saved = state.get("history")
-        history = None
-        if saved is not None:
-            history = {
-                row: PromptStats(samples, reward, *mean or [reward]) for row, samples, reward, *mean in saved
-            }  # checkpoints of earlier versions have no mean
+        history = None if saved is None else {row: PromptStats(*stats) for row, *stats in saved}
         return cls(state["pass"], state["offset"], tuple(state["postponed"]), state.get("rows"), history)
 
 
 class PromptOrder:
     """The order of the rows in each pass.
 
-    The shuffling is a function of (seed, pass) alone. ``plain`` returns the rows of a pass by its number (``None``: all
-    rows, shuffled), ``curriculum`` selects and orders them (``None``: all), ``column`` gives it the values of a column.
+    The shuffling is a function of (seed, pass) alone. ``base_order`` returns the rows of a pass by its number
+    (``None``: all rows, shuffled), ``curriculum`` selects and orders them (``None``: all), ``column`` gives it the
+    values of a column.
     """
 
     def __init__(
@@ -64,14 +61,14 @@ class PromptOrder:
         *,
         seed: int = 0,
         shuffle: bool = True,
-        plain: Callable[[int], Sequence[int]] | None = None,
+        base_order: Callable[[int], Sequence[int]] | None = None,
         curriculum: Curriculum | None = None,
         column: Callable[[str], Sequence[Any]] = lambda name: [],
     ) -> None:
         self.total = total
         self.seed = seed
         self.shuffle = shuffle
-        self.plain = plain
+        self.base_order = base_order
         self.curriculum = curriculum
         self.column = column
         self._permutations: dict[int, Sequence[int]] = {}
@@ -142,8 +139,8 @@ class PromptOrder:
         cached = self._permutations
         if number not in cached:
             order: Sequence[int]
-            if self.plain is not None:
-                order = self.plain(number)
+            if self.base_order is not None:
+                order = self.base_order(number)
             else:
                 order = permutation(self.total, seed=self.seed, number=number) if self.shuffle else range(self.total)
             self._permutations = {key: cached[key] for key in cached if key >= number - 1} | {number: order}

@@ -3,34 +3,30 @@
 The cursor is state of the DataModule because Lightning restores a loader's state only in the middle of an epoch.
 """
 
-import logging
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
-
-import lightning as L
 
 from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
+from rlhfkit.datamodules.base import TextDataModule
 from rlhfkit.datamodules.prompts.columns import PromptColumns
 from rlhfkit.datamodules.prompts.curriculum import Curriculum, DeclaresHistoryUse
-from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
 from rlhfkit.datamodules.prompts.iteration_length import IterationLength, check_trainer
 from rlhfkit.datamodules.prompts.mixed import MixedPrompts
 from rlhfkit.datamodules.prompts.pretraining import PretrainingText
 from rlhfkit.datamodules.prompts.rows import PromptBatches, PromptRows
+from rlhfkit.datamodules.prompts.stream import StreamedPrompts, StreamQueue
+from rlhfkit.datamodules.prompts.table import TablePrompts
 from rlhfkit.datamodules.sft import SFTDataModule
-from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokensInText, check_special_tokens_in_text
+from rlhfkit.datamodules.tokenization.chat import SpecialTokensInText
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
-from rlhfkit.datamodules.tokenization.run_tokenizer import RunTokenizer
 from rlhfkit.datamodules.tokenization.sources import Source, describe, no_loader, read_rows
 from rlhfkit.trainer_parts import experience_source_of
 from rlhfkit.validation import check_integer
-
-log = logging.getLogger(__name__)
 
 
 def final_answer(answer: Any) -> Any:
@@ -43,16 +39,21 @@ def final_answer(answer: Any) -> Any:
     return re.sub(r"(?<=\d),(?=\d{3})", "", answer.rsplit("####", 1)[1].strip())
 
 
-class PromptDataModule(L.LightningDataModule):
+class PromptDataModule(TextDataModule):
     """Prompts from files, saved data sets, the hub or memory, for modules that learn from their own samples.
 
     The Trainer's rollout callback takes the prompts of an iteration from :meth:`prompt_queue`, and calls
     :meth:`set_cursor` once it was trained on; ``train_dataloader`` yields the callback's experience. Each pass over the
     data uses every prompt once, in an order that is a function of (seed, pass) alone.
 
+    With ``streaming=True`` rows are read and tokenised when they are drawn: at most ``shuffle_buffer_size`` rows of
+    each source are in memory, and the prompts of iterations that were not trained on. The ``index`` of a prompt is then
+    its number in the stream, not its row. A checkpoint can be continued by any number of ranks.
+
     Example::
 
         data = PromptDataModule("gsm8k.jsonl", prompt="question", answer="answer", rollout_batch_size=72)
+        data = PromptDataModule("prompts/*.jsonl", streaming=True, answer="answer", rollout_batch_size=64)
     """
 
     def __init__(
@@ -83,6 +84,9 @@ class PromptDataModule(L.LightningDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         special_tokens_in_text: SpecialTokensInText | None = None,
         tokenizer: Any = None,
+        streaming: bool = False,
+        shuffle_buffer_size: int = 10_000,
+        passes: int | None = None,
         **unknown: Any,
     ) -> None:
         """Check the arguments; data is opened in ``setup``.
@@ -132,12 +136,40 @@ class PromptDataModule(L.LightningDataModule):
                 :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
             tokenizer: A tokenizer or its name, which the whole run then uses, exports included; ``None``: the
                 LightningModule's attribute ``tokenizer``.
+            streaming: Read ``data`` during training, for data too large to be opened as a whole. It can then also be a
+                pattern of files, a ``datasets.IterableDataset``, or a function that returns an iterable of rows;
+                ``validation_data`` is read as a whole.
+            shuffle_buffer_size: Rows of a stream that are read into memory and shuffled together.
+            passes: End a run over a stream with the iteration in which this many passes over the data are finished
+                (over all sources, or with ``Mixture(until="first")`` over the first to be); the iteration is filled
+                from the next pass. ``None``: the Trainer's limits end it.
 
         Raises:
-            ValueError: If an argument is out of range.
+            ValueError: If an argument is out of range, or there is a ``curriculum``, which orders whole passes, for a
+                stream.
         """
         refuse_arguments(type(self), unknown)
-        super().__init__()
+        super().__init__(
+            data,
+            split=split,
+            validation_split=validation_split,
+            subset=subset,
+            shuffle=shuffle,
+            seed=seed,
+            apply_chat_template=apply_chat_template,
+            system=system,
+            chat_template_kwargs=chat_template_kwargs,
+            special_tokens_in_text=special_tokens_in_text,
+            tokenizer=tokenizer,
+            streaming=streaming,
+            shuffle_buffer_size=shuffle_buffer_size,
+            passes=passes,
+        )
+        if streaming and curriculum is not None:
+            raise ValueError(
+                f"curriculum={curriculum!r} orders all prompts of a pass, which a stream does not know: leave "
+                "streaming=True out, or sort the files and give shuffle=False"
+            )
         check_integer("rollout_batch_size", rollout_batch_size, minimum=1)
         check_integer("micro_batch_size", micro_batch_size, minimum=1, optional=True)
         check_integer("max_tokens_per_micro_batch", max_tokens_per_micro_batch, minimum=1, optional=True)
@@ -152,24 +184,18 @@ class PromptDataModule(L.LightningDataModule):
             )
         check_integer("validation_batch_size", validation_batch_size, minimum=1)
         check_integer("max_prompt_length", max_prompt_length, minimum=1, optional=True)
-        check_integer("seed", seed)
         if overlong_prompts not in ("error", "drop"):
             raise ValueError(f"overlong_prompts must be 'error' or 'drop', got {overlong_prompts!r}")
-        check_special_tokens_in_text(special_tokens_in_text)
-        if pretraining_data is not None and not pretraining_data.keeps_tokens:
+        if pretraining_data is not None and pretraining_data.streaming:
             raise ValueError(
-                f"pretraining_data is a {type(pretraining_data).__name__}, and text beside samples is drawn by its "
-                "number, which a stream does not know: use SFTDataModule"
+                f"pretraining_data is a {type(pretraining_data).__name__} with streaming=True, and text beside samples "
+                "is drawn by its number, which a stream does not know: leave streaming=True out"
             )
-        self.data = as_mixture(data)
         self.prompt = prompt
         self.answer = answer
         self.answer_extractor = answer_extractor
         self.validation_data = None if validation_data is None else as_mixture(validation_data)
         self.pretraining_data = pretraining_data
-        self.split = split
-        self.validation_split = validation_split
-        self.subset = subset
         self.rollout_batch_size = rollout_batch_size
         self.micro_batch_size = 8 if micro_batch_size is None else micro_batch_size
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
@@ -178,38 +204,24 @@ class PromptDataModule(L.LightningDataModule):
         self.validation_batch_size = validation_batch_size
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts
-        self.shuffle = shuffle
-        self.seed = seed
         self.curriculum = curriculum
-        self.apply_chat_template = apply_chat_template
-        self.system = system
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.special_tokens_in_text = special_tokens_in_text
-        self.tokenizer = tokenizer
-        self._run_tokenizer = RunTokenizer(self)
-        self._is_open = False
-        self._rows: PromptRows | MixedPrompts | None = None
-        self._validation_rows: PromptRows | MixedPrompts | None = None
-        self._order: PromptOrder | None = None
-        self._cursor = PromptCursor()
-        self._saved_fingerprint: str | None = None
+        self._prompts: TablePrompts | StreamedPrompts | None = None
+        self._validation: TablePrompts | None = None
+        self._saved: dict[str, Any] | None = None  # state that is restored when the data is opened
         self._text: PretrainingText | None = None
         self._length: IterationLength | None = None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download and convert once per machine."""
-        self._prepare_training_data()
+        """Download and convert once per machine; rows of a stream are read during training."""
+        for source in [] if self.streaming else list_sources(self.data):
+            read_rows(source, split=self.split, subset=self.subset)
         for source in [] if self.validation_data is None else list_sources(self.validation_data):
             read_rows(source, split=self.validation_split, subset=self.subset)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = self.trainer
             self.pretraining_data.prepare_data()
-
-    def _prepare_training_data(self) -> None:
-        for source in list_sources(self.data):
-            read_rows(source, split=self.split, subset=self.subset)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the data and check it; a second call does nothing.
@@ -221,21 +233,38 @@ class PromptDataModule(L.LightningDataModule):
         trainer = self.trainer
         if trainer is not None and self.max_tokens_per_micro_batch is not None and stage == "fit":
             check_trainer(trainer)
-        tokenizer = self._run_tokenizer.find(None if trainer is None else trainer.lightning_module)
-        if self._is_open:
+        tokenizer = self._load_tokenizer()
+        if self._prompts is not None:
             return
-        self._open_training_data(tokenizer)
+        prompts = self._open_stream(tokenizer) if self.streaming else self._open_table(tokenizer)
         if self.validation_data is not None:
-            self._validation_rows = self._open(self.validation_data, self.validation_split, tokenizer)
+            self._validation = TablePrompts(self._open(self.validation_data, self.validation_split, tokenizer))
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = trainer
             self.pretraining_data.setup(stage)
-        self._is_open = True
+        if self._saved is not None:
+            prompts.load_state_dict(self._saved)
+        self._prompts = prompts
 
-    def _open_training_data(self, tokenizer: Any) -> None:
-        self._rows = self._open(self.data, self.split, tokenizer)
-        self._check_count()
-        self._check_fingerprint()
+    def _open_table(self, tokenizer: Any) -> TablePrompts:
+        return TablePrompts(
+            self._open(self.data, self.split, tokenizer),
+            batch_size=self.rollout_batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            curriculum=self.curriculum,
+            description=self._description,
+        )
+
+    def _open_stream(self, tokenizer: Any) -> StreamedPrompts:
+        return StreamedPrompts(
+            self.data,
+            self._prompt_columns(tokenizer),
+            lambda source, *arguments: self._source_stream(self._reader(source), *arguments),
+            description=self._description,
+            max_length=self.max_prompt_length,
+            overlong=self.overlong_prompts,
+        )
 
     def _open(self, data: Mixture | Source, split: str, tokenizer: Any) -> PromptRows | MixedPrompts:
         parts = [self._open_source(source, split, tokenizer) for source in list_sources(data)]
@@ -251,36 +280,26 @@ class PromptDataModule(L.LightningDataModule):
         )
 
     def _prompt_columns(self, tokenizer: Any) -> PromptColumns:
-        formatter = PromptFormatter(
-            tokenizer,
-            apply_chat_template=self.apply_chat_template,
-            system=self.system,
-            chat_template_kwargs=self.chat_template_kwargs,
-            special_tokens_in_text=self.special_tokens_in_text,
-        )
-        return PromptColumns(formatter, self.prompt, self.answer, self.answer_extractor)
+        return PromptColumns(self._formatter(tokenizer), self.prompt, self.answer, self.answer_extractor)
 
-    @staticmethod
-    def _opened(rows: PromptRows | MixedPrompts | None) -> PromptRows | MixedPrompts:
-        if rows is None:
+    @property
+    def _opened(self) -> TablePrompts | StreamedPrompts:
+        if self._prompts is None:
             raise RuntimeError("the data is not open yet: call PromptDataModule.setup() first (the Trainer does)")
-        return rows
+        return self._prompts
 
-    def _check_count(self) -> None:
-        rows = self._opened(self._rows)
-        if len(rows) < self.rollout_batch_size:
-            raise ValueError(
-                f"{self._description} has {len(rows)} prompts, fewer than rollout_batch_size "
-                f"{self.rollout_batch_size}, and a prompt cannot be in an iteration twice: lower rollout_batch_size or "
-                "add prompts"
-            )
-        if isinstance(rows, MixedPrompts):
-            rows.check_share(self.rollout_batch_size)
+    @property
+    def _opened_validation(self) -> TablePrompts:
+        if self._validation is None:
+            raise RuntimeError("the data is not open yet: call PromptDataModule.setup() first (the Trainer does)")
+        return self._validation
 
     def check_prompts(
         self, *, longest: int, reason: str, vocabulary: int | None = None, validation: bool = False
     ) -> None:
         """Check all prompts against the limits of the engine before anything is generated.
+
+        Those of a stream are checked when they are read.
 
         Args:
             longest: Tokens that a prompt may have.
@@ -292,13 +311,8 @@ class PromptDataModule(L.LightningDataModule):
             ValueError: If a prompt is too long and ``overlong_prompts`` is ``"error"``, too few prompts are left, or
                 one has a token outside the vocabulary.
         """
-        rows = self._opened(self._validation_rows if validation else self._rows)
-        for part in rows.parts if isinstance(rows, MixedPrompts) else [rows]:
-            part.check_vocabulary(vocabulary)
-            part.limit_lengths(longest, reason)
-        if not validation:
-            self._order = None  # some rows may be gone
-            self._check_count()
+        prompts = self._opened_validation if validation else self._opened
+        prompts.check(longest=longest, reason=reason, vocabulary=vocabulary)
 
     def check_columns(self, reader: str, *, answer: bool, columns: Sequence[str], validation: bool = False) -> None:
         """Check that the prompts have what a reward reads, before anything is generated.
@@ -312,7 +326,7 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: If no column of answers was named, or a column does not exist.
         """
-        for source, found in self._columns(validation):
+        for source, found in (self._opened_validation if validation else self._opened).source_columns():
             if answer and self.answer is None:
                 raise ValueError(
                     f"reward {reader!r} compares with the prompts' answers, and no column of answers was named: give "
@@ -328,37 +342,19 @@ class PromptDataModule(L.LightningDataModule):
                     f"{describe(source)} does not have{used}; it has {', '.join(left) or 'none'}"
                 )
 
-    def _columns(self, validation: bool) -> list[tuple[Source, list[str]]]:
-        """Each source of the prompts, with its columns."""
-        rows = self._opened(self._validation_rows if validation else self._rows)
-        if isinstance(rows, MixedPrompts):  # its prompts have the name of their source
-            return [(part.source, sorted({*part.rows.column_names, "source"})) for part in rows.parts]
-        return [(rows.source, list(rows.rows.column_names))]
-
-    @property
-    def _description(self) -> str:
-        return " and ".join(describe(source) for source in list_sources(self.data))
-
     def describe_data(self) -> str:
         """Sources, columns and numbers of prompts in one line, after ``setup``."""
         columns = ", ".join(name for name in (self.prompt, self.answer) if name is not None)
         text = f"{self._description} (columns {columns})" if columns else self._description
-        if self._rows is None:
-            text = f"a stream of {text}"
-        else:
-            parts = self._rows.parts if isinstance(self._rows, MixedPrompts) else [self._rows]
-            out = sum(len(part.rows) - len(part.kept) for part in parts)
-            text += f": {len(self._rows)} prompts" + (f", {out} rows left out" if out else "")
-        if self._validation_rows is None:
-            return text
-        return f"{text}; validation on {len(self._validation_rows)} prompts"
+        text = self._opened.describe(text)
+        return text if self._validation is None else f"{text}; validation on {self._validation.count} prompts"
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     @property
     def num_prompts(self) -> int:
-        """Number of training prompts."""
-        return len(self._opened(self._rows))
+        """Number of training prompts; RuntimeError for a stream, of which it is not known."""
+        return self._opened.count
 
     @property
     def has_validation_prompts(self) -> bool:
@@ -371,35 +367,29 @@ class PromptDataModule(L.LightningDataModule):
         curriculum = self.curriculum
         return curriculum is not None and (not isinstance(curriculum, DeclaresHistoryUse) or curriculum.uses_rewards)
 
-    def prompt_queue(self, after: dict[str, Any] | None = None) -> IterationQueue:
+    def prompt_queue(self, after: dict[str, Any] | None = None) -> IterationQueue | StreamQueue:
         """Make the queue of an iteration's prompts, without moving the cursor.
 
         Args:
             after: Where to begin: :attr:`IterationQueue.after` of the previous iteration; ``None``: at the cursor.
         """
-        rows = self._opened(self._rows)
-        if self._order is None:
-            pass_order = rows.pass_order if isinstance(rows, MixedPrompts) else None
-            self._order = PromptOrder(
-                len(rows),
-                seed=self.seed,
-                shuffle=self.shuffle,
-                plain=pass_order and partial(pass_order, seed=self.seed, shuffle=self.shuffle),
-                curriculum=self.curriculum,
-                column=rows.column,
-            )
-        cursor = self._cursor if after is None else PromptCursor.from_state_dict(after)
-        return IterationQueue(self._order, rows.__getitem__, cursor, rows.fingerprint())
+        return self._opened.queue(after)
 
     def prompt_column(self, name: str) -> dict[int, Any]:
-        """Return the values of a column of the training prompts, by their ``index``; ValueError if there is none."""
-        rows = self._opened(self._rows)
-        return rows.column_by_index(name)
+        """The values of a column of training prompts, by ``index``; ValueError if there is none, or for a stream."""
+        return self._opened.column(name)
 
     def set_cursor(self, after: dict[str, Any]) -> None:
-        """Move the cursor to :attr:`IterationQueue.after` of a trained iteration, unless the data differs."""
-        if after["fingerprint"] == self._opened(self._rows).fingerprint():
-            self._cursor = PromptCursor.from_state_dict(after)
+        """Move the cursor to :attr:`IterationQueue.after` of a trained iteration, unless the data differs.
+
+        Ends the run if ``passes`` are finished.
+        """
+        self._opened.set_cursor(after)
+        self._stop_at_end()
+
+    def _stop_at_end(self) -> None:
+        if isinstance(self._prompts, StreamedPrompts):
+            self._stop_after_passes(self._prompts.stream, self._prompts.untrained)
 
     def next_prompts(self, count: int) -> list[Prompt]:
         """Return the next prompts, all of different rows, without moving the cursor.
@@ -419,7 +409,7 @@ class PromptDataModule(L.LightningDataModule):
         """Return all validation prompts in the order of the file; none without ``validation_data``."""
         if self.validation_data is None:
             return []
-        rows = self._opened(self._validation_rows)
+        rows = self._opened_validation.rows
         return [rows[position] for position in range(len(rows))]
 
     def pretraining_batch(self, number: int) -> TokenBatch:
@@ -449,6 +439,7 @@ class PromptDataModule(L.LightningDataModule):
         """
         trainer = self._attached_trainer()
         source = experience_source_of(trainer)
+        self._stop_at_end()
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = trainer
             fixed = self.max_tokens_per_micro_batch is None
@@ -464,8 +455,9 @@ class PromptDataModule(L.LightningDataModule):
         if self.validation_data is None:
             return no_loader()
         trainer = self._attached_trainer()
-        rows = self._opened(self._validation_rows)
-        return PromptBatches(rows, self.validation_batch_size, trainer.global_rank, trainer.world_size)
+        return PromptBatches(
+            self._opened_validation.rows, self.validation_batch_size, trainer.global_rank, trainer.world_size
+        )
 
     def teardown(self, stage: str) -> None:
         """Give the Trainer its own ``accumulate_grad_batches`` back."""
@@ -480,37 +472,16 @@ class PromptDataModule(L.LightningDataModule):
             self._length.reset()
             self._length = None
 
-    def _attached_trainer(self) -> L.Trainer:
-        if self.trainer is None:
-            raise RuntimeError(
-                "PromptDataModule is not attached to a Trainer: pass it to trainer.fit(module, datamodule)"
-            )
-        return self.trainer
-
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor and a fingerprint of the data, as plain values."""
-        return {
-            **self._cursor.state_dict(),
-            "fingerprint": self._saved_fingerprint if self._rows is None else self._rows.fingerprint(),
-        }
+        if self._prompts is not None:
+            return self._prompts.state_dict()
+        return self._saved or {**PromptCursor().state_dict(), "fingerprint": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved prompt; if the data has changed, warn and begin a new pass."""
-        self._cursor = PromptCursor.from_state_dict(state_dict)
-        self._saved_fingerprint = state_dict["fingerprint"]
-        if self._rows is not None:
-            self._check_fingerprint()
-
-    def _check_fingerprint(self) -> None:
-        rows, saved = self._opened(self._rows), self._saved_fingerprint
-        if saved is not None and saved != rows.fingerprint():
-            log.warning(
-                "The prompts of %s are not those that the checkpoint was saved with (%d rows now); the order cannot be "
-                "continued, so a new pass over them begins",
-                self._description,
-                len(rows),
-            )
-            self._cursor = PromptCursor(self._cursor.number + 1)
-        self._saved_fingerprint = None
+        """Continue at the saved prompt; if data, weights, seed or block have changed, warn and begin a new pass."""
+        self._saved = state_dict
+        if self._prompts is not None:
+            self._prompts.load_state_dict(state_dict)

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rlhfkit.data.packing import permutation
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.prompts.rows import PromptRows
-from rlhfkit.datamodules.tokenization.mixture import Mixture
+from rlhfkit.datamodules.tokenization.mixture import Mixture, interleaved
 
 
 class MixedPrompts:
@@ -60,18 +61,17 @@ class MixedPrompts:
 
         A source continues where the previous pass left it, so that all of its prompts are used equally often.
         """
-        places: list[tuple[float, int, int]] = []
-        first = 0
-        for source, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
-            size = len(part)
-            orders: dict[int, Sequence[int]] = {}
-            for turn in range(count):
-                times, offset = divmod(number * count + turn, size)
-                if times not in orders:
-                    orders[times] = permutation(size, seed=seed + source, number=times) if shuffle else range(size)
-                places.append(((turn + 0.5) / count, source, first + orders[times][offset]))
-            first += size
-        return [row for _, _, row in sorted(places, key=lambda place: place[:2])]
+        counts, firsts = self.counts, list(accumulate((len(part) for part in self.parts), initial=0))
+        orders: dict[tuple[int, int], Sequence[int]] = {}
+        rows = []
+        for source, turn in interleaved(counts):
+            size = len(self.parts[source])
+            times, offset = divmod(number * counts[source] + turn, size)
+            if (source, times) not in orders:
+                shuffled = permutation(size, seed=seed + source, number=times) if shuffle else range(size)
+                orders[source, times] = shuffled
+            rows.append(firsts[source] + orders[source, times][offset])
+        return rows
 
     def check_share(self, batch_size: int) -> None:
         """Raise ValueError if a source has fewer prompts than its share of an iteration, which has no prompt twice."""

@@ -67,13 +67,25 @@ class Mixture:
             log.info("%s: %d of an epoch's %d examples, from %d", describe(name), count, sum(counts), size)
             if count < size:
                 log.warning("%s: %d of %d examples are left out of the mixture", describe(name), size - count, size)
-        places = []
+        orders = []
         for source, (size, count) in enumerate(zip(sizes, counts, strict=True)):
             rounds, rest = divmod(count, size)
-            taken = [*range(size)] * rounds + sorted(permutation(size, seed=seed, number=source)[:rest])
-            places += [((turn + 0.5) / count, source, index) for turn, index in enumerate(taken)]
-        places.sort()  # interleaves the sources in proportion, also without shuffling
-        return MixedExamples(examples, [(source, index) for _, source, index in places])
+            orders.append([*range(size)] * rounds + sorted(permutation(size, seed=seed, number=source)[:rest]))
+        return MixedExamples(examples, [(source, orders[source][turn]) for source, turn in interleaved(counts)])
+
+
+def next_source(shares: Sequence[float], taken: Sequence[int]) -> int:
+    """The source to take the next example from, so that each one's share is spread evenly.
+
+    Webster's method: the smallest ``(taken + 1/2) / share``; the first of equal ones.
+    """
+    return min(range(len(shares)), key=lambda source: (taken[source] + 0.5) / shares[source])
+
+
+def interleaved(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """(source, number in the source) of that many examples of each, in the order of :func:`next_source`."""
+    turns = [((turn + 0.5) / count, source, turn) for source, count in enumerate(counts) for turn in range(count)]
+    return [(source, turn) for _, source, turn in sorted(turns)]
 
 
 # A command line reads these types. With a class among them, jsonargparse would take the file that a text names for the

@@ -156,8 +156,8 @@ class KTOModule(ReferenceModule):
         if not mismatched:
             raise ValueError(
                 "the batch that starts an optimizer step has no mismatched pairs: KTO needs answers to at least two "
-                "different prompts in the data of UnpairedPreferenceDataModule, and in each optimizer step of "
-                "StreamingUnpairedPreferenceDataModule; loss_type='apo_zero_unpaired' does without"
+                "different prompts in the data of UnpairedPreferenceDataModule, and in each optimizer step of a "
+                "stream; loss_type='apo_zero_unpaired' does without"
             )
         sums = torch.zeros(2, device=self.device)
         for batch in mismatched:

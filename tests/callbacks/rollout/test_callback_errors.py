@@ -17,7 +17,6 @@ from rlhfkit import (
     Sample,
     SamplingSpec,
     SFTModule,
-    StreamingPromptDataModule,
     VLLMPool,
 )
 from rlhfkit.rewards import CodeExecution, OnLastTurn, WeightedSum, exact_match, math_match
@@ -66,7 +65,7 @@ def needs_a_package(samples: Sequence[Sample]) -> list[float]:
     raise AssertionError("an iteration was generated before the run was checked")
 
 
-@pytest.mark.parametrize("datamodule", [PromptDataModule, StreamingPromptDataModule])
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("reward", "answer", "error", "match"),
     [
@@ -98,7 +97,7 @@ def needs_a_package(samples: Sequence[Sample]) -> list[float]:
     ids=["package", "no answers", "no column", "column of answers"],
 )
 def test_what_a_reward_needs_is_checked_before_anything_is_loaded(
-    tmp_path: Path, datamodule: Any, reward: Any, answer: str | None, error: type[Exception], match: str
+    tmp_path: Path, streaming: bool, reward: Any, answer: str | None, error: type[Exception], match: str
 ) -> None:
     fails(
         tmp_path,
@@ -106,8 +105,7 @@ def test_what_a_reward_needs_is_checked_before_anything_is_loaded(
         match,
         module=NotLoaded,
         rollouts=callback(reward),
-        datamodule=datamodule,
-        data_arguments={"answer": answer},
+        data_arguments={"streaming": streaming, "answer": answer},
     )
 
 

@@ -10,7 +10,6 @@ from rlhfkit.data.formats.unpaired import (
     UnpairedExample,
     UnpairedExamples,
     UnpairedLoader,
-    UnpairedStreamLoader,
     collate_unpaired,
     rows_of_other_prompts,
 )
@@ -101,7 +100,7 @@ def test_a_step_brings_the_mismatched_pairs_of_its_answers_first_and_once(
             assert batch.desirable.tolist() == labels
     order = UnpairedLoader(
         examples, collate_unpaired, lengths=examples.lengths, targets=examples.targets, micro_batch_size=6
-    ).order(0)
+    ).schedule.order(0)
     for step, rows in {0: order[:6], 1: order[6:]}.items():
         assert Counter(steps[step]) == Counter(tuple(examples[row].mismatched.input_ids) for row in rows)
 
@@ -117,13 +116,16 @@ def test_a_step_of_a_stream_has_the_same_mismatched_pairs_on_any_ranks(
     prompts = [*PROMPTS, 8, *[9] * 6]
     answers = Answers(prompts)
 
-    def opened(place: Any) -> Any:
-        return ((row + 1, UnpairedExample(answers[row], row % 2 == 0)) for row in range(place or 0, len(prompts)))
+    class Stream:
+        fingerprint = ""
+
+        def open(self, place: Any = None) -> Any:
+            return ((row + 1, UnpairedExample(answers[row], row % 2 == 0)) for row in range(place or 0, len(prompts)))
 
     pairs: list[list[tuple[int, ...]]] = [[], [], []]
     for rank in range(ranks):
-        loader = UnpairedStreamLoader(
-            opened,
+        loader = UnpairedLoader(
+            Stream(),
             collate_unpaired,
             steps_per_epoch=3,
             micro_batch_size=size,

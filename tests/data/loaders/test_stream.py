@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit.data import StreamLoader, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data import StepLoader, TokenBatch, TokenExample, collate_tokens
 
 
 def example(number: int) -> TokenExample:
@@ -24,9 +24,19 @@ def open_stream(place: Any) -> Iterator[tuple[int, TokenExample]]:
             yield number + 1, example(number)
 
 
-def loader(**options: Any) -> StreamLoader[TokenBatch]:
+class Numbers:
+    """The stream of :func:`open_stream`."""
+
+    def __init__(self, fingerprint: str = "") -> None:
+        self.fingerprint = fingerprint
+
+    def open(self, place: Any = None) -> Iterator[tuple[int, TokenExample]]:
+        return open_stream(place)
+
+
+def loader(**options: Any) -> StepLoader[TokenBatch]:
     sizes: dict[str, Any] = {"steps_per_epoch": 3, "micro_batch_size": 2, "accumulate": 2} | options
-    return StreamLoader(open_stream, collate_tokens, **sizes)
+    return StepLoader(Numbers(), collate_tokens, **sizes)
 
 
 def numbers(batches: Any) -> list[list[int]]:
@@ -125,12 +135,10 @@ def test_an_epoch_that_the_trainer_ends_early_is_resumed_as_ended(limit: float, 
 
 
 def test_another_stream_begins_anew_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    stopped = StreamLoader(open_stream, collate_tokens, steps_per_epoch=3, micro_batch_size=2, fingerprint="one")
+    stopped = StepLoader(Numbers("one"), collate_tokens, steps_per_epoch=3, micro_batch_size=2)
     list(itertools.islice(stopped, 1))
     for fingerprint, first in (("one", [6, 9]), ("two", [3])):  # 0 is padding too
-        other = StreamLoader(
-            open_stream, collate_tokens, steps_per_epoch=3, micro_batch_size=2, fingerprint=fingerprint
-        )
+        other = StepLoader(Numbers(fingerprint), collate_tokens, steps_per_epoch=3, micro_batch_size=2)
         other.load_state_dict(stopped.state_dict())
         found = numbers(other)
         assert len(found) == 2  # steps of the epoch that are left

@@ -187,5 +187,3 @@ def test_statistics_of_a_prompt_have_the_latest_group_and_all_samples() -> None:
     assert twice == (6, 0.75, pytest.approx(4 / 6))
     saved = PromptCursor(history={3: twice}).state_dict()
     assert PromptCursor.from_state_dict(saved).history == {3: twice}
-    saved["history"] = [[3, 6, 0.75]]  # of a version without the mean
-    assert PromptCursor.from_state_dict(saved).history == {3: (6, 0.75, 0.75)}

@@ -18,7 +18,7 @@ from tiny_models import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.datamodules import PromptDataModule, StreamingPromptDataModule, final_answer
+from rlhfkit.datamodules import PromptDataModule, final_answer
 
 datasets = LazyModule("datasets")
 
@@ -128,9 +128,10 @@ def test_texts_and_chat_messages_may_be_in_one_column() -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
     rows = [{"question": "a"}, {"question": [{"role": "user", "content": "b"}]}, {"question": "c"}]
     source = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
-    for kind in (PromptDataModule, StreamingPromptDataModule):
-        data = kind(
+    for streaming in (False, True):
+        data = PromptDataModule(
             source,
+            streaming=streaming,
             prompt="question",
             rollout_batch_size=3,
             tokenizer=tokenizer,
@@ -395,7 +396,7 @@ def test_validation_batches_are_dealt_to_ranks_and_all_ranks_have_equally_many(w
     from rlhfkit.datamodules.prompts.rows import PromptBatches
 
     data = module(write_rows(ROWS), validation_data=write_rows(ROWS[:7], "held_out.jsonl"))
-    shares = [PromptBatches(data._validation_rows, 3, rank, 2) for rank in range(2)]
+    shares = [PromptBatches(data._validation.rows, 3, rank, 2) for rank in range(2)]
     assert [len(share) for share in shares] == [3, 3]
     indices = [[[prompt.index for prompt in batch] for batch in share] for share in shares]
     assert indices == [[[0, 2], [3, 5], [6]], [[1], [4], []]]

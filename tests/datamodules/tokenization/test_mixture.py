@@ -138,11 +138,6 @@ def test_bad_mixtures_are_refused(weights: Any, options: Any, message: str) -> N
         "PromptDataModule",
         "SFTDataModule",
         "StepwiseDataModule",
-        "StreamingPreferenceDataModule",
-        "StreamingPromptDataModule",
-        "StreamingSFTDataModule",
-        "StreamingStepwiseDataModule",
-        "StreamingUnpairedPreferenceDataModule",
         "UnpairedPreferenceDataModule",
     ],
 )
@@ -153,13 +148,14 @@ def test_the_command_line_can_make_every_datamodule(name: str) -> None:
     kind = getattr(rlhfkit, name)
     parser = ArgumentParser()
     parser.add_class_arguments(kind, "data", fail_untyped=False)
-    counted = name.startswith("Streaming") and name != "StreamingPromptDataModule"
-    arguments = ["--data.data=a.jsonl"] + ["--data.steps_per_epoch=2"] * counted
+    arguments = ["--data.data=a.jsonl"]
     assert parser.instantiate(parser.parse_args(arguments)).data.data == "a.jsonl"
     arguments[0] = '--data.data={"a.jsonl": 3, "b.jsonl": 1}'
     mixture = parser.instantiate(parser.parse_args(arguments)).data.data
     assert mixture.sources == ["a.jsonl", "b.jsonl"]
     assert mixture.weights == [0.75, 0.25]
+    streamed = ["--data.streaming=true"] + ["--data.steps_per_epoch=2"] * (name != "PromptDataModule")
+    assert parser.instantiate(parser.parse_args(arguments + streamed)).data.streaming
 
 
 def test_preference_pairs_are_mixed_too(write_rows: Write) -> None:

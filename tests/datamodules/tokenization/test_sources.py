@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 from lazy_module import LazyModule
 from tiny_models import tiny_tokenizer
 
-from rlhfkit.datamodules import StreamingSFTDataModule
+from rlhfkit.datamodules import SFTDataModule
 from rlhfkit.datamodules.tokenization.sources import check_columns, read_rows
 
 datasets = LazyModule("datasets")
@@ -126,9 +126,11 @@ def test_a_file_that_is_not_utf8_is_named_with_line_byte_and_cure(tmp_path: Path
     message = rf"{name} is not UTF-8: line 2 has the byte 0xe9 .*iconv"
     with pytest.raises(ValueError, match=message):
         read_rows(str(tmp_path / name))
-    data = StreamingSFTDataModule(str(tmp_path / name), text="prompt", steps_per_epoch=1, tokenizer=tiny_tokenizer())
+    data = SFTDataModule(
+        str(tmp_path / name), streaming=True, text="prompt", steps_per_epoch=1, tokenizer=tiny_tokenizer()
+    )
     with pytest.raises(ValueError, match=message):
-        data.setup("fit") or next(data.open_stream())
+        data.setup("fit") or next(data.stream.open())
 
 
 def test_a_column_of_two_types_is_named_with_both_rows() -> None:

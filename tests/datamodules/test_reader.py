@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lazy_module import LazyModule
 
-from rlhfkit.datamodules.streams.reader import RowReader
+from rlhfkit.datamodules.streaming import RowReader
 from rlhfkit.datamodules.tokenization.sources import read_rows
 
 datasets = LazyModule("datasets")

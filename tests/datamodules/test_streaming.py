@@ -1,6 +1,6 @@
 """Streams of examples: every row once per pass, the same again from any position, and the same as without streaming.
 
-Covers rows.py.
+Covers streaming.py.
 """
 
 import gzip
@@ -20,20 +20,15 @@ from lazy_module import LazyModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_models import tiny_tokenizer
 
-from rlhfkit.data import StreamLoader, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data import StepLoader, TokenBatch, TokenExample, collate_tokens
 from rlhfkit.datamodules import (
     Mixture,
     PreferenceDataModule,
     SFTDataModule,
     StepwiseDataModule,
-    StreamingPreferenceDataModule,
-    StreamingSFTDataModule,
-    StreamingStepwiseDataModule,
-    StreamingUnpairedPreferenceDataModule,
     UnpairedPreferenceDataModule,
 )
-from rlhfkit.datamodules.streams.reader import RowReader
-from rlhfkit.datamodules.streams.rows import SourceStream, interleave
+from rlhfkit.datamodules.streaming import MixedStream, RowReader, SourceStream
 from rlhfkit.losses import aggregate
 
 datasets = LazyModule("datasets")
@@ -42,15 +37,15 @@ Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "completion": "x" * (i % 4) + str(i + 1)} for i in range(25)]
 
 
-def module(data: Any, **options: Any) -> StreamingSFTDataModule:
-    defaults = {"tokenizer": tiny_tokenizer(), "steps_per_epoch": 3, "shuffle_block": 10}
-    made = StreamingSFTDataModule(data, **(defaults | options))
+def module(data: Any, **options: Any) -> SFTDataModule:
+    defaults = {"tokenizer": tiny_tokenizer(), "streaming": True, "steps_per_epoch": 3, "shuffle_buffer_size": 10}
+    made = SFTDataModule(data, **(defaults | options))
     made.setup("fit")
     return made
 
 
-def taken(data: StreamingSFTDataModule, count: int, place: Any = None) -> list[tuple[Any, list[int]]]:
-    return [(at, example.input_ids) for at, example in itertools.islice(data.open_stream(place), count)]
+def taken(data: SFTDataModule, count: int, place: Any = None) -> list[tuple[Any, list[int]]]:
+    return [(at, example.input_ids) for at, example in itertools.islice(data.stream.open(place), count)]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "folder"])
@@ -145,17 +140,19 @@ def test_no_row_is_lost_or_doubled_by_a_stop_and_another_number_of_ranks(
             seed=7 if shuffled else None,
         )
 
-    def opened(place: Any) -> Any:
-        return interleave([source(number) for number in range(len(sources))], [1 / len(sources)] * len(sources), place)
+    mixture = Mixture([(number, 1) for number in range(len(sources))])
 
-    def ranks(world: int, together: int) -> list[StreamLoader[TokenBatch]]:
+    def stream() -> MixedStream[TokenExample]:
+        return MixedStream(mixture, [source(number) for number in range(len(sources))])
+
+    def ranks(world: int, together: int) -> list[StepLoader[TokenBatch]]:
         options = {"steps_per_epoch": 3, "micro_batch_size": micro, "accumulate": accumulate}
         return [
-            StreamLoader(opened, collate_tokens, rank=rank, world_size=world, ranks_per_forward=together, **options)
+            StepLoader(stream(), collate_tokens, rank=rank, world_size=world, ranks_per_forward=together, **options)
             for rank in range(world)
         ]
 
-    def trained(loaders: list[StreamLoader[TokenBatch]], epochs: int, batches: int) -> list[tuple[int, ...]]:
+    def trained(loaders: list[StepLoader[TokenBatch]], epochs: int, batches: int) -> list[tuple[int, ...]]:
         each = [[batch for _ in range(epochs) for batch in one][:batches] for one in loaders]
         assert len({len(one) for one in each}) == 1
         return [
@@ -174,7 +171,7 @@ def test_no_row_is_lost_or_doubled_by_a_stop_and_another_number_of_ranks(
     for one in second:
         one.load_state_dict(state)
     seen += trained(second, 2, 99)
-    expected = [tuple(example.input_ids) for _, example in itertools.islice(opened(None), len(seen))]
+    expected = [tuple(example.input_ids) for _, example in itertools.islice(stream().open(), len(seen))]
     assert sorted(seen) == sorted(expected)
     for number, parts in enumerate(sources):  # a pass has each row once
         own = [one[1:] for one in expected if one[0] == 1 + number]
@@ -191,17 +188,17 @@ SHEPHERD = [{"input": f"{i}=a!b!", "labels": f"{i}=a+b{'+-'[i % 2]}"} for i in r
 
 
 @pytest.mark.parametrize(
-    ("streaming", "kind", "rows", "options"),
+    ("kind", "rows", "options"),
     [
-        (StreamingPreferenceDataModule, PreferenceDataModule, PAIRS, {}),
-        (StreamingPreferenceDataModule, PreferenceDataModule, PAIRS, {"max_length": 7, "overlong": "drop"}),
-        (StreamingPreferenceDataModule, PreferenceDataModule, IMPLICIT, {"max_length": 6}),
-        (StreamingStepwiseDataModule, StepwiseDataModule, STEPS, {"max_length": 7}),
-        (StreamingStepwiseDataModule, StepwiseDataModule, SHEPHERD, {"text": "input", "step_token": "!"}),
+        (PreferenceDataModule, PAIRS, {}),
+        (PreferenceDataModule, PAIRS, {"max_length": 7, "overlong": "drop"}),
+        (PreferenceDataModule, IMPLICIT, {"max_length": 6}),
+        (StepwiseDataModule, STEPS, {"max_length": 7}),
+        (StepwiseDataModule, SHEPHERD, {"text": "input", "step_token": "!"}),
     ],
 )
 def test_pairs_and_steps_are_those_of_a_file_that_was_read_as_a_whole(
-    write_rows: Write, streaming: Any, kind: Any, rows: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    write_rows: Write, kind: Any, rows: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def opened(made: Any) -> Any:
         made.setup("fit")
@@ -212,12 +209,12 @@ def test_pairs_and_steps_are_those_of_a_file_that_was_read_as_a_whole(
     expected = [examples[index] for index in range(len(examples))]
     said = [record.message for record in caplog.records if "rows" in record.message or "of 20 pairs" in record.message]
     caplog.clear()
-    data = opened(streaming(write_rows(rows), steps_per_epoch=2, **common))
-    found = list(itertools.islice(data.open_stream(), 2 * len(expected)))
+    data = opened(kind(write_rows(rows), streaming=True, steps_per_epoch=2, **common))
+    found = list(itertools.islice(data.stream.open(), 2 * len(expected)))
     assert [example for _, example in found] == expected * 2
     assert {record.message for record in caplog.records if "of 20" in record.message} == set(said)
     for cut in (1, 7, len(expected)):
-        rest = itertools.islice(data.open_stream(found[cut - 1][0]), 5)
+        rest = itertools.islice(data.stream.open(found[cut - 1][0]), 5)
         assert [example for _, example in rest] == (expected * 2)[cut : cut + 5]
     assert [example.num_tokens for example in expected] == examples.lengths
     assert [example.targets for example in expected] == examples.targets
@@ -237,7 +234,7 @@ def test_a_step_of_all_labelled_answers_is_that_of_a_file_that_was_read_as_a_who
     found = []
     for data in (
         UnpairedPreferenceDataModule(path, micro_batch_size=count, **common),
-        StreamingUnpairedPreferenceDataModule(path, micro_batch_size=count, steps_per_epoch=2, **common),
+        UnpairedPreferenceDataModule(path, streaming=True, micro_batch_size=count, steps_per_epoch=2, **common),
     ):
         data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
         data.setup("fit")
@@ -262,16 +259,18 @@ def test_a_bad_pair_is_named_when_it_is_read(write_rows: Write) -> None:
         path = Path(write_rows(PAIRS[:1], "rows.jsonl"))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         source = iter([rows, rows]).__next__ if "chosen" in bad else path  # a file has columns of one type
-        data = StreamingPreferenceDataModule(source, tokenizer=tiny_tokenizer(), steps_per_epoch=1, shuffle=False)
+        data = PreferenceDataModule(
+            source, streaming=True, tokenizer=tiny_tokenizer(), steps_per_epoch=1, shuffle=False
+        )
         data.setup("fit")
         with pytest.raises(ValueError, match=message):
-            list(itertools.islice(data.open_stream(), 4))
+            list(itertools.islice(data.stream.open(), 4))
 
 
 def test_rows_of_images_are_refused_when_they_are_read() -> None:
     """A table tells before training that some of its rows have images; a stream reads them one by one."""
     rows = [{"text": "a", "image": None}, {"text": "b"}, {"text": "c", "image": "c.png"}]
-    data = module(lambda: iter(rows), shuffle=False, shuffle_block=1)
+    data = module(lambda: iter(rows), shuffle=False, shuffle_buffer_size=1)
     with pytest.raises(ValueError, match="the given rows, row 2 has a column 'image', which cannot be trained on yet"):
         taken(data, 3)
 
@@ -289,14 +288,14 @@ def test_the_first_row_needs_no_types_of_a_table() -> None:
 
 
 def test_a_checkpoint_of_other_data_seed_or_blocks_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
-    def started(data: Any = ROWS, **options: Any) -> StreamingSFTDataModule:
+    def started(data: Any = ROWS, **options: Any) -> SFTDataModule:
         made = module(data, micro_batch_size=2, **options)
         made.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
         return made
 
     stopped = started()
     list(itertools.islice(stopped.train_dataloader(), 2))
-    changes: list[dict[str, Any]] = [{"seed": 1}, {"shuffle_block": 9}, {"data": ROWS[::-1]}, {"shuffle": False}]
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"shuffle_buffer_size": 9}, {"data": ROWS[::-1]}, {"shuffle": False}]
     for options in [{}, *changes, {"data": [*ROWS, ROWS[3]], "max_length": 99}]:
         caplog.clear()
         resumed = started(**options)
@@ -308,7 +307,7 @@ def test_a_checkpoint_of_other_data_seed_or_blocks_begins_anew(caplog: pytest.Lo
 
 
 def test_what_is_cut_or_left_out_is_counted(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
-    data = module(write_rows(ROWS), max_length=6, shuffle_block=25)
+    data = module(write_rows(ROWS), max_length=6, shuffle_buffer_size=25)
     taken(data, 26)
     assert "of 25 rows were truncated at max_length 6" in caplog.text
     with pytest.raises(ValueError, match="row 12, has 11 tokens, more than max_length 6"):
@@ -322,7 +321,10 @@ def test_what_is_cut_or_left_out_is_counted(write_rows: Write, caplog: pytest.Lo
     [
         (ROWS, {"num_proc": 2}, "num_proc=2 needs all of the data at once"),
         (ROWS, {"max_tokens_per_micro_batch": 4096}, "max_tokens_per_micro_batch=4096 needs all of the data at once"),
-        (ROWS, {"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1, got 0"),
+        (ROWS, {"steps_per_epoch": None}, "give steps_per_epoch"),
+        (ROWS, {"streaming": False}, "steps_per_epoch=3 is for streaming=True"),
+        (ROWS, {"streaming": False, "steps_per_epoch": None, "passes": 2}, "passes=2 ends a run over a stream"),
+        (ROWS, {"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1 or None, got 0"),
         ([{"question": "a"}], {}, "has the columns question, which is none of the kinds"),
         ([{"text": "a", "images": "b"}], {}, "has a column 'images'"),
     ],

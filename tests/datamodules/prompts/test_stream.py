@@ -1,6 +1,6 @@
 """Streams of prompts: none lost or doubled, the same from any cursor, and a run that stops goes on bitwise.
 
-Covers prompt_queue.py and ending.py.
+Covers stream.py.
 """
 
 import itertools
@@ -17,16 +17,22 @@ from rl_runs import setup_run, weights
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import DynamicSampling, PromptDataModule, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.datamodules import Mixture, StreamingPromptDataModule, StreamingSFTDataModule
-from rlhfkit.datamodules.streams.prompt_queue import StreamQueue
+from rlhfkit.datamodules import Mixture, SFTDataModule
+from rlhfkit.datamodules.prompts.stream import StreamQueue
 
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}", "level": i % 3} for i in range(25)]
 
 
-def module(data: Any, **options: Any) -> StreamingPromptDataModule:
-    defaults = {"tokenizer": tiny_tokenizer(), "answer": "answer", "shuffle_block": 10, "rollout_batch_size": 4}
-    made = StreamingPromptDataModule(data, **(defaults | options))
+def module(data: Any, **options: Any) -> PromptDataModule:
+    defaults = {
+        "tokenizer": tiny_tokenizer(),
+        "answer": "answer",
+        "streaming": True,
+        "shuffle_buffer_size": 10,
+        "rollout_batch_size": 4,
+    }
+    made = PromptDataModule(data, **(defaults | options))
     made.setup("fit")
     return made
 
@@ -54,7 +60,7 @@ def test_requeued_prompts_come_first_and_a_resumed_run_draws_what_the_straight_o
     if mixed:
         data = {data: 2, write_rows([row | {"prompt": row["prompt"] + "?"} for row in ROWS[:7]], "b.jsonl"): 1}
 
-    def history(made: StreamingPromptDataModule, first: int, count: int) -> list[tuple[list[str], Any]]:
+    def history(made: PromptDataModule, first: int, count: int) -> list[tuple[list[str], Any]]:
         found = []
         for number in range(first, first + count):
             chance = random.Random(number)
@@ -87,7 +93,7 @@ def test_iterations_side_by_side_wait_for_requeued_prompts_in_order(write_rows: 
     assert [prompt.index for prompt in second.take(3)] == [4, 5, 6]
     first.requeue([drawn[2], drawn[0]])
     first.cursor = second.in_front_of(first.cursor._replace(next=second.cursor.next))
-    later = StreamQueue(first._stream, first.cursor)
+    later = StreamQueue(first._reader, first.cursor)
     assert [prompt.index for prompt in later.take(6)] == [4, 5, 6, 0, 2, 7]
     assert [prompt.index for prompt in later.take(1)] == [8]
     later.requeue(later.take(1))
@@ -107,8 +113,7 @@ def test_little_of_an_endless_source_is_read_ahead_or_kept() -> None:
         assert len(data.next_prompts(50)) == 50
         data.advance(50)
         assert read[0] < drawn + 50 + 2 * 10
-    assert data._stream is not None
-    assert not data._stream._kept
+    assert not data._prompts.reader._kept
 
 
 def test_rows_that_make_no_prompt_are_named_when_they_are_read(write_rows: Write, caplog: Any) -> None:
@@ -137,8 +142,10 @@ def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.
     path = write_rows(ROWS)
     with pytest.raises(ValueError, match=r"orders all prompts of a pass, which a stream does not know"):
         module(path, curriculum=lambda one: one.rows)
-    text = StreamingSFTDataModule(path, steps_per_epoch=1)
-    with pytest.raises(ValueError, match=r"pretraining_data is a StreamingSFTDataModule, and .* use SFTDataModule"):
+    text = SFTDataModule(path, streaming=True, steps_per_epoch=1)
+    with pytest.raises(
+        ValueError, match=r"pretraining_data is a SFTDataModule with streaming=True, and .* leave streaming=True out"
+    ):
         PromptDataModule(path, pretraining_data=text)
     with pytest.raises(ValueError, match="passes must be an integer of at least 1 or None, got 0"):
         module(path, passes=0)
@@ -189,8 +196,7 @@ def run(tmp_path: Path) -> Any:
     def fit(watch: Watch, staleness: int = 0, ckpt_path: str | None = None, **options: Any) -> Any:
         trainer, made, data, _ = setup_run(
             tmp_path,
-            datamodule=StreamingPromptDataModule,
-            data_arguments={"shuffle_block": 16} | options,
+            data_arguments={"streaming": True, "shuffle_buffer_size": 16} | options,
             rollouts=RolloutCallback(
                 by_number,
                 sampling=SamplingSpec(group_size=4, max_new_tokens=2),

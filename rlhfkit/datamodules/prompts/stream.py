@@ -1,0 +1,273 @@
+"""The prompts of a stream by their number, and how an iteration draws them.
+
+A cursor holds the number of the next prompt and the position in front of it, and the same of prompts that were drawn
+and not used: after a resume they are found again by reading from there.
+"""
+
+import dataclasses
+import logging
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+from rlhfkit.data.types import Prompt
+from rlhfkit.datamodules.prompts.columns import PromptColumns
+from rlhfkit.datamodules.prompts.mixed import source_names
+from rlhfkit.datamodules.streaming import MixedStream, PlacedRow, Position, SourceStream
+from rlhfkit.datamodules.tokenization.mixture import Mixture, list_sources
+from rlhfkit.datamodules.tokenization.sources import check_columns
+
+log = logging.getLogger(__name__)
+
+Place = tuple[int, Position | None]
+"""Number of a prompt in the stream, from 0, and the position in front of it; ``None``: the beginning."""
+
+
+class StreamCursor(NamedTuple):
+    """Where the next prompt of a stream is drawn."""
+
+    next: Place = (0, None)
+    """The first prompt that was never drawn."""
+    postponed: tuple[Place, ...] = ()
+    """Prompts that were drawn and not used, which come first."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor as plain values, for a checkpoint."""
+        return {"next": list(self.next), "postponed": [list(place) for place in self.postponed]}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Inverse of :meth:`state_dict`; ignores other entries of ``state``."""
+        number, position = state["next"]
+        return cls((number, position), tuple((number, position) for number, position in state["postponed"]))
+
+
+class PromptReader:
+    """Reads a stream of prompts forward, and keeps those that may be drawn again. Safe to use from several threads."""
+
+    def __init__(self, stream: MixedStream[Prompt]) -> None:
+        self.stream = stream
+        self._lock = threading.Lock()
+        self._kept: dict[int, tuple[Prompt, Position]] = {}  # by number, with the position behind it
+        self._opened: Iterator[tuple[Position, Prompt]] | None = None
+        self._number = 0  # of the next prompt of ``_opened``
+
+    def read(self, place: Place) -> tuple[Prompt, Place]:
+        """Return a copy of a prompt, whose ``index`` is its number, and the place behind it."""
+        number, start = place
+        with self._lock:
+            if number not in self._kept:
+                if self._opened is None or self._number > number:
+                    self._opened, self._number = self.stream.open(start), number
+                while self._number <= number:  # also over prompts between two that were postponed
+                    position, prompt = next(self._opened)
+                    self._number += 1
+                self._kept[number] = prompt, position
+            prompt, behind = self._kept[number]
+        return dataclasses.replace(prompt, index=number, metadata=dict(prompt.metadata)), (number + 1, behind)
+
+    def forget(self, cursor: StreamCursor) -> None:
+        """Free the prompts that nobody draws again when iterations begin at this cursor."""
+        needed = {number for number, _ in cursor.postponed}
+        with self._lock:
+            self._kept = {
+                number: kept for number, kept in self._kept.items() if number >= cursor.next[0] or number in needed
+            }
+
+    def restart(self) -> None:
+        """Read again what was read, because rows become other prompts now."""
+        with self._lock:
+            self._kept, self._opened = {}, None
+
+
+class StreamQueue:
+    """The queue of prompts of one iteration: none is drawn twice, and those that were not used can be requeued."""
+
+    def __init__(self, reader: PromptReader, cursor: StreamCursor) -> None:
+        self.cursor = cursor
+        """Where the next prompt is drawn."""
+        self._reader = reader
+        self._drawn: dict[int, Place] = {}  # by number, in the order of drawing
+
+    @property
+    def remaining(self) -> int:
+        """A stream has no end."""
+        return sys.maxsize
+
+    def take(self, count: int) -> list[Prompt]:
+        """Draw the next prompts."""
+        prompts = []
+        waiting = [place for place in self.cursor.postponed if place[0] not in self._drawn]
+        taken, beyond = waiting[:count], self.cursor.next
+        for place in taken:
+            prompts.append(self._reader.read(place)[0])
+        while len(prompts) < count:
+            taken.append(beyond)
+            prompt, beyond = self._reader.read(beyond)
+            prompts.append(prompt)
+        self._drawn |= {place[0]: place for place in taken}
+        used = {number for number, _ in taken}
+        self.cursor = StreamCursor(beyond, tuple(place for place in self.cursor.postponed if place[0] not in used))
+        return prompts
+
+    def requeue(self, prompts: Sequence[Prompt]) -> None:
+        """Put drawn prompts at the front of the next iteration, in the order of drawing."""
+        self.cursor = self._in_front({prompt.index for prompt in prompts}, self.cursor)
+
+    def in_front_of(self, cursor: StreamCursor) -> StreamCursor:
+        """The cursor with all drawn prompts in front of it, in the order of drawing."""
+        return self._in_front(self._drawn, cursor)
+
+    def _in_front(self, numbers: Collection[int], cursor: StreamCursor) -> StreamCursor:
+        places: Iterable[Place] = (place for number, place in self._drawn.items() if number in numbers)
+        return cursor._replace(postponed=(*places, *cursor.postponed))
+
+    def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
+        """Do nothing: there is no curriculum."""
+
+    @property
+    def after(self) -> dict[str, Any]:
+        """Cursor after this iteration and the fingerprint, as plain values."""
+        return {**self.cursor.state_dict(), "fingerprint": self._reader.stream.fingerprint}
+
+
+class StreamedPrompts:
+    """Training prompts that are read and tokenised when they are drawn, and the cursor.
+
+    The prompts of iterations that were not trained on are in memory, and one block of each source. The ``index`` of a
+    prompt is its number in the stream, not its row, and goes on in the next pass, so an iteration in which a pass ends
+    may have a row twice. All ranks draw the same prompts.
+
+    Args:
+        data: The source, or a mixture of sources.
+        columns: Make rows into prompts.
+        open_source: Opens the stream of a source, given what makes prompts of its rows and which columns they need.
+        description: Of the data, for messages.
+        max_length: Tokens that a prompt may have; ``None``: unlimited.
+        overlong: ``"error"`` or ``"drop"`` for longer ones.
+    """
+
+    CHUNK = 100
+    """Rows that are tokenised together, ahead of those that are drawn."""
+
+    def __init__(
+        self,
+        data: Any,
+        columns: PromptColumns,
+        open_source: Callable[..., SourceStream[Prompt]],
+        *,
+        description: str,
+        max_length: int | None,
+        overlong: Literal["error", "drop"],
+    ) -> None:
+        self.data = data
+        self.columns = columns
+        self.description = description
+        self.overlong = overlong
+        self.cursor = StreamCursor()
+        self._limits = [] if max_length is None else [(max_length, f"max_prompt_length {max_length}")]
+        self._vocabulary: int | None = None
+        names = iter(source_names(list_sources(data)) if isinstance(data, Mixture) else [None])
+        self.stream = MixedStream.opened(data, lambda source: self._open(source, next(names), open_source))
+        self.reader = PromptReader(self.stream)
+
+    def _open(
+        self, source: Any, name: str | None, open_source: Callable[..., SourceStream[Prompt]]
+    ) -> SourceStream[Prompt]:
+        columns = self.columns
+
+        def make(rows: Sequence[PlacedRow]) -> Iterator[list[Prompt]]:
+            return self._make_prompts(rows, name, stream.reader.name)
+
+        stream = open_source(source, make, (columns.prompt, columns.answer), "a prompt that is short enough")
+        check_columns(stream.reader.head, source, prompt=columns.prompt, answer=columns.answer)
+        columns.text(stream.reader.head[0], f"{stream.reader.name}, row 0,")
+        return stream
+
+    def _make_prompts(self, rows: Sequence[PlacedRow], name: str | None, source: str) -> Iterator[list[Prompt]]:
+        """Yield the prompt of each row, or none for one that is dropped."""
+        columns, dropped = self.columns, 0
+        for start in range(0, len(rows), self.CHUNK):
+            chunk = rows[start : start + self.CHUNK]
+            texts = [columns.text(row, where) for where, row in chunk]
+            tokenized = columns.tokenize([row for _, row in chunk], texts)
+            for (where, row), text, token_ids in zip(chunk, texts, tokenized, strict=True):
+                columns.check_tokens(row, where, token_ids)
+                columns.check_token(max(token_ids), self._vocabulary, where)
+                if not self._fits(len(token_ids), where):
+                    dropped += 1
+                    yield []
+                    continue
+                prompt = columns.make(row, 0, text, token_ids)
+                if name is not None:
+                    prompt.metadata.setdefault("source", name)
+                yield [prompt]
+        if dropped:
+            log.warning("%s: %d of %d prompts are too long and are dropped", source, dropped, len(rows))
+
+    def _fits(self, length: int, where: str) -> bool:
+        limit, reason = min(self._limits, default=(length, ""))
+        if length > limit and self.overlong == "error":
+            raise ValueError(
+                f"the prompt of {where} has {length} tokens, more than {limit} ({reason}): raise the limit, shorten "
+                "it, or drop such prompts with overlong_prompts='drop'"
+            )
+        return length <= limit
+
+    def check(self, *, longest: int, reason: str, vocabulary: int | None) -> None:
+        """Check prompts when they are read: their length, and that the model knows their tokens."""
+        self._limits, self._vocabulary = [*self._limits, (longest, reason)], vocabulary
+        self.reader.restart()
+
+    def source_columns(self) -> list[tuple[Any, list[str]]]:
+        """Each source, with the columns of its first row."""
+        named = ["source"] if isinstance(self.data, Mixture) else []
+        heads = [stream.reader.head for stream in self.stream.sources]
+        return [(one, [*head.column_names, *named]) for one, head in zip(list_sources(self.data), heads, strict=True)]
+
+    def describe(self, text: str) -> str:
+        """``text``, the names of sources and columns, as a description of these prompts."""
+        return f"a stream of {text}"
+
+    @property
+    def count(self) -> int:
+        """Raise RuntimeError: the number of prompts of a stream is not known."""
+        raise RuntimeError("the number of prompts of a stream is not known: leave streaming=True out")
+
+    def column(self, name: str) -> dict[int, Any]:
+        """Raise ValueError: the values of prompts that were not read are not known."""
+        raise ValueError(
+            f"the column {name!r} is needed for all prompts before training, which a stream does not know: leave "
+            "streaming=True out"
+        )
+
+    def queue(self, after: dict[str, Any] | None) -> StreamQueue:
+        """The queue of an iteration's prompts."""
+        return StreamQueue(self.reader, self.cursor if after is None else StreamCursor.from_state_dict(after))
+
+    def set_cursor(self, after: dict[str, Any]) -> None:
+        """Move the cursor to the end of a trained iteration, unless the data differs."""
+        if after["fingerprint"] == self.stream.fingerprint:
+            self.cursor = StreamCursor.from_state_dict(after)
+            self.reader.forget(self.cursor)
+
+    @property
+    def untrained(self) -> Position | None:
+        """The position in front of the first prompt that was not trained on; ``None``: the beginning."""
+        return min((self.cursor.next, *self.cursor.postponed), key=lambda place: place[0])[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor and a fingerprint of the data, as plain values."""
+        return {**self.cursor.state_dict(), "fingerprint": self.stream.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the saved prompt; if data, weights, seed or block have changed, warn and begin a new pass."""
+        self.cursor = StreamCursor.from_state_dict(state)
+        if state["fingerprint"] not in (None, self.stream.fingerprint):
+            log.warning(
+                "The stream of %s, its weights, seed or shuffle_buffer_size are not those that the checkpoint was "
+                "saved with; the order cannot be continued, so a new pass begins",
+                self.description,
+            )
+            self.cursor = StreamCursor((self.cursor.next[0], None))
