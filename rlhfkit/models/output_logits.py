@@ -53,8 +53,8 @@ class OutputLogits(NamedTuple):
 
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
-_MULTIPLY = ("hyperclovax",)
-"""Families that multiply by ``logits_scaling``, by which Granite divides."""
+_POWERS = {"granite": -1, "granitemoe": -1, "granitemoeshared": -1, "granitemoehybrid": -1, "hyperclovax": 1}
+"""Families that divide their logits by ``logits_scaling``, or multiply; MiniCPM 3 divides hidden states by it."""
 
 
 def output_logits(model: nn.Module) -> OutputLogits | None:
@@ -69,8 +69,7 @@ def output_logits(model: nn.Module) -> OutputLogits | None:
         _warn_once(type(model).__name__)
         return None
     found = {name: getattr(text, name, None) for name in (*_SOFT_CAPS, *_FACTORS, "logits_scaling")}
-    scale = float(found["logits_scaling"] or 1.0)
-    scale = scale if text.model_type in _MULTIPLY else 1.0 / scale
+    scale = float(found["logits_scaling"] or 1.0) ** _POWERS.get(text.model_type, 0)
     for name in _FACTORS:
         scale *= found[name] or 1.0
     return OutputLogits(scale, next((float(cap) for cap in map(found.get, _SOFT_CAPS) if cap), None))
