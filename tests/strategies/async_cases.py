@@ -74,7 +74,7 @@ def bitwise(folder: Path, model: str, stage: int) -> dict[str, Any]:
             if name.endswith(".pt")
             and not same(*(torch.load(place / f"{how}.ckpt" / name, weights_only=False) for how in saver_names()))
         ],
-        "snapshot": strategy.snapshot_bytes / sum(manifests[1]["files"][name]["size"] for name in own),
+        "snapshot": strategy.snapshot_bytes / sum(manifests[1]["files"][name] for name in own),
         "loss": difference(resumed.losses, straight.losses[4:]),
         "weight": weight_difference(spy.weights, kept.weights) if RANK == 0 else 0.0,
     }

@@ -1,6 +1,6 @@
 """A checkpoint written in the background is the one that a blocking save writes, whatever happens meanwhile.
 
-Covers strategies.checkpoint.saving.py, strategies/checkpoint/engine_files.py and strategies/checkpoint/engine_files.py,
+Covers strategies/checkpoint/saving.py and strategies/checkpoint/engine_files.py,
 with async_cases.py.
 """
 
