@@ -365,7 +365,7 @@ class _OtherRankFailed(Exception):
     """Ends the step of a rank, as that of another rank has failed; :meth:`RankLog.run` replaces it."""
 
 
-_stores: dict[Any, RankStore] = {}  # by process group, which the key keeps from being another's
+_stores: dict[Any, RankStore] = {}  # by process group; a key stays alive, so no later group can be equal to it
 
 
 def rank_store() -> RankStore:

@@ -15,7 +15,7 @@ Resources = Mapping[str, float]
 
 _SECONDS_UNTIL_MESSAGE = 10.0
 _CHECK_SECONDS = 5.0
-_MOST_MACHINES = 8
+_MAX_MACHINES = 8
 """Of which an error says what is free."""
 
 
@@ -224,5 +224,5 @@ def _missing(bundle: Resources, count: int, machines: int, *, one_machine: bool)
     if machines > len(nodes):
         lacking.append(f"{machines} machines are needed and the cluster has {len(nodes)}.")
     lacking = lacking or [f"no machines have {text(bundle)} free together, {count} times."]
-    free_there = "; ".join(f"{node.name}: {text(node.free, bundle)}" for node in nodes[:_MOST_MACHINES])
+    free_there = "; ".join(f"{node.name}: {text(node.free, bundle)}" for node in nodes[:_MAX_MACHINES])
     return " ".join([*lacking, f"Free are {free_there}."])

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-MOST_WORK = 20_000
-"""How many times of work are remembered, for a drawing of the last iterations."""
+MAX_RECORDS = 20_000
+"""Finished pieces of work whose times are kept; a report shows those of the last iterations."""
 
 
 class Request(NamedTuple):
@@ -50,7 +50,7 @@ class CriticDesk:
         self._answers: dict[int, dict[int, Any]] = {}  # by number of the message, and critic rank
         self._taken: dict[int, int] = {}
         self._finished = 0
-        self._work: deque[tuple[int, str, float, float]] = deque(maxlen=MOST_WORK)
+        self._work: deque[tuple[int, str, float, float]] = deque(maxlen=MAX_RECORDS)
         self._failure: str | None = None
         self._changed = asyncio.Condition()
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.roles.critic_desk import Request
 
-MOST_RETURNED_BYTES = 8e9
+MAX_RETURNED_BYTES = 8e9
 """Weights above this size are not kept when the critic's ranks end."""
 
 
@@ -269,6 +269,6 @@ class CriticWork(L.Callback):
         size = sum(
             getattr(one, "ds_numel", one.numel()) * one.element_size() for one in self._module.critic.parameters()
         )
-        if size <= MOST_RETURNED_BYTES:
+        if size <= MAX_RETURNED_BYTES:
             weights = strategy.consolidated_state_dict("critic")
             self.weights = weights if self._rank == 0 else None

@@ -26,7 +26,7 @@ _POLL_SECONDS = 1.0
 _STATUS_SECONDS = 10.0
 """Time in which a process that lives says when it has finished something."""
 _COUNTING = threading.RLock()
-"""Held while the numbers of replicas' requests change, as threads that sample ask too; pools must be copied without."""
+"""Guards the replicas' counts of requests, as sampling threads ask too. Not a pool's attribute: pools are copied."""
 
 
 class ModelPoolError(RuntimeError):
@@ -216,7 +216,7 @@ def no_replica_left(model: str, replicas: Sequence[Replica]) -> str:
 # ---------------------------------------------------------------- asked early
 
 _CHANGING = threading.Lock()
-"""Held while samples are added or dropped; pools must be copied without."""
+"""Guards the samples of all :class:`EarlyRows`. Not an attribute of a pool, as pools are copied."""
 
 
 class PendingNumbers(Protocol):

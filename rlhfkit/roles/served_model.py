@@ -25,7 +25,7 @@ from rlhfkit.validation import check_number
 
 T = TypeVar("T")
 
-MOST_TOP = 20
+MAX_TOP = 20
 """Likeliest tokens that vLLM returns at most, unless it is started with a larger ``--max-logprobs``."""
 
 

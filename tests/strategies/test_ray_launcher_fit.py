@@ -81,10 +81,10 @@ def test_large_weights_stay_on_the_ranks_unless_asked_for_and_a_line_says_what_t
     trainer.fit(Watched(model_folder), datamodule=SharedBatches())
     size = sum(tensor.nbytes for tensor in trainer.lightning_module.state_dict().values())
     with caplog.at_level("INFO"):
-        monkeypatch.setattr(remote_run, "MOST_RETURNED_BYTES", 2 * size)
+        monkeypatch.setattr(remote_run, "MAX_RETURNED_BYTES", 2 * size)
         assert RunResult.collect(trainer, None, return_weights=None).weights is not None
         assert "not sent" not in caplog.text
-        monkeypatch.setattr(remote_run, "MOST_RETURNED_BYTES", size / 2)
+        monkeypatch.setattr(remote_run, "MAX_RETURNED_BYTES", size / 2)
         assert RunResult.collect(trainer, None, return_weights=True).weights is not None
         assert RunResult.collect(trainer, None, return_weights=None).weights is None
     (line,) = [record.message for record in caplog.records if "not sent" in record.message]

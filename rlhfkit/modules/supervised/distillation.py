@@ -32,7 +32,7 @@ from rlhfkit.modules.teachers.frozen import (
     load_teacher,
 )
 from rlhfkit.roles import ModelPoolError, ServedModel, frozen_model
-from rlhfkit.roles.served_model import MOST_TOP
+from rlhfkit.roles.served_model import MAX_TOP
 from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
 
 _SERVED_EXAMPLES = 256
@@ -139,7 +139,7 @@ class DistillationModule(PolicyModule):
             if not precompute_teacher:
                 raise ValueError(
                     "a ServedModel gives the teacher's likeliest tokens, once before training: use "
-                    f"precompute_teacher=True with top_k, which vLLM limits to {MOST_TOP} (--max-logprobs)"
+                    f"precompute_teacher=True with top_k, which vLLM limits to {MAX_TOP} (--max-logprobs)"
                 )
         check_comparison(
             divergence,

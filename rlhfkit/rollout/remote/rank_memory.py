@@ -12,7 +12,7 @@ import torch
 def free_cached_memory() -> None:
     """Give the driver the memory that torch keeps for later; nothing without a GPU.
 
-    Engines map physical memory of the driver when they wake, of which torch's cache would be missing. Objects that
+    Engines that wake map physical memory, and find none that torch's cache still holds. Objects that
     refer to one another (tracebacks, modules) keep tensors until they are collected.
     """
     if torch.cuda.is_available():

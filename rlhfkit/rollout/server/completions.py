@@ -15,7 +15,7 @@ from rlhfkit.serving.endpoints import Endpoint
 COMPLETIONS = "/v1/completions"
 
 _NOT_SENT = {"detokenize", "priority"}
-"""Parameters of ``vllm.SamplingParams`` that the endpoint lacks, or takes of servers started for them only."""
+"""Parameters of ``vllm.SamplingParams`` that the endpoint lacks, or accepts only from servers started for them."""
 
 
 def sample_body(

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.vllm.adapter_slot import check_targets, install_adapter
 from rlhfkit.rollout.vllm.machines import end_with_parent
-from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
+from rlhfkit.rollout.weight_sync.process_group.receiver import JoinInfo, WeightReceiver
 from rlhfkit.rollout.weight_sync.source import ADAPTER_PREFIX, ADAPTER_SETTINGS
 
 NAME = "rlhfkit"
@@ -32,7 +32,7 @@ NAME = "rlhfkit"
 
 
 @dataclass
-class ProcessGroupInitInfo(Invitation, WeightTransferInitInfo):
+class ProcessGroupInitInfo(JoinInfo, WeightTransferInitInfo):
     """How a worker joins the trainer's group."""
 
 

@@ -24,7 +24,7 @@ from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.progress import RemoteProgressBar
 from rlhfkit.trainer_parts import callbacks_of, datamodule_of
 
-MOST_RETURNED_BYTES = 8e9
+MAX_RETURNED_BYTES = 8e9
 """Trained weights above this size are returned to the driver only on request."""
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -146,7 +146,7 @@ def wants_weights(trainer: pl.Trainer, return_weights: bool | None) -> bool:
         for _, child in _changed_children(trainer)
         for tensor in (*child.parameters(), *child.buffers())
     )
-    if size <= MOST_RETURNED_BYTES:
+    if size <= MAX_RETURNED_BYTES:
         return True
     rank_zero_info(
         f"The trained weights ({size / 1e9:,.1f} GB) are not sent to the driver, whose module keeps its own: use"

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.process_group.groups import Backend
-from rlhfkit.rollout.weight_sync.process_group.rendezvous import Meeting, TrainerWatch, connect_worker, report
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import Rendezvous, TrainerWatch, connect_worker, report
 from rlhfkit.rollout.weight_sync.process_group.transport import Transport
 from rlhfkit.rollout.weight_sync.source import plan_buckets
 
 
 @dataclass
-class Invitation:
+class JoinInfo:
     """What a :class:`~rlhfkit.rollout.weight_sync.sender.ProcessGroupSender` tells the workers of an engine."""
 
     backend: Backend
@@ -41,7 +41,7 @@ class WeightReceiver:
         self._transport: Transport | None = None
         self._bucket_bytes = 0
 
-    def join(self, invitation: Invitation, number: int) -> None:
+    def join(self, invitation: JoinInfo, number: int) -> None:
         """Join the trainer's group and leave any earlier one; ``number`` is that of this worker in its engine, from 0.
 
         Raises:
@@ -50,7 +50,7 @@ class WeightReceiver:
         """
         self.leave()
         self._bucket_bytes = invitation.bucket_bytes
-        meeting = Meeting(
+        meeting = Rendezvous(
             invitation.address, invitation.port, invitation.prefix, invitation.world_size, invitation.timeout
         )
         rank = invitation.rank_offset + number

@@ -26,7 +26,7 @@ _WATCH_SECONDS = 1.0
 _MARGIN_SECONDS = 5.0
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where the processes of one group meet; the same for all of them."""
 
     address: str
@@ -70,7 +70,7 @@ def address_towards(host: str, port: int) -> str:
 # ---------------------------------------------------------------- the trainer
 
 
-def gather_workers(store: Store, meeting: Meeting, poll: Poll, name_of: Callable[[int], str]) -> None:
+def gather_workers(store: Store, meeting: Rendezvous, poll: Poll, name_of: Callable[[int], str]) -> None:
     """Wait until all workers have reported, then tell them so.
 
     ``name_of`` names the worker of a rank in messages.
@@ -101,13 +101,13 @@ def gather_workers(store: Store, meeting: Meeting, poll: Poll, name_of: Callable
 
 
 def connect_trainer(
-    store: Store, meeting: Meeting, backend: Backend, device: torch.device, poll: Poll
+    store: Store, meeting: Rendezvous, backend: Backend, device: torch.device, poll: Poll
 ) -> TransferGroup:
     """Create the group on the trainer's side, after :func:`gather_workers`; TimeoutError if that takes too long."""
     return _connect(create_group(backend, store, meeting, 0, meeting.address, device), backend, meeting, poll)
 
 
-def end_meeting(store: Store, prefix: str) -> None:
+def announce_leave(store: Store, prefix: str) -> None:
     """Tell the workers of a group that the trainer has left it."""
     PrefixStore(prefix, store).set("left", "")
 
@@ -115,7 +115,7 @@ def end_meeting(store: Store, prefix: str) -> None:
 # ---------------------------------------------------------------- the workers
 
 
-def report(meeting: Meeting, rank: int) -> TCPStore:
+def report(meeting: Rendezvous, rank: int) -> TCPStore:
     """Report to the trainer, wait until all workers have, and return the trainer's store.
 
     Raises:
@@ -142,7 +142,9 @@ def report(meeting: Meeting, rank: int) -> TCPStore:
     return store
 
 
-def connect_worker(store: Store, meeting: Meeting, backend: Backend, rank: int, device: torch.device) -> TransferGroup:
+def connect_worker(
+    store: Store, meeting: Rendezvous, backend: Backend, rank: int, device: torch.device
+) -> TransferGroup:
     """Create the group on a worker's side, after :func:`report`; TimeoutError if that takes too long."""
     with TrainerWatch(store, meeting) as watch:
         address = address_towards(meeting.address, meeting.port)
@@ -156,7 +158,7 @@ class TrainerWatch:
     In a thread of its own, because the question itself may hang when the trainer's machine is gone.
     """
 
-    def __init__(self, store: Store, meeting: Meeting) -> None:
+    def __init__(self, store: Store, meeting: Rendezvous) -> None:
         self._store = PrefixStore(meeting.prefix, store)
         self._meeting = meeting
         self._ended = threading.Event()
@@ -189,7 +191,7 @@ class TrainerWatch:
 # ---------------------------------------------------------------- both
 
 
-def _connect(group: TransferGroup, backend: Backend, meeting: Meeting, poll: Poll) -> TransferGroup:
+def _connect(group: TransferGroup, backend: Backend, meeting: Rendezvous, poll: Poll) -> TransferGroup:
     def late() -> str:
         interface = (
             "; NCCL_SOCKET_IFNAME chooses NCCL's interface, NCCL_DEBUG=INFO shows it" if backend == "nccl" else ""
@@ -208,7 +210,7 @@ def _connect(group: TransferGroup, backend: Backend, meeting: Meeting, poll: Pol
 
 
 def create_group(
-    backend: Backend, store: Store, meeting: Meeting, rank: int, address: str, device: torch.device
+    backend: Backend, store: Store, meeting: Rendezvous, rank: int, address: str, device: torch.device
 ) -> TransferGroup:
     """Return a group that is not yet connected; ``address`` is this machine's, ``device`` this process's GPU."""
     prefix = f"{meeting.prefix}/{backend}"

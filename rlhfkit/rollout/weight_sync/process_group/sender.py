@@ -13,9 +13,9 @@ from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.weight_sync.process_group.groups import Backend
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
-    Meeting,
+    Rendezvous,
+    announce_leave,
     connect_trainer,
-    end_meeting,
     gather_workers,
     open_store,
 )
@@ -67,7 +67,7 @@ class ProcessGroupSender:
         self._num_groups += 1
         self._prefix = f"weights{self._num_groups}"
         size = 1 + receivers.num_workers
-        meeting = Meeting(receivers.address, self._store.port, self._prefix, size, self.timeout)
+        meeting = Rendezvous(receivers.address, self._store.port, self._prefix, size, self.timeout)
         pending = receivers.connect(
             {
                 "backend": self.group_backend,
@@ -141,6 +141,6 @@ class ProcessGroupSender:
         transport, self._transport = self._transport, None
         prefix, self._prefix = self._prefix, None
         if self._store is not None and prefix is not None:
-            end_meeting(self._store, prefix)
+            announce_leave(self._store, prefix)
         if transport is not None:
             transport.close()

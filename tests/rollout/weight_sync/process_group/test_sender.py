@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
+from rlhfkit.rollout.weight_sync.process_group.receiver import JoinInfo, WeightReceiver
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
-    Meeting,
+    Rendezvous,
     TrainerWatch,
+    announce_leave,
     connect_worker,
-    end_meeting,
     open_store,
     report,
 )
@@ -79,7 +79,7 @@ class ReceiverThreads:
     def _join(self, number: int, init_info: dict[str, Any]) -> None:
         start = time.monotonic()
         try:
-            self.receivers[number].join(Invitation(**init_info, rank_offset=1), number)
+            self.receivers[number].join(JoinInfo(**init_info, rank_offset=1), number)
         except Exception:
             self.ended_after[number] = time.monotonic() - start
             raise
@@ -207,7 +207,7 @@ def test_receivers_that_never_report_are_named_with_address_and_port_and_the_oth
 
 
 def test_a_receiver_that_cannot_reach_the_trainer_says_where_it_tried() -> None:
-    meeting = Meeting("127.0.0.1", 9, "weights1", 2, 1.0)  # nobody listens there
+    meeting = Rendezvous("127.0.0.1", 9, "weights1", 2, 1.0)  # nobody listens there
     with pytest.raises(RuntimeError, match=r"cannot reach the trainer at 127\.0\.0\.1:9 within 1 s .* firewall"):
         report(meeting, 1)
 
@@ -215,7 +215,7 @@ def test_a_receiver_that_cannot_reach_the_trainer_says_where_it_tried() -> None:
 def test_a_group_that_does_not_connect_is_given_up_with_address_and_port() -> None:
     """The trainer reports and never opens its end, as behind a firewall; gloo's own limit comes later."""
     store = open_store("127.0.0.1", 10)
-    meeting = Meeting("127.0.0.1", store.port, "weights1", 2, 1.0)
+    meeting = Rendezvous("127.0.0.1", store.port, "weights1", 2, 1.0)
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=rf"at 127\.0\.0\.1:{store.port}, but gloo did not connect .* within 1 s"):
         connect_worker(store, meeting, "gloo", 1, CPU)
@@ -247,14 +247,14 @@ class SilentGroup:
 class TestSilence:
     """Waits end although the backend notices nothing."""
 
-    def receiving(self, meeting: Meeting, store: Any) -> Iterator[Tensor]:
+    def receiving(self, meeting: Rendezvous, store: Any) -> Iterator[Tensor]:
         return Transport(SilentGroup(), 8, meeting.timeout, TrainerWatch(store, meeting)).receive_blocks([8, 8])
 
     def test_a_receiver_learns_from_the_store_that_the_trainer_has_left(self) -> None:
         store = open_store("127.0.0.1", 20)
-        meeting = Meeting("127.0.0.1", store.port, "weights1", 2, 20.0)
-        end_meeting(store, "weights2")  # another group's end means nothing
-        end_meeting(store, "weights1")
+        meeting = Rendezvous("127.0.0.1", store.port, "weights1", 2, 20.0)
+        announce_leave(store, "weights2")  # another group's end means nothing
+        announce_leave(store, "weights1")
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=rf"trainer at 127\.0\.0\.1:{store.port} has given up sending"):
             next(self.receiving(meeting, store))
@@ -262,18 +262,18 @@ class TestSilence:
 
     def test_a_receiver_learns_it_in_a_later_update_too(self) -> None:
         store = open_store("127.0.0.1", 20)
-        meeting = Meeting("127.0.0.1", store.port, "weights1", 2, 10.0)
+        meeting = Rendezvous("127.0.0.1", store.port, "weights1", 2, 10.0)
         watch = TrainerWatch(store, meeting)
         with watch:
             pass  # an update that was complete
-        end_meeting(store, "weights1")
+        announce_leave(store, "weights1")
         with pytest.raises(RuntimeError, match=rf"trainer at 127\.0\.0\.1:{store.port} has given up sending"):
             next(Transport(SilentGroup(), 8, meeting.timeout, watch).receive_blocks([8, 8]))
 
     def test_a_block_that_does_not_come_is_waited_for_no_longer_than_the_limit(self) -> None:
         store = open_store("127.0.0.1", 20)
         with pytest.raises(TimeoutError, match=r"block 1 of 2 did not come from the trainer within 0\.5 s"):
-            next(self.receiving(Meeting("127.0.0.1", store.port, "weights1", 2, 0.5), store))
+            next(self.receiving(Rendezvous("127.0.0.1", store.port, "weights1", 2, 0.5), store))
 
     def test_the_trainer_polls_the_engines_and_then_gives_up(self) -> None:
         asked = []

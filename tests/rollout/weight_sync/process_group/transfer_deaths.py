@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.weight_sync.process_group.receiver import Invitation, WeightReceiver
+from rlhfkit.rollout.weight_sync.process_group.receiver import JoinInfo, WeightReceiver
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 
 TENSORS = 40
@@ -86,7 +86,7 @@ class Pipes:
 
     def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> "Calls":
         self.timeout = init_info["timeout"]
-        return Calls(self, "connect", Invitation(**init_info, rank_offset=1))
+        return Calls(self, "connect", JoinInfo(**init_info, rank_offset=1))
 
     def update(self, update_info: dict[str, Any]) -> "Calls":
         return Calls(self, "update", None)
