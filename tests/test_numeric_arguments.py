@@ -33,7 +33,7 @@ ROOMS = (
     "rlhfkit.rewards.remote.server",
     "rlhfkit.rollout",
     "rlhfkit.serving.middleware",
-    "rlhfkit.serving.json_body",
+    "rlhfkit.serving.middleware",
     "rlhfkit.serving.server",
     "rlhfkit.strategies",
 )

@@ -4,8 +4,7 @@ May import: ``protocols.py``; modules, strategies and callbacks import this room
 Start at :mod:`rlhfkit.checkpoints.resume`.
 """
 
-from rlhfkit.checkpoints.errors import CheckpointError
-from rlhfkit.checkpoints.files import VerifiedCheckpointIO
+from rlhfkit.checkpoints.files import CheckpointError, VerifiedCheckpointIO
 from rlhfkit.checkpoints.resume import ExactResume
 
 __all__ = ["CheckpointError", "ExactResume", "VerifiedCheckpointIO"]

@@ -1,10 +1,15 @@
-"""Single-file checkpoints, as most strategies of Lightning write them: written atomically, verified when loaded."""
+"""Checkpoints on disk: files, written atomically and verified when loaded; errors; what killed runs have left."""
 
 import contextlib
+import json
 import os
+import re
 import shutil
+import socket
+import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,6 @@ import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
-
-from rlhfkit.checkpoints.cleanup import partial_path
-from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, explain_unpickling_errors, missing_checkpoint
 
 _BLOCK = 16 * 2**20
 
@@ -166,3 +168,168 @@ def install_verified_io(strategy: Strategy) -> None:
 
 def _is_remote(path: _PATH) -> bool:
     return "://" in str(path)
+
+
+# ---------------------------------------------------------------- errors
+
+MANIFEST = "manifest.json"
+_LISTED = 12
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used; the message says why and what to do."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint directory is incomplete or has changed; an older one may be intact."""
+
+
+def missing_checkpoint(path: Path) -> CheckpointError:
+    """Return the error for a checkpoint that does not exist, listing those in its folder."""
+    folder = path.parent
+    if not folder.is_dir():
+        return CheckpointError(f"The checkpoint {path} does not exist, and neither does its folder {folder}.")
+    names = sorted(one.name for one in folder.iterdir() if looks_like_checkpoint(one))
+    if not names:
+        return CheckpointError(f"The checkpoint {path} does not exist; there is no checkpoint in {folder}.")
+    shown = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+    return CheckpointError(f"The checkpoint {path} does not exist. In {folder} there are: {shown}. Name one of them.")
+
+
+def looks_like_checkpoint(path: Path) -> bool:
+    """Whether a path is a complete checkpoint, by its name and its manifest."""
+    if path.name.endswith((".tmp", ".deleted", ".old")):
+        return False
+    return (path / MANIFEST).is_file() if path.is_dir() else path.suffix in (".ckpt", ".pt", ".pth")
+
+
+@contextmanager
+def explain_unpickling_errors(path: Path | str, advice: str = "") -> Iterator[None]:
+    """Raise CheckpointError, ending with ``advice``, if ``torch.load`` refuses objects (``weights_only``)."""
+    try:
+        yield
+    except Exception as error:
+        if "weights_only" not in str(error).lower() and "weights only" not in str(error).lower():
+            raise
+        raise CheckpointError(
+            f"{path} holds objects of a callback, data module or hyperparameter that are not plain data. Store plain"
+            f" numbers, strings, lists, dictionaries and tensors instead{advice}. ({error})"
+        ) from error
+
+
+# ---------------------------------------------------------------- unfinished checkpoints of killed processes
+
+OWNER = "owner.json"
+"""File in a checkpoint that is being written, with the machine and process that write it."""
+
+MODULE_FOLDER = "module"
+"""Folder in a checkpoint with what the module saves by itself, such as the checkpoint of a critic elsewhere."""
+
+_ABANDONED = 86400.0
+"""Seconds without a change after which unfinished work of another machine counts as abandoned."""
+
+_ENGINE_FILE = re.compile(r"checkpoint|latest|zero_to_\w+\.py")
+"""What DeepSpeed 0.19.8 writes into the folder of an engine: shards, and scripts that convert them."""
+
+_RANK_FILE = re.compile(r"rank_\d{5}\.pt")
+_PARTIAL_FILE = re.compile(r"\.(?P<host>[^.]+)-(?P<pid>\d+)\.tmp$")
+
+
+def partial_path(path: Path) -> Path:
+    """Return a temporary path for a file or folder, whose name contains this machine and process."""
+    return path.with_name(f"{path.name}.{_host()}-{os.getpid()}.tmp")
+
+
+def write_owner(folder: Path) -> None:
+    """Write :data:`OWNER` with this machine and process into a folder."""
+    (folder / OWNER).write_text(json.dumps({"host": _host(), "pid": os.getpid()}))
+
+
+def remove_abandoned(folder: Path) -> list[Path]:
+    """Remove and return unfinished checkpoints of ended processes, and checkpoints whose deletion was interrupted.
+
+    Whether a process of another machine still runs is unknown; its unfinished work is removed when it is a day old.
+    """
+    removed = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        with contextlib.suppress(OSError):  # another process removes it too
+            if _is_removable(path):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _is_removable(path: Path) -> bool:
+    if path.is_symlink():
+        return False
+    if path.is_dir():
+        if path.name.endswith(".deleted"):
+            return _is_checkpoint_folder(path)
+        if path.name.endswith(".old"):  # its replacement is complete, but its process was killed before deleting it
+            return (path.with_name(path.name.removesuffix(".old")) / MANIFEST).is_file() and _is_checkpoint_folder(path)
+        owner = _owner_by_name(path) or _owner(path)
+        ours = owner is not None or _is_checkpoint_folder(path)
+        return path.name.endswith(".tmp") and ours and _is_abandoned(path, owner)
+    by_name = _owner_by_name(path)
+    return by_name is not None and _is_abandoned(path, by_name)
+
+
+def _owner_by_name(path: Path) -> tuple[str, int] | None:
+    found = _PARTIAL_FILE.search(path.name)
+    return None if found is None else (found["host"], int(found["pid"]))
+
+
+def _is_checkpoint_folder(folder: Path) -> bool:
+    """Whether a folder, possibly partly deleted, has only files of a checkpoint."""
+    return all(
+        entry.name in (MANIFEST, OWNER)
+        or _RANK_FILE.fullmatch(entry.name)
+        or (
+            entry.is_dir() and (_is_engine_folder(entry) or (entry.name == MODULE_FOLDER and _holds_checkpoints(entry)))
+        )
+        for entry in folder.iterdir()
+    )
+
+
+def _is_engine_folder(folder: Path) -> bool:
+    return all(map(_ENGINE_FILE.fullmatch, os.listdir(folder)))
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    """Whether a folder has only checkpoints, such as that of a critic with ranks of its own."""
+    return all(
+        _is_checkpoint_folder(entry) if entry.is_dir() else zipfile.is_zipfile(entry) for entry in folder.iterdir()
+    )
+
+
+def _owner(folder: Path) -> tuple[str, int] | None:
+    try:
+        owner = json.loads((folder / OWNER).read_text())
+        return str(owner["host"]), int(owner["pid"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _is_abandoned(path: Path, owner: tuple[str, int] | None) -> bool:
+    if owner is not None and owner[0] == _host():
+        return owner[1] == os.getpid() or not _is_alive(owner[1])
+    files = [path, *path.rglob("*")] if path.is_dir() else [path]
+    return time.time() - max(file.stat().st_mtime for file in files) > _ABANDONED
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _host() -> str:
+    """Name of this machine and, on Linux, its process namespace: containers number their processes independently."""
+    name = socket.gethostname().replace(".", "_").replace("-", "_")
+    with contextlib.suppress(OSError):
+        name += f"_{os.stat('/proc/self/ns/pid').st_ino}"
+    return name

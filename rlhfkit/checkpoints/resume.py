@@ -12,9 +12,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from rlhfkit.checkpoints.cleanup import remove_abandoned
-from rlhfkit.checkpoints.errors import CheckpointError
-from rlhfkit.checkpoints.files import install_verified_io
+from rlhfkit.checkpoints.files import CheckpointError, install_verified_io, remove_abandoned
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.trainer_parts import callbacks_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfkit.checkpoints.cleanup import OWNER, partial_path, remove_abandoned, write_owner
+from rlhfkit.checkpoints.files import OWNER, partial_path, remove_abandoned, write_owner
 
 
 def dead_process() -> int:

@@ -1,6 +1,6 @@
 """Single-file checkpoints are complete or not there; empty, foreign, truncated and changed ones are errors.
 
-Covers checkpoints/errors.py too.
+Covers checkpoints/files.py too.
 """
 
 import os
@@ -16,8 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from checkpoints.toy_runs import SaveEverywhere, fit
 from rlhfkit.checkpoints import CheckpointError, VerifiedCheckpointIO
-from rlhfkit.checkpoints.cleanup import remove_abandoned
-from rlhfkit.checkpoints.files import install_verified_io
+from rlhfkit.checkpoints.files import install_verified_io, remove_abandoned
 
 
 @pytest.fixture(scope="module")

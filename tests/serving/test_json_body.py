@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.serving.json_body import JSONTooLarge, check_json_size
+from rlhfkit.serving.middleware import JSONTooLarge, check_json_size
 
 TEXTS = st.text(st.sampled_from('a"\\,[]{}:\n\u00e9\U0001f600'), max_size=6)
 VALUES = st.recursive(

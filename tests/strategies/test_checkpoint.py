@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit.checkpoints.cleanup import remove_abandoned
+from rlhfkit.checkpoints.files import remove_abandoned
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.checkpoint import directory, verification
 from strategies import ranks

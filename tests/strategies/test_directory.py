@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.checkpoints.cleanup import remove_abandoned
-from rlhfkit.checkpoints.errors import DamagedCheckpointError
+from rlhfkit.checkpoints.files import DamagedCheckpointError, remove_abandoned
 from rlhfkit.strategies.checkpoint import directory, verification
 from strategies import ranks
 

@@ -33,7 +33,7 @@ from rlhfkit.episodes.tool_calls.registry import template_parser
 from rlhfkit.episodes.tool_calls.registry import tool_call_parser as find_parser
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.serving.access import AccessToken, ServerOptions, is_loopback
-from rlhfkit.serving.json_body import JSONBodyReader
+from rlhfkit.serving.middleware import JSONBodyReader
 from rlhfkit.serving.server import Server
 from rlhfkit.validation import check_integer, check_number
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_name
 from rlhfkit.rewards.remote.batching import Batcher, Scores
-from rlhfkit.serving.json_body import JSONBodyReader, JSONTooLarge
+from rlhfkit.serving.middleware import JSONBodyReader, JSONTooLarge
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)

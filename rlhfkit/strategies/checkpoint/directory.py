@@ -8,9 +8,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhfkit.checkpoints.cleanup import MODULE_FOLDER, OWNER, partial_path, write_owner
-from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError, missing_checkpoint
-from rlhfkit.checkpoints.files import sync_directory
+from rlhfkit.checkpoints.files import (
+    MANIFEST,
+    MODULE_FOLDER,
+    OWNER,
+    CheckpointError,
+    DamagedCheckpointError,
+    missing_checkpoint,
+    partial_path,
+    sync_directory,
+    write_owner,
+)
 
 _FORMAT = 3
 _FILE_OF_RANK = re.compile(r"(?:^|/)(?:rank_|(?:[a-z0-9]+_)?zero_pp_rank_)(\d+)[._]")

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.checkpoints.cleanup import MODULE_FOLDER
-from rlhfkit.checkpoints.errors import explain_unpickling_errors
-from rlhfkit.checkpoints.files import explain_write_errors
+from rlhfkit.checkpoints.files import MODULE_FOLDER, explain_unpickling_errors, explain_write_errors
 from rlhfkit.checkpoints.resume import normalize_counters
 from rlhfkit.protocols import STATES_OF_RANKS, KeepsFolder
 from rlhfkit.strategies.checkpoint import directory, universal, verification

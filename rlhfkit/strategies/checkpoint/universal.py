@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhfkit.checkpoints import CheckpointError
-from rlhfkit.checkpoints.cleanup import write_owner
+from rlhfkit.checkpoints.files import write_owner
 from rlhfkit.strategies.checkpoint.slow_steps import Phases, on_rank_zero, run_in_phases
 
 if TYPE_CHECKING:

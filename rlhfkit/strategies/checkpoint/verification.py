@@ -5,8 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhfkit.checkpoints.errors import MANIFEST, CheckpointError, DamagedCheckpointError
-from rlhfkit.checkpoints.files import damage_of_zip
+from rlhfkit.checkpoints.files import MANIFEST, CheckpointError, DamagedCheckpointError, damage_of_zip
 from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.strategies.checkpoint.directory import backup_path, read_manifest, share_of_rank
 from rlhfkit.strategies.checkpoint.slow_steps import on_all_ranks, on_rank_zero
