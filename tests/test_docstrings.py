@@ -15,7 +15,7 @@ import torch
 from test_docs_examples import complaint
 
 import rlhfkit
-from rlhfkit.cli.configuration.signatures import Definition, Module, signature
+from rlhfkit.cli.signatures import Definition, Module, signature
 from rlhfkit.models.attention.packed import PACKED_ATTENTIONS
 from rlhfkit.modules.optimizers.schedules import SCHEDULES
 

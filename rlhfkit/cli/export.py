@@ -1,21 +1,28 @@
-"""``rlhfkit export``: write a checkpoint's model as a folder that Transformers, peft and vLLM load."""
+"""``rlhfkit export`` and ``rlhfkit merge-adapter``: model folders that Transformers, peft and vLLM load."""
 
 import logging
 import os
 import pkgutil
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlhfkit.cli.folders import DType, atomic_folder, resolve_dtype
-from rlhfkit.models.load import base_model_name
+from rlhfkit.models.load import base_model_name, existing_name, load_causal_lm, load_tokenizer
+from rlhfkit.models.lora import adapter_base
+from rlhfkit.models.weights.files import save_weights
 from rlhfkit.modules.checkpointing import CLASSES, CheckpointMixin
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 log = logging.getLogger(__name__)
+
+DType = Literal["float32", "bfloat16", "float16"]
+"""Type of written weights."""
 
 
 def export(
@@ -136,3 +143,73 @@ def _load(module: CheckpointMixin, child: str, weights: dict[str, Tensor], path:
             f"the weights of {child!r} in {path} do not fit {module.model_name!r}: {wrong[:8]} are missing or "
             "unknown; give module='my_package.MyModule' if its class builds the model differently"
         )
+
+
+def merge_adapter(
+    adapter: str,
+    output: str | os.PathLike[str],
+    *,
+    dtype: DType | None = None,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+) -> Path:
+    """Merge an adapter of a causal language model into the weights of its base model.
+
+    Example::
+
+        rlhfkit merge-adapter models/adapter models/merged --dtype bfloat16
+
+    Args:
+        adapter: Folder with ``adapter_config.json``, as peft and ``rlhfkit export --adapter true`` write it.
+        output: Folder to write.
+        dtype: Type of the written weights; ``None``: that of the base model. The sum is computed in float32.
+        trust_remote_code: Run Python code that comes with the model.
+        overwrite: Replace the output if it exists.
+
+    Returns:
+        The output folder.
+
+    Raises:
+        ValueError: If the folder holds no adapter.
+        FileExistsError: If the output exists.
+    """
+    if adapter_base(existing_name(adapter)) is None:
+        raise ValueError(f"{adapter} holds no adapter (no adapter_config.json)")
+    written = resolve_dtype(dtype, base_model_name(adapter), trust_remote_code=trust_remote_code)
+    with atomic_folder(output, overwrite=overwrite) as folder:
+        model = load_causal_lm(adapter, trust_remote_code=trust_remote_code)
+        save_weights(model, folder, {name: tensor.clone() for name, tensor in ModuleWeights(model, dtype=written)})
+        load_tokenizer(adapter, trust_remote_code=trust_remote_code).save_pretrained(folder)
+    return Path(output)
+
+
+@contextmanager
+def atomic_folder(output: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary folder, renamed to ``output`` if the block ends without an error, removed otherwise.
+
+    Raises ``FileExistsError`` if ``output`` exists and ``overwrite`` is false.
+    """
+    folder = Path(output)
+    if folder.exists() and not overwrite:
+        raise FileExistsError(f"{folder} exists: choose another output, or replace it with overwrite")
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    os.replace(temporary, folder)
+
+
+def resolve_dtype(dtype: DType | None, model: str, *, trust_remote_code: bool) -> torch.dtype:
+    """Return the type to write weights in; ``None``: that of ``model``, which training started from."""
+    from transformers import AutoConfig
+
+    if dtype is None:
+        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).dtype
+        return found if isinstance(found, torch.dtype) else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]

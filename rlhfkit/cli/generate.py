@@ -7,9 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhfkit.cli.folders import resolve_dtype, weights_stamp
-from rlhfkit.cli.jsonl import JSONLWriter
-from rlhfkit.cli.progress import progress_bar
+from rlhfkit.cli.export import resolve_dtype
+from rlhfkit.cli.jsonl import JSONLWriter, progress_bar, weights_stamp
 from rlhfkit.data.types import Sample
 from rlhfkit.datamodules.prompts.columns import PromptColumns
 from rlhfkit.datamodules.prompts.rows import PromptRows

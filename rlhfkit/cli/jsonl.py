@@ -8,7 +8,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -109,3 +110,31 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(entry) for name, entry in value.items()}
     return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def weights_stamp(model: str) -> list[list[Any]]:
+    """Size and modification time of a folder's weight files, to notice changed weights; empty for hub names."""
+    files = sorted(path for path in Path(model).expanduser().glob("*") if path.suffix in (".safetensors", ".bin"))
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+@contextmanager
+def progress_bar(
+    title: str, total: int, *, done: int = 0, unit: str, shown: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on standard error while the context lasts; yield a function that advances it by a count."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*parts, *times, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task(title, total=total, completed=done)
+        yield lambda count: progress.advance(task, count)

@@ -13,7 +13,7 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
-from rlhfkit.cli.configuration.errors import of_parser, print_error, short_errors
+from rlhfkit.cli.errors import of_parser, print_error, short_errors
 
 TRAINER_COMMANDS = {
     "fit": "train a module",
@@ -25,7 +25,7 @@ TRAINER_COMMANDS = {
 
 FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("a checkpoint's model as a Hugging Face folder", "rlhfkit.cli.export:export"),
-    "merge-adapter": ("a LoRA adapter merged into its base model", "rlhfkit.cli.merge_adapter:merge_adapter"),
+    "merge-adapter": ("a LoRA adapter merged into its base model", "rlhfkit.cli.export:merge_adapter"),
     "generate": ("sample completions of prompts, as JSON lines", "rlhfkit.cli.generate:generate"),
     "evaluate": ("sample and grade answers to a benchmark, with metrics", "rlhfkit.cli.evaluate:evaluate"),
     "score": ("add a reward to each line of completions", "rlhfkit.cli.score:score"),
@@ -121,7 +121,7 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
     Raises:
         ConfigurationError: If the configuration alone shows that it cannot run, before anything heavy is imported.
     """
-    from rlhfkit.cli.configuration.check import check_words
+    from rlhfkit.cli.check import check_words
 
     check_words(arguments)
     import lightning as L

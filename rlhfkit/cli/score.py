@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfkit.cli.folders import weights_stamp
-from rlhfkit.cli.jsonl import JSONLWriter
-from rlhfkit.cli.progress import progress_bar
+from rlhfkit.cli.jsonl import JSONLWriter, progress_bar, weights_stamp
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.datamodules import final_answer
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, read_rows

@@ -15,10 +15,9 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhfkit import LoRA, PPOModule, SamplingSpec, SFTModule
-from rlhfkit.cli.export import export
+from rlhfkit.cli.export import export, merge_adapter
 from rlhfkit.cli.generate import generate
 from rlhfkit.cli.main import main
-from rlhfkit.cli.merge_adapter import merge_adapter
 from rlhfkit.models import unwrap
 
 IDS = torch.tensor([[5, 9, 20, 33, 7, 11]])

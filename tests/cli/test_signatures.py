@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jsonargparse._parameter_resolvers import get_signature_parameters
 
-from rlhfkit.cli.configuration.signatures import UNKNOWN, Definition, find, is_installed, names_of, signature
+from rlhfkit.cli.signatures import UNKNOWN, Definition, find, is_installed, names_of, signature
 
 PACKAGES = {
     "rlhfkit": 0.9,

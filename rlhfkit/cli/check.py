@@ -1,7 +1,7 @@
 """What is wrong in the words of ``rlhfkit fit`` is said before any library is loaded, in at most five lines.
 
 The parser of LightningCLI knows everything and needs seconds to load what it knows from. This check reads source files
-(:mod:`~rlhfkit.cli.configuration.signatures`): names of classes, functions and arguments, plain types, bounds of
+(:mod:`~rlhfkit.cli.signatures`): names of classes, functions and arguments, plain types, bounds of
 numbers. What it cannot judge it passes on.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlhfkit.argument_names import hint
-from rlhfkit.cli.configuration.signatures import (
+from rlhfkit.cli.signatures import (
     UNKNOWN,
     Argument,
     Definition,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhfkit.cli.configuration.check import Configuration, ConfigurationError, check_words
+from rlhfkit.cli.check import Configuration, ConfigurationError, check_words
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CONFIG = "--config tutorials/grpo_arithmetic.yaml"
 
 WRONG = {
@@ -164,7 +164,7 @@ def test_a_wrong_run_ends_in_two_seconds_of_cpu_time() -> None:
 def test_the_check_loads_no_library() -> None:
     code = (
         "import sys\n"
-        "from rlhfkit.cli.configuration.check import check_words\n"
+        "from rlhfkit.cli.check import check_words\n"
         f"check_words(['fit', *{CONFIG.split()!r}])\n"
         "print(*sorted({'torch', 'lightning', 'transformers', 'jsonargparse'} & {*sys.modules}))"
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfkit.cli.configuration.errors import of_parser, print_error, short_errors
+from rlhfkit.cli.errors import of_parser, print_error, short_errors
 from rlhfkit.validation import check_number
 
 
