@@ -42,6 +42,8 @@ from benchmarks.trace import make_model
 ITERATIONS = 3
 UNSTABLE = ("time/", "memory/", "rollout/tokens_per_second")
 """Prefixes of logged values that depend on the machine."""
+MOVING = {"class_path": "rlhfkit.modules.parts.moving_reference.MovingReference", "init_args": {"steps": 2}}
+NEFTUNE = {"class_path": "rlhfkit.modules.parts.neftune.NEFTune", "init_args": {"alpha": 5.0}}
 Recording = dict[str, dict[str, Any]]
 
 
@@ -281,7 +283,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
             ],
         ),
         "remax": grpo(**presets.REMAX),
-        "moving_reference": grpo(kl_coef=0.1, ref_model_sync_steps=2),
+        "moving_reference": grpo(kl_coef=0.1, parts=[MOVING]),
         "stale": grpo(proximal="log-linear", rollout={"max_staleness": 1}),
         "dynamic_sampling": grpo(correction="tis", rollout={"dynamic_sampling": rlhfkit.DynamicSampling()}),
         "optimal_token_baseline": grpo(advantages="rlhfkit.modules.on_policy.presets.optimal_token_baseline"),
@@ -332,12 +334,12 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "distillation_reward": distillation(reward_coef=0.5, distillation_gamma=0.9, kl_coef=0.05),
         "distillation_jsd": distillation(divergence="jsd"),
         "online_dpo": functools.partial(reinforce, folder, "OnlineDPOModule", mask_truncated=True),
-        "online_dpo_moving": functools.partial(reinforce, folder, "OnlineDPOModule", ref_model_sync_steps=2),
+        "online_dpo_moving": functools.partial(reinforce, folder, "OnlineDPOModule", parts=[MOVING]),
         # Modules that learn from data.
         "sft": offline("SFTModule", "SFTDataModule", texts),
-        "sft_neftune": offline("SFTModule", "SFTDataModule", texts, neftune_alpha=5.0),
+        "sft_neftune": offline("SFTModule", "SFTDataModule", texts, parts=[NEFTUNE]),
         "dpo": offline("DPOModule", "PreferenceDataModule", pairs),
-        "dpo_moving": offline("DPOModule", "PreferenceDataModule", pairs, ref_model_sync_steps=2),
+        "dpo_moving": offline("DPOModule", "PreferenceDataModule", pairs, parts=[MOVING]),
         "dpo_precomputed": offline("DPOModule", "PreferenceDataModule", pairs, precompute_ref_log_probs=True),
         "simpo": offline("SimPOModule", "PreferenceDataModule", pairs),
         "kto": offline("KTOModule", "UnpairedPreferenceDataModule", judged),

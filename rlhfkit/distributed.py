@@ -72,6 +72,13 @@ def all_reduce(tensor: Tensor, operation: Literal["sum", "max", "min"] = "sum", 
     return tensor
 
 
+def broadcast(tensor: Tensor) -> Tensor:
+    """Give every rank the values of rank 0's tensor, in place, and return it. A collective."""
+    if get_world_size() > 1:
+        dist.broadcast(tensor, src=0)
+    return tensor
+
+
 def cpu_group() -> Any:
     """Return a process group of all ranks for tensors on the CPU, ``None`` if the default one is. A collective."""
     if get_world_size() == 1 or dist.get_backend() == "gloo":

@@ -72,7 +72,7 @@ class Part(Callback):
     writes: tuple[str, ...] = ()
     """Fields of the rows that its ``prepare`` sets. Of two parts that write one field the later one must read it."""
     outputs: tuple[str, ...] = ()
-    """What it needs of the policy's output beside log-probs: ``entropy``."""
+    """What it needs of the policy's output beside log-probs: ``entropy``; for fine-tuning also ``correct``."""
     number: int = 0
     """Number among the module's parts of its class."""
     module: Any = None
@@ -123,6 +123,15 @@ class Part(Callback):
         raise NotImplementedError
 
     # ------------------------------------------------------------------ saving
+
+    def save_weights(self, checkpoint: dict[str, Any]) -> None:
+        """Put weights into a checkpoint that it changes beside those that are trained. A collective.
+
+        Other state is what ``state_dict`` returns, as of any callback.
+        """
+
+    def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore what :meth:`save_weights` has saved, after the models were built. A collective."""
 
     def plain(self) -> dict[str, Any]:
         """Class and arguments as plain values, as in YAML: ``{"class_path": ..., "init_args": {...}}``.

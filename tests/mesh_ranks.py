@@ -32,7 +32,15 @@ CAP = 12
 """Tokens that each of two sequence ranks may compute: fewer than the longest rows have."""
 TEXTS = [{"text": "ab" * (1 + number % 9) + str(number)} for number in range(12)]
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=12, min_new_tokens=1)
-MOVING: dict[str, Any] = {"kl_coef": 0.01, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
+MOVING: dict[str, Any] = {
+    "kl_coef": 0.01,
+    "parts": [
+        {
+            "class_path": "rlhfkit.modules.parts.moving_reference.MovingReference",
+            "init_args": {"steps": 2, "alpha": 0.25},
+        }
+    ],
+}
 """A reference that follows the policy, sharded and divided like it."""
 
 

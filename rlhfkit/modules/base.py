@@ -3,11 +3,12 @@
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from rlhfkit.argument_names import refuse_arguments
@@ -15,7 +16,7 @@ from rlhfkit.data.batch import PaddedBatch, moved
 from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
 from rlhfkit.first_lines import print_run, print_sizes, replace_model_summary, silence_tips
-from rlhfkit.losses import LossOutput, aggregate
+from rlhfkit.losses import LossOutput, aggregate, sum_losses
 from rlhfkit.models import (
     LoRA,
     PolicyOutput,
@@ -45,6 +46,8 @@ from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
 from rlhfkit.modules.optim import OptimizationMixin
 from rlhfkit.modules.optimizers.factories import OptimizerFactory
 from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.parts import GivenPart, Part, attach_all, make_part, overriding, part_name
+from rlhfkit.trainer_parts import callbacks_of
 from rlhfkit.validation import check_integer, check_number
 
 silence_tips()  # of a module that is imported from its own room
@@ -99,6 +102,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, policy or critic, logged as
             ``aux_loss`` (0.001 in Transformers' configurations of Mixtral and Qwen); 0: not computed.
         trust_remote_code: Run Python code that comes with the model.
+        parts: More features, each a :class:`~rlhfkit.Part`, its dotted name, or, as in a configuration file,
+            ``{"class_path": ..., "init_args": {...}}``.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -139,6 +144,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         quantization: Quantization | None = None,
         router_aux_loss_coef: float = 0.0,
         trust_remote_code: bool = False,
+        parts: Sequence[GivenPart] = (),
         **unknown: Any,
     ) -> None:
         super().__init__()
@@ -182,6 +188,39 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         self._model_config: Any = None
         self._epoch_metrics: dict[str, tuple[Any, EpochMetric]] = {}
         self._step_metrics = StepMetrics()
+        self.own_parts: list[Part] = []
+        """What arguments of the module stand for; the parts that are given come after them."""
+        self.given_parts = [make_part(one) for one in parts]
+        self.hparams.update(parts=[part.plain() for part in self.given_parts])  # arguments make the others again
+        self.parts: list[Part] = []
+        """All parts, once the module is made."""
+        self.terms: list[Any] = []
+        """:meth:`Part.term` of the parts that override it."""
+        self.observers: list[Any] = []
+        """:meth:`Part.observe` of the parts that override it; callbacks may append functions of an iteration."""
+        self._attached = False
+        self.outputs: frozenset[str] = frozenset()
+        """What they need of the policy's output beside log-probs."""
+
+    def attach_parts(self) -> None:
+        """Attach the parts; a module whose attributes they need calls it at the end of its constructor."""
+        self.parts = [*self.own_parts, *self.given_parts]
+        self._attached = True
+        self._assemble()
+
+    def _assemble(self) -> None:
+        """Attach the parts, and keep what is called when."""
+        attach_all(self.parts, self)
+        self.terms, self.observers = (overriding(self.parts, name) for name in ("term", "observe"))
+        self.outputs = frozenset(name for part in self.parts for name in part.outputs)
+
+    def with_terms(self, result: LossOutput, batch: Any, out: Any) -> LossOutput:
+        """Add the terms of parts to the loss of a micro-batch of data."""
+        return sum_losses(result, *(term(batch, out, None) for term in self.terms)) if self.terms else result
+
+    def observed(self, batch: Any, out: Any) -> dict[str, Tensor]:
+        """The metrics of parts of a micro-batch of data."""
+        return {name: value for observe in self.observers for name, value in observe(batch, out, None).items()}
 
     # ------------------------------------------------------------------ building
 
@@ -265,6 +304,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             RuntimeError: If they alone are larger.
         """
         super().setup(stage)
+        if not self._attached:
+            self.attach_parts()
         self._epoch_metrics = {}
         if self._trainer is not None:
             replace_model_summary(self._trainer)
@@ -295,6 +336,47 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
     def needs_reference(self) -> bool:
         """Whether the loss uses :meth:`reference_model`; override it to get one."""
         return False
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference model is asked during training, here or elsewhere."""
+        return self.needs_reference
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The parts, whose hooks Lightning calls and whose states it saves.
+
+        Raises:
+            ValueError: If a part was given to the Trainer.
+        """
+        if not self._attached:
+            self.attach_parts()
+        callbacks = callbacks_of(self.trainer)
+        foreign = [one for one in callbacks if isinstance(one, Part) and one not in self.parts]
+        loose = [part_name(one) for one in foreign if one.module is None]
+        if loose:
+            raise ValueError(
+                f"{', '.join(loose)} is a part of a module, and Trainer(callbacks=...) was given it: give it to "
+                f"{type(self).__name__}(parts=[...])"
+            )
+        callbacks[:] = [one for one in callbacks if one not in foreign]  # those of a module fitted before
+        return [*super().configure_callbacks(), *self.parts]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Also save weights that parts change."""
+        super().on_save_checkpoint(checkpoint)
+        for part in self.parts:
+            part.save_weights(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Build the network if needed, and restore weights of parts; without a Trainer their states, too."""
+        super().on_load_checkpoint(checkpoint)
+        if self._trainer is None:  # else the Trainer does it, after this
+            states = checkpoint.get("callbacks", {})
+            for part in self.parts:
+                if part.state_key in states:
+                    part.load_state_dict(states[part.state_key])
+        for part in self.parts:
+            part.load_weights(checkpoint)
 
     @property
     def scores_samples(self) -> bool:

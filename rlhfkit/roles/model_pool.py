@@ -291,7 +291,7 @@ class ModelPool:
             raise ValueError(
                 f"{self.model} cannot move towards the policy, which has other weights: {len(other)} of {len(moved)} "
                 f"(first: {other[0]!r} is {tuple(moved[other[0]].shape)} here and {found} there). Take a reference of "
-                "the policy's sizes, or leave ref_model_sync_steps out"
+                "the policy's sizes, or leave MovingReference out"
             )
 
     def refresh(self) -> None:

@@ -79,14 +79,12 @@ POLICY: dict[str, Change | Unseen] = {
     "quantization": BITS,
     "router_aux_loss_coef": Change(0.5, given={"model": "@experts"}),
     "trust_remote_code": Change(True, given={"model": "@remote"}, built=True),
+    "parts": Change([f"{Watches.__module__}.Watches"]),
 }
-TOKEN_METRICS: dict[str, Change | Unseen] = {"log_token_metrics": Change(True), "neftune_alpha": Change(5.0)}
 REFERENCE: dict[str, Change | Unseen] = {
     "ref_model": Change("@other"),
     "precompute_ref_log_probs": Change(True),
     "ref_cache": Change("@cache", given={"precompute_ref_log_probs": True}),
-    "ref_model_sync_steps": Change(1),
-    "ref_model_mixup_alpha": Change(0.1, given={"ref_model_sync_steps": 1}),
     "max_tokens_per_forward": Change(8, given={"precompute_ref_log_probs": True}),
 }
 PAIRS: dict[str, Change | Unseen] = {"beta": Change(0.7), "label_smoothing": Change(0.2), "nll_coef": Change(0.5)}
@@ -115,8 +113,6 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "reward_model": Change("@scorer"),
     "reward_weights": WEIGHTS,
     "reference": ELSEWHERE,
-    "ref_model_sync_steps": Change(1, given=KL, around={"epochs": 2}),  # in the first iteration it is the policy
-    "ref_model_mixup_alpha": Change(0.1, given=KL | {"ref_model_sync_steps": 1}, around={"epochs": 2}),
     "mask_truncated": Change(True),
     "max_tokens_per_forward": Change(8),
 }
@@ -167,8 +163,8 @@ PPO: dict[str, Change | Unseen] = {
 }
 SCALAR = POLICY | {"head_std": Change(0.5)}
 TABLE: dict[type, tuple[str, Rows]] = {
-    SFTModule: ("texts", POLICY | TOKEN_METRICS),
-    DFTModule: ("texts", POLICY | TOKEN_METRICS),
+    SFTModule: ("texts", POLICY),
+    DFTModule: ("texts", POLICY),
     DPOModule: (
         "pairs",
         POLICY
@@ -274,8 +270,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "lr": Change(0.01, built=True),
             "reward_model": Change("@scorer"),
             "mask_truncated": Change(True),
-            "ref_model_sync_steps": Change(1, refused=True),
-            "ref_model_mixup_alpha": Unseen("of moves, which are refused"),
             "beta": Change(0.7),
             "link": Change("win-rate", refused=True),  # the rewards are no win rates
         },
@@ -286,8 +280,6 @@ TABLE[XPOModule] = (
     TABLE[OnlineDPOModule][1]
     | {
         "alpha": Change(0.5),
-        "ref_model_sync_steps": Change(1, refused=True),
-        "ref_model_mixup_alpha": Unseen("of moves, which are refused"),
     },
 )
 LEAST_OF: dict[type, dict[str, Any]] = {

@@ -134,12 +134,12 @@ def test_all_places_that_are_wrong_are_listed(tmp_path: Path) -> None:
 def test_later_words_go_over_earlier_ones(tmp_path: Path) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("model: {class_path: rlhfkit.GRPOModule, init_args: {model: a, lr: 1.0, clip_low: 0.1}}\n")
-    second.write_text("model: {class_path: rlhfkit.SFTModule, init_args: {neftune_alpha: 5}}\n")
+    second.write_text("model: {class_path: rlhfkit.SFTModule, init_args: {warmup_steps: 5}}\n")
     files = ["--config", str(first), "--config", str(second)]
     read = Configuration([*files, "--model.lr", "2", "--trainer.callbacks+=EMA", "--trainer.callbacks.decay=0.5"]).tree
     assert read["model"]["class_path"] == "rlhfkit.SFTModule"
     # SFT has no clipping: LightningCLI drops it too
-    assert read["model"]["init_args"] == {"model": "a", "lr": 2, "neftune_alpha": 5}
+    assert read["model"]["init_args"] == {"model": "a", "lr": 2, "warmup_steps": 5}
     assert read["trainer"]["callbacks"] == [{"class_path": "EMA", "init_args": {"decay": 0.5}}]
 
 

@@ -131,7 +131,13 @@ def by_hand(folder: Path, epochs: int = 2) -> tuple[list[float], dict[str, torch
     return losses, policy.state_dict()
 
 
-FOLLOWING: dict[str, Any] = {"ref_model": None, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75}
+def moving(steps: int, alpha: float) -> list[dict[str, Any]]:
+    """A ``MovingReference`` for every module that is made."""
+    name = "rlhfkit.modules.parts.moving_reference.MovingReference"
+    return [{"class_path": name, "init_args": {"steps": steps, "alpha": alpha}}]
+
+
+FOLLOWING: dict[str, Any] = {"ref_model": None, "parts": moving(2, 0.75)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero2": ("rlhf_zero2", 2, {}),
     "zero3": ("rlhf_zero3", 1, {}),
@@ -167,7 +173,7 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
     for strategy in ("rlhf_zero3", "ddp"):
         saver = ModelCheckpoint(folder / f"half {strategy}", filename="{epoch}", save_top_k=-1)
         half: dict[str, Any] = {"ranks": RANKS, "strategy": strategy, "num_nodes": 1, "precision": "bf16-true"}
-        half["module"] = FOLLOWING | {"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3, "lr": 0.1}
+        half["module"] = FOLLOWING | {"parts": moving(1, 0.3), "lr": 0.1}
         whole = fit(Path(model), 1, **half, callbacks=[saver], enable_checkpointing=True)
         rest = fit(Path(model), 1, **half, resume=str(folder / f"half {strategy}" / "epoch=0.ckpt"))
         report[f"half {strategy}"] = [whole.losses, rest.losses]

@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rl_runs import setup_run
 
 from rlhfkit import GRPOModule, PPOModule
-from rlhfkit.modules.moving_reference import mix_into
+from rlhfkit.modules.parts.moving_reference import MovingReference, mix_into
 
-MOVING: dict[str, Any] = {"kl_coef": 0.1, "lr": 0.05, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
+MOVING: dict[str, Any] = {"kl_coef": 0.1, "lr": 0.05}
 KINDS: dict[str, Any] = {
     "grpo": (GRPOModule, MOVING),
     "ppo": (PPOModule, MOVING),
@@ -44,8 +44,8 @@ def test_the_reference_follows_and_a_resumed_run_goes_on_bit_for_bit(tmp_path: P
         follow = Follow()
         saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
         trainer, made, data, _ = setup_run(
-            tmp_path, module=module, module_arguments=arguments, callbacks=[follow, saving], enable_checkpointing=True,
-            precision=precision,
+            tmp_path, module=module, module_arguments=arguments | {"parts": [MovingReference(2, alpha=0.25)]},
+            callbacks=[follow, saving], enable_checkpointing=True, precision=precision,
         )  # fmt: skip
         trainer.fit(made, datamodule=data, **fit)
         return made, follow
@@ -56,9 +56,10 @@ def test_the_reference_follows_and_a_resumed_run_goes_on_bit_for_bit(tmp_path: P
         torch.testing.assert_close(value, expected, rtol=1e-5 if precision == "32-true" else 2**-8, atol=1e-7)
         assert not value.requires_grad
     resumed, _ = run(ckpt_path=str(tmp_path / "epoch=0.ckpt"))
-    assert straight._precise_reference.keys() == resumed._precise_reference.keys()
-    for name, precise in straight._precise_reference.items():
-        assert torch.equal(precise, resumed._precise_reference[name]), name
+    kept, restored = (made.parts[-1].precise for made in (straight, resumed))
+    assert kept.keys() == restored.keys()
+    for name, precise in kept.items():
+        assert torch.equal(precise, restored[name]), name
     for child in ("policy", "reference"):
         for name, value in getattr(straight, child).named_parameters():
             assert torch.equal(value, resumed.get_submodule(child).get_parameter(name)), (child, name)
@@ -83,14 +84,12 @@ def test_small_steps_of_a_reference_in_16_bits_add_up(dtype: torch.dtype) -> Non
 
 
 def test_a_reference_that_cannot_move_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="moves a reference that nothing asks"):
-        GRPOModule("nobody", ref_model_sync_steps=5)
-    with pytest.raises(ValueError, match="ref_model_mixup_alpha would have no effect"):
-        GRPOModule("nobody", ref_model_mixup_alpha=1.0, kl_coef=0.1)
-    with pytest.raises(ValueError, match="ref_model_sync_steps must be an integer of at least 1"):
-        PPOModule("nobody", ref_model_sync_steps=0)
+    with pytest.raises(ValueError, match="moves a reference model that nothing asks"):
+        GRPOModule("nobody", parts=[MovingReference(5)])
+    with pytest.raises(ValueError, match="steps must be an integer of at least 1"):
+        MovingReference(0)
     trainer, module, data, _ = setup_run(
-        tmp_path, module_arguments={"lora": {"rank": 2}, "kl_coef": 0.1, "ref_model_sync_steps": 1}
+        tmp_path, module_arguments={"lora": {"rank": 2}, "kl_coef": 0.1, "parts": [MovingReference(1)]}
     )
     with pytest.raises(ValueError, match="adapters are trained"):
         trainer.fit(module, datamodule=data)

@@ -9,6 +9,8 @@ from rl_runs import PlainGRPO, setup_run, weights
 
 from rlhfkit.roles import Placement
 
+MOVING = {"class_path": "rlhfkit.modules.parts.moving_reference.MovingReference", "init_args": {"steps": 1}}
+
 
 def train(folder: Path) -> dict[str, Any]:
     """The largest difference of the weights of both runs, and where the reference was."""
@@ -16,7 +18,7 @@ def train(folder: Path) -> dict[str, Any]:
     trained, held = [], []
     own = folder / f"rank{os.environ['LOCAL_RANK']}"  # ranks must not write the same model
     for elsewhere in (False, True):
-        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "ref_model_sync_steps": 1}
+        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "parts": [MOVING]}
         if elsewhere:  # replicas read rank 0's folder
             placement = Placement(trainer=2, reference=2)  # rank 0 plans
             arguments["reference"] = placement.reference(str(own / "model"), start_timeout=600.0)

@@ -38,6 +38,8 @@ from rlhfkit.roles import ModelPool, ModelPoolError
 from rlhfkit.roles.replica import ReplicaOptions, TextReading, TokenRows, compute_rows, spread
 from rlhfkit.rollout import ModuleWeights
 
+MOVING = {"class_path": "rlhfkit.modules.parts.moving_reference.MovingReference", "init_args": {"steps": 1}}
+
 pytestmark = pytest.mark.ray
 
 
@@ -222,7 +224,7 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
     asked: list[int] = []
     for elsewhere in (False, True):
         # Adam would make steps of what rounding leaves, as groups are computed apart; so would a division by it.
-        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "ref_model_sync_steps": 1}
+        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "parts": [MOVING]}
         arguments["reward_model"] = ModelPool(reward) if elsewhere else reward
         if elsewhere:
             arguments["reference"] = ModelPool(str(tmp_path / "model"))

@@ -17,6 +17,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import DistillationModule, GRPOModule, OnPolicyDistillationModule, VLLMServer
 from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel, frozen_model
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.serving.access import AccessToken
@@ -123,8 +124,8 @@ def test_a_server_has_no_rewards_and_a_loaded_teacher_needs_no_server(tmp_path: 
         DistillationModule("model", ServedModel("teacher", ADDRESS), top_k=5)
     with pytest.raises(ValueError, match="a divergence compares the teacher's probabilities of all tokens"):
         OnPolicyDistillationModule("model", ServedModel("teacher", ADDRESS), divergence="jsd")
-    with pytest.raises(ValueError, match="ref_model_sync_steps moves a reference, and a ServedModel is a server's"):
-        GRPOModule("model", reference=ServedModel("model", ADDRESS), kl_coef=0.1, ref_model_sync_steps=2)
+    with pytest.raises(ValueError, match="MovingReference moves a reference, and a ServedModel is a server's"):
+        GRPOModule("model", reference=ServedModel("model", ADDRESS), kl_coef=0.1, parts=[MovingReference()])
     with pytest.raises(ValueError, match=r"reference=ServedModel\(...\) is a model that nothing asks"):
         GRPOModule("model", reference=ServedModel("model", ADDRESS))
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
@@ -24,8 +23,8 @@ from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
 from rlhfkit.modules.on_policy.update.pretraining_text import PretrainingTextModule
-from rlhfkit.parts import Part, Stage, arrange, attach_all, describe, make_part, overriding, part_name
-from rlhfkit.trainer_parts import callbacks_of, epochs_of
+from rlhfkit.parts import Part, Stage, arrange, describe, overriding, part_name
+from rlhfkit.trainer_parts import epochs_of
 
 
 class ModuleStep(Part):
@@ -90,14 +89,11 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, parts=parts, **kwargs)
         self.router_replay = router_replay
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
-        given = [make_part(one) for one in parts]
-        self.parts: list[Part] = [*self.own_parts, *given]
-        self.hparams.update(parts=[part.plain() for part in given])  # arguments make the others again
-        self._assemble()
+        self.attach_parts()
         self._check_passes()
 
     def add_part(self, part: Part) -> None:
@@ -129,10 +125,8 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
 
     def _assemble(self) -> None:
         """Attach the parts, and sort them into what is called when."""
-        attach_all(self.parts, self)
-        self.weighing, self.terms = (overriding(self.parts, name) for name in ("weigh", "term"))
-        self.observers = overriding(self.parts, "observe")
-        """Called with micro-batch, output and old log-probs after each loss; callbacks may append functions."""
+        super()._assemble()
+        self.weighing = overriding(self.parts, "weigh")
         in_loss = [part for part in self.parts if overriding([part], "weigh") or overriding([part], "term")]
         unknown = sorted({name for part in self.parts for name in part.outputs} - {"entropy"})
         if unknown:
@@ -171,8 +165,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
     @property
     def columns_of_models(self) -> tuple[str, ...]:
         """Fields of the rows that :meth:`add_logprobs` sets."""
-        has_reference = self.needs_reference or self.reference_pool is not None
-        return "old_logprobs", "entropy", *(["ref_logprobs"] if has_reference else [])
+        return "old_logprobs", "entropy", *(["ref_logprobs"] if self.has_reference else [])
 
     columns_of_credit: ClassVar[tuple[str, ...]] = ("advantages",)
     """Fields of the rows that :meth:`compute_advantages` sets."""
@@ -189,23 +182,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         loss += ["KL penalty"] if penalty else []
         loss += [part_name(part) for part in self.parts if overriding([part], "term")]
         return describe(self.order, loss)
-
-    def configure_callbacks(self) -> list[Callback]:
-        """The parts, whose hooks Lightning calls and whose states it saves.
-
-        Raises:
-            ValueError: If a part was given to the Trainer.
-        """
-        callbacks = callbacks_of(self.trainer)
-        foreign = [one for one in callbacks if isinstance(one, Part) and one not in self.parts]
-        loose = [part_name(one) for one in foreign if one.module is None]
-        if loose:
-            raise ValueError(
-                f"{', '.join(loose)} is a part of a module, and Trainer(callbacks=...) was given it: give it to "
-                f"{type(self).__name__}(parts=[...])"
-            )
-        callbacks[:] = [one for one in callbacks if one not in foreign]  # those of a module fitted before
-        return [*super().configure_callbacks(), *self.parts]
 
     def _check_passes(self) -> None:
         """Refuse options that need the forward pass of the old log-probs where there is none."""
@@ -381,12 +357,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         checkpoint["iteration_version"] = self.iteration_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with the iteration's old log-probs; without a Trainer, also with the states of parts."""
+        """Continue with the iteration's old log-probs."""
         super().on_load_checkpoint(checkpoint)
-        if self._trainer is None:  # else the Trainer does it, after this
-            states = checkpoint.get("callbacks", {})
-            for part in self.parts:
-                if part.state_key in states:
-                    part.load_state_dict(states[part.state_key])
         self.first_pass.load_state_dict(checkpoint.get("first_pass_logprobs", {}))
         self.iteration_version = checkpoint.get("iteration_version", 0)

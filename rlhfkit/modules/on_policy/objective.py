@@ -26,7 +26,6 @@ from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.advantages import AdvantageModule
 from rlhfkit.modules.on_policy.functions import PolicyLoss
 from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
-from rlhfkit.parts import Part
 from rlhfkit.validation import check_number
 
 
@@ -67,12 +66,8 @@ class PolicyLossModule(AdvantageModule):
         ValueError: If an argument is out of range, or has no effect beside the others.
     """
 
-    parts: list[Part]
-    """What arguments stand for, and what was passed in."""
     weighing: Sequence[Callable[..., tuple[Tensor, Mapping[str, Any]]]] = ()
     """:meth:`Part.weigh` of the parts that override it."""
-    terms: Sequence[Callable[..., LossOutput]] = ()
-    """:meth:`Part.term` of the parts that override it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""``ReferenceModule``: a policy with a reference model, which is held in memory, precomputed or moved."""
+"""``ReferenceModule``: a policy with a reference model, which is held in memory or computed before training."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,8 +14,7 @@ from rlhfkit.mesh import Mesh, forward_group_of
 from rlhfkit.models import load_causal_lm, unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.arguments import refuse_without_effect
-from rlhfkit.modules.base import freeze
-from rlhfkit.modules.moving_reference import MovingReferenceModule
+from rlhfkit.modules.base import PolicyModule, freeze
 from rlhfkit.modules.precompute import (
     cache_folder,
     load_or_compute,
@@ -45,7 +44,7 @@ AnswerLogprobs = Callable[[nn.Module, PreferenceBatch], Tensor]
 """(2B,) log-probs of the answers of a batch under a model."""
 
 
-class ReferenceModule(MovingReferenceModule):
+class ReferenceModule(PolicyModule):
     """A :class:`PolicyModule` that is compared with a reference model on data that is known before training.
 
     The reference is the initial policy, in one of three forms: a frozen copy (the default), the policy with its
@@ -60,11 +59,10 @@ class ReferenceModule(MovingReferenceModule):
         ref_cache: Folder for these log-probs, only with them; ``None``: ``rlhfkit/reference_logprobs`` in the
             cache folder of ``datasets``.
         max_tokens_per_forward: Tokens per forward pass of ``precompute_ref_log_probs``; only with it.
-        **kwargs: A reference that moves: see :class:`~rlhfkit.modules.moving_reference.MovingReferenceModule`;
-            optimizer and loading of the model: see :class:`PolicyModule`.
+        **kwargs: Optimizer and loading of the model: see :class:`PolicyModule`.
 
     Raises:
-        ValueError: If an argument is out of range, or there is no reference model to move.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(
@@ -86,12 +84,8 @@ class ReferenceModule(MovingReferenceModule):
         self.precompute_ref_log_probs = precompute_ref_log_probs
         self.ref_cache = ref_cache
         self.max_tokens_per_forward = max_tokens_per_forward
-        if self.reference_moves and not self.uses_reference:
-            raise ValueError(
-                "ref_model_sync_steps moves a reference model, and with precompute_ref_log_probs or reference_free "
-                "there is none: leave one of them out"
-            )
         self._policy_is_initial = True
+        self.attach_parts()
 
     # ------------------------------------------------------------------ the model
 
@@ -99,6 +93,11 @@ class ReferenceModule(MovingReferenceModule):
     def uses_reference(self) -> bool:
         """Whether a reference model is evaluated during training."""
         return not self.precompute_ref_log_probs
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference model is asked during training."""
+        return self.uses_reference
 
     @property
     def needs_reference(self) -> bool:
@@ -110,7 +109,6 @@ class ReferenceModule(MovingReferenceModule):
         super().configure_model()
         if self.uses_reference and self.ref_model_name is not None and not hasattr(self, "reference"):
             self.reference = self.build_reference()
-        self.check_reference_moves()
 
     def build_reference(self) -> nn.Module:
         """Load the reference model, frozen and without dropout."""

@@ -82,6 +82,7 @@ class SimPOModule(PreferenceModule):
         self.label_smoothing = label_smoothing
         self.nll_coef = nll_coef
         self._check_loss()
+        self.attach_parts()
 
     def _pair_loss(self, **arguments: Any) -> LossOutput:
         return simpo_loss(
@@ -158,6 +159,7 @@ class CPOModule(PreferenceModule):
         self.label_smoothing = label_smoothing
         self.nll_coef = nll_coef
         self._check_loss()
+        self.attach_parts()
 
     def _pair_loss(self, **arguments: Any) -> LossOutput:
         return cpo_loss(
@@ -222,6 +224,7 @@ class ORPOModule(PreferenceModule):
         check_number("beta", beta, above=0)
         self.beta = beta
         self._check_loss()
+        self.attach_parts()
 
     def _pair_loss(self, **arguments: Any) -> LossOutput:
         return orpo_loss(**arguments, beta=self.beta)

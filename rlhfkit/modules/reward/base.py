@@ -38,6 +38,7 @@ class ScalarModule(PolicyModule):
         check_number("head_std", head_std, minimum=0, optional=True)
         self.head_std = head_std
         self._router_loss: Tensor | None = None  # of the last forward pass
+        self.attach_parts()
 
     def build_policy(self) -> nn.Module:
         """Load the model; override to wrap or change it."""
@@ -100,11 +101,11 @@ class ScalarModule(PolicyModule):
         """Compute and log the loss of one micro-batch."""
         self._router_loss = None
         out = self.scores(batch)
-        result = self.loss(batch, out)
+        result = self.with_terms(self.loss(batch, out), batch, out)
         count = self.number_of_cases(batch, out)
         result = self.with_router_loss(result, self._router_loss, count > 0)
         self.log_step(self._loss_metric(batch, result.loss, count) | self.on_bar(result.metrics), count)
-        self.log_metrics(result.metrics, count)
+        self.log_metrics({**result.metrics, **self.observed(batch, out)}, count)
         return result.loss
 
     def on_validation_epoch_start(self) -> None:

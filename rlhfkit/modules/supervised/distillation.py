@@ -161,6 +161,7 @@ class DistillationModule(PolicyModule):
         rows = torch.zeros(1, max(top_k or 0, 2))
         ids = torch.arange(rows.shape[1])[None] if precompute_teacher else None
         self.compare(rows, (rows, ids), torch.zeros(1, dtype=torch.int64), None)
+        self.attach_parts()
 
     def configure_model(self) -> None:
         """Build the student, and the teacher unless its outputs are computed before training."""
@@ -346,7 +347,7 @@ class DistillationModule(PolicyModule):
         loss, parts = self.loss(batch)
         tokens = batch.loss_mask.sum()
         self.log_step({"loss": share_metric(loss, tokens, batch.token_denominator)}, tokens)
-        self.log_metrics(parts, tokens, suffix="_epoch")
+        self.log_metrics({**parts, **self.observed(batch, None)}, tokens, suffix="_epoch")
         return loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:

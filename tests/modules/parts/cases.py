@@ -23,6 +23,7 @@ from rlhfkit import Experience, PolicyOutput, RolloutCallback, SamplingSpec
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
+from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 from rlhfkit.parts import Part
@@ -187,6 +188,15 @@ def entropy_target_formula(folder: Path) -> None:
     torch.testing.assert_close(applied, expected[:-1])
 
 
+def moving_reference_formula(folder: Path) -> None:
+    """After two steps the reference is three quarters what it was, and one quarter the policy."""
+    _, one = fit(folder, CASES["MovingReference"], parts=[MovingReference(2, alpha=0.0)], max_epochs=1)
+    _, found = fit(folder, CASES["MovingReference"], max_epochs=1)
+    for name, value in found.reference.state_dict().items():
+        start, policy = one.reference.state_dict()[name], found.policy.state_dict()[name]
+        torch.testing.assert_close(value, 0.75 * start + 0.25 * policy, rtol=1e-5, atol=1e-7)
+
+
 UNSCALED = {"advantage_scale": "none"}
 ENDS = SamplingSpec(group_size=4, max_new_tokens=8, stop=tuple("aeiouAEIOU"))  # of some answers, others are cut off
 CASES: dict[str, Case] = {
@@ -206,6 +216,7 @@ CASES: dict[str, Case] = {
         lambda: KLTarget(1e-3, horizon=100), kl_target_formula, {"kl_coef": 0.1}, metrics=("policy/kl_coef",)
     ),
     "StopEarly": Case(lambda: StopEarly(1e-3), stop_early_formula, metrics=("policy/kl_early_stopped",)),
+    "MovingReference": Case(lambda: MovingReference(2, alpha=0.25), moving_reference_formula, {"kl_coef": 5.0}),
     "EntropyTarget": Case(
         lambda: EntropyTarget(100.0, step=0.02), entropy_target_formula, metrics=("policy/entropy_coef",)
     ),

@@ -18,7 +18,8 @@ every_part = pytest.mark.parametrize("name", CASES)
 
 
 def test_every_part_is_in_the_registry() -> None:
-    assert set(all_parts()) == set(CASES)
+    """Those of fine-tuning have tests of their own: noise is different on every rank."""
+    assert set(all_parts()) == set(CASES) | {"NEFTune", "TokenMetrics"}
 
 
 @every_part

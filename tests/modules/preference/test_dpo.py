@@ -199,7 +199,9 @@ def test_a_policy_is_its_own_reference_at_the_first_step(folder: Path) -> None:
 
 def test_a_reference_that_moves_follows_the_policy_every_so_many_steps(folder: Path) -> None:
     straight = dpo_cases.fit(folder, module=FOLLOWING, max_steps=4, max_epochs=-1)
-    after_two = dpo_cases.fit(folder, module=FOLLOWING | {"ref_model_mixup_alpha": 0.0}, max_steps=2, max_epochs=-1)
+    after_two = dpo_cases.fit(
+        folder, module=FOLLOWING | {"parts": dpo_cases.moving(2, 0.0)}, max_steps=2, max_epochs=-1
+    )
     for name, start in after_two.reference.items():
         middle = start + 0.75 * (after_two.weights[name] - start)
         end = middle + 0.75 * (straight.weights[name] - middle)
@@ -210,7 +212,7 @@ def test_a_reference_that_moves_follows_the_policy_every_so_many_steps(folder: P
 def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, kind: str) -> None:
     options: dict[str, Any] = {
         "frozen": {"ref_model": None},
-        "following": FOLLOWING | {"ref_model_sync_steps": 1},
+        "following": FOLLOWING | {"parts": dpo_cases.moving(1, 0.75)},
         "computed": {"ref_model": None, "precompute_ref_log_probs": True, "ref_cache": str(tmp_path / "cache")},
     }[kind]
 
@@ -332,8 +334,9 @@ def test_a_loss_can_be_a_function_and_is_remembered_by_name() -> None:
         ({"loss_type": "aot", "use_weighting": True}, "sort the batch"),
         ({"loss_type": "aot", "divergence": "js"}, "defined for divergence 'reverse_kl' only"),
         ({"ld_alpha": 2.0}, "ld_alpha must be a finite number of at least 0 and at most 1"),
-        ({"ref_model_sync_steps": 0}, "ref_model_sync_steps must be an integer of at least 1 or None"),
-        ({"ref_model_sync_steps": 5, "precompute_ref_log_probs": True}, "leave one of them out"),
+        ({"parts": dpo_cases.moving(0, 0.6)}, "MovingReference.steps must be an integer of at least 1"),
+        ({"parts": dpo_cases.moving(5, 0.6), "precompute_ref_log_probs": True}, "that nothing asks"),
+        ({"parts": dpo_cases.moving(5, 0.6), "reference_free": True}, "that nothing asks"),
         ({"ref_cache": "cache"}, "ref_cache would have no effect beside precompute_ref_log_probs=False"),
         ({"max_tokens_per_forward": 512}, "max_tokens_per_forward would have no effect"),
         ({"reference_free": True, "ref_model": "other"}, "reference_free uses no reference"),

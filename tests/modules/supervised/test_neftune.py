@@ -1,6 +1,7 @@
 """Noise on embeddings: its distribution, where it is, and that it is the same in a resumed run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +13,36 @@ from torch import Tensor
 from modules import sft_cases
 from rlhfkit import SFTDataModule, SFTModule
 from rlhfkit.models import load_causal_lm
-from rlhfkit.modules.supervised.neftune import embedding_noise
+from rlhfkit.modules.parts.neftune import NEFTune
+from rlhfkit.modules.parts.token_metrics import TokenMetrics
+from rlhfkit.parts import make_part
 
 
-def test_noise_is_uniform_in_the_papers_range_and_only_in_the_block(tmp_path: Path) -> None:
-    model = load_causal_lm(str(tiny_model(tmp_path / "model")))
+class SimpleBatch:
+    """One sequence."""
+
+    def __init__(self, attention_mask: Tensor) -> None:
+        self.attention_mask = attention_mask
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_noise_is_uniform_in_the_papers_range_and_only_in_training(tmp_path: Path) -> None:
+    model = load_causal_lm(str(tiny_model(tmp_path / "model"))).train()
     layer: Any = model.get_input_embeddings()
     token_ids = torch.zeros(1, 5000, dtype=torch.int64)
     plain = layer(token_ids)
-    with embedding_noise(model, 5.0, torch.tensor(20.0), "a"):
-        noise = (layer(token_ids) - plain).flatten()
+    part, length = NEFTune(5.0), torch.ones(1, 20)
+    module: Any = SimpleNamespace(policy=model, current_epoch=0, global_rank=0)
+    part.on_train_batch_start(Any, module, SimpleBatch(length), 0)
+    noise = (layer(token_ids) - plain).flatten()
+    with torch.no_grad():  # of a reference
+        assert torch.equal(layer(token_ids), plain)
+    model.eval()  # of a check
+    assert torch.equal(layer(token_ids), plain)
+    model.train()
+    part.on_train_batch_end(Any, module)
     bound = 5.0 / (20.0 * plain.shape[-1]) ** 0.5
     assert float(noise.abs().max()) <= bound * 1.001
     assert float(noise.abs().max()) > bound * 0.99
@@ -43,7 +64,7 @@ def test_training_has_noise_validation_has_none_and_a_resumed_run_has_the_same(t
     sft_cases.prepare(tmp_path)
 
     def fit(alpha: float, resume: str | None = None) -> tuple[Recorded, Any]:
-        module = Recorded(str(tmp_path / "model"), lr=1e-3, neftune_alpha=alpha)
+        module = Recorded(str(tmp_path / "model"), lr=1e-3, parts=[NEFTune(alpha)] if alpha else [])
         data = SFTDataModule(str(tmp_path / "data.jsonl"), micro_batch_size=8)
         save = ModelCheckpoint(tmp_path / f"alpha{alpha}", filename="{step}", every_n_train_steps=2, save_top_k=-1)
         run = sft_cases.trainer(tmp_path, max_steps=4, precision="32-true", callbacks=[save], enable_checkpointing=True)
@@ -60,3 +81,10 @@ def test_training_has_noise_validation_has_none_and_a_resumed_run_has_the_same(t
     with torch.no_grad():
         outputs = [straight.policy_output(batch).logprobs for _ in range(2)]
     assert torch.equal(*outputs)
+
+
+def test_plain_values_make_the_parts_again() -> None:
+    for part in (NEFTune(7.0), TokenMetrics()):
+        again = make_part(part.plain())
+        assert type(again) is type(part)
+        assert again.plain() == part.plain()

@@ -12,6 +12,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import DPOModule, PreferenceDataModule, SFTDataModule, SFTModule
 from rlhfkit.models import load_causal_lm
+from rlhfkit.modules.parts.token_metrics import TokenMetrics
 
 
 class PlainSFT(PlainSGD, SFTModule):
@@ -133,7 +134,7 @@ def test_token_accuracy_and_entropy_are_those_of_dense_logits(folder: Path) -> N
     held_out = {"validation_data": str(folder / "data.jsonl"), "validation_split": "train"}
     found, weights = {}, {}
     for more in (True, False):
-        module = SFTModule(str(folder / "model"), lr=0.1, optimizer="sgd", log_token_metrics=more)
+        module = SFTModule(str(folder / "model"), lr=0.1, optimizer="sgd", parts=[TokenMetrics()] * more)
         run = trainer(folder, max_epochs=1, accumulate_grad_batches=4)
         run.fit(module, data(folder, 6, **held_out))
         found[more], weights[more] = dict(run.callback_metrics), module.policy.state_dict()

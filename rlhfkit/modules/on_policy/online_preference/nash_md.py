@@ -19,6 +19,7 @@ from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.modules.on_policy.online_preference.base import OnlinePreferenceModule, check_sampler
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.parts import part_name
 from rlhfkit.rollout.engine import RolloutEngine
 from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
 
@@ -98,8 +99,8 @@ class NashMDModule(OnlinePreferenceModule):
         )
         nothing = torch.zeros(0)
         preference_advantages(nothing, nothing, nothing, link=link)  # raises for an unknown one
-        if self.reference_moves:
-            raise ValueError("ref_model_sync_steps moves the reference, and the engine's does not move: leave it out")
+        if any(part_name(part) == "MovingReference" for part in self.parts):
+            raise ValueError("MovingReference moves the reference, and the engine's does not move: leave it out")
         if link == "win-rate" and "NormalizeRewards" in self.shaping:
             raise ValueError(
                 "NormalizeRewards makes rewards of mean 0, and link='win-rate' takes win rates in "

@@ -7,6 +7,7 @@ from rlhfkit.losses import LossOutput, exploration_loss, sequence_logprobs, weig
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.on_policy.online_preference.base import check_sampler
 from rlhfkit.modules.on_policy.online_preference.online_dpo import OnlineDPOModule
+from rlhfkit.parts import part_name
 from rlhfkit.rollout.engine import RolloutEngine
 from rlhfkit.rollout.wrappers.reference_samples import ReferenceSamples
 from rlhfkit.validation import check_number
@@ -31,7 +32,7 @@ class XPOModule(OnlineDPOModule):
     Args:
         model: Folder or hub name of the policy.
         alpha: α, weight of the bonus; 1e-5 as in TRL.
-        **kwargs: As in :class:`OnlineDPOModule`; ``ref_model_sync_steps`` is refused, as the engine's reference does
+        **kwargs: As in :class:`OnlineDPOModule`; a ``MovingReference`` is refused, as the engine's reference does
             not move.
 
     Raises:
@@ -42,8 +43,8 @@ class XPOModule(OnlineDPOModule):
         super().__init__(model, **kwargs)
         check_number("alpha", alpha, minimum=0)
         self.alpha = alpha
-        if self.reference_moves:
-            raise ValueError("ref_model_sync_steps moves the reference, and the engine's does not move: leave it out")
+        if any(part_name(part) == "MovingReference" for part in self.parts):
+            raise ValueError("MovingReference moves the reference, and the engine's does not move: leave it out")
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError unless there are two samples per prompt, one of each model."""

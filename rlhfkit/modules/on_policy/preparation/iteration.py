@@ -24,7 +24,6 @@ from rlhfkit.modules.on_policy.preparation.local_rows import (
     update_moments,
     whiten_all,
 )
-from rlhfkit.parts import Part
 from rlhfkit.validation import check_integer
 
 
@@ -58,8 +57,6 @@ class IterationModule(PolicyModule):
 
     def __init__(self, model: str, *, max_tokens_per_forward: int = 16384, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
-        self.own_parts: list[Part] = []
-        """What arguments of the module stand for; the parts that are given come after them."""
         check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         self.max_tokens_per_forward = max_tokens_per_forward
 

@@ -11,7 +11,6 @@ from rlhfkit.losses import (
     masked_sum,
     token_rewards,
 )
-from rlhfkit.modules.moving_reference import MovingReferenceModule
 from rlhfkit.modules.on_policy.preparation.reward_models import ScoredModule
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
@@ -21,7 +20,7 @@ KLPlace = Literal["token", "sequence"]
 """Which reward a KL penalty is subtracted from."""
 
 
-class RewardedModule(ScoredModule, MovingReferenceModule):
+class RewardedModule(ScoredModule):
     """A policy whose samples are rewarded, by a function of the callback, a reward model of the module, or both.
 
     Args:
@@ -40,8 +39,7 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
             answer's total from the reward of the sample, before the baseline (RLOO; TRL's, and verl's for estimators
             that compare samples). ``True``: ``token`` for PPO, ``sequence`` for GRPO. ``None``: ``token`` for PPO, in
             the loss for others.
-        **kwargs: Reward models: see :class:`~rlhfkit.modules.on_policy.preparation.reward_models.ScoredModule`; a
-            reference that moves: :class:`~rlhfkit.modules.moving_reference.MovingReferenceModule`.
+        **kwargs: Reward models: see :class:`~rlhfkit.modules.on_policy.preparation.reward_models.ScoredModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -90,16 +88,6 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
                 f"reference={type(self.reference_pool).__name__}(...) is a model that nothing asks: give a kl_coef "
                 "(0.01 is OpenRLHF's), or leave reference out"
             )
-        if self.reference_moves and isinstance(self.reference_pool, ServedModel):
-            raise ValueError(
-                "ref_model_sync_steps moves a reference, and a ServedModel is a server's: use ModelPool, or leave "
-                "ref_model_sync_steps out"
-            )
-        if self.reference_moves and not self.kl_coef:
-            raise ValueError(
-                f"ref_model_sync_steps={self.ref_model_sync_steps} moves a reference that nothing asks: give a kl_coef "
-                "(0.01 is OpenRLHF's), or leave ref_model_sync_steps out"
-            )
 
     def _kl_place(self, kl_coef: float, kl_in_reward: bool | KLPlace | None) -> KLPlace | None:
         if kl_in_reward not in (None, True, False, *get_args(KLPlace)):
@@ -123,17 +111,17 @@ class RewardedModule(ScoredModule, MovingReferenceModule):
             placed["reference"] = self.reference_pool, "logprobs"
         return placed | super().placed_models()
 
-    def configure_model(self) -> None:
-        """Build the policy and its frozen models."""
-        super().configure_model()
-        self.check_reference_moves()
-
     # ------------------------------------------------------------------ the KL penalty
 
     @property
     def needs_reference(self) -> bool:
         """Whether the module has a reference model, as a KL penalty needs."""
         return bool(self.initial_kl_coef) and self.reference_pool is None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference model is asked during training, here or elsewhere."""
+        return self.needs_reference or self.reference_pool is not None
 
     @property
     def has_kl_penalty(self) -> bool:

@@ -26,6 +26,7 @@ from rlhfkit import (
     XPOModule,
 )
 from rlhfkit.modules.parts.kl_control import KLTarget
+from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.rewards import PairwiseReward
 
 BETA, LR, ALPHA = 0.4, 0.05, 0.02
@@ -149,8 +150,8 @@ def test_they_learn_from_a_judge(tmp_path: Path, nash: bool) -> None:
 def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
     for kind, arguments, message in (
         (XPOModule, {"alpha": -1.0}, "alpha"),
-        (XPOModule, {"ref_model_sync_steps": 4}, "does not move"),
-        (NashMDModule, {"ref_model_sync_steps": 4}, "does not move"),
+        (XPOModule, {"parts": [MovingReference(4)]}, "does not move"),
+        (NashMDModule, {"parts": [MovingReference(4)]}, "does not move"),
         (NashMDModule, {"clip_low": 0.1}, "clip_low=0.1 has no effect"),
         (NashMDModule, {"link": "elo"}, "link must be one of"),
         (NashMDModule, {"parts": [KLTarget(0.1)]}, "moves the weight of a KL penalty, and .* has none here"),
