@@ -13,7 +13,7 @@ from enum import Enum, IntEnum
 from typing import Any, cast
 
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput
@@ -42,6 +42,18 @@ class Stage(IntEnum):
     """Coefficients of the iteration."""
     LEARN = 90
     """Parts that take part in the loss only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Child:
+    """A model that a part brings: ``module.<name>``."""
+
+    build: Callable[[], nn.Module]
+    """Loads it; called once."""
+    trained: bool = False
+    """Whether it has an optimizer; else it is frozen, and in no checkpoint."""
+    lr: float | None = None
+    """Peak learning rate; ``None``: the module's."""
 
 
 class Part(Callback):
@@ -95,7 +107,22 @@ class Part(Callback):
             raise ValueError(f"{type(self).__name__} is a part of another module already: make one for each module")
         self.module = module
 
+    def children(self) -> Mapping[str, Child]:
+        """Models that it brings, by their names in the module."""
+        return {}
+
+    def placed(self) -> Mapping[str, tuple[Any, Any]]:
+        """Models on machines of their own that it asks, by the names of their roles, and what for.
+
+        See :class:`~rlhfkit.roles.FrozenModel`.
+        """
+        return {}
+
     # ------------------------------------------------------------------ an iteration, before its first update
+
+    def begin(self, rows: Experience) -> None:
+        """Ask for what is computed elsewhere, and return at once; before any :meth:`prepare`. A collective."""
+        raise NotImplementedError
 
     def prepare(self, rows: Experience) -> Experience:
         """Return this rank's rows of the iteration with more in them, as a copy. A collective.
@@ -139,18 +166,7 @@ class Part(Callback):
         Raises:
             TypeError: If an argument is no attribute of its name, or has no plain value.
         """
-        return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": self._arguments()}
-
-    def _arguments(self) -> dict[str, Any]:
-        parameters = inspect.signature(type(self)).parameters.values()
-        names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-        missing = [name for name in names if not hasattr(self, name)]
-        if missing:
-            raise TypeError(
-                f"{type(self).__name__} cannot be saved: keep {', '.join(missing)} as attributes of these names, so "
-                "that checkpoints and YAML can make it again"
-            )
-        return {name: plain_value(getattr(self, name), f"{type(self).__name__}.{name}") for name in names}
+        return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": arguments_of(self)}
 
     def __repr__(self) -> str:
         """Class and arguments that are not the default."""
@@ -324,6 +340,24 @@ def describe(order: Sequence[Part], loss: Sequence[str]) -> str:
         stages.setdefault(part.stage.name, []).append(part_name(part))
     steps = " -> ".join(f"{stage} {', '.join(names)}" for stage, names in stages.items())
     return f"{steps} | loss: {' + '.join(loss)}"
+
+
+def arguments_of(made: object) -> dict[str, Any]:
+    """The arguments of an object's class by name, as plain values, from its attributes of these names.
+
+    Raises:
+        TypeError: If an argument is no attribute of its name, or has no plain value.
+    """
+    kind = type(made)
+    parameters = inspect.signature(kind).parameters.values()
+    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    missing = [name for name in names if not hasattr(made, name)]
+    if missing:
+        raise TypeError(
+            f"{kind.__name__} cannot be saved: keep {', '.join(missing)} as attributes of these names, so that "
+            "checkpoints and YAML can make it again"
+        )
+    return {name: plain_value(getattr(made, name), f"{kind.__name__}.{name}") for name in names}
 
 
 def plain_value(value: Any, name: str) -> Any:

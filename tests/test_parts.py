@@ -242,18 +242,20 @@ def test_two_parts_of_one_class_keep_two_states_and_a_resumed_run_continues(tmp_
     for name, value in weights(straight).items():
         assert torch.equal(value, weights(resumed)[name]), name
     loaded = GRPOModule.load_from_checkpoint(tmp_path / "saved.ckpt")
-    assert [part.plain() for part in loaded.parts] == [part.plain() for part in again]
+    assert [part.plain() for part in loaded.parts[1:]] == [part.plain() for part in again]  # after GroupAdvantages
 
 
 def test_print_shows_what_happens_when(model: str) -> None:
     module = GRPOModule(model, parts=[Counter(), halve], kl_coef=0.1, mask_truncated=True)
     line = (
-        "SHAPE halve -> POLICY add_logprobs -> CREDIT compute_advantages, Counter -> SELECT MaskTruncated "
+        "SHAPE halve -> POLICY add_logprobs -> CREDIT GroupAdvantages, Counter -> SELECT MaskTruncated "
         "| loss: dapo_loss + KL penalty + Counter"
     )
     assert line in repr(module)
-    assert [repr(part) for part in module.parts][:2] == ["MaskTruncated()", "Counter()"]
-    assert "MODELS add_values -> CREDIT compute_advantages | loss: ppo_loss" in repr(PPOModule(model, kl_coef=0.0))
+    assert [repr(part) for part in module.parts][:3] == ["GroupAdvantages()", "MaskTruncated()", "Counter()"]
+    assert "MODELS Critic -> CREDIT GAE, WhitenAdvantages, Returns | loss: ppo_loss" in repr(
+        PPOModule(model, kl_coef=0.0)
+    )
 
 
 def test_parts_are_given_in_yaml(model: str) -> None:
@@ -270,7 +272,7 @@ model:
       init_args: {{function: test_parts.halve_own, stage: CREDIT, reads: [advantages]}}
 """
     made = parser.instantiate_classes(parser.parse_string(text)).model
-    assert [part.plain() for part in made.parts] == [
+    assert [part.plain() for part in made.parts[1:]] == [  # after GroupAdvantages
         Counter(3.0).plain(),
         Prepare(halve).plain(),
         Prepare(halve_own, Stage.CREDIT, reads=["advantages"]).plain(),
@@ -282,9 +284,9 @@ model:
     [
         ([Reads()], {}, "reads scores, which nothing before it writes"),
         (
-            [Prepare(halve, Stage.CREDIT, writes=["advantages"])],
+            [Prepare(halve, Stage.CREDIT, writes=["advantages"])] * 2,
             {},
-            "writes advantages, which compute_advantages",
+            "writes advantages, which halve has written before it: leave one of them out",
         ),
         ([Prepare(halve, Stage.CREDIT, reads=["ref_logprobs"])], {}, "reads ref_logprobs, which nothing before it"),
         ([Prepare(halve, Stage.CREDIT, reads=["values"])], {}, "reads values, which nothing before it writes"),
@@ -326,7 +328,7 @@ def test_a_trainer_that_fits_another_module_forgets_the_parts_of_the_first(tmp_p
     _, second, data, _ = setup_run(tmp_path / "other", module_arguments={"parts": [Counter()]})
     trainer.fit_loop.max_epochs = 2
     trainer.fit(second, data)
-    assert (first.steps, second.parts[0].steps) == (2, 2)
+    assert (first.steps, second.parts[-1].steps) == (2, 2)
 
 
 @pytest.mark.parametrize(("step", "message"), [(returns_nothing, "returned NoneType"), (drops_a_row, "returned 31")])

@@ -19,7 +19,7 @@ from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataM
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optimizers.factories import state_bytes
-from rlhfkit.roles import ModelPool
+from rlhfkit.roles import CriticPool, ModelPool
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
 from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
@@ -147,10 +147,11 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
         elsewhere["teacher"] = module.teacher_pool
     base, critic = base_model_name(module.model_name), None
     if isinstance(module, modules.PPOModule):
-        elsewhere["critic"] = module.frozen_critic.pool if module.frozen_critic is not None else None
-        critic = module.remote_critic.pool if module.remote_critic is not None else None
-        if not module.shared_backbone and module.critic_elsewhere is None:
-            roles["critic"] = shape(module.critic_name or base, trained=True)
+        home = module.critic_part.model
+        elsewhere["critic"] = home if isinstance(home, ModelPool) else None
+        critic = home if isinstance(home, CriticPool) else None
+        if not module.shared_backbone and (home is None or isinstance(home, str)):
+            roles["critic"] = shape(home or base, trained=True)
     placed = [_placed(role, pool, shape(pool.model)) for role, pool in elsewhere.items() if isinstance(pool, ModelPool)]
     if critic is not None:
         own = shape(critic.model if isinstance(critic.model, str) else base, trained=True).with_scalar_head()

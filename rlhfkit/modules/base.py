@@ -188,8 +188,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         self._model_config: Any = None
         self._epoch_metrics: dict[str, tuple[Any, EpochMetric]] = {}
         self._step_metrics = StepMetrics()
-        self.own_parts: list[Part] = []
-        """What arguments of the module stand for; the parts that are given come after them."""
+        self.own_parts: list[Part] = [*vars(self).get("own_parts", ())]
+        """What arguments of the module stand for, in part set before this; the parts that are given come after them."""
         self.given_parts = [make_part(one) for one in parts]
         self.hparams.update(parts=[part.plain() for part in self.given_parts])  # arguments make the others again
         self.parts: list[Part] = []
@@ -203,10 +203,19 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         """What they need of the policy's output beside log-probs."""
 
     def attach_parts(self) -> None:
-        """Attach the parts; a module whose attributes they need calls it at the end of its constructor."""
-        self.parts = [*self.own_parts, *self.given_parts]
+        """Attach the parts; a module whose attributes they need calls it at the end of its constructor.
+
+        A part that was given takes the place of a part of the module that writes the same fields.
+        """
+        own = [part for part in self.own_parts if not self.replaced & {*part.writes} - {*part.reads}]
+        self.parts = [*own, *self.given_parts]
         self._attached = True
         self._assemble()
+
+    @property
+    def replaced(self) -> set[str]:
+        """Fields that parts which were given write and do not read."""
+        return {name for part in self.given_parts for name in part.writes if name not in part.reads}
 
     def _assemble(self) -> None:
         """Attach the parts, and keep what is called when."""

@@ -113,7 +113,7 @@ def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecor
     assert cli.model.hparams["policy_loss"] == "rlhfkit.losses.policy.sequence.gspo_loss"
     assert cli.model.hparams["advantages"] == "rlhfkit.losses.advantages.group.rloo_advantages"
     assert cli.model.kl_in_reward == "sequence"
-    assert [one.plain()["init_args"] for one in cli.model.parts] == [{"target": 0.1, "horizon": 10000}]
+    assert [one.plain()["init_args"] for one in cli.model.given_parts] == [{"target": 0.1, "horizon": 10000}]
     assert cli.trainer.callbacks[0].engine.max_sequences == 5
     assert any(isinstance(callback, MemoryCheck) for callback in cli.trainer.callbacks)
     assert "rollout/reward_format" in cli.trainer.callback_metrics

@@ -42,7 +42,7 @@ def test_policy_and_critic_are_loaded_with_what_the_module_says(
     monkeypatch.setattr("rlhfkit.models.load.require_liger_kernels", refuse)
     monkeypatch.setattr("rlhfkit.models.heads.require_liger_kernels", refuse)
     module = PPOModule(str(tiny_model(tmp_path)), liger_kernels=True)
-    for build in (module.build_policy, module.build_critic):
+    for build in (module.build_policy, module.critic_part.build):
         with pytest.raises(ImportError, match="refused"):
             build()
     assert asked == ["llama", "llama"]

@@ -1,6 +1,6 @@
 """A critic that is trained by ranks of its own against the same critic in the module.
 
-Covers critic_desk.py, critic_rank.py, modules/critic.py and modules/on_policy/remote_critic.py. One Ray session serves
+Covers critic_desk.py, critic_rank.py, modules/critic.py and modules/parts/critic_elsewhere.py. One Ray session serves
 all tests.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, RunReport, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model
+from rlhfkit.modules.parts.critic import Critic, ValueLoss
 from rlhfkit.ray_placement import ReservedResources
 from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.roles.critic_desk import CriticDesk, Request
@@ -209,12 +210,18 @@ def test_weights_that_do_not_come_back_are_a_warning(caplog: pytest.LogCaptureFi
 
 
 def test_a_module_that_changes_the_critic_or_shares_its_backbone_is_refused() -> None:
-    class Other(PPOModule):
-        def value_loss(self, batch: Any, values: Tensor) -> Any:
-            return super().value_loss(batch, values)
+    class Other(ValueLoss):
+        def loss(self, batch: Any, values: Tensor) -> Any:
+            return super().loss(batch, values)
 
-    with pytest.raises(ValueError, match="Other overrides value_loss, and a critic elsewhere does not call it"):
-        Other("anywhere", critic=CriticPool())
+    class Mine(Critic):
+        def build(self) -> Any:
+            return super().build()
+
+    with pytest.raises(ValueError, match="Other overrides loss, and a critic elsewhere does not call it"):
+        PPOModule("anywhere", critic=CriticPool(), parts=[Other()])
+    with pytest.raises(ValueError, match="Mine overrides build, and a critic elsewhere does not call it"):
+        PPOModule("anywhere", parts=[Mine(CriticPool())])
     with pytest.raises(ValueError, match="leave critic and critic_warmup_steps out"):
         PPOModule("anywhere", critic=CriticPool(), shared_backbone=True)
     module = PPOModule("anywhere", critic=CriticPool("folder", num_ranks=3, resources={"GPU": 1}))

@@ -1,7 +1,7 @@
 """Models in Ray actors against the same models in this process.
 
 Covers replica.py, pending_rows.py, modules/on_policy/preparation/placed_models.py and
-modules/on_policy/preparation/frozen_critic.py.
+modules/parts/critic_elsewhere.py.
 One Ray session serves all tests.
 """
 
@@ -33,6 +33,7 @@ from rlhfkit import (
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.modules.on_policy.preparation.placed_models import wait_for
+from rlhfkit.modules.parts.critic import ValueLoss
 from rlhfkit.rewards import ModelReward
 from rlhfkit.roles import ModelPool, ModelPoolError
 from rlhfkit.roles.replica import ReplicaOptions, TextReading, TokenRows, compute_rows, spread
@@ -455,11 +456,11 @@ def test_a_teacher_elsewhere_gives_its_likeliest_tokens_and_no_reference(tmp_pat
         OnPolicyDistillationModule(model, pool, divergence="jsd", top_k=4, kl_coef=0.1, reference=pool)
 
 
-class FrozenCriticPPO(PlainPPO):
-    """PPO whose critic, a child, gets no gradient."""
+class NoGradient(ValueLoss):
+    """A loss that changes no critic."""
 
-    def value_loss(self, batch: Experience, values: torch.Tensor) -> LossOutput:
-        return LossOutput(0 * values.sum(), super().value_loss(batch, values).metrics)
+    def loss(self, batch: Experience, values: torch.Tensor) -> LossOutput:
+        return LossOutput(0 * values.sum(), super().loss(batch, values).metrics)
 
 
 def test_a_frozen_critic_in_a_pool_gives_the_run_of_a_child_that_does_not_learn(
@@ -478,8 +479,8 @@ def test_a_frozen_critic_in_a_pool_gives_the_run_of_a_child_that_does_not_learn(
             return digits(samples)
 
         rollouts = RolloutCallback(score, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-        kind: Any = PlainPPO if elsewhere else FrozenCriticPPO
-        trainer, module, data, _ = setup_run(tmp_path, module=kind, module_arguments=arguments, rollouts=rollouts)
+        arguments["parts"] = [] if elsewhere else [NoGradient()]
+        trainer, module, data, _ = setup_run(tmp_path, module=PlainPPO, module_arguments=arguments, rollouts=rollouts)
         trainer.fit(module, datamodule=data)
         assert rollouts.experience is not None
         assert bool(rollouts.experience.truncated.any())  # so that values of final states were asked for
@@ -492,8 +493,7 @@ def test_a_frozen_critic_in_a_pool_gives_the_run_of_a_child_that_does_not_learn(
     assert set(metrics[1]) == {"value/mean", "value/error", "value/explained_variance"}
     for name, value in metrics[1].items():
         assert value == pytest.approx(metrics[0][name], abs=1e-4), name
-    assert module.frozen_critic is not None
-    assert PPOModule(**dict(module.hparams)).frozen_critic.pool.plain() == module.frozen_critic.pool.plain()
+    assert PPOModule(**dict(module.hparams)).critic_part.plain() == module.critic_part.plain()
     with pytest.raises(ValueError, match="the critic is frozen: it is still that of"):
         module.save_pretrained(tmp_path / "saved", child="critic")
 
@@ -502,8 +502,8 @@ def test_what_says_how_a_critic_is_trained_is_refused_with_a_frozen_one(folder: 
     for given in ({"critic_lr": 1e-3}, {"value_clip": None}, {"normalize_values": True}, {"critic_lam": 1.0}):
         with pytest.raises(ValueError, match=rf"is not trained, so {next(iter(given))} would have no effect"):
             PPOModule(str(folder), critic=ModelPool(str(folder)), **given)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="overrides value_loss"):
-        FrozenCriticPPO(str(folder), critic=ModelPool(str(folder)))
+    with pytest.raises(ValueError, match="NoGradient overrides loss"):
+        PPOModule(str(folder), critic=ModelPool(str(folder)), parts=[NoGradient()])
 
 
 @pytest.mark.distributed

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhfkit.data.types import GREEDY_REWARD, Experience
+from rlhfkit.data.types import Experience
 from rlhfkit.distributed import run_on_all_ranks
-from rlhfkit.modules.on_policy.functions import AdvantageFunction
+from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
 from rlhfkit.modules.on_policy.preparation.local_rows import (
     function_label,
     is_spread,
@@ -18,6 +18,7 @@ from rlhfkit.modules.on_policy.preparation.local_rows import (
     warn_of_gathering,
 )
 from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
+from rlhfkit.parts import Part, part_name
 
 
 class AdvantageModule(RewardedModule):
@@ -35,28 +36,33 @@ class AdvantageModule(RewardedModule):
         ValueError: If the function has another form.
     """
 
-    def __init__(self, model: str, *, advantages: str | Callable[..., Tensor] | None = None, **kwargs: Any) -> None:
+    def __init__(self, model: str, *, advantages: GivenAdvantages | None = None, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
         self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
         """The function that was given as ``advantages``."""
-        self.hparams.update(advantages=None if self.advantage_function is None else self.advantage_function.name)
+        self.hparams.update(advantages=None if self.advantage_function is None else self.advantage_function.plain())
         self._warned_of_gathering: set[str] = set()
+        if not hasattr(self, "credit"):
+            self.credit: list[Part] = []
+            """Parts that compute advantages, in order; a subclass sets them before this constructor is called."""
+            if advantages is not None:
+                from rlhfkit.modules.parts.advantages import AdvantagesBy
+
+                self.credit.append(AdvantagesBy(advantages))
 
     @property
     def needs_greedy_rewards(self) -> bool:
         """Whether samples are compared with the greedy answer to their prompt (ReMax), which is generated too."""
-        return self.advantage_function is not None and self.advantage_function.takes_greedy_rewards
+        return any(part.estimator.takes_greedy_rewards for part in self.parts if hasattr(part, "estimator"))
+
+    @property
+    def overrides_advantages(self) -> bool:
+        """Whether a subclass has :meth:`advantages` of its own, which are used in place of :attr:`credit`."""
+        return type(self).advantages is not AdvantageModule.advantages
 
     def compute_advantages(self, experience: Experience) -> Experience:
-        """Add advantages, from :meth:`advantages` or the function that was given in its place."""
-        function = self.advantage_function
-        if function is None or not self.replaces_advantages:
-            advantages = self._advantages_by(self.advantages, experience)
-        elif function.takes_rewards:
-            advantages = self.advantages_by_rewards(function, experience, self.penalized_rewards(experience))
-        else:
-            penalized = dataclasses.replace(experience, rewards=self.penalized_rewards(experience))
-            advantages = self._advantages_by(function.function, penalized)
+        """Add those of :meth:`advantages`, which a subclass may have overridden."""
+        advantages = self.advantages_by(self.advantages, experience)
         if advantages.dim() == 1:
             advantages = advantages[:, None].expand_as(experience.action_mask)
         return dataclasses.replace(experience, advantages=advantages)
@@ -76,14 +82,13 @@ class AdvantageModule(RewardedModule):
     def _check_own_advantages(self, experience: Experience) -> None:
         """Raise the error of :meth:`check_advantages` for the rows of this rank."""
         function = self.advantage_function
-        source = f"advantages={function.name}" if function is not None else f"{type(self).__name__}.advantages()"
+        given = [
+            part_name(part) for part in self.parts if "advantages" in part.writes and "advantages" not in part.reads
+        ]
+        of_method = not given or self.overrides_advantages
+        source = f"{type(self).__name__}.advantages()" if of_method else given[0]
+        source = source if function is None else f"advantages={function.name}"
         _check_finite(experience, source)
-
-    def advantages_by_rewards(self, function: AdvantageFunction, experience: Experience, rewards: Tensor) -> Tensor:
-        """Advantages (B,) by a function of rewards (B,) and groups, or rewards of greedy answers. A collective."""
-        if function.takes_greedy_rewards:
-            return function.compare_with_greedy(rewards, experience.reward_parts[GREEDY_REWARD])
-        return self.over_iteration(function.estimate, experience, rewards)
 
     def over_iteration(
         self, estimate: Callable[[Tensor, Tensor, Tensor], Tensor], experience: Experience, rewards: Tensor
@@ -97,7 +102,7 @@ class AdvantageModule(RewardedModule):
         advantages = estimate(*(self.gather_rows(experience, column) for column in columns))
         return advantages if experience.iteration is None else advantages[experience.own_rows]
 
-    def _advantages_by(self, function: Callable[[Experience], Tensor], experience: Experience) -> Tensor:
+    def advantages_by(self, function: Callable[[Experience], Tensor], experience: Experience) -> Tensor:
         """(B,) or (B, T-1) advantages by a function of own rows or, unless it is marked so, of the whole iteration."""
         if experience.iteration is not None:  # so that its rewards are the processed ones too
             summary = dataclasses.replace(
@@ -136,20 +141,25 @@ class AdvantageModule(RewardedModule):
 
     @property
     def replaces_advantages(self) -> bool:
-        """Whether a function was given that is used in place of :meth:`advantages`."""
-        return self.advantage_function is not None
+        """Whether a function of the whole experience was given, whose result is used as it is."""
+        return self.advantage_function is not None and not self.advantage_function.takes_rewards
 
     @local_rows
     def advantages(self, experience: Experience) -> Tensor:
-        """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing. Abstract.
+        """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing. May be overridden.
 
-        ``experience`` has processed rewards (:meth:`sample_rewards`), and log-probs and values where they are needed.
-        With several ranks an override is given the whole iteration, the same on every rank, which is gathered for it;
-        one that is marked with :func:`~rlhfkit.local_rows` is given this rank's rows and
-        the summary of all. ``super().advantages(experience)`` works with both.
+        These are what the parts :attr:`credit` compute. ``experience`` has shaped rewards (:meth:`sample_rewards`), and
+        log-probs and values where they are needed. With several ranks an override is given the whole iteration, the
+        same on every rank, which is gathered for it; one that is marked with :func:`~rlhfkit.local_rows` is given this
+        rank's rows and the summary of all. ``super().advantages(experience)`` works with both.
         """
-        # Abstract by hand: a LightningModule is no abc.ABC, and a function may be given instead.
-        raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
+        if not self.credit:
+            raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
+        for part in self.credit:
+            experience = part.prepare(experience)
+        assert experience.advantages is not None
+        alike = all(getattr(part, "of_samples", False) for part in self.credit)
+        return experience.advantages[:, 0] if alike else experience.advantages
 
 
 _INPUTS = {

@@ -18,12 +18,15 @@ from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.forward import unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.routing import attach_routing
+from rlhfkit.modules.base import freeze
 from rlhfkit.modules.on_policy.objective import PolicyLossModule
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
 from rlhfkit.modules.on_policy.update.pretraining_text import PretrainingTextModule
 from rlhfkit.parts import Part, Stage, arrange, describe, overriding, part_name
+from rlhfkit.roles import FrozenModel
+from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import epochs_of
 
 
@@ -96,6 +99,13 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         self.attach_parts()
         self._check_passes()
 
+    def attach_parts(self) -> None:
+        """Attach the parts; one that was given and writes advantages takes the place of those of :attr:`credit`."""
+        if "advantages" in self.replaced:
+            self.credit = []
+        self.own_parts = [*self.credit, *self.own_parts]
+        super().attach_parts()
+
     def add_part(self, part: Part) -> None:
         """Add a part after the module was made and before it is fitted; it is no hyperparameter.
 
@@ -128,19 +138,17 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         super()._assemble()
         self.weighing = overriding(self.parts, "weigh")
         in_loss = [part for part in self.parts if overriding([part], "weigh") or overriding([part], "term")]
-        unknown = sorted({name for part in self.parts for name in part.outputs} - {"entropy"})
+        unknown = sorted(self.outputs - {"entropy", "values"})
         if unknown:
-            raise ValueError(f"outputs of a part are entropy, got {', '.join(unknown)}")
+            raise ValueError(f"outputs of a part are entropy and values, got {', '.join(unknown)}")
         if self.weighing and not self.policy_loss.takes("weights"):
             names = [part_name(part) for part in in_loss if overriding([part], "weigh")]
             raise ValueError(f"{self.policy_loss.name} takes no weights, which {', '.join(names)} gives to tokens")
-        arrange(self.steps(), self.parts, self.provided)
-        function = self.advantage_function
-        if function is not None and function.takes_greedy_rewards and self.shaping:
-            raise ValueError(
-                f"advantages={function.name} compares samples with greedy answers, whose rewards "
-                f"{', '.join(self.shaping)} does not change: leave it out"
-            )
+        self._begin = overriding(self.parts, "begin")
+        self._children = {name: child for part in self.parts for name, child in part.children().items()}
+        frozen = (name for name, child in self._children.items() if not child.trained)
+        self.frozen_children = (*type(self).frozen_children, *frozen)
+        self._arranged()
 
     @property
     def shaping(self) -> list[str]:
@@ -150,15 +158,19 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
     @functools.cached_property
     def order(self) -> list[Part]:
         """The module's own steps and the parts that prepare an iteration, in order."""
-        every = arrange(self.steps(), self.parts, self.provided)
-        return [part for part in every if overriding([part], "prepare")]
+        return [part for part in self._arranged() if overriding([part], "prepare")]
+
+    def _arranged(self) -> list[Part]:
+        inside = self.credit if self.overrides_advantages else ()  # called by super().advantages(), if at all
+        return arrange(self.steps(), [part for part in self.parts if part not in inside], self.provided)
 
     def steps(self) -> list[Part]:
         """What the module itself does with an iteration, beside its parts; empty steps are left out."""
+        by_method = self.overrides_advantages or not any("advantages" in part.writes for part in self.parts)
         steps = [
             ModuleStep(self.add_reward_model_scores, Stage.SCORE) if self.scores_samples else None,
             ModuleStep(self.add_logprobs, Stage.POLICY, writes=self.columns_of_models),
-            ModuleStep(self.compute_advantages, Stage.CREDIT, writes=self.columns_of_credit),
+            ModuleStep(self.compute_advantages, Stage.CREDIT, writes=("advantages",)) if by_method else None,
         ]
         return [step for step in steps if step is not None]
 
@@ -166,9 +178,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
     def columns_of_models(self) -> tuple[str, ...]:
         """Fields of the rows that :meth:`add_logprobs` sets."""
         return "old_logprobs", "entropy", *(["ref_logprobs"] if self.has_reference else [])
-
-    columns_of_credit: ClassVar[tuple[str, ...]] = ("advantages",)
-    """Fields of the rows that :meth:`compute_advantages` sets."""
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -205,7 +214,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         return policy
 
     def configure_model(self) -> None:
-        """Build the models, and make the policy's routers ready with ``router_replay``.
+        """Build the models, those of parts too, and make the policy's routers ready with ``router_replay``.
 
         Raises:
             ValueError: If the policy has no routers whose choice can be replayed.
@@ -213,11 +222,26 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         super().configure_model()
         if self.router_replay:
             attach_routing(unwrap(self.policy))
+        for name, child in self._children.items():
+            if not hasattr(self, name):
+                setattr(self, name, child.build() if child.trained else freeze(child.build()))
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Each trained child, with its learning rate."""
+        rates = {name: {"lr": child.lr} for name, child in self._children.items() if child.lr is not None}
+        return [group | rates.get(group["name"], {}) for group in super().parameter_groups()]
+
+    def placed_models(self) -> dict[str, tuple[FrozenModel, Role]]:
+        """The models on machines of their own, by the name of the role, and what they are asked for."""
+        return super().placed_models() | {name: one for part in self.parts for name, one in part.placed().items()}
 
     # ------------------------------------------------------------------ what RolloutCallback asks
 
     def check_group_size(self, group_size: int) -> None:
-        """Raise ValueError if groups of this size teach nothing; every size is allowed here."""
+        """Raise ValueError if groups of this size teach nothing, as the parts say that compute advantages."""
+        for part in self.parts:
+            if callable(check := getattr(part, "check_group_size", None)):
+                check(group_size)
 
     # ------------------------------------------------------------------ before the updates of an iteration
 
@@ -233,6 +257,8 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         self.first_pass.reset()
         self.iteration_version = 0 if self._trainer is None else self.trainer.global_step
         scored = experience
+        for begin in self._begin:
+            begin(experience)
         for part in self.order:
             experience = part.prepare(experience)
             if part.stage == Stage.SCORE:
@@ -319,6 +345,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
             entropy=self.needs_entropy,
             router_aux_loss=self.balances_routers,
             routing=batch.columns.get("routing"),
+            values="values" in self.outputs,
         )
 
     def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhfkit.losses import Aggregation, LossOutput
 from rlhfkit.modules.on_policy.preparation.local_rows import inner_function
+from rlhfkit.parts import arguments_of, plain_value
 from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
 
 
@@ -24,8 +25,14 @@ def bound_arguments(function: Callable[..., Any]) -> set[str]:
     return bound
 
 
+GivenAdvantages = str | Mapping[str, Any] | Callable[..., Tensor]
+"""A function, its name, or as in YAML ``{class_path: ..., init_args: ...}`` of a function or class with arguments."""
+
+
 class AdvantageFunction:
     """A function that computes advantages: of :mod:`rlhfkit.losses`, or a user's own, given by name or as itself.
+
+    ``arguments`` are further ones of the function; of a class, whose objects are called, those that it is made with.
 
     The names of its arguments, in any order, say what it is given:
 
@@ -46,10 +53,26 @@ class AdvantageFunction:
         ValueError: If there is no such function, or it needs arguments of other names.
     """
 
-    def __init__(self, function: str | Callable[..., Tensor]) -> None:
-        self.function = resolve_function(function, "advantages", home="rlhfkit.losses")
-        self.name = function_name(self.function)
-        """Dotted name, for checkpoints."""
+    def __init__(self, function: GivenAdvantages, arguments: Mapping[str, Any] | None = None) -> None:
+        if isinstance(function, Mapping):  # as in YAML
+            arguments = {**(arguments or {}), **(function.get("init_args") or {})}
+            function = cast(str, function["class_path"])
+        found = resolve_function(function, "advantages", home="rlhfkit.losses")
+        self.named: Any
+        """Function or class, without the arguments."""
+        self.named, self.arguments = found, dict(arguments or {})
+        """Arguments that the function is called with, or the class is made with."""
+        if isinstance(found, type):
+            found = found(**self.arguments)
+        elif self.arguments:
+            found = functools.partial(found, **self.arguments)
+        elif isinstance(found, functools.partial) and not found.args:
+            self.named, self.arguments = found.func, found.keywords
+        elif not hasattr(found, "__name__") and not isinstance(found, functools.partial):  # an object with __call__
+            self.named, self.arguments = type(found), arguments_of(found)
+        self.function: Callable[..., Any] = found
+        self.name = function_name(self.named)
+        """Dotted name."""
         parameters = inspect.signature(self.function).parameters.values()
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         needed = [each.name for each in named if each.default is each.empty]
@@ -74,6 +97,14 @@ class AdvantageFunction:
         self._given = [name for name in self._given if name not in bound]
         self.is_ours = getattr(inner_function(self.function), "__module__", "").startswith("rlhfkit.")
         """Whether it is a function of rlhfkit, or a partial of one."""
+
+    def plain(self) -> str | dict[str, Any]:
+        """Its name, and with arguments ``{"class_path": ..., "init_args": ...}``, for checkpoints."""
+        try:
+            values = {name: plain_value(value, f"advantages.{name}") for name, value in self.arguments.items()}
+        except TypeError as error:
+            return f"<{self.name} with arguments, {error}: not importable>"  # which loading it again names
+        return {"class_path": self.name, "init_args": values} if values else self.name
 
     def estimate(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
         """(N,) advantages from rewards (N,), NaN where missing, group ids (N,) int64 and lengths (N,) in tokens."""

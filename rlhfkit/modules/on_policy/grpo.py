@@ -3,19 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss, discounted_returns, group_advantages
+from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss
 from rlhfkit.models import LoRA
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
+from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.parts import Part
-from rlhfkit.validation import check_number
 
 
 class GRPOModule(OnPolicyModule):
@@ -32,8 +28,10 @@ class GRPOModule(OnPolicyModule):
         model: Folder or hub name of the policy.
         lr: Peak learning rate of AdamW (1e-6: TRL's and OpenRLHF's default).
         advantages: Function of rewards and groups used in place of :func:`~rlhfkit.losses.group_advantages`, such as
-            ``"rloo_advantages"``; ``gamma``, ``whiten_advantages`` and ``token_level_rewards`` apply to its result. The
-            result of a function of the whole :class:`~rlhfkit.data.Experience` is used as it is.
+            ``"rloo_advantages"`` or ``functools.partial(pass_at_k_advantages, k=4)``, see
+            :class:`~rlhfkit.modules.parts.advantages.AdvantagesBy`; ``gamma``, ``whiten_advantages`` and
+            ``token_level_rewards`` apply to its result. The result of a function of the whole
+            :class:`~rlhfkit.data.Experience` is used as it is.
         advantage_scale: What the centred reward is divided by: the standard deviation of its ``group``, of the
             ``batch``, or ``none`` (Dr.GRPO, Liu et al., 2025, arXiv:2503.20783). Only without ``advantages``.
         gamma: Discount of later tokens' rewards, in [0, 1].
@@ -79,7 +77,7 @@ class GRPOModule(OnPolicyModule):
         model: str,
         *,
         lr: float = 1e-6,
-        advantages: str | Callable[..., Tensor] | None = None,
+        advantages: GivenAdvantages | None = None,
         advantage_scale: AdvantageScale = "group",
         gamma: float = 1.0,
         whiten_advantages: bool = False,
@@ -100,6 +98,25 @@ class GRPOModule(OnPolicyModule):
         parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
         **kwargs: Any,
     ) -> None:
+        of_samples = advantages is None or AdvantageFunction(advantages).takes_rewards
+        if advantages is not None:
+            ignored = {"advantage_scale": advantage_scale != "group"}
+            if not of_samples:
+                ignored |= {"gamma": gamma != 1.0, "whiten_advantages": whiten_advantages}
+                ignored |= {"token_level_rewards": token_level_rewards}
+            refuse_without_effect(ignored, f"advantages={AdvantageFunction(advantages).name}")
+        elif token_level_rewards and advantage_scale != "none":
+            raise ValueError(
+                "token_level_rewards takes what was earned before a token from its sample's advantage, which has to be "
+                f"in units of the reward: advantage_scale={advantage_scale!r} has others, use 'none' or advantages=..."
+            )
+        from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
+
+        self.credit = [GroupAdvantages(advantage_scale) if advantages is None else AdvantagesBy(advantages)]
+        if of_samples and (token_level_rewards or gamma != 1.0 or (kl_coef and kl_in_reward == "token")):
+            self.credit.append(TokenCredit(gamma, earned=token_level_rewards))
+        if whiten_advantages:
+            self.credit.append(WhitenAdvantages())
         super().__init__(
             model,
             lr=lr,
@@ -120,73 +137,7 @@ class GRPOModule(OnPolicyModule):
             parts=parts,
             **kwargs,
         )
-        group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale=advantage_scale)  # checks the scale
-        check_number("gamma", gamma, minimum=0, maximum=1)
         self.advantage_scale = advantage_scale
         self.gamma = gamma
         self.whiten_advantages = whiten_advantages
         self.token_level_rewards = token_level_rewards
-        function = self.advantage_function
-        if function is not None:
-            ignored = {"advantage_scale": advantage_scale != "group"}
-            if self.replaces_advantages:
-                ignored |= {"gamma": gamma != 1.0, "whiten_advantages": whiten_advantages}
-                ignored |= {"token_level_rewards": token_level_rewards}
-            refuse_without_effect(ignored, f"advantages={function.name}")
-        elif token_level_rewards and advantage_scale != "none":
-            raise ValueError(
-                "token_level_rewards takes what was earned before a token from its sample's advantage, which has to be "
-                f"in units of the reward: advantage_scale={advantage_scale!r} has others, use 'none' or advantages=..."
-            )
-
-    @property
-    def replaces_advantages(self) -> bool:
-        """Whether a function of the whole experience was given; one of rewards is a step of :meth:`advantages`."""
-        return self.advantage_function is not None and not self.advantage_function.takes_rewards
-
-    @local_rows
-    def advantages(self, experience: Experience) -> Tensor:
-        """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing.
-
-        Override it for an estimator that needs more than rewards, see :meth:`OnPolicyModule.advantages`.
-        """
-        mask = experience.action_mask
-        rewards, function = self.sample_rewards(experience), self.advantage_function
-        if function is not None and function.takes_greedy_rewards:
-            scores = self.advantages_by_rewards(function, experience, rewards)
-        else:
-            scores = self.over_iteration(self._scores, experience, rewards)
-        earned = experience.token_rewards if self.token_level_rewards else None
-        tokens_are_alike = earned is None and self.kl_in_reward != "token" and self.gamma == 1.0
-        if tokens_are_alike and not self.whiten_advantages:
-            return scores
-        returns = discounted_returns(self.token_rewards(experience, scores, earned=earned), mask, gamma=self.gamma)
-        return self.whiten(experience, returns) if self.whiten_advantages else returns
-
-    def _scores(self, rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
-        """(B,) advantages of samples from their rewards, groups and numbers of tokens."""
-        if self.advantage_function is None:
-            return group_advantages(rewards, group, scale=self.advantage_scale)
-        return self.advantage_function.estimate(rewards, group, lengths)
-
-    def check_group_size(self, group_size: int) -> None:
-        """Raise ValueError if all advantages are 0 in groups of this size, however many of their answers are right."""
-        if self.replaces_advantages or self.needs_greedy_rewards:
-            return  # a function of the whole experience may not compare samples at all
-        function = self.advantage_function
-        if group_size > 1 and (function is None or not function.is_ours):
-            return  # a user's own may tell other rewards apart than 0 and 1
-        size = torch.arange(group_size)
-        right = (size <= size[:, None]).float()  # in a row each, groups with 1, 2 ... right answers
-        rows = size.repeat_interleave(group_size), torch.ones(group_size**2, dtype=torch.int64)
-        if bool(self._scores(right.flatten(), *rows).any()):
-            return
-        if group_size > 1 and function is not None:
-            raise ValueError(
-                f"advantages={function.name}: with group_size={group_size} every advantage is 0, however many answers "
-                "are right: raise SamplingSpec(group_size=...)"
-            )
-        raise ValueError(
-            f"{type(self).__name__} compares the samples of a prompt, and with group_size={group_size} every "
-            "advantage is 0: use SamplingSpec(group_size=2) or more (8 is usual)"
-        )

@@ -6,9 +6,11 @@ Covers base.py, objective.py, update/engine_mismatch.py, grpo.py and presets.py.
 import dataclasses
 import functools
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import lightning as L
 import pytest
 import torch
@@ -48,6 +50,7 @@ from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.parts.correction import Correction
+from rlhfkit.modules.parts.rewards import MaskTruncated
 
 
 def my_estimator(rewards: Tensor, group: Tensor) -> Tensor:
@@ -181,7 +184,7 @@ def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_th
     batch.reward_parts = {"greedy": torch.full((6,), 0.3)}
     batch.rewards[1], batch.action_mask[1] = torch.nan, False
     batch.truncated[3:5] = True
-    batch = module.parts[0].prepare(module.compute_advantages(batch))
+    batch = MaskTruncated().prepare(module.compute_advantages(batch))
     assert batch.action_mask.any(-1).tolist() == [True, False, True, False, False, True]
     logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
     logprobs.requires_grad_()
@@ -285,15 +288,60 @@ def test_a_function_of_ones_own_is_remembered_by_name_and_a_local_one_is_asked_f
     again = GRPOModule(**module.hparams)
     rewards = torch.tensor([1.0, 3.0])
     assert again.advantage_function.estimate(rewards, torch.zeros(2), torch.ones(2)).tolist() == [2.0, 6.0]
-    for local in (lambda rewards, group: rewards, functools.partial(pass_at_k_advantages, k=2)):
+    for local in (lambda rewards, group: rewards, functools.partial(lambda rewards, group, k: rewards, k=2)):
         nameless = GRPOModule("anywhere", advantages=local)
         with pytest.raises(ValueError, match=r"advantages was the function .* pass it again"):
             GRPOModule(**nameless.hparams)
-    pairs = torch.zeros(4, dtype=torch.int64)
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    torch.testing.assert_close(
-        nameless.advantage_function.estimate(rewards, pairs, torch.ones(4)), pass_at_k_advantages(rewards, pairs, k=2)
-    )
+
+
+class Powers:
+    """An estimator of a user's own with an argument."""
+
+    def __init__(self, power: float = 2.0) -> None:
+        self.power = power
+
+    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
+        return rewards**self.power
+
+
+PASS = {"class_path": "rlhfkit.losses.advantages.group.pass_at_k_advantages", "init_args": {"k": 2}}
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (functools.partial(pass_at_k_advantages, k=2), PASS),
+        ({"class_path": "pass_at_k_advantages", "init_args": {"k": 2}}, PASS),
+        (Powers(3.0), {"class_path": f"{__name__}.Powers", "init_args": {"power": 3.0}}),
+    ],
+)
+def test_a_function_or_class_with_arguments_is_given_and_remembered(given: Any, plain: dict[str, Any]) -> None:
+    made = [GRPOModule("anywhere", advantages=given)]
+    made.append(GRPOModule(**made[0].hparams))
+    rewards, group = torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.zeros(4, dtype=torch.int64)
+    expected = rewards**3 if "power" in str(plain) else pass_at_k_advantages(rewards, group, k=2)
+    for module in made:
+        assert module.hparams["advantages"] == plain
+        torch.testing.assert_close(module.advantage_function.estimate(rewards, group, torch.ones(4)), expected)
+
+
+def test_an_estimator_with_arguments_is_given_in_yaml() -> None:
+    part = {"function": "pass_at_k_advantages", "arguments": {"k": 2}}
+    powers = {"class_path": f"{__name__}.Powers", "init_args": {"power": 3.0}}
+    rewards, group = torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.zeros(4, dtype=torch.int64)
+    for given, expected in (
+        (
+            {"parts": [{"class_path": "rlhfkit.modules.parts.advantages.AdvantagesBy", "init_args": part}]},
+            pass_at_k_advantages(rewards, group, k=2),
+        ),
+        ({"advantages": powers}, rewards**3),
+    ):
+        parser = jsonargparse.ArgumentParser()
+        parser.add_class_arguments(GRPOModule, "model")
+        text = json.dumps({"model": {"model": "anywhere", **given}})
+        module = parser.instantiate_classes(parser.parse_string(text)).model
+        for one in (module, GRPOModule(**module.hparams)):
+            torch.testing.assert_close(one.order[-1].estimator.estimate(rewards, group, torch.ones(4)), expected)
 
 
 def test_a_function_of_rewards_is_given_what_it_names_in_any_order() -> None:

@@ -157,7 +157,7 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
     module.configure_model()
     sample = Sample(Prompt(0, [5, 6, 7]), 0, [8, 9, 10], [-1.0] * 3, [0] * 3, "stop", reward=0.0)
     batch = Experience.from_samples([sample, dataclasses.replace(sample, token_ids=[8, 9, 11])])
-    values = module.value_output(batch)
+    values = module.critic_part.values_of(batch)
     # What the reward of the answer would be, had it ended where its last token is chosen.
     text = AutoTokenizer.from_pretrained(model).decode([8, 9])
     shorter = [dataclasses.replace(sample, token_ids=[8, 9], logprobs=[-1.0] * 2, versions=[0] * 2, text=text)]
@@ -171,10 +171,10 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"critic_lr": 0.0}, "critic_lr must be a finite number above 0"),
+        ({"critic_lr": 0.0}, r"Critic\.lr must be a finite number above 0"),
         ({"lam": 1.1}, "lam"),
         ({"gamma": -0.1}, "gamma"),
-        ({"length_adaptive_alpha": 0.0}, "length_adaptive_alpha must be a finite number above 0 or None"),
+        ({"length_adaptive_alpha": 0.0}, r"GAE\.length_adaptive_alpha must be a finite number above 0 or None"),
         ({"value_clip": 0.0}, "clip"),
         ({"shared_backbone": True, "critic": "elsewhere"}, "leave critic and critic_warmup_steps out"),
         ({"shared_backbone": True, "critic_warmup_steps": 1}, "leave critic and critic_warmup_steps out"),

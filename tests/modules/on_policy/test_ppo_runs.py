@@ -99,7 +99,6 @@ def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(
     expected = weights(straight)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
     assert [part.state_dict() for part in resumed.parts] == [part.state_dict() for part in straight.parts]
-    assert resumed.return_moments.plain() == straight.return_moments.plain()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["two models", "shared backbone"])
@@ -207,7 +206,7 @@ class Sums(L.Callback):
             with full_parameters(parameters):
                 sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)
         self.sums.append(sums)
-        self.still.append(has_stopped(pl_module) or trainer.global_step <= pl_module.critic_warmup_steps)
+        self.still.append(has_stopped(pl_module) or trainer.global_step <= pl_module.hparams["critic_warmup_steps"])
         self.tokens = [sample.token_ids for sample in samples_of_all_ranks(trainer.callbacks[0])]
 
 

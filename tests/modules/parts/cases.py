@@ -19,8 +19,11 @@ from rl_runs import PlainGRPO, digits, setup_run
 from torch import Tensor
 
 import rlhfkit.modules.parts
+from modules.on_policy.ppo_cases import PlainPPO
 from rlhfkit import Experience, PolicyOutput, RolloutCallback, SamplingSpec
+from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
 from rlhfkit.modules.parts.correction import Correction
+from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.moving_reference import MovingReference
@@ -28,11 +31,24 @@ from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEnd
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 from rlhfkit.parts import Part
 
+from .credit_cases import (
+    Half,
+    advantages_by_formula,
+    credit_formula,
+    critic_formula,
+    gae_formula,
+    group_formula,
+    returns_formula,
+    value_loss_formula,
+    warmup_formula,
+    whiten_formula,
+)
 from .filter_cases import correction_formula, off_policy_formula, rejection_formula, top_entropy_formula
 from .kl_control_cases import kl_target_formula, stop_early_formula
 from .reward_cases import clip_formula, mask_formula, missing_end_formula, normalize_formula, stop_properly_formula
 
 LR = 0.05
+RATES: dict[Any, dict[str, Any]] = {PlainPPO: {"critic_lr": 0.02}}
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,8 @@ class Case:
     metrics: tuple[str, ...] = ()
     """What it logs."""
     sampling: SamplingSpec = SamplingSpec(group_size=4, max_new_tokens=8)
+    kind: Any = PlainGRPO
+    """The module that it is a part of."""
 
 
 class Steps(L.Callback):
@@ -64,8 +82,9 @@ def fit(folder: Path, case: Case, *, parts: list[Part] | None = None, ckpt: Path
     world = trainer.get("devices", 1)
     made, module, data, _ = setup_run(
         folder,
-        module=PlainGRPO,
-        module_arguments={"lr": LR, "parts": [case.make()] if parts is None else parts} | case.module,
+        module=case.kind,
+        module_arguments={"lr": LR, **RATES.get(case.kind, {}), "parts": [case.make()] if parts is None else parts}
+        | case.module,
         data_arguments={"micro_batch_size": 8 // world} | case.data,
         rollouts=RolloutCallback(digits, sampling=case.sampling),
         **trainer,
@@ -211,6 +230,17 @@ CASES: dict[str, Case] = {
         lambda: Rejection("token", divergence="k2", high=1e-16), rejection_formula, metrics=("policy/kept_fraction",)
     ),
     "Correction": Case(lambda: Correction({"high": 0.9}), correction_formula),
+    "GroupAdvantages": Case(lambda: GroupAdvantages("none"), group_formula),
+    "AdvantagesBy": Case(lambda: AdvantagesBy(Half, {"factor": 0.25}), advantages_by_formula),
+    "TokenCredit": Case(lambda: TokenCredit(0.5), credit_formula),
+    "WhitenAdvantages": Case(WhitenAdvantages, whiten_formula, UNSCALED),
+    "Critic": Case(
+        lambda: Critic(lr=0.02, normalize=True, bootstrap_truncated=True), critic_formula, sampling=ENDS, kind=PlainPPO
+    ),
+    "GAE": Case(lambda: GAE(0.9, 0.5), gae_formula, kind=PlainPPO),
+    "Returns": Case(lambda: Returns(0.9, 0.5), returns_formula, kind=PlainPPO),
+    "ValueLoss": Case(lambda: ValueLoss(0.5, clip=1e-3), value_loss_formula, kind=PlainPPO),
+    "CriticWarmup": Case(lambda: CriticWarmup(2), warmup_formula, kind=PlainPPO),
     "EntropyBonus": Case(lambda: EntropyBonus(0.1), entropy_bonus_formula),
     "KLTarget": Case(
         lambda: KLTarget(1e-3, horizon=100), kl_target_formula, {"kl_coef": 0.1}, metrics=("policy/kl_coef",)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from strategies import ranks
 
-from rlhfkit import GRPOModule
 from rlhfkit.parts import make_part
 
 from .cases import CASES, Steps, all_parts, fit, numbers, on_ranks
@@ -53,7 +52,7 @@ def test_a_resumed_run_is_the_straight_one(name: str, tmp_path: Path) -> None:
     for key, value in straight.policy.state_dict().items():
         assert torch.equal(value, resumed.policy.state_dict()[key]), key
     assert {*case.metrics} <= {*trainer.callback_metrics}
-    loaded = GRPOModule.load_from_checkpoint(saved)
+    loaded = case.kind.load_from_checkpoint(saved)
     assert [part.plain() for part in loaded.parts] == [part.plain() for part in straight.parts]
     states = torch.load(saved, weights_only=True)["callbacks"]
     for part in loaded.parts:

@@ -241,7 +241,7 @@ def prepare(name: str, folder: Path, trainer: L.Trainer, take: Callable[[Experie
     return {
         "iterations": iterations,
         "states": [part.state_dict() for part in module.parts],
-        "return moments": module.return_moments.plain() if isinstance(module, PPOModule) else [],
+        "return moments": module.critic_part.moments.plain() if isinstance(module, PPOModule) else [],
         "kl_coef": module.kl_coef,
         "passes": passes,
     }

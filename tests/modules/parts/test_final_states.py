@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.data import Experience, Prompt
-from rlhfkit.modules.on_policy.final_states import with_final_states
+from rlhfkit.modules.parts.critic import with_final_states
 
 
 def states_of(module: Any, sample: Sample) -> Tensor:

@@ -1,4 +1,4 @@
-"""``RemoteCritic``: the critic of a ``PPOModule`` that a :class:`~rlhfkit.roles.CriticPool` trains."""
+"""A critic on machines of its own: ``FrozenCritic`` asks a pool that nobody trains, ``RemoteCritic`` ranks that do."""
 
 import math
 import os
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import exchange_errors, get_rank, run_on_all_ranks
+from rlhfkit.distributed import exchange_errors, gather_objects, get_rank, run_on_all_ranks
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.checkpointing import write_pretrained
 from rlhfkit.modules.critic import CriticModule
-from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.on_policy.preparation.placed_models import AskedRows, PlacedModule, ask, pool_result
 from rlhfkit.modules.optimizers.schedules import ENDLESS
 from rlhfkit.protocols import RLHFStrategy
-from rlhfkit.roles import CriticPool, CriticPoolError
+from rlhfkit.roles import CriticPool, CriticPoolError, ModelPool
 from rlhfkit.roles.critic_pool import PendingAnswer
 from rlhfkit.roles.critic_rank import CriticRun
 from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
@@ -31,8 +31,34 @@ _FILES = "critic_files"
 """Key of a checkpoint that is one file: the files of the critic's own checkpoint, as bytes."""
 _FOLDER = "critic"
 """Folder of the critic's own checkpoint in a checkpoint that is a folder."""
-OVERRIDES = ("build_critic", "value_output", "value_loss")
-"""Methods of a ``PPOModule`` that a critic elsewhere does not call."""
+
+
+class FrozenCritic:
+    """Asks a pool for the values of this rank's rows.
+
+    Args:
+        pool: Replicas of the critic.
+    """
+
+    def __init__(self, pool: ModelPool) -> None:
+        self.pool = pool
+        self._asked: AskedRows | None = None
+        self._rows = torch.zeros(0, dtype=torch.bool)  # (B,), those that were asked for
+
+    def ask_values(self, module: PlacedModule, experience: Experience, rows: Tensor | None = None) -> None:
+        """Ask for the values of this rank's rows, (B,) bool of which may be chosen; returns at once. A collective."""
+        self._rows = torch.ones(len(experience), dtype=torch.bool) if rows is None else rows
+        wanted = experience if rows is None else experience.select(rows.nonzero()[:, 0])
+        self._asked = ask(self.pool, "values", module, wanted)
+
+    def values(self, experience: Experience) -> Tensor:
+        """(B, T-1) float32 values that were asked for, on the CPU; 0 in other rows. A collective."""
+        asked, self._asked = self._asked, None
+        assert asked is not None
+        found = pool_result(asked, self.pool)
+        values = torch.zeros(experience.action_mask.shape)
+        values[self._rows, : found.shape[1]] = found
+        return values
 
 
 class RemoteCritic:
@@ -54,7 +80,7 @@ class RemoteCritic:
 
     # ------------------------------------------------------------------ the run
 
-    def start(self, module: OnPolicyModule) -> None:
+    def start(self, module: PlacedModule) -> None:
         """Start the critic's ranks, from the checkpoint that was loaded if there is one. A collective.
 
         Raises:
@@ -97,7 +123,7 @@ class RemoteCritic:
         if folder is not None and folder is not restored and get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _module_maker(self, module: OnPolicyModule) -> Callable[[], CriticModule]:
+    def _module_maker(self, module: PlacedModule) -> Callable[[], CriticModule]:
         model, build = self.pool.model, None
         if callable(model):
             model, build = None, model
@@ -130,7 +156,7 @@ class RemoteCritic:
 
     # ------------------------------------------------------------------ an iteration
 
-    def ask_values(self, module: OnPolicyModule, experience: Experience, rows: Tensor | None = None) -> None:
+    def ask_values(self, module: PlacedModule, experience: Experience, rows: Tensor | None = None) -> None:
         """Ask for the values of this rank's rows, (B,) bool of which may be chosen; returns at once."""
         self._batches = module.forward_batches(experience, rows)
         self._values = self.pool.ask_values(experience, self._batches)
@@ -171,7 +197,7 @@ class RemoteCritic:
 
     # ------------------------------------------------------------------ checkpoints and exports
 
-    def export(self, module: OnPolicyModule, folder: Path, **options: Any) -> None:
+    def export(self, module: PlacedModule, folder: Path, **options: Any) -> None:
         """Write the critic as a Hugging Face folder: its ranks do, or after a fit rank 0. A collective.
 
         Raises:
@@ -183,7 +209,7 @@ class RemoteCritic:
             return
         run_on_all_ranks(lambda: self._export_kept(module, folder, **options) if get_rank() == 0 else None)
 
-    def _export_kept(self, module: OnPolicyModule, folder: Path, *, adapter: bool, dtype: torch.dtype | None) -> None:
+    def _export_kept(self, module: PlacedModule, folder: Path, *, adapter: bool, dtype: torch.dtype | None) -> None:
         """Write the weights that were kept after a fit. On rank 0 alone."""
         if self.pool.weights is None:
             raise ValueError(
@@ -206,16 +232,13 @@ class RemoteCritic:
         write_pretrained(trained.critic, folder, weights, adapter=adapter)
         trained.tokenizer.save_pretrained(folder)
 
-    def save_file(self, module: OnPolicyModule, checkpoint: dict[str, Any]) -> None:
+    def save_file(self, module: PlacedModule, checkpoint: dict[str, Any]) -> None:
         """Add the critic to a checkpoint that is one file, unless it is a folder. A collective."""
         strategy = module.trainer.strategy
         if not self.pool.started or (isinstance(strategy, RLHFStrategy) and strategy.saves_folders):
             return
         folder = Path(module.trainer.default_root_dir) / f".critic-{uuid.uuid4().hex[:8]}"
-        names: list[Any] = [str(folder)]
-        if torch.distributed.is_initialized():
-            torch.distributed.broadcast_object_list(names)
-        folder = Path(names[0])
+        folder = Path(gather_objects(str(folder))[0])  # that of rank 0
         self._on_all(self.pool.save(folder).result)
         if get_rank() == 0:
             checkpoint[_FILES] = _read_files(folder)
@@ -234,16 +257,6 @@ class RemoteCritic:
         """Continue with the critic in a folder of a checkpoint, if it is there."""
         if (folder / _FOLDER).is_dir():
             self._restored = folder / _FOLDER
-
-
-def check_overrides(kind: type, base: type) -> None:
-    """Raise ValueError if a subclass changes the critic in the module, which one elsewhere would not see."""
-    changed = [name for name in OVERRIDES if getattr(kind, name) is not getattr(base, name)]
-    if changed:
-        raise ValueError(
-            f"{kind.__name__} overrides {', '.join(changed)}, and a critic elsewhere does not call it: make the "
-            "model with CriticPool(function), or leave the critic in the module"
-        )
 
 
 def _read_files(folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,480 @@
+"""A critic as parts: its values, advantages and returns from them, its loss, and its warm-up.
+
+``Critic`` has three homes, with the same numbers: in the module (a model of its own, or one more head of the policy),
+in a :class:`~rlhfkit.roles.CriticPool` that trains it, or frozen in a :class:`~rlhfkit.roles.ModelPool`.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any, cast
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.data.types import Experience
+from rlhfkit.losses import (
+    LossOutput,
+    RewardMoments,
+    gae,
+    length_adaptive_lambda,
+    normalize_rewards,
+    value_loss,
+    weighted_metric,
+)
+from rlhfkit.models import PolicyOutput, policy_output, unwrap
+from rlhfkit.models.forward import VALUE_HEAD
+from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_model
+from rlhfkit.models.load import base_model_name
+from rlhfkit.modules.optim import skip_update
+from rlhfkit.modules.parts.advantages import with_advantages
+from rlhfkit.parts import Child, Part, Stage
+from rlhfkit.roles import CriticPool, FrozenModel, ModelPool
+from rlhfkit.roles.replica import Role
+from rlhfkit.validation import check_integer, check_number
+
+
+class Critic(Part):
+    """Gives the values of the states in which tokens were chosen, before the updates of an iteration.
+
+    A subclass overrides :meth:`build` to wrap or change the model, and :meth:`values_of` for other values.
+
+    Args:
+        model: Folder or hub name of its initial model: a reward model, whose head and calibration (mean and deviation
+            of its rewards) it keeps, or a causal language model, which gets a new head; ``None``: the policy. A
+            :class:`~rlhfkit.roles.CriticPool` or :class:`~rlhfkit.roles.ModelPool`, also as plain values.
+        lr: Peak learning rate of the critic (9e-6: OpenRLHF's), or of the value head alone.
+        shared: Put a value head on the policy's own trunk in place of a second model.
+        normalize: The critic predicts returns that are shifted and scaled by the mean and deviation of all returns so
+            far; saved in checkpoints. As MAPPO's value normalization (Yu et al., 2021, arXiv:2103.01955), without
+            PopArt's rescaling of the head (arXiv:1602.07714).
+        bootstrap_truncated: Where the length limit cut an answer off, count the value of the state after its last token
+            as the rewards that would have come (Pardo et al., 2018, arXiv:1712.00378), which takes a forward pass of
+            the critic over these answers.
+
+    Raises:
+        ValueError: If an argument is out of range, or has no effect beside another.
+    """
+
+    stage, writes = Stage.MODELS, ("values",)
+
+    def __init__(
+        self,
+        model: str | CriticPool | ModelPool | Mapping[str, Any] | None = None,
+        *,
+        lr: float = 9e-6,
+        shared: bool = False,
+        normalize: bool = False,
+        bootstrap_truncated: bool = False,
+    ) -> None:
+        check_number("Critic.lr", lr, above=0)
+        if shared and model is not None:
+            raise ValueError(
+                "with shared_backbone the critic is a head of the policy: it starts from no model of its own and "
+                "cannot learn while the policy is not updated; leave critic and critic_warmup_steps out"
+            )
+        if isinstance(model, Mapping) and "num_replicas" in model:
+            model = ModelPool.of(model)
+        pool = None if isinstance(model, ModelPool) else CriticPool.of(model)
+        self.model: str | CriticPool | ModelPool | None = cast(Any, pool or model)
+        self.lr, self.shared, self.normalize, self.bootstrap_truncated = lr, shared, normalize, bootstrap_truncated
+        self.outputs = ("values",) if shared else ()
+        self.moments = RewardMoments.zero()
+        """Count, mean and squared deviations of the returns so far, with ``normalize``."""
+        self.elsewhere: Any = None
+        """What asks it for values, if it is on machines of its own."""
+        self.router_loss: Tensor | None = None
+        """Of a mixture of experts, in the last forward pass."""
+        self._predicted: Tensor | None = None  # (B, T-1), the critic's own numbers, until the returns are known
+
+    @property
+    def trained_elsewhere(self) -> bool:
+        """Whether ranks of its own train it."""
+        return isinstance(self.model, CriticPool)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nobody trains it."""
+        return isinstance(self.model, ModelPool)
+
+    def attach(self, module: Any) -> None:
+        """Check its company."""
+        super().attach(module)
+        if self.bootstrap_truncated and module.mask_truncated:
+            raise ValueError(
+                "bootstrap_truncated would have no effect beside mask_truncated, which learns nothing from answers "
+                "that were cut off: leave out the one or the other"
+            )
+        passes = {"proximal": module.proximal != "recompute", "router_replay": module.router_replay}
+        unused = [name for name, given in passes.items() if given and self.shared]
+        if unused:
+            raise ValueError(
+                f"{', '.join(unused)} would have no effect beside shared_backbone, whose forward pass for values gives "
+                "old log-probs too: leave out the one or the other"
+            )
+        if self.frozen or self.trained_elsewhere:
+            others = [(self, Critic), *((part, ValueLoss) for part in module.parts if isinstance(part, ValueLoss))]
+            for part, base in others:
+                methods = [name for name in ("build", "values_of", "loss") if hasattr(base, name)]
+                changed = [name for name in methods if getattr(type(part), name) is not getattr(base, name)]
+                if changed:
+                    raise ValueError(
+                        f"{type(part).__name__} overrides {', '.join(changed)}, and a critic elsewhere does not call "
+                        "it: make the model with CriticPool(function), or leave the critic in the module"
+                    )
+        if self.frozen:
+            from rlhfkit.modules.parts.critic_elsewhere import FrozenCritic
+
+            self.elsewhere = FrozenCritic(cast(ModelPool, self.model))
+        elif self.trained_elsewhere:
+            from rlhfkit.modules.parts.critic_elsewhere import RemoteCritic
+
+            of_loss = next((part for part in module.parts if isinstance(part, ValueLoss)), ValueLoss())
+            self.elsewhere = RemoteCritic(
+                cast(CriticPool, self.model), lr=self.lr, value_clip=of_loss.clip, value_coef=of_loss.coef
+            )
+
+    # ------------------------------------------------------------------ the model
+
+    def children(self) -> Mapping[str, Child]:
+        """``module.critic``, unless it is a head of the policy or elsewhere."""
+        inside = not self.shared and self.elsewhere is None
+        return {"critic": Child(self.build, trained=True, lr=self.lr)} if inside else {}
+
+    def build(self) -> nn.Module:
+        """Load the critic."""
+        module = self.module
+        return load_scalar_model(
+            cast("str | None", self.model) or base_model_name(module.model_name),
+            dtype=module.model_dtype,
+            attention=module.attention,
+            gradient_checkpointing=module.gradient_checkpointing,
+            offload_activations=module.offload_activations,
+            tiled_mlp=module.tiled_mlp,
+            liger_kernels=module.liger_kernels,
+            lora=module.lora,
+            quantization=module.quantization,
+            trust_remote_code=module.trust_remote_code,
+        )
+
+    def add_head(self, policy: nn.Module) -> None:
+        """Give the policy a value head, with ``shared``, once."""
+        if self.shared and not hasattr(unwrap(policy), VALUE_HEAD):
+            add_value_head(policy)
+
+    def grouped(self, groups: list[dict[str, Any]], policy: nn.Module) -> list[dict[str, Any]]:
+        """Groups of parameters of which the head is one of its own, with its learning rate."""
+        if not self.shared:
+            return groups
+        head = list(unwrap(policy).get_submodule(VALUE_HEAD).parameters())
+        of_head = {id(parameter) for parameter in head}
+        trunk = [parameter for parameter in groups[0]["params"] if id(parameter) not in of_head]
+        return [groups[0] | {"params": trunk}, *groups[1:], {"params": head, "name": VALUE_HEAD, "lr": self.lr}]
+
+    def placed(self) -> Mapping[str, tuple[FrozenModel, Role]]:
+        """The pool of a frozen critic."""
+        return {"critic": (self.model, "values")} if isinstance(self.model, ModelPool) else {}
+
+    # ------------------------------------------------------------------ before the updates of an iteration
+
+    def begin(self, rows: Experience) -> None:
+        """Ask a critic elsewhere, which works while the policy computes."""
+        if self.elsewhere is not None:
+            self.elsewhere.ask_values(self.module, rows)
+
+    def with_logprobs(self, rows: Experience) -> Experience:
+        """Add old log-probs and values of a shared backbone, in one forward pass."""
+        both = self.module.distributed_forward(self.module.policy, self._logprobs_and_values, rows, columns=2)
+        old_logprobs, values = (column.contiguous() for column in both.unbind(-1))
+        return dataclasses.replace(rows, old_logprobs=old_logprobs).with_columns(values=values)
+
+    def _logprobs_and_values(self, batch: Experience) -> Tensor:
+        """(b, t-1, 2) log-probs and values in one forward pass."""
+        out = policy_output(self.module.policy, batch, batch.action_mask, temperature=batch.temperature, values=True)
+        return torch.stack([out.logprobs, cast(Tensor, out.values)], -1)
+
+    def values_of(self, batch: Experience) -> Tensor:
+        """(B, T-1) float32 values now; 0 outside the mask.
+
+        Those of a critic that starts as a calibrated reward model are shifted and scaled by the mean and deviation in
+        its configuration.
+        """
+        values, self.router_loss = critic_values(
+            self.module.critic, batch, batch.action_mask, router_aux_loss=self.module.balances_routers
+        )
+        return values
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Add the values before the iteration, in units of the reward."""
+        module = self.module
+        if self.elsewhere is not None:
+            rows = rows.with_columns(values=self.elsewhere.values(rows))
+        elif not self.shared:
+            rows = rows.with_columns(values=module.distributed_forward(module.critic, self.values_of, rows))
+        self._predicted = rows.columns["values"]
+        if self.normalize:
+            values = self._predicted * self.moments.std + self.moments.mean
+            rows = rows.with_columns(values=values.to(self._predicted.dtype) * rows.action_mask)
+        return rows.with_columns(final_values=self._final_values(rows)) if self.bootstrap_truncated else rows
+
+    def _final_values(self, rows: Experience) -> Tensor:
+        """(B, T-1), at the last token of answers that were cut off the value of the state after it; 0 elsewhere."""
+        cut_off = rows.truncated & rows.action_mask.any(-1)
+        longer, final = with_final_states(rows, cut_off)
+        module = self.module
+        if self.shared:
+            both = module.distributed_forward(module.policy, self._logprobs_and_values, longer, cut_off, columns=2)
+            values = both[..., 1]
+        elif self.elsewhere is not None:
+            self.elsewhere.ask_values(module, longer, cut_off)
+            values = self.elsewhere.values(longer)
+        else:
+            values = module.distributed_forward(module.critic, self.values_of, longer, cut_off)
+        if self.normalize:
+            values = values * self.moments.std + self.moments.mean
+        found: Tensor = values.where(final, 0.0)[:, 1:]  # a state later than the token
+        return found
+
+    def own_units(self, rows: Experience, returns: Tensor) -> Experience:
+        """The rows with returns and values in the units that the critic predicts. A collective."""
+        mask = rows.action_mask
+        if self.normalize:
+            self.moments = self.module.updated_moments(self.moments, rows, returns[mask])
+            returns = normalize_rewards(returns, self.moments.mean, self.moments.std) * mask
+        predicted, self._predicted = self._predicted, None
+        return rows.with_columns(values=predicted, returns=returns, final_values=None)
+
+    # ------------------------------------------------------------------ a critic with ranks of its own
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Start its ranks."""
+        if self.trained_elsewhere:
+            self.elsewhere.start(pl_module)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Hand its ranks their micro-batch."""
+        if self.trained_elsewhere:
+            self.elsewhere.pool.train(batch, trainer.accumulate_grad_batches)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Wait until its ranks have trained on the iteration, and log their metrics."""
+        if self.trained_elsewhere:
+            pl_module.log_dict(self.elsewhere.report(), sync_dist=True)  # the same on all ranks
+
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        """End its ranks.
+
+        Lightning does not call it after an error, of which a checkpoint may need them: they then live until the next
+        fit or the end of this process.
+        """
+        if self.trained_elsewhere:
+            self.elsewhere.pool.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The moments of the returns."""
+        return {"moments": self.moments.plain()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with them."""
+        self.moments = RewardMoments.of(state["moments"])
+
+
+class GAE(Part):
+    """Generalized advantage estimation, see :func:`~rlhfkit.losses.gae`.
+
+    Args:
+        gamma: Discount, in [0, 1].
+        lam: Lambda, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF has 1).
+        length_adaptive_alpha: Lambda is 1 - 1 / (alpha * tokens) of each answer, in place of ``lam``, see
+            :func:`~rlhfkit.losses.length_adaptive_lambda` (0.05 in VAPO, 2025, arXiv:2504.05118).
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    stage, reads, writes = Stage.CREDIT, ("rewards", "values"), ("advantages",)
+
+    def __init__(self, gamma: float = 1.0, lam: float = 0.95, *, length_adaptive_alpha: float | None = None) -> None:
+        check_number("GAE.gamma", gamma, minimum=0, maximum=1)
+        check_number("GAE.lam", lam, minimum=0, maximum=1)
+        check_number("GAE.length_adaptive_alpha", length_adaptive_alpha, above=0, optional=True)
+        self.gamma, self.lam, self.length_adaptive_alpha = gamma, lam, length_adaptive_alpha
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Add advantages (B, T-1); 0 outside the mask."""
+        alpha, lam = self.length_adaptive_alpha, self.lam
+        lengths = rows.action_mask.sum(-1)
+        chosen = lam if alpha is None else length_adaptive_lambda(lengths, alpha=alpha)
+        return with_advantages(rows, estimate(self.module, rows, self.gamma, chosen)[0])
+
+
+class Returns(Part):
+    """What the critic learns: λ-returns of its values, in the units that it predicts.
+
+    Args:
+        gamma: Discount, in [0, 1].
+        lam: Lambda, in [0, 1] (1 in VAPO).
+
+    Raises:
+        ValueError: If an argument is out of range, or there is no :class:`Critic`.
+    """
+
+    stage, reads, writes = Stage.CREDIT, ("rewards", "values"), ("values", "returns")
+
+    def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
+        check_number("Returns.gamma", gamma, minimum=0, maximum=1)
+        check_number("Returns.lam", lam, minimum=0, maximum=1)
+        self.gamma, self.lam = gamma, lam
+
+    def attach(self, module: Any) -> None:
+        """Find the critic."""
+        super().attach(module)
+        self._critic = critic_of(module)
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Add them."""
+        return self._critic.own_units(rows, estimate(self.module, rows, self.gamma, self.lam)[1])
+
+
+def estimate(module: Any, rows: Experience, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T-1) advantages and returns of the rewards of tokens."""
+    rewards = module.token_rewards(rows, module.sample_rewards(rows), earned=rows.token_rewards)
+    final = rows.columns.get("final_values")
+    last = None if final is None else final.sum(-1)
+    return gae(rewards, rows.columns["values"], rows.action_mask, gamma=gamma, lam=lam, last_values=last)
+
+
+class ValueLoss(Part):
+    """The critic's loss, see :func:`~rlhfkit.losses.value_loss`; of a frozen critic, how well it predicts.
+
+    Args:
+        coef: Weight; of no effect under Adam, except with a shared backbone (0.1 in TRL's former PPO, 1 in the PPO
+            paper's Atari runs).
+        clip: Values are clipped to ± this around the old ones, in the critic's units (0.5: OpenRLHF's); ``None``: not.
+
+    Raises:
+        ValueError: If an argument is out of range, or there is no :class:`Critic`.
+    """
+
+    reads = ("values", "returns")
+
+    def __init__(self, coef: float = 1.0, *, clip: float | None = 0.5) -> None:
+        check_number("ValueLoss.coef", coef, above=0)
+        check_number("ValueLoss.clip", clip, above=0, optional=True)
+        self.coef, self.clip = coef, clip
+
+    def attach(self, module: Any) -> None:
+        """Find the critic."""
+        super().attach(module)
+        self._critic = critic_of(module)
+
+    def loss(self, batch: Experience, values: Tensor) -> LossOutput:
+        """The loss from current values, (B, T-1); override it for another."""
+        mask, denominator = batch.action_mask, batch.token_denominator
+        old, returns = batch.columns["values"], batch.columns["returns"]
+        return value_loss(values, old, returns, mask, clip=self.clip, denominator=denominator)
+
+    def added_to(self, policy: LossOutput, batch: Experience, out: PolicyOutput) -> LossOutput:
+        """The loss of the policy and, unless others compute it or nobody does, of the critic."""
+        critic = self._critic
+        # Shares of the step's means, so all micro-batches have the weight 1.
+        metrics = {**policy.metrics, "policy/loss": weighted_metric(policy.loss, 1.0)}
+        if critic.elsewhere is not None:
+            return LossOutput(policy.loss, metrics)
+        value = self.loss(batch, cast(Tensor, out.values) if critic.shared else critic.values_of(batch))
+        metrics |= {**value.metrics, "value/loss": weighted_metric(value.loss, 1.0)}
+        result = LossOutput(policy.loss + self.coef * value.loss, metrics)
+        if critic.shared or critic.router_loss is None:
+            return result
+        return cast(
+            LossOutput,
+            self.module.with_router_loss(result, critic.router_loss, batch.action_mask, name="value/aux_loss"),
+        )
+
+    @torch.no_grad()
+    def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
+        """How well a frozen critic predicts the returns."""
+        if not self._critic.frozen:
+            return {}
+        found = value_loss(batch.columns["values"], None, batch.columns["returns"], batch.action_mask, clip=None)
+        return {name: value for name, value in found.metrics.items() if name != "value/clip_fraction"}
+
+
+class CriticWarmup(Part):
+    """Lets only the critic learn at first; the policy and its optimizer state stay bitwise the same.
+
+    Args:
+        steps: Optimizer steps without an update of the policy.
+
+    Raises:
+        ValueError: If ``steps`` is out of range, or the critic shares the policy's trunk.
+    """
+
+    def __init__(self, steps: int) -> None:
+        check_integer("CriticWarmup.steps", steps, minimum=0)
+        self.steps = steps
+
+    def attach(self, module: Any) -> None:
+        """Check that the critic can learn alone."""
+        super().attach(module)
+        if critic_of(module).shared:
+            raise ValueError(
+                "with shared_backbone the critic is a head of the policy, and cannot learn while the policy is not "
+                "updated; leave critic and critic_warmup_steps out"
+            )
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        """Skip the policy's update."""
+        if trainer.global_step < self.steps:
+            skip_update(pl_module, "policy")
+
+
+def critic_of(module: Any) -> Critic:
+    """The critic of a module.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    for part in module.parts:
+        if isinstance(part, Critic):
+            return part
+    raise ValueError(f"{type(module).__name__} has no Critic among its parts, whose values are learned")
+
+
+def check_frozen(critic: Critic, loss: ValueLoss, *, warmup_steps: int, critic_lam: float | None) -> None:
+    """Raise ValueError if an argument says how a critic is trained that is not."""
+    default = {name: each.default for name, each in inspect.signature(Critic).parameters.items()}
+    changed = {
+        "critic_lr": critic.lr != default["lr"],
+        "critic_warmup_steps": bool(warmup_steps),
+        "value_coef": loss.coef != 1.0,
+        "value_clip": loss.clip != 0.5,
+        "critic_lam": critic_lam is not None,
+        "normalize_values": critic.normalize,
+    }
+    given = [name for name, is_given in changed.items() if is_given]
+    if given:
+        raise ValueError(
+            f"critic=ModelPool(...) is not trained, so {', '.join(given)} would have no effect: leave out what is "
+            "about training it, or train it elsewhere with critic=CriticPool(...)"
+        )
+
+
+def with_final_states(experience: Experience, rows: Tensor) -> tuple[Experience, Tensor]:
+    """Append a token to some sequences, so that a critic also gives the value of the state after their last token.
+
+    A causal model's value of that state does not depend on the token, which is 0.
+
+    Args:
+        experience: B sequences of at most T tokens.
+        rows: (B,) bool, the sequences.
+
+    Returns:
+        Sequences of at most T + 1 tokens, in whose action mask the appended tokens are too, and (B, T) bool, true at
+        these.
+    """
+    longer, length = experience.pad(experience.input_ids.shape[1] + 1), experience.input_ids.shape[1]
+    final = (torch.arange(length) == (experience.lengths - 1)[:, None]) & rows[:, None]
+    attention = torch.arange(length + 1) < (experience.lengths + rows)[:, None]
+    return dataclasses.replace(longer, attention_mask=attention, action_mask=longer.action_mask | final), final

@@ -1,0 +1,203 @@
+"""The formulas of advantages and of a critic, by hand."""
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from torch import Tensor
+
+from modules.on_policy.ppo_cases import PlainPPO
+from modules.on_policy.test_base import experience
+from rlhfkit import Experience, GRPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
+from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
+
+
+class Half:
+    """An estimator with an argument: a factor of the difference to the mean of all."""
+
+    def __init__(self, factor: float = 0.5) -> None:
+        self.factor = factor
+
+    def __call__(self, rewards: Tensor, group: Tensor) -> Tensor:
+        return self.factor * (rewards - rewards.mean())
+
+
+def prepared(part: Any, rows: Experience, **module: Any) -> Experience:
+    """Rows after a part of a module that is not loaded."""
+    GRPOModule("no/model", parts=[part], **module)
+    return part.prepare(rows)
+
+
+def of_tokens(rows: Experience, values: list[float]) -> Tensor:
+    return torch.tensor(values)[:, None].expand_as(rows.action_mask)
+
+
+def group_formula(folder: Path) -> None:
+    """Standard scores, or differences, within groups."""
+    rows = experience()
+    groups = [rows.rewards[:3].tolist(), rows.rewards[3:].tolist()]
+    centred = [value - statistics.fmean(group) for group in groups for value in group]
+    scores = [(value - statistics.fmean(group)) / statistics.stdev(group) for group in groups for value in group]
+    for scale, expected in (("none", centred), ("group", scores)):
+        found = prepared(GroupAdvantages(scale), rows).advantages  # type: ignore[arg-type]
+        torch.testing.assert_close(found, of_tokens(rows, expected), rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="scale"):
+        GroupAdvantages("sample")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="with group_size=1 every advantage is 0"):
+        GRPOModule("no/model").check_group_size(1)
+
+
+def advantages_by_formula(folder: Path) -> None:
+    """The function's result, in place of the module's."""
+    rows = experience()
+    expected = [0.25 * (value - statistics.fmean(rows.rewards.tolist())) for value in rows.rewards.tolist()]
+    torch.testing.assert_close(
+        prepared(AdvantagesBy(Half, {"factor": 0.25}), rows).advantages, of_tokens(rows, expected)
+    )
+    module = GRPOModule("no/model", parts=[AdvantagesBy(Half, {"factor": 0.25})])
+    assert [type(part).__name__ for part in module.parts] == ["AdvantagesBy"]
+    torch.testing.assert_close(module.order[-1].prepare(rows).advantages, of_tokens(rows, expected))
+
+
+def credit_formula(folder: Path) -> None:
+    """The sample's advantage at its last token, discounted before it; with what tokens earn, that from each on."""
+    rows = dataclasses.replace(experience(), advantages=torch.arange(6.0)[:, None].expand(6, 6))
+    mask = rows.action_mask
+    earned = torch.where(mask, torch.arange(36.0).view(6, 6) / 10, 0.0)
+    for part, given in ((TokenCredit(0.5), None), (TokenCredit(0.5, earned=True), earned)):
+        found = prepared(part, dataclasses.replace(rows, token_rewards=earned)).advantages
+        for row in range(6):
+            steps = mask[row].nonzero()[:, 0].tolist()
+            rewards = {step: 0.0 if given is None else float(given[row, step]) for step in steps}
+            rewards[steps[-1]] += row - sum(rewards.values())
+            for step in steps:
+                expected = sum(0.5 ** (later - step) * value for later, value in rewards.items() if later >= step)
+                assert float(found[row, step]) == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ValueError, match=r"TokenCredit\.gamma"):
+        TokenCredit(1.5)
+    with pytest.raises(ValueError, match="those before it differ between tokens"):
+        GRPOModule("no/model", parts=[AdvantagesBy(by_surprise), TokenCredit(0.5)])
+
+
+def by_surprise(experience: Experience) -> Tensor:
+    """A function of the rows."""
+    return -experience.rollout_logprobs
+
+
+def whiten_formula(folder: Path) -> None:
+    """Mean 0 and deviation 1 over trained tokens."""
+    rows = dataclasses.replace(experience(), advantages=torch.randn(6, 6, generator=torch.Generator().manual_seed(3)))
+    assert rows.advantages is not None
+    given = rows.advantages[rows.action_mask].tolist()
+    found = prepared(WhitenAdvantages(), rows).advantages
+    assert found is not None
+    mean, std = statistics.fmean(given), statistics.pstdev(given)  # as OpenRLHF, not Bessel's
+    expected = torch.tensor([(value - mean) / std for value in given])
+    torch.testing.assert_close(found[rows.action_mask], expected, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- a critic
+
+
+def lambda_returns(rows: Experience, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, token by token; the reward is the last token's."""
+    advantages, returns = torch.zeros(6, 6), torch.zeros(6, 6)
+    values = rows.columns["values"]
+    for row in range(6):
+        following, after = 0.0, 0.0
+        steps = rows.action_mask[row].nonzero()[:, 0].tolist()
+        for step in reversed(steps):
+            reward = float(rows.rewards[row]) if step == steps[-1] else 0.0
+            value = float(values[row, step])
+            following = reward + gamma * after - value + gamma * lam * following
+            advantages[row, step], returns[row, step], after = following, following + value, value
+    return advantages, returns
+
+
+def with_values() -> Experience:
+    rows = experience()
+    values = torch.randn(6, 6, generator=torch.Generator().manual_seed(4))
+    return rows.with_columns(values=values.where(rows.action_mask, 0.0), ref_logprobs=None)
+
+
+def gae_formula(folder: Path) -> None:
+    """Sums of discounted temporal differences."""
+    rows, part = with_values(), GAE(0.9, 0.5)
+    PPOModule("no/model", parts=[part], kl_coef=0.0)
+    torch.testing.assert_close(part.prepare(rows).advantages, lambda_returns(rows, 0.9, 0.5)[0])
+    for given in ({"gamma": 1.5}, {"lam": -0.1}, {"length_adaptive_alpha": 0.0}):
+        with pytest.raises(ValueError, match=rf"GAE\.{next(iter(given))}"):
+            GAE(**given)
+
+
+def returns_formula(folder: Path) -> None:
+    """Advantages plus values; without normalization in the units of the reward."""
+    rows, part = with_values(), Returns(0.9, 0.5)
+    module = PPOModule("no/model", parts=[part], kl_coef=0.0)
+    module.critic_part._predicted = rows.columns["values"]
+    found = part.prepare(rows)
+    torch.testing.assert_close(found.columns["returns"], lambda_returns(rows, 0.9, 0.5)[1])
+    with pytest.raises(ValueError, match="GRPOModule has no Critic among its parts"):
+        GRPOModule("no/model", parts=[Returns()])
+
+
+def critic_formula(folder: Path) -> None:
+    """Values in units of the reward before advantages, in those of the critic for its loss; moments of all returns."""
+    rows, part = with_values(), Critic(normalize=True)
+    module: Any = PPOModule("no/model", parts=[part], kl_coef=0.0, lam=1.0)
+    raw = rows.columns["values"]
+    module.critic, module.distributed_forward = torch.nn.Identity(), lambda *_: raw
+    seen: list[float] = []
+    for _ in range(2):
+        mean, std = (statistics.fmean(seen), statistics.stdev(seen)) if seen else (0.0, 1.0)
+        given = part.prepare(rows)
+        expected = ((raw * std + mean) * rows.action_mask).float()
+        torch.testing.assert_close(given.columns["values"], expected, rtol=1e-5, atol=1e-5)
+        returns = lambda_returns(given, 1.0, 1.0)[1]
+        seen += returns[rows.action_mask].tolist()
+        mean, std = statistics.fmean(seen), statistics.stdev(seen)
+        learned = next(one for one in module.parts if isinstance(one, Returns)).prepare(given)
+        assert torch.equal(learned.columns["values"], raw)
+        normal = torch.where(rows.action_mask, (returns - mean) / std, 0.0).float()
+        torch.testing.assert_close(learned.columns["returns"], normal, rtol=1e-4, atol=1e-4)
+
+
+def value_loss_formula(folder: Path) -> None:
+    """Half the squared error, of the worse of the value and the clipped one, over the step's tokens."""
+    rows, part = with_values(), ValueLoss(0.5, clip=0.2)
+    PPOModule("no/model", parts=[part], kl_coef=0.0)
+    rows = rows.with_columns(returns=rows.columns["values"] + 0.5)
+    now = rows.columns["values"] + 0.3
+    clipped = rows.columns["values"] + 0.2
+    goal = rows.columns["returns"]
+    worse = torch.maximum((now - goal).square(), (clipped - goal).square())
+    expected = 0.5 * worse[rows.action_mask].sum() / 20  # tokens of the step, which has other micro-batches
+    torch.testing.assert_close(part.loss(rows, now).loss, expected)
+
+
+def warmup_formula(folder: Path) -> None:
+    """The policy is bitwise the same for so many steps, and then not."""
+    before: list[Tensor] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if not batch_idx % trainer.accumulate_grad_batches:
+                before.append(torch.cat([one.detach().flatten() for one in pl_module.policy.parameters()]))
+
+    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+    trainer, module, data, _ = setup_run(
+        folder,
+        module=PlainPPO,
+        module_arguments={"lr": 0.05, "parts": [CriticWarmup(2)]},
+        rollouts=rollouts,
+        callbacks=[Watch()],
+    )
+    trainer.fit(module, data)
+    assert torch.equal(before[0], before[2])
+    assert not torch.equal(before[2], before[3])
