@@ -78,7 +78,7 @@ def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         rendezvous.join_process_group(
             "gloo", rank=0, world_size=3, address="127.0.0.1", port=ranks.free_port(), init_timeout=1.0, timeout=None
         )
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert not dist.is_initialized()
 
 

@@ -270,7 +270,7 @@ def test_the_last_closed_block_of_python_is_the_program() -> None:
 def test_many_open_fences_cost_no_time() -> None:
     started = time.monotonic()
     assert last_code_block("```python\n" * 200_000) is None
-    assert time.monotonic() - started < 5  # with a search from each of them it was minutes
+    assert time.monotonic() - started < 30  # with a search from each of them it was minutes
 
 
 def test_outputs_agree_but_for_white_space_at_ends() -> None:

@@ -141,7 +141,7 @@ def test_engines_apart_spread_over_the_machines_of_an_existing_cluster(tmp_path:
     ):
         text, seconds = report[name]
         assert message in text
-        assert seconds < 10
+        assert seconds < 60
 
 
 class Cluster:

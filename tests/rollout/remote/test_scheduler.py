@@ -43,11 +43,11 @@ def open_stream(manager: EngineManager) -> PoolStream:
 
 def test_a_wait_ends_when_its_time_is_over_and_loses_nothing(manager: EngineManager) -> None:
     scheduler = RequestScheduler(manager, timeout=30)
-    job = scheduler.submit([request(seconds=1.0)])
+    job = scheduler.submit([request(seconds=4.0)])
     for wait in (0.0, 0.2):
         begin = time.monotonic()
         assert scheduler.collect(wait) == {}
-        assert time.monotonic() - begin < wait + 0.5
+        assert time.monotonic() - begin < wait + 1.5
     assert list(scheduler.collect(30.0)) == [job]
     assert scheduler.collect() == {}
     scheduler.close()
@@ -68,11 +68,11 @@ def test_a_caller_that_polls_learns_of_a_stall_as_one_that_waits(manager: Engine
 
 
 def test_time_that_the_caller_spends_on_results_is_no_stall(manager: EngineManager) -> None:
-    scheduler = RequestScheduler(manager, timeout=2.0)
+    scheduler = RequestScheduler(manager, timeout=4.0)
     scheduler.submit([request()])
-    scheduler.submit([request(seconds=3.5)])
+    scheduler.submit([request(seconds=5.0)])
     assert len(scheduler.collect()) == 1
-    time.sleep(2.1)
+    time.sleep(4.1)
     assert len(scheduler.collect()) == 1
     scheduler.close()
 
@@ -82,25 +82,25 @@ def test_one_stream_samples_for_several_iterations_in_the_order_of_submission(ma
     stream.submit([Prompt(0, [3]), Prompt(1, [1])], iteration=5)
     stream.submit([Prompt(0, [2])])
     time.sleep(1.0)
-    groups = stream.collect(2, wait=5.0) + stream.collect(2, wait=5.0)
+    groups = stream.collect(2, wait=30.0) + stream.collect(2, wait=30.0)
     assert [(group[0].prompt.index, group[0].token_ids) for group in groups] == [
         (0, [3] * 5),
         (1, [1] * 5),
         (0, [2] * 2),
     ]
     assert [sample.version_runs for sample in groups[0]] == [[(3, 5)], [(3, 5)]]
-    assert stream.collect(1, wait=5.0) == []
+    assert stream.collect(1, wait=30.0) == []
     stream.close()
 
 
 def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(manager: EngineManager) -> None:
     stream = open_stream(manager)
     stream.submit([Prompt(0, [1]), Prompt(1, [90]), Prompt(2, [90])], iteration=5)
-    (first,) = stream.collect(3, wait=5.0)
+    (first,) = stream.collect(3, wait=30.0)
     assert first[0].prompt.index == 0
     begin = time.monotonic()
     cut = stream.cut()
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < 20.0
     assert [(group[0].prompt.index, [sample.finish_reason for sample in group]) for group in cut] == [
         (1, ["abort"] * 2),
         (2, ["abort"] * 2),
@@ -109,7 +109,7 @@ def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(man
     cut[1][1].finish_reason = "stop"  # one sample of the last group was finished
     stream = open_stream(manager)
     stream.resume(cut, iteration=5)
-    groups = [group for _ in range(2) for group in stream.collect(1, wait=5.0)]
+    groups = [group for _ in range(2) for group in stream.collect(1, wait=30.0)]
     assert sorted((group[0].prompt.index, [sample.num_tokens for sample in group]) for group in groups) == [
         (1, [5, 5]),
         (2, [5, 1]),
