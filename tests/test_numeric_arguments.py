@@ -72,6 +72,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "RemoteReward": {"urls": "http://127.0.0.1:1"},
     "RolloutDump": {"folder": "dumped"},
     "SampleTable": {},
+    "Batcher": {"score": len},
     "SandboxedReward": {"reward": "math.fsum"},
     "SubprocessReward": {"reward": "math.fsum"},
     "Server": {"app": None},

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.episodes import Action, EpisodeEngine, Step, ToolEnvironment
 from rlhfkit.episodes.tool_calls.call import ToolCall
-from rlhfkit.rewards import EpisodeReward
+from rlhfkit.rewards import EnvironmentReward
 
 TEMPLATE = (  # "A", the turn of the model up to <eos>, "=7", the next turn of the model
     "{% for message in messages %}{% if message['role'] == 'tool' %}={% endif %}{{ message['content'] }}"
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         micro_batch_size=256,
     )
     rollouts = RolloutCallback(
-        EpisodeReward(),
+        EnvironmentReward(),
         engine=EpisodeEngine(LocalEngine(max_sequences=256), Drawers, max_turns=2),
         sampling=SamplingSpec(group_size=8, max_new_tokens=2, seed=options.seed),
     )

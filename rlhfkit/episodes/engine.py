@@ -21,8 +21,8 @@ class EpisodeEngine(EpisodeEngineBase):
     """Runs episodes on another engine: policy and environment alternate until the environment says ``done``.
 
     Sampled tokens are never tokenised again; an observation is tokenised once and appended, with ``action_mask`` false
-    and log-prob 0. ``Sample.token_rewards`` has the rewards of single turns; :class:`~rlhfkit.rewards.EpisodeReward`
-    trains on their sum, any other reward is possible too.
+    and log-prob 0. ``Sample.token_rewards`` has the rewards of single turns;
+    :class:`~rlhfkit.rewards.EnvironmentReward` trains on their sum, any other reward is possible too.
 
     The random seed of a turn is a function of (seed, iteration, prompt, index in the group, turn), so episodes do not
     depend on concurrency, engines or ranks.
@@ -45,8 +45,8 @@ class EpisodeEngine(EpisodeEngineBase):
 
     Example::
 
-        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), MyEnvironment), reward=EpisodeReward())
-        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), tools=[search, calculate]), reward=OnLastTurn(math_match))
+        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), MyEnvironment), reward=EnvironmentReward())
+        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), tools=[search, calculate]), reward=LastTurnReward(math_match))
 
     Args:
         engine: Samples the turns.

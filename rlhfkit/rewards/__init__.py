@@ -1,7 +1,7 @@
 """Rewards: functions and classes that score samples. Importing this package loads torch and nothing else.
 
 ``subprocesses.py`` runs rewards in other processes, which ``sandbox/`` starts and confines; ``programs/`` tests
-generated code, ``remote/`` asks reward servers, ``judges/`` compares answers in pairs.
+generated code, ``remote/`` asks reward servers, ``judges.py`` compares answers in pairs.
 
 May import: models, data, serving, ``validation.py``.
 Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.
@@ -9,31 +9,35 @@ Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.
 
 from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
 from rlhfkit.rewards.benchmarks import benchmark_metrics
-from rlhfkit.rewards.composition import WeightedSum
-from rlhfkit.rewards.episode import EpisodeReward, OnLastTurn
-from rlhfkit.rewards.formats import ReasoningFormat, TagCount
-from rlhfkit.rewards.judges.chat import ChatJudge
-from rlhfkit.rewards.judges.pairwise import PairwiseReward
-from rlhfkit.rewards.lengths import CosineLength, RepetitionPenalty
+from rlhfkit.rewards.composition import CosineLength, EnvironmentReward, LastTurnReward, WeightedSum
+from rlhfkit.rewards.judges import ChatJudge, PairwiseReward
 from rlhfkit.rewards.math import MathMatch, math_match
 from rlhfkit.rewards.models import ModelReward, ProcessModelReward, StepTokens
 from rlhfkit.rewards.programs.execution import CodeExecution
 from rlhfkit.rewards.programs.python_tool import PythonTool
 from rlhfkit.rewards.remote.reward import RemoteReward
-from rlhfkit.rewards.rules import ExactMatch, FormatReward, LengthPenalty, exact_match
+from rlhfkit.rewards.rules import (
+    ExactMatch,
+    FormatReward,
+    LengthPenalty,
+    ReasoningFormat,
+    RepetitionPenalty,
+    TagCount,
+    exact_match,
+)
 from rlhfkit.rewards.subprocesses import SandboxedReward, SubprocessReward
 
 __all__ = [
     "ChatJudge",
     "CodeExecution",
     "CosineLength",
-    "EpisodeReward",
+    "EnvironmentReward",
     "ExactMatch",
     "FormatReward",
+    "LastTurnReward",
     "LengthPenalty",
     "MathMatch",
     "ModelReward",
-    "OnLastTurn",
     "PairwiseReward",
     "ProcessModelReward",
     "PythonTool",

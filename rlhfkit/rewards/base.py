@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -54,7 +54,7 @@ class Reward(Protocol):
 
     A class may also implement :class:`NamedReward`, :class:`RewardWithMetrics`, :class:`RewardWithProgress`,
     :class:`RewardWithAnswers`, :class:`RewardWithNeeds`, :class:`WrapsRewards`, :class:`CompositeReward` or
-    :class:`TimeBoundedReward`.
+    :class:`RewardWithTimeout`.
 
     Example::
 
@@ -182,10 +182,10 @@ class WrapsRewards(Protocol):
 
 
 @runtime_checkable
-class TimeBoundedReward(Protocol):
+class RewardWithTimeout(Protocol):
     """A reward whose calls always return in time, or that calls another reward with :func:`evaluate`."""
 
-    time_bounded: bool
+    has_timeout: bool
     """If true, no warning is given for a call that runs long."""
 
 
@@ -251,8 +251,8 @@ def answer_reader(reward: Any) -> AnswerReader | None:
     return reward.answer_reader() if isinstance(reward, RewardWithAnswers) else None
 
 
-def reads_answers(read: AnswerReader) -> Callable[[F], F]:
-    """Make a function a :class:`RewardWithAnswers`: ``@reads_answers(lambda sample: sample.text.strip())``."""
+def extracts_answer(read: AnswerReader) -> Callable[[F], F]:
+    """Make a function a :class:`RewardWithAnswers`: ``@extracts_answer(lambda sample: sample.text.strip())``."""
 
     def mark(function: F) -> F:
         function.answer_reader = lambda: read  # type: ignore[attr-defined]  # functions take attributes
@@ -295,6 +295,39 @@ def check_packages(reward: Any) -> None:
         what = " and ".join(f"{name} needs {module}" for name, module, _ in missing)
         command = " ".join(f"'{install}'" for install in dict.fromkeys(install for *_, install in missing))
         raise ImportError(f"{what}, not installed here: pip install {command}")
+
+
+class RewardWrapper:
+    """A reward that calls another one with :func:`evaluate`, and has its metrics, its progress and its answers."""
+
+    has_timeout: ClassVar[bool] = True
+    """No warning for this class: :func:`evaluate` warns about the inner reward by its name."""
+
+    def __init__(self, reward: Reward) -> None:
+        """Wrap a reward.
+
+        Raises:
+            TypeError: If it is not callable.
+        """
+        if not callable(reward):
+            raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
+        self.reward = reward
+
+    def inner_rewards(self) -> list[Reward]:
+        """Return the inner reward."""
+        return [self.reward]
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the inner reward, see :func:`reward_metrics`."""
+        return reward_metrics(self.reward)
+
+    def set_progress(self, *, step: int, epoch: int) -> None:
+        """Tell the inner reward, if it wants to know."""
+        tell_progress(self.reward, step=step, epoch=epoch)
+
+    def answer_reader(self) -> AnswerReader | None:
+        """Return that of the inner reward."""
+        return answer_reader(self.reward)
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -369,7 +402,7 @@ def _fingerprints(samples: Sequence[Sample]) -> list[tuple[int, int]]:
 def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: float) -> Any:
     """Call a reward; warn if it runs long, unless it bounds its own time."""
     given = list(samples)  # a copy: the reward may sort it or remove from it
-    bounded = isinstance(reward, TimeBoundedReward) and reward.time_bounded
+    bounded = isinstance(reward, RewardWithTimeout) and reward.has_timeout
     if bounded or isinstance(reward, CompositeReward):
         return _call_with_context(name, reward, given)
     prompts = sorted({sample.prompt.index for sample in samples})

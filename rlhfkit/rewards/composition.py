@@ -1,5 +1,6 @@
-"""The weighted sum of several rewards, each normalised on its own if asked."""
+"""Rewards made of others: weighted sums, the last turn of an episode, answers by length; the environment's reward."""
 
+import dataclasses
 import inspect
 import math
 from collections import Counter
@@ -14,13 +15,14 @@ from rlhfkit.rewards.base import (
     TIMEOUT,
     AnswerReader,
     Reward,
+    RewardWrapper,
     answer_reader,
     evaluate,
     reward_metrics,
     reward_name,
     tell_progress,
 )
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_integer, check_number
 
 Normalization = Callable[..., Tensor]
 """A function of a part's values, (B,), NaN where missing, and group ids, (B,), given as ``group=``, that returns
@@ -153,3 +155,166 @@ class WeightedSum:
         if not terms or (len(terms) < len(parts) and self.missing == "none"):
             return None
         return math.fsum(terms)
+
+
+class CosineLength(RewardWrapper):
+    """A reward by correctness and length: short right answers and long wrong ones are better (Yeo et al., 2025).
+
+    arXiv:2502.03373, section 4: with ``n`` the tokens of the completion, ``L`` the limit, and ``(a, b)`` the two values
+    of right or of wrong answers::
+
+        b + (a - b) (1 + cos(π n / L)) / 2   n < L
+        at_limit                             n >= L
+
+    Defaults are the paper's. Open R1's and TRL's cosine reward has ``(1, 0.5)`` for right answers, ``(-1, -0.5)`` for
+    wrong ones, and no value of its own at the limit.
+
+    Example::
+
+        CosineLength(math_match, max_length=14336)
+    """
+
+    def __init__(
+        self,
+        correct: Reward,
+        max_length: int,
+        *,
+        correct_short: float = 2.0,
+        correct_long: float = 1.0,
+        wrong_short: float = -10.0,
+        wrong_long: float = 0.0,
+        at_limit: float | None = -10.0,
+        success_threshold: float = 1.0,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        """Set the values.
+
+        Args:
+            correct: The reward that tells whether a completion is right; its metrics are logged too.
+            max_length: ``L`` in tokens; the sampling limit ``max_new_tokens`` or less.
+            correct_short: Of a right answer of length 0.
+            correct_long: Of a right answer of length ``L``.
+            wrong_short: Of a wrong answer of length 0.
+            wrong_long: Of a wrong answer of length ``L``.
+            at_limit: Of a completion of ``L`` tokens or more; ``None``: the values at ``L``.
+            success_threshold: A completion with at least this reward is right.
+            timeout: Time limit of ``correct`` in seconds, if it is async.
+
+        Raises:
+            TypeError: If ``correct`` cannot be called.
+            ValueError: If a number is out of range.
+        """
+        super().__init__(correct)
+        check_integer("max_length", max_length, minimum=1)
+        values = {"correct_short": correct_short, "correct_long": correct_long, "wrong_short": wrong_short}
+        for name, value in {**values, "wrong_long": wrong_long, "success_threshold": success_threshold}.items():
+            check_number(name, value)
+        check_number("at_limit", at_limit, optional=True)
+        check_number("timeout", timeout, above=0, why="it is in seconds")
+        self.max_length = max_length
+        self.correct_values = (correct_short, correct_long)
+        self.wrong_values = (wrong_short, wrong_long)
+        self.at_limit = at_limit
+        self.success_threshold = success_threshold
+        self.timeout = timeout
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        """Score samples; ``None`` where ``correct`` gives none."""
+        name = reward_name(self.reward)
+        found = evaluate({name: self.reward}, samples, timeout=self.timeout)[name]
+        return [None if value is None else self._value(value, one) for value, one in zip(found, samples, strict=True)]
+
+    def _value(self, value: float, sample: Sample) -> float:
+        length = sample.num_action_tokens
+        if length >= self.max_length and self.at_limit is not None:
+            return self.at_limit
+        short, long = self.correct_values if value >= self.success_threshold else self.wrong_values
+        share = min(length / self.max_length, 1.0)
+        return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
+
+
+class LastTurnReward(RewardWrapper):
+    """Apply another reward to the policy's last turn only.
+
+    The text of a whole episode includes what the environment wrote, in which a reward could find the answer.
+
+    Example::
+
+        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), tools=[calculate]), reward=LastTurnReward(math_match))
+    """
+
+    def __init__(self, reward: Reward) -> None:
+        """Wrap a reward.
+
+        Raises:
+            TypeError: If ``reward`` is not callable.
+        """
+        super().__init__(reward)
+        self.name = reward_name(reward)
+
+    def answer_reader(self) -> AnswerReader | None:
+        """Return that of the inner reward, which reads the last turn."""
+        read = answer_reader(self.reward)
+        return None if read is None else lambda sample: read(dataclasses.replace(sample, text=_last_text(sample)))
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Any]:
+        """Return the inner reward's values, ``None`` for episodes that failed."""
+        judged = [sample for sample in samples if not sample.info.get("failed")]
+        seen = [dataclasses.replace(sample, text=_last_text(sample)) for sample in judged]
+        values = evaluate({self.name: self.reward}, seen)[self.name] if seen else []
+        found = {id(sample): value for sample, value in zip(judged, values, strict=True)}
+        return [found.get(id(sample)) for sample in samples]
+
+
+def _last_text(sample: Sample) -> str:
+    if "last_text" not in sample.info:
+        return sample.text  # decoded only here
+    text: str = sample.info["last_text"]
+    return text
+
+
+class EnvironmentReward:
+    """The sum of the environment's rewards over all turns, for samples of ``EpisodeEngine`` and ``AgentEngine``.
+
+    ``Sample.token_rewards`` holds the reward of each turn. Inside a ``WeightedSum``, the other parts and the effect of
+    a weight other than 1 are credited to the last action.
+
+    Example::
+
+        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), MyEnvironment), reward=EnvironmentReward())
+    """
+
+    name = "episode"
+
+    def __init__(self, *, truncated: Literal["keep", "mask"] = "keep") -> None:
+        """Create the reward.
+
+        Args:
+            truncated: Reward of an episode that reached its limit of turns or tokens: ``"keep"``: the sum so far;
+                ``"mask"``: ``None`` (it is not trained on).
+
+        Raises:
+            ValueError: If ``truncated`` is neither.
+        """
+        if truncated not in ("keep", "mask"):
+            raise ValueError(f"truncated must be 'keep' or 'mask', got {truncated!r}")
+        self.truncated = truncated
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        """Return the totals; ``None`` for episodes that failed.
+
+        Raises:
+            ValueError: If a sample is not an episode.
+        """
+        return [self._total(sample) for sample in samples]
+
+    def _total(self, sample: Sample) -> float | None:
+        if "reward" not in sample.info:
+            raise ValueError(
+                "EnvironmentReward scores samples of EpisodeEngine or AgentEngine, got one of an engine without "
+                "environment: give RolloutCallback(engine=EpisodeEngine(...))"
+            )
+        if self.truncated == "mask" and sample.finish_reason == "length":
+            return None
+        reward: float | None = sample.info["reward"]
+        return reward

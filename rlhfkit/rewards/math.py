@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import AnswerReader, Needs, check_packages, needs, reads_answers
+from rlhfkit.rewards.base import AnswerReader, Needs, check_packages, extracts_answer, needs
 from rlhfkit.rewards.benchmarks import voted_answer
 from rlhfkit.rewards.rules import required_answer
 from rlhfkit.rewards.sandbox import CallResult, SandboxPool, WorkerSpec
@@ -32,7 +32,7 @@ class MathMatch:
     ``None``, with a warning. LaTeX answers are found in ``\boxed`` or between dollar signs, plain numbers anywhere.
     """
 
-    time_bounded: ClassVar[bool] = True
+    has_timeout: ClassVar[bool] = True
     """Every call returns in time."""
 
     needs: ClassVar[Needs] = _NEEDS
@@ -115,7 +115,7 @@ def _shared() -> MathMatch:
 
 
 @needs(packages=_NEEDS.packages, answer=True)
-@reads_answers(_voted)
+@extracts_answer(_voted)
 def math_match(samples: Sequence[Sample]) -> list[float | None]:
     """1 where the completion's final answer equals the reference answer mathematically, else 0.
 

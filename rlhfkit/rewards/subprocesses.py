@@ -99,7 +99,7 @@ class RewardInProcesses:
         ValueError: If ``on_failure`` is invalid.
     """
 
-    time_bounded: ClassVar[bool] = True
+    has_timeout: ClassVar[bool] = True
     """Every call returns in time."""
 
     retries: ClassVar[bool] = False

@@ -18,7 +18,7 @@ from episodes.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, pr
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.episodes import Action, Environment, EpisodeEngine, Step
 from rlhfkit.episodes.base import EpisodeError
-from rlhfkit.rewards import EpisodeReward, OnLastTurn, WeightedSum, score_samples
+from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum, score_samples
 from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
 
 PROMPTS = ["1+1=", "abc", "x", "what is this"]
@@ -124,7 +124,7 @@ def test_a_conversation_reads_as_its_template_writes_it(run_episodes: Any) -> No
 
 def test_rewards_lie_where_they_were_earned_and_add_up(run_episodes: Any) -> None:
     samples = run_episodes(Counting)
-    score_samples(EpisodeReward(), samples)
+    score_samples(EnvironmentReward(), samples)
     for sample in samples:
         assert sample.token_rewards is not None
         ends = [len(read) + len(said) - len(sample.prompt.token_ids) - 1 for read, said in turns(sample)]
@@ -147,7 +147,7 @@ def test_other_rewards_see_the_last_turn_only(run_episodes: Any) -> None:
         seen.extend(sample.text for sample in batch)
         return [float(len(sample.text)) for sample in batch]
 
-    score_samples(WeightedSum(episode=EpisodeReward(), length=(OnLastTurn(length), 0.5)), samples)
+    score_samples(WeightedSum(episode=EnvironmentReward(), length=(LastTurnReward(length), 0.5)), samples)
     last = [tiny_tokenizer().decode(turns(sample)[-1][1], skip_special_tokens=True) for sample in samples]
     assert seen == last
     assert [sample.reward for sample in samples] == [7.0 + 0.5 * len(text) for text in last]
@@ -155,7 +155,7 @@ def test_other_rewards_see_the_last_turn_only(run_episodes: Any) -> None:
 
 def test_samples_of_other_engines_are_no_episodes() -> None:
     with pytest.raises(ValueError, match="scores samples of EpisodeEngine"):
-        EpisodeReward()([Sample(Prompt(0, [1]), 0, [], [], [], "stop")])
+        EnvironmentReward()([Sample(Prompt(0, [1]), 0, [], [], [], "stop")])
 
 
 def comparable(samples: list[Sample]) -> list[Any]:
@@ -188,7 +188,7 @@ def test_requests_of_all_episodes_go_in_one_call(run_episodes: Any, engine: Reco
 )
 def test_limits_cut_off_and_keep_what_was_earned(run_episodes: Any, options: Any, ended: str, turn_count: int) -> None:
     samples = run_episodes(Counting, prompts_of(["abc"]), **options)
-    score_samples(EpisodeReward(), samples)
+    score_samples(EnvironmentReward(), samples)
     for sample in samples:
         assert (sample.info["ended"], sample.info["turns"]) == (ended, turn_count)
         assert sample.reward == [1.0, 3.0, 7.0][turn_count - 1]
@@ -196,7 +196,7 @@ def test_limits_cut_off_and_keep_what_was_earned(run_episodes: Any, options: Any
         assert sample.action_mask[-1]  # type: ignore[index]  # nothing that nobody answered
         if ended != "done":
             assert sample.finish_reason == "length"
-    score_samples(EpisodeReward(truncated="mask"), samples)
+    score_samples(EnvironmentReward(truncated="mask"), samples)
     if ended != "done":
         assert {sample.reward for sample in samples} == {None}
 
@@ -222,7 +222,7 @@ def test_an_environment_that_fails_loses_its_own_episode_only(
     samples = run_episodes(Faulty, prompts_of(texts, FAULTS), environment_timeout=2.0)
     assert time.monotonic() - began < 20
     assert Faulty.closed - closed == len(samples) == 21
-    score_samples(EpisodeReward(), samples)
+    score_samples(EnvironmentReward(), samples)
     for sample, right in zip(samples, good, strict=True):
         fault = sample.prompt.answer
         if fault is None:
@@ -261,7 +261,7 @@ def test_an_episode_that_takes_too_long_is_not_judged(run_episodes: Any) -> None
     samples = run_episodes(Slow, prompts_of(["1", "2"]), episode_timeout=2.0)
     assert [sample.info["ended"] for sample in samples] == ["time"] * 3 + ["done"] * 3
     assert "the episode (limit: 2 s) took longer" in samples[0].info["error"]
-    score_samples(EpisodeReward(), samples)
+    score_samples(EnvironmentReward(), samples)
     assert [sample.reward for sample in samples] == [None] * 3 + [7.0] * 3
 
 

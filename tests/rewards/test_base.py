@@ -18,7 +18,7 @@ from rlhfkit.rewards import (
     CosineLength,
     ExactMatch,
     FormatReward,
-    OnLastTurn,
+    LastTurnReward,
     PairwiseReward,
     RemoteReward,
     Reward,
@@ -322,7 +322,7 @@ CLIENT = Needs(packages={"httpx": "rlhfkit[server]", "tenacity": "rlhfkit[server
             {"chat_judge_win_rate": Needs(answer=True), "chat_judge": CLIENT},
         ),
         (
-            WeightedSum(last=OnLastTurn(math_match), short=CosineLength(ExactMatch(), max_length=8)),
+            WeightedSum(last=LastTurnReward(math_match), short=CosineLength(ExactMatch(), max_length=8)),
             {"math_match": MATH, "exact_match": Needs(answer=True)},
         ),
         (SandboxedReward(math_match), {"math_match": MATH}),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.rewards import EpisodeReward, OnLastTurn, WeightedSum, exact_match, score_samples
+from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum, exact_match, score_samples
 from rlhfkit.rewards.base import reward_metrics
 
 
@@ -22,16 +22,16 @@ def episode(reward: float | None, last: str = "4", finish: Any = "stop", failed:
 
 def test_the_environments_rewards_are_the_reward() -> None:
     samples = [episode(0.75), episode(None, finish="abort", failed=True), episode(-1.0, finish="length")]
-    score_samples(EpisodeReward(), samples)
+    score_samples(EnvironmentReward(), samples)
     assert [sample.reward for sample in samples] == [0.75, None, -1.0]
     assert samples[0].token_rewards == [0.25, 0.0, 0.5]
-    score_samples(EpisodeReward(truncated="mask"), samples)
+    score_samples(EnvironmentReward(truncated="mask"), samples)
     assert [sample.reward for sample in samples] == [0.75, None, None]
 
 
 def test_what_the_environment_said_is_no_answer_of_the_policy() -> None:
     samples = [episode(0.0, last="4"), episode(0.0, last="5"), episode(None, last="4", failed=True)]
-    score_samples(OnLastTurn(exact_match), samples)
+    score_samples(LastTurnReward(exact_match), samples)
     assert [sample.reward for sample in samples] == [1.0, 0.0, None]
     assert samples[0].reward_parts == {"exact_match": 1.0}
     assert samples[0].text == "144"
@@ -42,7 +42,9 @@ def test_parts_of_a_reward_inside_are_kept() -> None:
         return [float(len(sample.text)) for sample in samples]
 
     samples = [episode(0.5, last="44")]
-    score_samples(WeightedSum(episode=EpisodeReward(), rest=OnLastTurn(WeightedSum(length=(length, 2.0)))), samples)
+    score_samples(
+        WeightedSum(episode=EnvironmentReward(), rest=LastTurnReward(WeightedSum(length=(length, 2.0)))), samples
+    )
     assert samples[0].reward == 0.5 + 2.0 * 2
     assert samples[0].reward_parts == {"length": 2.0, "episode": 0.5, "rest": 4.0}
 
@@ -55,13 +57,13 @@ def test_numbers_of_a_reward_inside_are_logged() -> None:
         def metrics(self) -> dict[str, float]:
             return {"judge/failed_fraction": 0.5}
 
-    assert reward_metrics(WeightedSum(judge=OnLastTurn(Judge()))) == {"judge/failed_fraction": 0.5}
+    assert reward_metrics(WeightedSum(judge=LastTurnReward(Judge()))) == {"judge/failed_fraction": 0.5}
 
 
 def test_what_is_wrong_is_named() -> None:
     with pytest.raises(ValueError, match="truncated must be 'keep' or 'mask', got 'drop'"):
-        EpisodeReward(truncated="drop")  # type: ignore[arg-type]
+        EnvironmentReward(truncated="drop")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="reward must be callable"):
-        OnLastTurn(3.0)  # type: ignore[arg-type]
+        LastTurnReward(3.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give RolloutCallback"):
-        EpisodeReward()([Sample(Prompt(0, [1]), 0, [], [], [], "stop")])
+        EnvironmentReward()([Sample(Prompt(0, [1]), 0, [], [], [], "stop")])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.rewards import CosineLength, OnLastTurn, RepetitionPenalty, WeightedSum, exact_match
+from rlhfkit.rewards import CosineLength, LastTurnReward, RepetitionPenalty, WeightedSum, exact_match
 from rlhfkit.rewards.base import tell_progress
 
 
@@ -35,7 +35,7 @@ def test_cosine_gives_open_r1s_numbers() -> None:
 
 def test_a_sample_without_a_grade_has_no_reward_and_values_are_checked() -> None:
     assert CosineLength(lambda samples: [None], 8)([sample()]) == [None]
-    with pytest.raises(TypeError, match="correct must be a reward"):
+    with pytest.raises(TypeError, match="got int"):
         CosineLength(3, 8)
 
 
@@ -66,7 +66,7 @@ def test_what_an_environment_wrote_is_no_repetition_of_the_policys() -> None:
     with pytest.raises(ValueError, match=r"environment wrote into the text of prompt 3: count tokens \(words"):
         RepetitionPenalty(words=True)([episode])
     episode.info["last_text"] = "a a a a"
-    assert OnLastTurn(RepetitionPenalty(words=True))([episode]) == [pytest.approx(-1 / 2)]
+    assert LastTurnReward(RepetitionPenalty(words=True))([episode]) == [pytest.approx(-1 / 2)]
 
 
 class Growing:
@@ -83,7 +83,7 @@ class Growing:
 
 def test_a_reward_inside_others_is_told_how_far_training_is() -> None:
     inner = Growing()
-    reward = WeightedSum(length=OnLastTurn(CosineLength(inner, 8, success_threshold=5.0)), other=exact_match)
+    reward = WeightedSum(length=LastTurnReward(CosineLength(inner, 8, success_threshold=5.0)), other=exact_match)
     tell_progress(reward, step=20, epoch=3)
     assert (inner.step, inner.epoch) == (20, 3)
     assert CosineLength(inner, 8, success_threshold=5.0)([sample(tokens=())]) == [2.0]

@@ -38,7 +38,7 @@ def test_slow_reward_is_named_with_its_prompts_and_line_and_still_counts(caplog:
 
 def test_quick_and_bounded_rewards_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     class Bounded:
-        time_bounded = True
+        has_timeout = True
 
         def __call__(self, batch: list[Sample]) -> list[float]:
             return slow_judge(batch)

@@ -73,7 +73,7 @@ class AgentEngine(EpisodeEngineBase):
             return float(prompt.answer in answer.choices[0].message.content)
 
 
-        RolloutCallback(engine=AgentEngine(VLLMPool(2), agent), reward=EpisodeReward())
+        RolloutCallback(engine=AgentEngine(VLLMPool(2), agent), reward=EnvironmentReward())
 
     Args:
         engine: Samples the turns.

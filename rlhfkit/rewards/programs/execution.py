@@ -48,7 +48,7 @@ class CodeExecution:
         # [{"function": "add", "arguments": [1, 2], "expected": 3}] is a column of calls
     """
 
-    time_bounded: ClassVar[bool] = True
+    has_timeout: ClassVar[bool] = True
     """Every call returns in time."""
 
     def __init__(

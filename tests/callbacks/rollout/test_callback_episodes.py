@@ -24,7 +24,7 @@ from rlhfkit import (
 )  # fmt: skip
 from rlhfkit.data.types import Experience
 from rlhfkit.episodes import Action
-from rlhfkit.rewards import EpisodeReward
+from rlhfkit.rewards import EnvironmentReward
 
 
 class Digits(Environment):
@@ -46,7 +46,7 @@ SAMPLING = SamplingSpec(group_size=4, max_new_tokens=4)
 
 def rollouts(**arguments: Any) -> RolloutCallback:
     return RolloutCallback(
-        EpisodeReward(),
+        EnvironmentReward(),
         **({"engine": EpisodeEngine(LocalEngine(), Digits, max_turns=2), "sampling": SAMPLING} | arguments),
     )
 
@@ -96,4 +96,4 @@ def test_groups_without_signal_are_drawn_again_and_episodes_replayed(tmp_path: P
     prompts = list({id(sample.prompt): sample.prompt for sample in recorded.samples}.values())
     again = replayed.engine.generate(prompts, SAMPLING, iteration=0)
     assert [sample.token_rewards for sample in again] == [sample.token_rewards for sample in recorded.samples]
-    assert EpisodeReward()(again) == [sample.reward for sample in recorded.samples]
+    assert EnvironmentReward()(again) == [sample.reward for sample in recorded.samples]

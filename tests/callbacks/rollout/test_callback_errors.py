@@ -19,7 +19,7 @@ from rlhfkit import (
     SFTModule,
     VLLMPool,
 )
-from rlhfkit.rewards import CodeExecution, OnLastTurn, WeightedSum, exact_match, math_match
+from rlhfkit.rewards import CodeExecution, LastTurnReward, WeightedSum, exact_match, math_match
 from rlhfkit.rewards.base import needs
 from rlhfkit.rollout.errors import EngineError
 
@@ -76,7 +76,7 @@ def needs_a_package(samples: Sequence[Sample]) -> list[float]:
             r"needs_a_package needs no_such_package, not installed here: pip install 'rlhfkit\[extra\]'",
         ),
         (
-            OnLastTurn(math_match),
+            LastTurnReward(math_match),
             None,
             ValueError,
             r"'math_match' .* give \w+\(answer=\.\.\.\); \S+prompts\.jsonl has the columns prompt, answer",

@@ -13,8 +13,8 @@ from rl_runs import digits, setup_run
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.validation import SampleNumbers, ValidationRuns, validation_metrics
-from rlhfkit.rewards import CosineLength, ExactMatch, OnLastTurn, WeightedSum, exact_match, math_match
-from rlhfkit.rewards.base import answer_reader, reads_answers
+from rlhfkit.rewards import CosineLength, ExactMatch, LastTurnReward, WeightedSum, exact_match, math_match
+from rlhfkit.rewards.base import answer_reader, extracts_answer
 from rlhfkit.rewards.benchmarks import majority_at_k
 
 
@@ -97,7 +97,7 @@ def test_sources_are_told_apart_over_all_batches_when_there_are_several() -> Non
     assert len(runs.samples) == 1
 
 
-@reads_answers(lambda sample: sample.text[:1])
+@extracts_answer(lambda sample: sample.text[:1])
 def first_letter(samples: Sequence[Sample]) -> list[float]:
     """Share of digits; the first letter is the answer."""
     return digits(samples)
@@ -133,7 +133,7 @@ def test_rewards_that_read_answers_say_how_and_those_around_them_too() -> None:
     read = {name: answer_reader(reward) for name, reward in {
         "math_match": math_match, "exact_match": exact_match, "plain": digits, "none": None,
         "pattern": ExactMatch(pattern=r"So|(boxed)"), "sum": WeightedSum(digits=digits, right=exact_match),
-        "last turn": OnLastTurn(ExactMatch(ignore_punctuation=True)), "partial": functools.partial(exact_match),
+        "last turn": LastTurnReward(ExactMatch(ignore_punctuation=True)), "partial": functools.partial(exact_match),
         "no part": WeightedSum(digits=digits), "cosine": CosineLength(exact_match, max_length=8),
     }.items()}  # fmt: skip
     assert {name: None if reader is None else reader(one) for name, reader in read.items()} == {

@@ -31,7 +31,7 @@ from rlhfkit.episodes import Action
 from rlhfkit.models.load import tokenizer_differences
 from rlhfkit.modules.critic import CriticModule
 from rlhfkit.modules.parts.critic_elsewhere import _make_critic
-from rlhfkit.rewards import EpisodeReward
+from rlhfkit.rewards import EnvironmentReward
 from rlhfkit.roles.replica import TextReading
 from rlhfkit.rollout.engine import RolloutEngine
 from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
@@ -89,7 +89,7 @@ def test_all_turns_of_an_episode_are_in_the_template_of_the_data(tmp_path: Path,
     if where == "chat_template_kwargs":
         arguments = {"chat_template_kwargs": {"chat_template": TEMPLATE}}
     callback = RolloutCallback(
-        EpisodeReward(),
+        EnvironmentReward(),
         engine=EpisodeEngine(LocalEngine(), Game, max_turns=2),
         sampling=SamplingSpec(group_size=2, max_new_tokens=4),
     )
@@ -256,7 +256,7 @@ def test_episodes_take_the_template_arguments_of_the_data(model: str) -> None:
 def test_a_callback_refuses_other_template_arguments_at_setup(tmp_path: Path, model: str) -> None:
     (tmp_path / "model").symlink_to(model)
     engine = EpisodeEngine(LocalEngine(), Game, chat_template_kwargs={"mark": "!"})
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=RolloutCallback(EpisodeReward(), engine=engine))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=RolloutCallback(EnvironmentReward(), engine=engine))
     with pytest.raises(ValueError, match=r"other chat_template_kwargs \(mark\)"):
         trainer.fit(module, data)
 

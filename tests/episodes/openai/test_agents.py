@@ -18,7 +18,7 @@ from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes import AgentEngine
 from rlhfkit.episodes.base import EpisodeError
 from rlhfkit.episodes.openai.agents import AgentConnection
-from rlhfkit.rewards import EpisodeReward, score_samples
+from rlhfkit.rewards import EnvironmentReward, score_samples
 from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
 from rlhfkit.serving.access import ServerOptions
 
@@ -74,7 +74,7 @@ def test_it_is_an_engine_whose_samples_are_what_the_engine_inside_saw(engine: Ag
     seen = engine.engine.seen  # type: ignore[attr-defined]
     seen.clear()
     samples = run(engine, talker, prompts_of(["1+1=", "abc"]))
-    score_samples(EpisodeReward(), samples)
+    score_samples(EnvironmentReward(), samples)
     assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for sample in samples:
         assert sample.prompt.text in ("1+1=", "abc")  # for rewards, as it was
@@ -127,7 +127,7 @@ def test_agents_that_fail_lose_their_own_episode_only(engine: AgentEngine) -> No
 
     kinds = ["good", "silent", "raises", "hangs", "no judgement", "talks on"]
     samples = run(engine, agent, prompts_of(kinds), episode_timeout=5.0, max_turns=3)
-    score_samples(EpisodeReward(), samples)
+    score_samples(EnvironmentReward(), samples)
     found = {s.prompt.text: (s.info["ended"], s.finish_reason, s.reward, s.info["turns"]) for s in samples}
     assert found == {
         "good": ("done", "stop", 1.0, 1),

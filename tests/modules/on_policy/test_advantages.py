@@ -27,7 +27,7 @@ from rlhfkit import (
 from rlhfkit.data import Experience
 from rlhfkit.episodes import Action
 from rlhfkit.modules.parts.rewards import ClipRewards
-from rlhfkit.rewards import EpisodeReward, WeightedSum
+from rlhfkit.rewards import EnvironmentReward, WeightedSum
 
 from .test_base import experience
 
@@ -123,7 +123,7 @@ def check_episodes(folder: Path, engine: Any) -> None:
         folder,
         module_arguments=dict(presets.REMAX),
         rollouts=RolloutCallback(
-            EpisodeReward(),
+            EnvironmentReward(),
             engine=ChatEngine(engine, Asking, max_turns=1),
             sampling=SamplingSpec(group_size=2, max_new_tokens=8),
         ),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.rewards.remote.batching import Batcher
+from rlhfkit.rewards.remote.server import Batcher
 
 PROMPT = Prompt(0, [1])
 

@@ -19,7 +19,7 @@ from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import (
     CosineLength,
-    OnLastTurn,
+    LastTurnReward,
     SandboxedReward,
     WeightedSum,
     exact_match,
@@ -57,7 +57,7 @@ def test_values_are_the_rewards_own(reward: SandboxedReward) -> None:
 
 def test_rewards_of_the_library_that_call_others_are_there_what_they_are_here() -> None:
     """Values, parts, metrics, progress and answers; those of a call that failed are missing."""
-    parts = {"right": exact_match, "cosine": CosineLength(exact_match, 8), "last": OnLastTurn(exact_match)}
+    parts = {"right": exact_match, "cosine": CosineLength(exact_match, 8), "last": LastTurnReward(exact_match)}
     inner = WeightedSum(parts, grown=worker_rewards.Counting(), said=worker_rewards.obedient)
     there = SandboxedReward(inner, workers=1, batch_size=2)
     assert isinstance(there, CompositeReward)
