@@ -35,7 +35,6 @@ ORDER += (
 ORDER += ("supervised", "distillation", "preference.dpo", "preference.reference_free")
 ORDER += (
     "preference.unpaired",
-    "preference.self_play",
     "preference.reward_model",
 )
 ORDER += ("fused_head.logprobs", "policy.base", "aggregation", "metrics")

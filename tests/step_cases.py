@@ -19,15 +19,12 @@ from rlhfkit import (
     GRPOModule,
     KTOModule,
     LocalEngine,
-    NashMDModule,
     OnlineDPOModule,
     ORPOModule,
     PPOModule,
     PreferenceDataModule,
     ProcessRewardModule,
     PromptDataModule,
-    ReferenceMixture,
-    ReferenceSamples,
     RewardModule,
     RolloutCallback,
     SamplingSpec,
@@ -36,7 +33,6 @@ from rlhfkit import (
     SimPOModule,
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
-    XPOModule,
 )
 from rlhfkit.mesh import SequenceParallel, forward_group_of
 from rlhfkit.models import unwrap
@@ -76,11 +72,9 @@ KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
     "ppo": (PPOModule, "prompts", [{}, {"shared_backbone": True, "normalize_values": True}]),
     "bco": (BCOModule, "unpaired", [{}, {"match_prompts": True}]),
     "online_dpo": (OnlineDPOModule, "prompts", [{"beta": 0.3, "nll_coef": 0.2}]),
-    "xpo": (XPOModule, "prompts", [{"beta": 0.3, "alpha": 0.05}]),
-    "nash": (NashMDModule, "prompts", [{"beta": 0.3, "link": "bradley-terry"}]),
 }
 """Class, data and settings. Losses that sort their batch, and the router's, depend on micro-batches and say so."""
-PAIRS = {"online_dpo", "xpo"}
+PAIRS = {"online_dpo"}
 """Kinds that compare the samples of a prompt, so that a micro-batch has all of them."""
 
 
@@ -182,7 +176,6 @@ def train(
     if data == "prompts":
         sampling = SamplingSpec(group_size=2, max_new_tokens=4, stop_token_ids=tuple(range(64, 128)))
         engine: Any = LocalEngine()
-        engine = {"xpo": ReferenceSamples(engine, LocalEngine()), "nash": ReferenceMixture(engine)}.get(kind, engine)
         used.insert(0, RolloutCallback(learning.scored, engine=engine, sampling=sampling, probe_tolerance=1e-3))
         source: Any = PromptDataModule(rows[:STEP], rollout_batch_size=STEP, micro_batch_size=size, shuffle=False)
     else:

@@ -121,7 +121,6 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     ("SimPOModule", "alpha"): ((-1.0,), "AlphaPO's exponent has either sign"),
     ("DPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
     ("OnlineDPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
-    ("XPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
 }
 """(class, argument): values that are taken, and why."""
 

@@ -16,13 +16,20 @@ from rlhfkit import (
     RolloutCallback,
     SFTDataModule,
     SFTModule,
-    XPOModule,
     protocols,
 )
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
 from rlhfkit.datamodules.tokenization.mixture import MixedExamples
 from rlhfkit.modules.optimizers import Muon
 from rlhfkit.trainer_parts import experience_source_of, learner_of, prompts_of
+
+
+class ChoosesEngines(OnlineDPOModule):
+    """As those of tutorials/research, which need answers of two samplers."""
+
+    def check_engine(self, engine: Any) -> None:
+        """Take any."""
+
 
 CASES = [
     (protocols.GenerativeModule, SFTModule),
@@ -49,7 +56,7 @@ CASES = [
     (protocols.AsksWhileSampling, GRPOModule),
     (protocols.UsesGreedyRewards, GRPOModule),
     (protocols.ComparesGroups, OnlineDPOModule),
-    (protocols.ChecksEngine, XPOModule),
+    (protocols.ChecksEngine, ChoosesEngines),
     (protocols.HasPromptColumns, PromptDataModule),
     (protocols.DescribesData, SFTDataModule),
     (protocols.DescribesData, PromptDataModule),

@@ -81,7 +81,7 @@ def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
     cases += [
         case | {"strategy": others.get(case["strategy"], "ddp"), "setting": len(KINDS[case["kind"]][2]) - 1}
         for case in cases
-        if case["kind"] in ("bco", "nash")
+        if case["kind"] == "bco"
     ]
     reports = ranks.run("step_cases:on_ranks", 2, tmp_path, place=str(folder), cases=cases)
     for number, case in enumerate(cases):

@@ -97,7 +97,6 @@ from rlhfkit.losses.preference.dpo import (
 )
 from rlhfkit.losses.preference.reference_free import cpo_loss, orpo_loss, simpo_loss
 from rlhfkit.losses.preference.reward_model import bradley_terry_loss, process_reward_loss
-from rlhfkit.losses.preference.self_play import exploration_loss, nash_md_loss, preference_advantages
 from rlhfkit.losses.preference.unpaired import (
     bco_loss,
     density_ratio_weights,
@@ -142,7 +141,6 @@ __all__ = [
     "dr_grpo_loss",
     "entropy_bonus",
     "exp_mean_metric",
-    "exploration_loss",
     "gae",
     "gdpo_advantages",
     "gmpo_loss",
@@ -174,7 +172,6 @@ __all__ = [
     "min_metric",
     "mismatch_metrics",
     "missing_eos_penalty",
-    "nash_md_loss",
     "normalize_rewards",
     "off_policy_sequence_mask",
     "on_policy_distillation_advantages",
@@ -187,7 +184,6 @@ __all__ = [
     "policy_loss_output",
     "policy_tokens",
     "ppo_loss",
-    "preference_advantages",
     "process_reward_loss",
     "reinforce_loss",
     "rejected_values",

@@ -9,9 +9,7 @@ from rlhfkit.modules.on_policy import presets
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.distillation import OnPolicyDistillationModule
 from rlhfkit.modules.on_policy.grpo import GRPOModule
-from rlhfkit.modules.on_policy.online_preference.nash_md import NashMDModule
-from rlhfkit.modules.on_policy.online_preference.online_dpo import OnlineDPOModule
-from rlhfkit.modules.on_policy.online_preference.xpo import XPOModule
+from rlhfkit.modules.on_policy.online_dpo import OnlineDPOModule
 from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.preference.base import PreferenceModule
@@ -34,7 +32,6 @@ __all__ = [
     "DistillationModule",
     "GRPOModule",
     "KTOModule",
-    "NashMDModule",
     "ORPOModule",
     "OnPolicyDistillationModule",
     "OnPolicyModule",
@@ -48,7 +45,6 @@ __all__ = [
     "SFTModule",
     "ScalarModule",
     "SimPOModule",
-    "XPOModule",
     "local_rows",
     "presets",
 ]

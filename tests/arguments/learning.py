@@ -14,19 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from rlhfkit import (
     LocalEngine,
-    NashMDModule,
     PreferenceDataModule,
     PromptDataModule,
-    ReferenceMixture,
-    ReferenceSamples,
     RolloutCallback,
-    RolloutEngine,
     Sample,
     SamplingSpec,
     SFTDataModule,
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
-    XPOModule,
 )
 from rlhfkit.models import unwrap
 from rlhfkit.modules.on_policy.base import OnPolicyModule
@@ -126,13 +121,6 @@ class Watch(L.Callback):
         self.seen |= {"metrics": metrics, "weights": look(pl_module)}
 
 
-def engine_for(kind: type) -> RolloutEngine:
-    """Of samples that a module learns from."""
-    if issubclass(kind, XPOModule):
-        return ReferenceSamples(LocalEngine(), LocalEngine())
-    return ReferenceMixture() if issubclass(kind, NashMDModule) else LocalEngine()
-
-
 def optimizers(module: Any) -> Any:
     """Settings of the optimizer, and what the schedule makes of them in three steps."""
     made = module.configure_optimizers()
@@ -204,7 +192,7 @@ def learn(
             if issubclass(kind, OnPolicyModule):
                 # Half of all tokens end an answer, so that some are cut off and others are not.
                 sampling = SamplingSpec(group_size=2, max_new_tokens=3, stop_token_ids=tuple(range(64, 128)))
-                callbacks.insert(0, RolloutCallback(scored, engine=engine_for(kind), sampling=sampling))
+                callbacks.insert(0, RolloutCallback(scored, engine=LocalEngine(), sampling=sampling))
             epochs = around.get("epochs", 1)
             trainer = L.Trainer(
                 accelerator="cpu", devices=1, max_epochs=epochs, logger=False, enable_checkpointing=False,

@@ -21,7 +21,6 @@ from rlhfkit import (
     GRPOModule,
     KTOModule,
     LoRA,
-    NashMDModule,
     OnlineDPOModule,
     OnPolicyDistillationModule,
     ORPOModule,
@@ -31,9 +30,8 @@ from rlhfkit import (
     RewardModule,
     SFTModule,
     SimPOModule,
-    XPOModule,
 )
-from rlhfkit.modules.on_policy.online_preference.base import OF_POLICY_LOSSES
+from rlhfkit.modules.on_policy.online_dpo import OF_POLICY_LOSSES
 
 from . import learning
 from .table import Change, Rows, Unseen, arguments_of, ignored
@@ -262,30 +260,10 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "discopop_temperature": Change(0.5, given={"loss_type": "discopop"}),
         },
     ),
-    NashMDModule: (
-        "prompts",
-        dict.fromkeys(POLICY | ON_POLICY, AS_GRPO)
-        | REFUSED
-        | {
-            "lr": Change(0.01, built=True),
-            "reward_model": Change("@scorer"),
-            "mask_truncated": Change(True),
-            "beta": Change(0.7),
-            "link": Change("win-rate", refused=True),  # the rewards are no win rates
-        },
-    ),
 }
-TABLE[XPOModule] = (
-    "prompts",
-    TABLE[OnlineDPOModule][1]
-    | {
-        "alpha": Change(0.5),
-    },
-)
 LEAST_OF: dict[type, dict[str, Any]] = {
     DistillationModule: {"teacher": "@other"},
     OnPolicyDistillationModule: {"teacher": "@other"},
-    NashMDModule: {"link": "bradley-terry"},
 }
 ABSTRACT = {"PolicyModule", "PreferenceModule", "ReferenceModule", "ScalarModule", "OnPolicyModule", "RewardedModule"}
 

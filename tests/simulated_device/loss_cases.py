@@ -95,9 +95,6 @@ def other_shapes() -> dict[str, dict[str, Any]]:
     return {
         "kto_loss": sequences,
         "bco_loss": sequences,
-        "exploration_loss": {"logprobs": -normal(B).abs()},
-        "preference_advantages": {"link": "bradley-terry"},
-        "nash_md_loss": sequences | {"advantages": normal(B)},
         "rejected_values": {"values": normal(B)},
         "kto_kl_sums": {"mask": None},
         "linear_logprobs": head | {"entropy": True},

@@ -22,7 +22,7 @@ class ReferenceMixture(OtherSamples):
 
     ``log π_m(t) = (1 - m) log π(t) + m log π_ref(t) + c`` for each next token t, where c makes the probabilities sum to
     1: the "one-step-at-a-time" regularized policy of Nash-MD (Munos et al., 2023, arXiv:2312.00886, section 7.1), for
-    :class:`~rlhfkit.NashMDModule`. m = 0 is the policy itself (self-play), 1 the reference.
+    ``tutorials/research/nash_md.py``. m = 0 is the policy itself (self-play), 1 the reference.
 
     Example::
 

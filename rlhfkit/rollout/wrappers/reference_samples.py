@@ -86,8 +86,8 @@ class OtherSamples(EngineWrapper):
 class ReferenceSamples(OtherSamples):
     """Two engines as one: the policy's, and one that holds the reference and is never sent weights.
 
-    For :class:`~rlhfkit.XPOModule`, which compares an answer of each, and for
-    :class:`~rlhfkit.NashMDModule` against the reference itself. Samples do not depend on the number of engines.
+    For losses that compare an answer of each (``tutorials/research/xpo.py``). Samples do not depend on the number of
+    engines.
 
     Example::
 

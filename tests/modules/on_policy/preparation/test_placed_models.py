@@ -18,12 +18,12 @@ from rlhfkit import (
     DynamicSampling,
     Experience,
     LocalEngine,
+    OnlineDPOModule,
     OnPolicyDistillationModule,
     ReferenceSamples,
     RolloutCallback,
     Sample,
     SamplingSpec,
-    XPOModule,
 )
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.distillation import likeliest_tokens
@@ -98,8 +98,8 @@ def test_each_group_is_asked_about_when_it_is_finished_and_the_numbers_are_the_c
     assert float(trainer.callback_metrics["time/reference_hidden"]) == 2.0
 
 
-class PlainXPO(PlainSGD, XPOModule):
-    """XPO with SGD."""
+class PlainPairs(PlainSGD, OnlineDPOModule):
+    """Online DPO with SGD."""
 
 
 def first_token(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
@@ -108,7 +108,7 @@ def first_token(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
 
 
 def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
-    """Their tokens have no version of the policy; the reference's log-probs of its own answers are in XPO's loss."""
+    """Their tokens have no version of the policy; the reference's log-probs of its own answers are in the loss."""
     other = str(tiny_model(tmp_path / "other", seed=1))
     found = []
     for elsewhere in (None, Here(str(tiny_model(tmp_path / "model")))):
@@ -118,7 +118,7 @@ def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
         )
         trainer, module, data, _ = setup_run(
             tmp_path,
-            module=PlainXPO,
+            module=PlainPairs,
             module_arguments={"lr": 0.05, "beta": 0.4, "reference": elsewhere},
             rollouts=rollouts,
             max_epochs=1,

@@ -16,7 +16,7 @@ from rl_runs import digits, setup_run, weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlhfkit import LocalEngine, NashMDModule, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import LocalEngine, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.checks import check_replay
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.rewards import MissingEndPenalty, NormalizeRewards
@@ -156,8 +156,7 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
         trainer.fit(module, data)
 
 
-@pytest.mark.parametrize("kind", [OnlineDPOModule, NashMDModule])
-def test_replayed_samples_are_refused_as_the_loss_has_no_weights(tmp_path: Path, kind: type[Any]) -> None:
-    module = kind(str(tmp_path))
+def test_replayed_samples_are_refused_as_the_loss_has_no_weights(tmp_path: Path) -> None:
+    module = OnlineDPOModule(str(tmp_path))
     with pytest.raises(ValueError, match="samples of earlier policies, for which it has no importance weights"):
         check_replay(module, ReplayBuffer(), SamplingSpec(group_size=2), None)

@@ -19,13 +19,34 @@ from rlhfkit.losses import (
 )
 from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
 from rlhfkit.models import LoRA, PolicyOutput
-from rlhfkit.modules.on_policy.online_preference.base import OnlinePreferenceModule
+from rlhfkit.modules.arguments import drop_hyperparameters, refuse_without_effect, take_out
+from rlhfkit.modules.on_policy.base import ModuleStep, OnPolicyModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.parts import Part, Stage, overriding, part_name
 from rlhfkit.validation import check_number, function_name, resolve_function
 
+OF_POLICY_LOSSES = (
+    "advantages",
+    "policy_loss",
+    "policy_loss_arguments",
+    "clip_low",
+    "clip_high",
+    "aggregation",
+    "max_length",
+    "entropy_coef",
+    "correction",
+    "proximal",
+    "kl_coef",
+    "kl_estimator",
+    "kl_in_reward",
+    "kl_clamp",
+    "kl_importance_weight",
+)
+"""Arguments of :class:`OnPolicyModule` that a loss of pairs does not have."""
 
-class OnlineDPOModule(OnlinePreferenceModule):
+
+class OnlineDPOModule(OnPolicyModule):
     """Direct preference optimization on pairs of the policy's own answers, judged while it learns.
 
     ``L = mean over prompts of -log σ(β (log π(y_c|x)/π_ref(y_c|x) - log π(y_r|x)/π_ref(y_r|x)))``, where ``y_c`` and
@@ -101,10 +122,14 @@ class OnlineDPOModule(OnlinePreferenceModule):
         lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
+        refused = take_out(OF_POLICY_LOSSES, kwargs, OnPolicyModule)
+        if refused:
+            raise ValueError(f"{', '.join(refused)} has no effect on a loss of pairs, which has a beta: leave it out")
+        check_number("beta", beta, above=0)
         super().__init__(
             model,
             lr=lr,
-            beta=beta,
+            kl_coef=beta,  # there is a reference model wherever there is one for a penalty; the loss has no other
             reward_model=reward_model,
             mask_truncated=mask_truncated,
             weight_decay=weight_decay,
@@ -115,6 +140,17 @@ class OnlineDPOModule(OnlinePreferenceModule):
             lora=lora,
             **kwargs,
         )
+        drop_hyperparameters(OF_POLICY_LOSSES, self, OnPolicyModule)
+        self.beta = beta
+        in_loss = [part_name(one) for one in self.parts if overriding([one], "weigh") or overriding([one], "term")]
+        if in_loss:
+            raise ValueError(
+                f"{', '.join(in_loss)} takes part in a policy loss, and a loss of pairs has none: leave it out, or "
+                "override loss()"
+            )
+        if mask_truncated:
+            of_truncated = {name: name in self.shaping for name in ("StopProperly", "MissingEndPenalty")}
+            refuse_without_effect(of_truncated, "mask_truncated, which compares no answer that was cut off")
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("divergence_alpha", divergence_alpha)
         check_number("discopop_temperature", discopop_temperature, above=0)
@@ -150,6 +186,19 @@ class OnlineDPOModule(OnlinePreferenceModule):
                 f"{type(self).__name__} compares the samples of a prompt, got group_size={group_size}: use "
                 "SamplingSpec(group_size=2) or more"
             )
+
+    def steps(self) -> list[Part]:
+        """The steps of :class:`OnPolicyModule`, and that only compared samples are learned from."""
+        return [*super().steps(), ModuleStep(self.mask_uncompared, Stage.SELECT, writes=("action_mask",))]
+
+    @property
+    def has_kl_penalty(self) -> bool:
+        """Return False: ``beta`` is a constant of the loss."""
+        return False
+
+    def correct_off_policy(self) -> bool:
+        """Return False: the loss has no weights of tokens, so that replayed samples are refused."""
+        return False
 
     # ------------------------------------------------------------------ before the updates of an iteration
 

@@ -1,8 +1,6 @@
-"""XPOModule and NashMDModule against loops written by hand in float64; learning; what they refuse.
+"""XPO and Nash-MD of tutorials/research, by public names only, against loops written by hand in float64; learning."""
 
-Covers xpo.py and nash_md.py. Ranks, strategies and micro-batches: ``tests/test_step_properties.py``.
-"""
-
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,25 +9,26 @@ import pytest
 import torch
 from plain_sgd import PlainSGD
 from rl_runs import digits, setup_run, weights
-from test_online_dpo import TEMPERATURE, logprob
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import (
     Invariants,
     LocalEngine,
-    NashMDModule,
     ReferenceMixture,
     ReferenceSamples,
     RolloutCallback,
     Sample,
     SamplingSpec,
-    XPOModule,
 )
-from rlhfkit.modules.parts.kl_control import KLTarget
-from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.rewards import PairwiseReward
 
-BETA, LR, ALPHA = 0.4, 0.05, 0.02
+sys.path.insert(0, str(Path(__file__).parent.parent / "tutorials" / "research"))
+
+from nash_md import NashMDModule, preference_advantages
+from xpo import XPOModule
+
+BETA, LR, ALPHA, TEMPERATURE = 0.4, 0.05, 0.02, 0.8
 SAMPLING = SamplingSpec(group_size=2, max_new_tokens=6, temperature=TEMPERATURE)
 
 
@@ -39,6 +38,14 @@ class PlainXPO(PlainSGD, XPOModule):
 
 class PlainNash(PlainSGD, NashMDModule):
     """Nash-MD with SGD."""
+
+
+def logprob(model: Any, sample: Sample) -> Tensor:
+    """Scalar float64, log-prob of the answer at the temperature of sampling."""
+    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / TEMPERATURE
+    count = len(sample.token_ids)
+    return logits.log_softmax(-1)[-count:].gather(-1, ids[0, -count:, None]).sum()
 
 
 def judged(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
@@ -124,6 +131,7 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, nash: bool) -> None:
         torch.testing.assert_close(tensor.double(), expected[name], rtol=0, atol=2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nash", [False, True], ids=["xpo", "nash-md"])
 def test_they_learn_from_a_judge(tmp_path: Path, nash: bool) -> None:
     def more_digits(pairs: Any) -> list[float]:
@@ -147,25 +155,30 @@ def test_they_learn_from_a_judge(tmp_path: Path, nash: bool) -> None:
     assert sum(digits(ours)) / len(ours) > 0.3  # 0.1 at the start
 
 
-def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
+def test_preferences_are_those_between_the_two_samplers_of_a_prompt() -> None:
+    nan = float("nan")
+    rewards = torch.tensor([1.0, 0.25, 0.5, 0.5, nan, 1.0, 0.0, nan, 0.75, 0.0, 0.5])
+    group = torch.tensor([4, 4, 7, 7, 8, 8, 9, 9, 1, 1, 1])
+    ours = torch.tensor([1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0]).bool()
+    found = preference_advantages(rewards, group, ours)
+    expected = torch.tensor([0.375, nan, 0.0, nan, nan, nan, nan, nan, 0.25, nan, nan])
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    scores = preference_advantages(10 * rewards[:2], group[:2], ours[:2], link="bradley-terry")
+    assert float(scores[0]) == pytest.approx(1 / (1 + torch.tensor(-7.5).exp().item()) - 0.5)
+    with pytest.raises(ValueError, match="win rates are in"):
+        preference_advantages(10 * rewards, group, ours)
+
+
+def test_what_has_no_meaning_is_refused() -> None:
     for kind, arguments, message in (
-        (XPOModule, {"alpha": -1.0}, "alpha"),
-        (XPOModule, {"parts": [MovingReference(4)]}, "does not move"),
-        (NashMDModule, {"parts": [MovingReference(4)]}, "does not move"),
+        (XPOModule, {"alpha": -1.0}, "alpha must not be negative"),
         (NashMDModule, {"clip_low": 0.1}, "clip_low=0.1 has no effect"),
         (NashMDModule, {"link": "elo"}, "link must be one of"),
-        (NashMDModule, {"parts": [KLTarget(0.1)]}, "moves the weight of a KL penalty, and .* has none here"),
-        (NashMDModule, {"parts": ["rlhfkit.modules.parts.rewards.NormalizeRewards"]}, "compare rewards of any size"),
     ):
         with pytest.raises(ValueError, match=message):
             kind("model", **arguments)  # type: ignore[arg-type]
     for kind in (XPOModule, NashMDModule):
         with pytest.raises(ValueError, match="group_size=4"):
             kind("model").check_group_size(4)
-    with pytest.raises(ValueError, match="give RolloutCallback"):
-        XPOModule("model").check_engine(ReferenceMixture())
-    trainer, module, data, _ = setup_run(
-        tmp_path, module=NashMDModule, rollouts=RolloutCallback(digits, sampling=SAMPLING), max_epochs=1
-    )
-    with pytest.raises(ValueError, match="LocalEngine samples from the policy alone"):
-        trainer.fit(module, data)
+        with pytest.raises(ValueError, match="engine=Reference"):
+            kind("model").check_engine(LocalEngine())
