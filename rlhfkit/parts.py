@@ -118,6 +118,9 @@ class Part(Callback):
         """
         return {}
 
+    def loaded(self) -> None:
+        """Called when the module has built its models, before a strategy has them; maybe more than once."""
+
     # ------------------------------------------------------------------ an iteration, before its first update
 
     def begin(self, rows: Experience) -> None:
@@ -133,6 +136,13 @@ class Part(Callback):
         raise NotImplementedError
 
     # ------------------------------------------------------------------ one micro-batch of B sequences
+
+    def old_logprobs(self, batch: Experience, out: PolicyOutput) -> Tensor:
+        """(B, T-1) log-probs that ratios are taken to, in place of the trainer's before the iteration.
+
+        No forward pass is then made for those. One part of a module at most.
+        """
+        raise NotImplementedError
 
     def weigh(self, batch: Experience, out: PolicyOutput, old: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Factors of tokens in the policy loss, (B, T-1) or (B, 1), and metrics; may be called more than once.

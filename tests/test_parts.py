@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhfkit import Experience, GRPOModule, LossOutput, OnlineDPOModule, Part, PPOModule, Prepare, Stage, local_rows
 from rlhfkit.losses import aggregate, group_advantages
+from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.parts import arrange, make_part
 
 PROVIDED = ("rewards", "group")
@@ -291,6 +292,7 @@ model:
         ([Prepare(halve, Stage.CREDIT, reads=["ref_logprobs"])], {}, "reads ref_logprobs, which nothing before it"),
         ([Prepare(halve, Stage.CREDIT, reads=["values"])], {}, "reads values, which nothing before it writes"),
         ([Counter()], {"policy_loss": unweighted_loss}, "unweighted_loss takes no weights, which Counter gives to"),
+        ([LogLinear()], {"proximal": "log-linear"}, "LogLinear and LogLinear each have the log-probs that ratios"),
         ([Counter()], {"proximal": "log-linear"}, "log-linear' makes no forward pass for old log-probs"),
     ],
 )

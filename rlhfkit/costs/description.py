@@ -134,7 +134,7 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
         return roles
     shared = isinstance(module, modules.PPOModule) and module.shared_backbone  # its pass for values gives log-probs too
     every = module.needs_old_logprobs or shared or any("entropy" in part.reads for part in module.parts)
-    roles["policy_passes"] += 1.0 if every or module.proximal == "recompute" else 0.0
+    roles["policy_passes"] += 1.0 if every or module.recomputes_old_logprobs else 0.0
     roles |= {"entropy": module.needs_entropy, "prepare_tokens": module.max_tokens_per_forward}
     elsewhere: dict[str, Any] = {"reference": module.reference_pool}
     for name, one in module.reward_models.items():

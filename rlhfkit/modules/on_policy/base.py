@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, mean_metric
 from rlhfkit.models import PolicyOutput, policy_output
-from rlhfkit.models.forward import unwrap
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.models.routing import attach_routing
 from rlhfkit.modules.base import freeze
 from rlhfkit.modules.on_policy.objective import PolicyLossModule
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
@@ -61,10 +59,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default).
-        router_replay: In later updates of an iteration, send each token to the experts that the policy before the
-            iteration chose, of which weights are computed anew (routing replay, GSPO: Zheng et al., 2025,
-            arXiv:2507.18071, section 5.3). For mixtures of experts with our packed attention; takes 2 bytes for each
-            choice of a token's layers, and no further forward pass.
+        router_replay: Make a :class:`~rlhfkit.modules.parts.old_policy.RouterReplay`, for mixtures of experts.
         parts: More features, each a :class:`~rlhfkit.Part`, or a function of an iteration's rows
             (:class:`~rlhfkit.data.Experience`) that is called before the updates and changes them; also their dotted
             names and, as in a configuration file, ``{"class_path": ..., "init_args": {...}}``. ``print(module)`` shows
@@ -94,10 +89,13 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
     ) -> None:
         super().__init__(model, lr=lr, parts=parts, **kwargs)
         self.router_replay = router_replay
+        if router_replay:
+            from rlhfkit.modules.parts.old_policy import RouterReplay
+
+            self.own_parts.append(RouterReplay())
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
         self.attach_parts()
-        self._check_passes()
 
     def attach_parts(self) -> None:
         """Attach the parts; one that was given and writes advantages takes the place of those of :attr:`credit`."""
@@ -137,6 +135,10 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         """Attach the parts, and sort them into what is called when."""
         super()._assemble()
         self.weighing = overriding(self.parts, "weigh")
+        self.approximations = overriding(self.parts, "old_logprobs")
+        if len(self.approximations) > 1:
+            names = [part_name(part) for part in self.parts if overriding([part], "old_logprobs")]
+            raise ValueError(f"{' and '.join(names)} each have the log-probs that ratios are taken to: give one")
         in_loss = [part for part in self.parts if overriding([part], "weigh") or overriding([part], "term")]
         unknown = sorted(self.outputs - {"entropy", "values"})
         if unknown:
@@ -177,7 +179,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
     @property
     def columns_of_models(self) -> tuple[str, ...]:
         """Fields of the rows that :meth:`add_logprobs` sets."""
-        return "old_logprobs", "entropy", *(["ref_logprobs"] if self.has_reference else [])
+        return "old_logprobs", "entropy", "routing", *(["ref_logprobs"] if self.has_reference else [])
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -192,21 +194,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         loss += [part_name(part) for part in self.parts if overriding([part], "term")]
         return describe(self.order, loss)
 
-    def _check_passes(self) -> None:
-        """Refuse options that need the forward pass of the old log-probs where there is none."""
-        if self.proximal != "log-linear":
-            return
-        if self.router_replay:
-            raise ValueError(
-                "router_replay records which experts are chosen in the forward pass of the old log-probs, which "
-                "proximal='log-linear' leaves out: give one of them"
-            )
-        if self.needs_old_logprobs:
-            raise ValueError(
-                "proximal='log-linear' makes no forward pass for old log-probs, which a KL penalty in the reward, "
-                "KLTarget, and a teacher's log-probs compare with: use proximal='recompute'"
-            )
-
     def build_policy(self) -> nn.Module:
         """Load the policy without dropout, which would make the ratio noisy."""
         policy = super().build_policy()
@@ -214,17 +201,13 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         return policy
 
     def configure_model(self) -> None:
-        """Build the models, those of parts too, and make the policy's routers ready with ``router_replay``.
-
-        Raises:
-            ValueError: If the policy has no routers whose choice can be replayed.
-        """
+        """Build the models, those of parts too, and let the parts have them."""
         super().configure_model()
-        if self.router_replay:
-            attach_routing(unwrap(self.policy))
         for name, child in self._children.items():
             if not hasattr(self, name):
                 setattr(self, name, child.build() if child.trained else freeze(child.build()))
+        for part in self.parts:
+            part.loaded()
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Each trained child, with its learning rate."""
@@ -255,7 +238,6 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         parts of ``Stage.SHAPE`` changed them, for the log.
         """
         self.first_pass.reset()
-        self.iteration_version = 0 if self._trainer is None else self.trainer.global_step
         scored = experience
         for begin in self._begin:
             begin(experience)
@@ -293,13 +275,13 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         """
         updates = experience.update if experience.iteration is None else experience.iteration.update  # of all ranks
         repeated = self._trainer is not None and epochs_of(self.trainer) > 1
-        later = self.proximal == "recompute" and bool((updates > 0).any())
+        later = self.recomputes_old_logprobs and bool((updates > 0).any())
         read = {name for part in self.parts for name in part.reads}
-        wanted = self.needs_old_logprobs or later or (self.router_replay and repeated)
+        wanted = self.needs_old_logprobs or later or ("routing" in read and repeated)
         wanted = wanted and experience.old_logprobs is None
         everywhere = self.needs_old_logprobs or repeated or "entropy" in read
         rows = experience.update >= 0 if everywhere else experience.update > 0
-        routing = self.router_replay and wanted
+        routing = "routing" in read and wanted
         if not (routing or "entropy" in read):
             if wanted:
                 old_logprobs = self.distributed_logprobs(self.policy, experience, rows)
@@ -315,7 +297,7 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
 
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch of an iteration."""
-        keeps = self._trainer is not None and self.proximal == "recompute"
+        keeps = self._trainer is not None and self.recomputes_old_logprobs
         if keeps:
             batch = self.first_pass.complete(batch, self.trainer, batch_idx)
         out = self.policy_output(batch)
@@ -381,10 +363,8 @@ class OnPolicyModule(PretrainingTextModule, PolicyLossModule):
         super().on_save_checkpoint(checkpoint)
         if kept := self.first_pass.state_dict():
             checkpoint["first_pass_logprobs"] = kept
-        checkpoint["iteration_version"] = self.iteration_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue with the iteration's old log-probs."""
         super().on_load_checkpoint(checkpoint)
         self.first_pass.load_state_dict(checkpoint.get("first_pass_logprobs", {}))
-        self.iteration_version = checkpoint.get("iteration_version", 0)

@@ -13,7 +13,6 @@ from rlhfkit.losses import (
     LossOutput,
     gspo_loss,
     kl_loss,
-    log_linear_proximal_logprobs,
     luspo_loss,
     policy_tokens,
     ppo_loss,
@@ -53,9 +52,8 @@ class PolicyLossModule(AdvantageModule):
             ``None``: none, but ``"tis"`` if the engine is quantized or samples are replayed; ``"none"``: none with any
             engine. Not for policy losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
         proximal: Which log-probs the ratio is taken to in later updates of an iteration: ``"recompute"``: those of the
-            policy before it, by a forward pass; ``"log-linear"``: between the engine's and the policy's own by policy
-            versions, without a pass (AReaL, Fu et al., 2025, arXiv:2505.24298; see
-            :func:`~rlhfkit.losses.log_linear_proximal_logprobs`). Decoupled PPO (arXiv:2110.00641) takes either.
+            policy before it, by a forward pass; ``"log-linear"``: an approximation without one, see
+            :class:`~rlhfkit.modules.parts.old_policy.LogLinear`.
         kl_clamp: Limit in nats of each token's KL in the loss (10 in OpenRLHF, and in verl for k3); ``None``: none.
         kl_importance_weight: Multiply each token's KL in the loss by its ratio, with its gradient (unbiased off-policy:
             DeepSeek-V3.2, 2025, arXiv:2512.02556; on in TRL).
@@ -68,6 +66,8 @@ class PolicyLossModule(AdvantageModule):
 
     weighing: Sequence[Callable[..., tuple[Tensor, Mapping[str, Any]]]] = ()
     """:meth:`Part.weigh` of the parts that override it."""
+    approximations: Sequence[Callable[..., Tensor]] = ()
+    """:meth:`Part.old_logprobs` of the part that overrides it."""
 
     def __init__(
         self,
@@ -111,8 +111,10 @@ class PolicyLossModule(AdvantageModule):
         if proximal not in ("recompute", "log-linear"):
             raise ValueError(f"proximal must be recompute or log-linear, got {proximal!r}")
         self.proximal = proximal
-        self.iteration_version = 0
-        """Version of the policy before the iteration."""
+        if proximal == "log-linear":
+            from rlhfkit.modules.parts.old_policy import LogLinear
+
+            self.own_parts.append(LogLinear())
         check_number("kl_clamp", kl_clamp, above=0, optional=True)
         self.kl_clamp = kl_clamp
         self.kl_importance_weight = kl_importance_weight
@@ -161,8 +163,8 @@ class PolicyLossModule(AdvantageModule):
     @property
     def uses_rollout_logprobs(self) -> bool:
         """Whether the loss needs the engine's log-probs; ``RolloutCallback`` checks that they can be compared."""
-        compares = self.proximal == "log-linear" or any("rollout_logprobs" in part.reads for part in self.parts)
-        return compares or self.policy_loss.takes("rollout_logprobs")
+        reading = any("rollout_logprobs" in part.reads for part in self.parts)
+        return reading or self.policy_loss.takes("rollout_logprobs")
 
     @property
     def needs_entropy(self) -> bool:
@@ -217,13 +219,9 @@ class PolicyLossModule(AdvantageModule):
         """(B, T-1) log-probs before the iteration, which are the policy's own in its first update."""
         if batch.old_logprobs is not None:
             return batch.old_logprobs
-        version = 0 if self._trainer is None else self.trainer.global_step
-        if self.proximal == "recompute" or version == self.iteration_version:
-            return out.logprobs.detach()
-        return log_linear_proximal_logprobs(
-            out.logprobs,
-            batch.rollout_logprobs,
-            batch.versions,
-            version=version,
-            proximal_version=self.iteration_version,
-        )
+        return self.approximations[0](batch, out) if self.approximations else out.logprobs.detach()
+
+    @property
+    def recomputes_old_logprobs(self) -> bool:
+        """Whether a forward pass gives the old log-probs of later updates, and no part approximates them."""
+        return not self.approximations

@@ -29,7 +29,7 @@ from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_mode
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optim import skip_update
 from rlhfkit.modules.parts.advantages import with_advantages
-from rlhfkit.parts import Child, Part, Stage
+from rlhfkit.parts import Child, Part, Stage, overriding
 from rlhfkit.roles import CriticPool, FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_integer, check_number
@@ -106,7 +106,10 @@ class Critic(Part):
                 "bootstrap_truncated would have no effect beside mask_truncated, which learns nothing from answers "
                 "that were cut off: leave out the one or the other"
             )
-        passes = {"proximal": module.proximal != "recompute", "router_replay": module.router_replay}
+        passes = {
+            "proximal": any(overriding([part], "old_logprobs") for part in module.parts),
+            "router_replay": any("routing" in part.reads for part in module.parts),
+        }
         unused = [name for name, given in passes.items() if given and self.shared]
         if unused:
             raise ValueError(

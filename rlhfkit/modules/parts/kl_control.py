@@ -11,7 +11,7 @@ from rlhfkit.data.types import Experience
 from rlhfkit.losses import kl_estimate
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.optim import skip_update
-from rlhfkit.parts import Part, Stage
+from rlhfkit.parts import Part, Stage, overriding
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -102,7 +102,7 @@ class StopEarly(Part):
     def attach(self, module: Any) -> None:
         """Check that later updates know the policy before the iteration."""
         super().attach(module)
-        if module.proximal == "log-linear":
+        if any(overriding([part], "old_logprobs") for part in module.parts):
             raise ValueError(
                 "StopEarly compares with old log-probs, for which proximal='log-linear' makes no forward pass: use "
                 "proximal='recompute'"

@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 from rl_runs import PlainGRPO, digits, setup_run
+from tiny_models import tiny_mixture
 from torch import Tensor
 
 import rlhfkit.modules.parts
@@ -27,6 +28,7 @@ from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, Val
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.moving_reference import MovingReference
+from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 from rlhfkit.parts import Part
@@ -45,6 +47,7 @@ from .credit_cases import (
 )
 from .filter_cases import correction_formula, off_policy_formula, rejection_formula, top_entropy_formula
 from .kl_control_cases import kl_target_formula, stop_early_formula
+from .old_policy_cases import log_linear_formula, router_replay_formula
 from .reward_cases import clip_formula, mask_formula, missing_end_formula, normalize_formula, stop_properly_formula
 
 LR = 0.05
@@ -61,6 +64,8 @@ class Case:
     data: dict[str, Any] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     """What it logs."""
+    model: Callable[[Path], Any] | None = None
+    """Makes the policy in a folder; ``None``: that of all other runs."""
     sampling: SamplingSpec = SamplingSpec(group_size=4, max_new_tokens=8)
     kind: Any = PlainGRPO
     """The module that it is a part of."""
@@ -80,6 +85,10 @@ def fit(folder: Path, case: Case, *, parts: list[Part] | None = None, ckpt: Path
     """Train with SGD, two iterations of two updates; returns the Trainer and the module."""
     L.seed_everything(0, verbose=False)
     world = trainer.get("devices", 1)
+    if case.model is not None:
+        folder = folder / case.model.__name__
+        if not (folder / "model").exists():
+            case.model(folder / "model")
     made, module, data, _ = setup_run(
         folder,
         module=case.kind,
@@ -241,6 +250,10 @@ CASES: dict[str, Case] = {
     "Returns": Case(lambda: Returns(0.9, 0.5), returns_formula, kind=PlainPPO),
     "ValueLoss": Case(lambda: ValueLoss(0.5, clip=1e-3), value_loss_formula, kind=PlainPPO),
     "CriticWarmup": Case(lambda: CriticWarmup(2), warmup_formula, kind=PlainPPO),
+    "LogLinear": Case(LogLinear, log_linear_formula),
+    "RouterReplay": Case(
+        RouterReplay, router_replay_formula, metrics=("policy/rerouted_fraction",), model=tiny_mixture
+    ),
     "EntropyBonus": Case(lambda: EntropyBonus(0.1), entropy_bonus_formula),
     "KLTarget": Case(
         lambda: KLTarget(1e-3, horizon=100), kl_target_formula, {"kl_coef": 0.1}, metrics=("policy/kl_coef",)

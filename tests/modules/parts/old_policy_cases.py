@@ -1,0 +1,54 @@
+"""Formulas of the parts that know the policy before an iteration, by hand."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tiny_models import tiny_mixture
+
+from rlhfkit import GRPOModule
+from rlhfkit.models import policy_output
+from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
+
+
+def log_linear_formula(folder: Path) -> None:
+    """On the line from the engine's log-probs to the policy's own, by versions; the latter in the first update."""
+    from .cases import attached, batch_of, output_of
+
+    batch = batch_of()
+    out, part = output_of(batch), attached(LogLinear())
+    assert isinstance(part, LogLinear)
+    assert torch.equal(part.old_logprobs(batch, out), out.logprobs.detach())
+    part.module._trainer = SimpleNamespace(global_step=5)
+    batch.versions = torch.arange(10).reshape(2, 5) % 3
+    part.version = 4
+    old, now = part.old_logprobs(batch, out), out.logprobs.detach()
+    for row, step in batch.action_mask.nonzero().tolist():
+        version = int(batch.versions[row, step])
+        share = (4 - version) / (5 - version)
+        expected = (1 - share) * float(batch.rollout_logprobs[row, step]) + share * float(now[row, step])
+        torch.testing.assert_close(float(old[row, step]), expected, rtol=1e-5, atol=1e-6)
+
+
+def router_replay_formula(folder: Path) -> None:
+    """Replayed choices change nothing while the routers are the same, and are kept when they would choose others."""
+    from .cases import batch_of
+
+    tiny_mixture(folder / "model")
+    module: Any = GRPOModule(str(folder / "model"), parts=[RouterReplay()])
+    module.configure_model()
+    batch = dataclasses.replace(batch_of(), input_ids=torch.arange(12).reshape(2, 6))
+    with torch.no_grad():
+        before = policy_output(module.policy, batch, batch.action_mask, routing=True)
+        replayed = module.policy_output(batch.with_columns(routing=before.routing))
+        torch.testing.assert_close(replayed.logprobs, before.logprobs)
+        assert float(replayed.rerouted) == 0.0
+        for name, weight in module.policy.named_parameters():
+            if "gate.weight" in name:
+                weight.neg_()
+        others = module.policy_output(batch)
+        kept = module.policy_output(batch.with_columns(routing=before.routing))
+    assert float(kept.rerouted) > 0.0
+    assert (kept.logprobs - others.logprobs).abs().max() > 1e-4
