@@ -6,9 +6,11 @@ import warnings
 import pytest
 import torch
 
-from rlhfkit.gpu_checks import (
+from rlhfkit.gpus import (
     GIB,
+    DriverReport,
     RankGPU,
+    VisibleGPU,
     explain_missing_cuda,
     gpu_is_taken,
     memory_is_tight,
@@ -21,7 +23,6 @@ from rlhfkit.gpu_checks import (
     weights_do_not_fit,
     why_cuda_is_missing,
 )
-from rlhfkit.gpus import DriverReport, VisibleGPU
 
 H100 = VisibleGPU("a", "NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB)
 T4 = VisibleGPU("b", "Tesla T4", (7, 5), 15 * GIB)
@@ -68,13 +69,13 @@ class TestMissingCUDA:
             assert "built for" not in explain_missing_cuda(built_for, 1, None, DriverReport((H100,), supported))
 
     def test_nothing_is_said_where_cuda_works_or_there_is_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rlhfkit.gpu_checks.device_files", lambda: 8)
+        monkeypatch.setattr("rlhfkit.gpus.device_files", lambda: 8)
         assert why_cuda_is_missing("13.0", True, None) is None
         assert why_cuda_is_missing(None, False, None) is not None
         if not torch.cuda.is_available():
             with pytest.warns(UserWarning, match=r"This machine has 8 NVIDIA GPU\(s\), which torch cannot use"):
                 warn_if_cuda_is_missing()
-        monkeypatch.setattr("rlhfkit.gpu_checks.device_files", lambda: 0)
+        monkeypatch.setattr("rlhfkit.gpus.device_files", lambda: 0)
         assert why_cuda_is_missing(None, False, None) is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")

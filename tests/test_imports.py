@@ -31,7 +31,6 @@ FLOORS = {
     "ray_calls": 1,
     "ray_placement": 1,
     "gpus": 1,
-    "gpu_checks": 1,
     "serving": 1,
     "models": 2,
     "parts": 2,
@@ -49,7 +48,7 @@ FLOORS = {
 # These meet in the Trainer only.
 STRANGERS = {"callbacks", "modules", "strategies", "datamodules"}
 FOR_STRATEGIES = {
-    *("strategies", "checkpoints", "distributed", "flat_parameters", "gpu_checks", "gpus", "mesh", "trainer_parts"),
+    *("strategies", "checkpoints", "distributed", "flat_parameters", "gpus", "mesh", "trainer_parts"),
     *("protocols", "rank_store", "ray_calls", "ray_placement", "ray_session", "training_states", "validation"),
     "argument_names",
 }

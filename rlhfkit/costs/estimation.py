@@ -16,7 +16,7 @@ from rlhfkit.costs.description import described_run
 from rlhfkit.costs.memory import FRAGMENTATION, PHASES, TRAINING, MemoryPart, memory_problems, phase_bytes
 from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import GIB, GPU, Run, find_gpu
-from rlhfkit.gpu_checks import memory_is_tight
+from rlhfkit.gpus import memory_is_tight
 from rlhfkit.modules import PolicyModule
 from rlhfkit.trainer_parts import callbacks_of, datamodule_of
 from rlhfkit.validation import check_integer, check_number

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
-from rlhfkit.gpu_checks import gpu_is_taken, warn_if_cuda_is_missing, weights_do_not_fit
+from rlhfkit.gpus import gpu_is_taken, warn_if_cuda_is_missing, weights_do_not_fit
 from rlhfkit.models.load import base_model_name, count_parameters
 
 

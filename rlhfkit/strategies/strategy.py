@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from rlhfkit.checkpoints.resume import attach_exact_resume
 from rlhfkit.distributed import full_parameters, is_sharded
-from rlhfkit.gpu_checks import warn_if_cuda_is_missing
+from rlhfkit.gpus import warn_if_cuda_is_missing
 from rlhfkit.mesh import SequenceParallel
 from rlhfkit.strategies.checkpoint.engine_files import require_plain_writers
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from rlhfkit.gpu_checks import GIB
-from rlhfkit.gpus import VisibleGPU
+from rlhfkit.gpus import GIB, VisibleGPU
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.deepspeed import rendezvous
 from rlhfkit.strategies.deepspeed.process_group import examine_ranks, run_first_collective

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfkit.gpu_checks import why_cuda_is_missing
-from rlhfkit.gpus import VARIABLE, ask_driver, name_of_uuid, uuid_of_name, visible_names
+from rlhfkit.gpus import VARIABLE, ask_driver, name_of_uuid, uuid_of_name, visible_names, why_cuda_is_missing
 from rlhfkit.ray_placement import ReservedResources, actor_options, fewest_machines, hold_bundles, release_bundles
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.rollout.errors import EngineError

@@ -16,7 +16,7 @@ import torch
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import gather_objects, run_on_all_ranks
-from rlhfkit.gpu_checks import mixed_engine_kinds
+from rlhfkit.gpus import mixed_engine_kinds
 from rlhfkit.rank_store import RankLog, RankStore, rank_store
 from rlhfkit.ray_placement import ReservedResources
 from rlhfkit.ray_session import JoinedRay

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlhfkit.gpu_checks import weights_do_not_fit
-from rlhfkit.gpus import VARIABLE, ask_driver
+from rlhfkit.gpus import VARIABLE, ask_driver, weights_do_not_fit
 from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation, assigned_gpus
 from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, Completion, Request

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
-from rlhfkit import gpu_checks
+from rlhfkit import gpus
 from rlhfkit.gpus import VARIABLE, VisibleGPU, ask_driver_about_all
 from rlhfkit.strategies.deepspeed import rendezvous
 from rlhfkit.strategies.deepspeed.precision import EnginePrecision
@@ -105,7 +105,7 @@ class ProcessGroupMixin(DeepSpeedStrategy):
 def too_few_devices(local_rank: int, seen: int) -> str:
     """Return the error for a rank that sees fewer GPUs than its number among those of its machine."""
     present = len(ask_driver_about_all().gpus) or seen
-    return gpu_checks.too_few_devices(local_rank, seen, os.environ.get(VARIABLE), present)
+    return gpus.too_few_devices(local_rank, seen, os.environ.get(VARIABLE), present)
 
 
 def describe_rank(rank: int, device: torch.device) -> str:
@@ -127,16 +127,16 @@ def examine_ranks(descriptions: Sequence[str], dtype: torch.dtype) -> str | None
     ranks = []
     for text in descriptions:
         rank, host, gpu = json.loads(text)
-        ranks.append(gpu_checks.RankGPU(rank, host, VisibleGPU(**(gpu | {"capability": tuple(gpu["capability"])}))))
+        ranks.append(gpus.RankGPU(rank, host, VisibleGPU(**(gpu | {"capability": tuple(gpu["capability"])}))))
     name = str(dtype).removeprefix("torch.")
-    unsupported = gpu_checks.unsupported_dtype(ranks, name)
-    differ = len({gpu_checks.unsupported_dtype([one], name) is None for one in ranks}) > 1
-    problem = gpu_checks.same_gpu_twice(ranks) or (unsupported if differ else None)
+    unsupported = gpus.unsupported_dtype(ranks, name)
+    differ = len({gpus.unsupported_dtype([one], name) is None for one in ranks}) > 1
+    problem = gpus.same_gpu_twice(ranks) or (unsupported if differ else None)
     if problem is not None:
         return problem
     if unsupported is not None:
         rank_zero_warn(f"{unsupported}. torch emulates it, slowly; vLLM refuses it")
-    mixed = gpu_checks.mixed_kinds(ranks)
+    mixed = gpus.mixed_kinds(ranks)
     if mixed is not None:
         rank_zero_warn(mixed)
     return None
