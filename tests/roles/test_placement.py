@@ -1,6 +1,6 @@
 """Plans on simulated machines, what each role is given, and errors that say what is missing.
 
-Covers placement_plan.py, placement_plan.py and ray_placement.py.
+Covers placement.py, placement_plan.py and ray_placement.py.
 """
 
 import json
@@ -110,15 +110,16 @@ def test_a_role_that_the_plan_lacks_is_refused() -> None:
         Placement(trainer=1, reference=1).teacher("model")
 
 
-def test_arguments_without_effect_are_refused() -> None:
-    shared = Placement(trainer=1, reward="with trainer", critic="with trainer", hold=False)
+def test_arguments_without_effect_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")  # which places nothing
+    shared = Placement(trainer=1, reward="with trainer", critic="with trainer")
     assert shared.reward("model") == "model"
     with pytest.raises(ValueError, match=r"reward='with trainer'\) makes a child .*takes no reads: leave that out, or"):
         shared.reward("model", reads="chat")
     with pytest.raises(ValueError, match="takes no precision, strategy: leave"):
         shared.critic("model", strategy="rlhf_zero3", precision="32")
     with pytest.raises(ValueError, match=r"Placement\(reward=...\) decides num_replicas: leave it out"):
-        Placement(trainer=1, reward=2, hold=False).reward("model", num_replicas=3)
+        Placement(trainer=1, reward=2).reward("model", num_replicas=3)
 
 
 def test_other_ranks_of_a_script_place_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
