@@ -78,7 +78,6 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "f_divergence_type": ("divergence",),
     "ref_model": ("reference",),
     "neftune_noise_alpha": ("parts=[NEFTune(alpha=)]",),
-    "neftune_alpha": ("parts=[NEFTune(alpha=)]",),
     "ref_model_sync_steps": ("parts=[MovingReference(steps=)]",),
     "ref_model_mixup_alpha": ("parts=[MovingReference(alpha=)]",),
     "vf_coef": ("value_coef",),

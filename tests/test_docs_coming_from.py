@@ -6,6 +6,7 @@ Covers argument_names.py.
 import functools
 import importlib
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 
 import rlhfkit
 from rlhfkit.argument_names import OTHER_NAMES
+from rlhfkit.modules import parts
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
-ROOMS = ("rlhfkit", "rlhfkit.rewards")
+PARTS = [f"rlhfkit.modules.parts.{one.name}" for one in pkgutil.iter_modules(parts.__path__)]
+ROOMS = ("rlhfkit", "rlhfkit.rewards", *PARTS)
 CALL = re.compile(r"(\w+)\((\w+)=\)")
 
 
@@ -31,7 +34,7 @@ def test_the_page_and_the_table_have_the_same_names() -> None:
     given = {name: {argument for _, argument in ours} for name, ours in rows().items()}
     assert set(given) == set(OTHER_NAMES)
     for name, others in OTHER_NAMES.items():
-        assert {one.rpartition("(")[2].removesuffix("=)") for one in others} <= given[name], name
+        assert {argument for one in others for _, argument in CALL.findall(one) or [("", one)]} <= given[name], name
 
 
 @functools.cache
