@@ -47,10 +47,10 @@ class Comparison(NamedTuple):
 
 
 @torch.no_grad()
-def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor, *, packed: bool | None = None) -> LogitRows:
+def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor) -> LogitRows:
     """Run a frozen model; the returned function gives the logits of some of the M tokens of ``mask`` (B, T-1)."""
     bare = unwrap(model)
-    inputs, positions, *_ = next_token_inputs(bare, batch, mask, packed)
+    inputs, positions, *_ = next_token_inputs(bare, batch, mask)
     known = output_logits(bare)
     if known is None:
         logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
@@ -103,7 +103,6 @@ def compare_logits(
     denominator: float = 1.0,
     by_token: bool = False,
     router_aux_loss: bool = False,
-    packed: bool | None = None,
 ) -> Comparison:
     """Apply ``compare`` to the logits of the tokens that ``mask`` (B, T-1) selects, chunk by chunk, with gradient.
 
@@ -120,7 +119,7 @@ def compare_logits(
     """
     bare = unwrap(model)
     known = output_logits(bare)
-    inputs, positions, targets, _, joined = next_token_inputs(bare, batch, mask, packed)
+    inputs, positions, targets, _, joined = next_token_inputs(bare, batch, mask)
     denominators = [denominator] if joined is None else joined.group.gather(denominator)
     rows_of = _rows_of(teacher, joined)
 

@@ -18,7 +18,7 @@ from rlhfkit.losses.fused_head.logprobs import (
 )
 from rlhfkit.mesh import ForwardGroup, forward_group_of
 from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_together
-from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS, without_masks
+from rlhfkit.models.attention.packed import has_packed_attention, without_masks
 from rlhfkit.models.output_logits import most_probable, output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
 from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
@@ -91,14 +91,8 @@ def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
         del layer.forward
 
 
-def packs_batches(model: nn.Module) -> bool:
-    """Whether a model, bare or wrapped, is a Hugging Face model with our packed attention, and pads no batches."""
-    config: Any = getattr(unwrap(model), "config", None)
-    return config is not None and config.get_text_config()._attn_implementation in PACKED_ATTENTIONS.values()
-
-
 class ModelInputs(NamedTuple):
-    """The result of :func:`model_inputs`.
+    """The result of :meth:`ForwardPass.inputs`.
 
     Attributes:
         arguments: Keyword arguments of the unwrapped model.
@@ -114,34 +108,49 @@ class ModelInputs(NamedTuple):
     joined: JoinedRow | None = None
 
 
-def model_inputs(
-    model: nn.Module,
-    batch: TokenizedBatch,
-    wanted: Tensor | None = None,
-    packed: bool | None = None,
-    request: tuple[Any, ...] = (),
-) -> ModelInputs:
-    """What the unwrapped model is given, and where the ``wanted`` tokens are; no wait if the host knows them.
+class ForwardPass(Protocol):
+    """How a model computes a batch; one is chosen when a model is loaded, and held on it (:func:`forward_of`)."""
 
-    ``wanted`` is (B, T) bool, all real tokens when ``None``. ``request`` is what else is asked of the forward pass,
-    which must be the same for all members of a forward group. With one, this is a collective of the members.
+    packs: bool
+    """Whether it pads no rows, and computes a prompt once for the samples of it."""
 
-    Raises:
-        ValueError: If ``packed`` is asked of a model with another attention.
+    def inputs(self, batch: TokenizedBatch, wanted: Tensor | None = None, request: tuple[Any, ...] = ()) -> ModelInputs:
+        """What the unwrapped model is given, and where the ``wanted`` tokens are; no wait if the host knows them.
+
+        ``wanted`` is (B, T) bool, all real tokens when ``None``. ``request`` is what else is asked of the forward pass.
+        """
+        ...
+
+
+class PaddedForward:
+    """Rows padded to the longest, as Transformers computes them.
+
+    Args:
+        masks: Whether attention needs a mask. Padding on the right is invisible to causal attention: ours needs none.
     """
-    ours, group = packs_batches(model), forward_group_of(model)
-    if packed and not ours:
-        attention = cast(Any, model).config.get_text_config()._attn_implementation
-        raise ValueError(
-            f"packed=True needs a model loaded with attention={PACKED_ATTENTION!r}, this one has {attention!r}"
-        )
-    real = batch.attention_mask.bool()
-    wanted = real if wanted is None else wanted.bool()
-    if group is not None:
-        if not ours or packed is False:
-            raise ValueError(UNPACKED_GROUP.format(type(model).__name__))
-        return _joined_inputs(group, batch.input_ids, real, wanted, (type(model).__name__, *request))
-    if ours if packed is None else packed:
+
+    packs = False
+
+    def __init__(self, *, masks: bool = True) -> None:
+        self.masks = masks
+
+    def inputs(self, batch: TokenizedBatch, wanted: Tensor | None = None, request: tuple[Any, ...] = ()) -> ModelInputs:
+        """The batch as it is."""
+        real = batch.attention_mask.bool()
+        arguments = {"input_ids": batch.input_ids} | ({"attention_mask": real.long()} if self.masks else {})
+        index = (real if wanted is None else wanted.bool()).flatten().nonzero()[:, 0]
+        return ModelInputs(arguments, index, index)
+
+
+class PackedForward:
+    """Sequences in one row without padding, for models with our packed attention."""
+
+    packs = True
+
+    def inputs(self, batch: TokenizedBatch, wanted: Tensor | None = None, request: tuple[Any, ...] = ()) -> ModelInputs:
+        """The packed row of the batch."""
+        real = batch.attention_mask.bool()
+        wanted = real if wanted is None else wanted.bool()
         lengths, prefixes, chosen = read_rows(batch.input_ids, real, wanted)
         layout = PackedLayout.from_lengths(lengths.tolist(), real.device, prefixes.tolist(), real.shape[1])
         index = chosen.flatten().nonzero()[:, 0]
@@ -152,32 +161,75 @@ def model_inputs(
             "packed_layout": layout,
         }
         return ModelInputs(arguments, positions, index)
-    # Padding on the right is invisible to causal attention: ours needs no mask, others build one from attention_mask.
-    arguments = {"input_ids": batch.input_ids} | ({} if ours else {"attention_mask": real.long()})
-    index = wanted.flatten().nonzero()[:, 0]
-    return ModelInputs(arguments, index, index)
 
 
-def _joined_inputs(
-    group: ForwardGroup, input_ids: Tensor, real: Tensor, wanted: Tensor, request: tuple[Any, ...]
-) -> ModelInputs:
-    """:func:`model_inputs` where the members of a group compute their batches together."""
-    lengths, prefixes, chosen = read_rows(input_ids, real, wanted)
-    known = host_copy(input_ids)
-    tokens = (input_ids.cpu() if known is None else known).flatten()
-    layout = PackedLayout.from_lengths(lengths.tolist(), tokens.device, prefixes.tolist(), real.shape[1])
-    index = chosen.flatten().nonzero()[:, 0]
-    following = tokens[(index + 1).clamp(max=len(tokens) - 1)]
-    row = tokens[layout.tokens]
-    own = OwnRow(layout.lengths, layout.prefixes, row, layout.places.flatten()[index], following, request)
-    joined = join_rows(group, own, real.device)
-    return ModelInputs(joined.arguments, joined.positions, send_together([index], real.device)[0], joined)
+class JoinedForward:
+    """The packed rows of a forward group's members as one row, of which each rank computes some tokens.
+
+    Args:
+        group: The ranks, which call :meth:`inputs` together.
+        name: Of the model's class: members must be in a forward pass of the same one.
+    """
+
+    packs = True
+
+    def __init__(self, group: ForwardGroup, name: str) -> None:
+        self.group = group
+        self.name = name
+
+    def inputs(self, batch: TokenizedBatch, wanted: Tensor | None = None, request: tuple[Any, ...] = ()) -> ModelInputs:
+        """This rank's part of the joined row. A collective; ``request`` must be the same for all members."""
+        input_ids, real = batch.input_ids, batch.attention_mask.bool()
+        lengths, prefixes, chosen = read_rows(input_ids, real, real if wanted is None else wanted.bool())
+        known = host_copy(input_ids)
+        tokens = (input_ids.cpu() if known is None else known).flatten()
+        layout = PackedLayout.from_lengths(lengths.tolist(), tokens.device, prefixes.tolist(), real.shape[1])
+        index = chosen.flatten().nonzero()[:, 0]
+        following = tokens[(index + 1).clamp(max=len(tokens) - 1)]
+        row = tokens[layout.tokens]
+        positions = layout.places.flatten()[index]
+        own = OwnRow(layout.lengths, layout.prefixes, row, positions, following, (self.name, *request))
+        joined = join_rows(self.group, own, real.device)
+        return ModelInputs(joined.arguments, joined.positions, send_together([index], real.device)[0], joined)
 
 
-UNPACKED_GROUP = (
-    "{} cannot be computed by several ranks together: tokens on one rank must see those on others, which only our "
-    "packed attention provides. Load it with attention='auto', and leave packed=False out"
-)
+FORWARD = "rlhfkit_forward"
+"""Attribute of an unwrapped model that holds its :class:`ForwardPass`."""
+
+
+def choose_forward(model: nn.Module) -> ForwardPass:
+    """Choose how a bare Hugging Face model computes batches, by its attention and forward group, and hold it on it.
+
+    Called when a model is loaded and when its forward group changes.
+
+    Raises:
+        ValueError: If it has a forward group and not our packed attention.
+    """
+    ours, group = has_packed_attention(model), forward_group_of(model)
+    if group is not None and not ours:
+        raise ValueError(
+            f"{type(model).__name__} cannot be computed by several ranks together: tokens on one rank must see those "
+            "on others, which only our packed attention provides. Load it with attention='auto'"
+        )
+    chosen: ForwardPass
+    if group is not None:
+        chosen = JoinedForward(group, type(model).__name__)
+    else:
+        chosen = PackedForward() if ours else PaddedForward()
+    setattr(model, FORWARD, chosen)
+    return chosen
+
+
+def forward_of(model: nn.Module) -> ForwardPass:
+    """How an unwrapped model computes batches; chosen now if it was not loaded by this package."""
+    held: ForwardPass | None = getattr(model, FORWARD, None)
+    return choose_forward(model) if held is None else held
+
+
+def packs_batches(model: nn.Module) -> bool:
+    """Whether a model, bare or wrapped, is a Hugging Face model with our packed attention, and pads no batches."""
+    bare = unwrap(model)
+    return getattr(bare, "config", None) is not None and forward_of(bare).packs
 
 
 def own_results(computed: Tensor, joined: JoinedRow | None) -> Tensor:
@@ -205,18 +257,18 @@ class NextTokenInputs(NamedTuple):
 
 
 def next_token_inputs(
-    model: nn.Module, batch: TokenizedBatch, mask: Tensor, packed: bool | None, request: tuple[Any, ...] = ()
+    model: nn.Module, batch: TokenizedBatch, mask: Tensor, request: tuple[Any, ...] = ()
 ) -> NextTokenInputs:
-    """:func:`model_inputs` for the tokens that ``mask`` (B, T-1) selects on the next-token axis."""
+    """:meth:`ForwardPass.inputs` of a bare model for tokens that ``mask`` (B, T-1) selects on the next-token axis."""
     selected = on_both(lambda mask: pad(mask, (0, 1)), mask.bool())
-    arguments, positions, before, joined = model_inputs(model, batch, selected, packed, request)
+    arguments, positions, before, joined = forward_of(model).inputs(batch, selected, request)
     rows = before.div(batch.input_ids.shape[1], rounding_mode="floor")
     targets = batch.input_ids.flatten()[before + 1] if joined is None else joined.following
     return NextTokenInputs(arguments, positions, targets, before - rows, joined)
 
 
 def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Check after a forward pass on ``inputs`` of :func:`model_inputs` that attention separated packed sequences.
+    """Check after a forward pass on ``inputs`` of a :class:`ForwardPass` that attention separated packed sequences.
 
     Raises:
         RuntimeError: If the row was packed and no attention layer has read its layout.
@@ -240,13 +292,12 @@ def policy_output(
     router_aux_loss: bool = False,
     values: bool = False,
     correct: bool = False,
-    packed: bool | None = None,
     routing: Tensor | bool | None = None,
 ) -> PolicyOutput:
     """Log-probs of the selected tokens of a batch.
 
-    Packed, padding is removed and a prefix that neighbouring rows share (the prompt of a preference pair or group) is
-    computed once. Only selected tokens go through the output layer.
+    Of a model with our packed attention padding is removed, and a prefix that neighbouring rows share (the prompt of a
+    preference pair or group) is computed once. Only selected tokens go through the output layer.
 
     Args:
         model: A Hugging Face causal language model, bare or wrapped (DeepSpeed engine).
@@ -258,22 +309,21 @@ def policy_output(
         values: Also return the values of the model's value head, see :func:`~rlhfkit.models.heads.add_value_head`.
         correct: Also return whether each selected token is the most probable one; takes one more matrix product of the
             output layer.
-        packed: Remove the padding. ``None``: if the model has our packed attention.
         routing: (B, T-1, C) int16, the experts that routers shall choose, as ``output.routing`` of another forward pass
             of the same tokens; 0 where they choose themselves. ``True``: return what they chose. The model needs
             :func:`~rlhfkit.models.routing.attach_routing`.
 
     Raises:
-        ValueError: If ``packed`` is asked of a model with another attention, or the router's loss or its choices of one
-            without.
+        ValueError: If the router's loss or its choices are asked of a model without a router.
     """
     bare = unwrap(model)
-    request = (temperature, entropy, router_aux_loss, values, correct, torch.is_grad_enabled())
-    inputs, positions, targets, places, joined = next_token_inputs(bare, batch, mask, packed, request)
+    wanted = _Numbers(temperature, entropy, values, correct)
+    request = (*wanted, router_aux_loss, torch.is_grad_enabled())
+    inputs, positions, targets, places, joined = next_token_inputs(bare, batch, mask, request)
     told = None if routing is None or routing is False else tell_routers(bare, inputs, routing)
     if router_aux_loss:
         inputs["output_router_logits"] = True
-    chosen, output = _chosen(model, bare, inputs, positions, targets, temperature, entropy, values, correct)
+    chosen, output = _chosen(model, inputs, positions, targets, wanted)
     chosen = own_results(chosen, joined)
     balance = router_loss(bare, output, joined) if router_aux_loss else None
     empty = torch.zeros(mask.numel(), dtype=chosen.dtype, device=mask.device)
@@ -289,21 +339,23 @@ def policy_output(
     )
 
 
+class _Numbers(NamedTuple):
+    """What is asked of each selected token; see :func:`policy_output`."""
+
+    temperature: float
+    entropy: bool
+    values: bool
+    correct: bool
+
+
 def _chosen(
-    model: nn.Module,
-    bare: nn.Module,
-    inputs: dict[str, Any],
-    positions: Tensor,
-    targets: Tensor,
-    temperature: float,
-    entropy: bool,
-    values: bool,
-    correct: bool,
+    model: nn.Module, inputs: dict[str, Any], positions: Tensor, targets: Tensor, wanted: _Numbers
 ) -> tuple[Tensor, Any]:
     """(M, 1 to 4) numbers of the selected tokens, and the model's output.
 
     The numbers are log-probs, then, if asked for, entropy, values, and whether the token is the most probable.
     """
+    bare, (temperature, entropy, values, correct) = unwrap(model), wanted
     known = output_logits(bare)
     if known is None:
         if values:

@@ -23,7 +23,7 @@ from rlhfkit.models.forward import (
     VALUE_HEAD,
     TokenizedBatch,
     check_packing,
-    model_inputs,
+    forward_of,
     own_results,
     unwrap,
 )
@@ -126,6 +126,11 @@ class ScalarModel(nn.Module):
     def rlhfkit_forward_group(self) -> Any:
         """The forward group of the classifier, see :mod:`rlhfkit.mesh`."""
         return forward_group_of(self.model)
+
+    @property
+    def rlhfkit_forward(self) -> Any:
+        """How the classifier computes batches, see :func:`~rlhfkit.models.forward.forward_of`."""
+        return forward_of(self.model)
 
     def forward(
         self, positions: Tensor, *, router_aux_loss: bool = False, joined: JoinedRow | None = None, **inputs: Any
@@ -305,11 +310,9 @@ def _initialize(head: nn.Linear, std: float | None) -> None:
             head.bias.zero_()
 
 
-def scalar_output(
-    model: nn.Module, batch: TokenizedBatch, mask: Tensor | None = None, *, packed: bool | None = None
-) -> Tensor:
+def scalar_output(model: nn.Module, batch: TokenizedBatch, mask: Tensor | None = None) -> Tensor:
     """The values of :func:`scalar_forward`: (B, T) float32 numbers at the tokens of a batch."""
-    return scalar_forward(model, batch, mask, packed=packed).values
+    return scalar_forward(model, batch, mask).values
 
 
 def scalar_forward(
@@ -318,18 +321,17 @@ def scalar_forward(
     mask: Tensor | None = None,
     *,
     router_aux_loss: bool = False,
-    packed: bool | None = None,
 ) -> ScalarOutput:
     """Run a :class:`ScalarModel`, bare or wrapped, over a batch in one forward pass.
 
     ``mask`` (B, T) bool selects tokens, all real ones when ``None``. A critic's value of the state in which token t+1
-    is chosen is the number at token t. ``packed`` is that of :func:`~rlhfkit.models.policy_output`.
+    is chosen is the number at token t.
 
     Raises:
-        ValueError: If ``packed`` is asked of a model with another attention, or the router's loss of one without.
+        ValueError: If the router's loss is asked of a model without a router.
     """
     bare, request = unwrap(model), (router_aux_loss, torch.is_grad_enabled())
-    inputs, positions, wanted, joined = model_inputs(bare, batch, mask, packed, request)
+    inputs, positions, wanted, joined = forward_of(bare).inputs(batch, mask, request)
     found = model(positions=positions, router_aux_loss=router_aux_loss, joined=joined, **inputs)
     chosen, balance = found if router_aux_loss else (found, None)
     chosen = own_results(chosen, joined)
@@ -347,21 +349,18 @@ def _last_of_rows(real: Tensor) -> Tensor:
     return real.sum(-1, keepdim=True) - 1 == torch.arange(real.shape[1], device=real.device)
 
 
-def reward_output(
-    model: nn.Module, batch: TokenizedBatch, *, normalized: bool = False, packed: bool | None = None
-) -> Tensor:
+def reward_output(model: nn.Module, batch: TokenizedBatch, *, normalized: bool = False) -> Tensor:
     """The reward of each sequence: the number of a :class:`ScalarModel` at its last token.
 
     Args:
         model: A :class:`ScalarModel`, bare or wrapped (DeepSpeed engine).
         batch: B sequences, padded on the right.
         normalized: Shift and scale by the mean and standard deviation in the configuration, if it has them.
-        packed: Remove the padding. ``None``: if the model has our packed attention.
 
     Returns:
         (B,) float32.
     """
-    rewards = scalar_output(model, batch, last_tokens(batch), packed=packed).sum(-1)
+    rewards = scalar_output(model, batch, last_tokens(batch)).sum(-1)
     return cast(ScalarModel, unwrap(model)).normalize(rewards) if normalized else rewards
 
 

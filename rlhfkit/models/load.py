@@ -16,6 +16,7 @@ from rlhfkit.models.activation_memory import save_activation_memory
 from rlhfkit.models.attention.families import attention_cap, use_packed_attention
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.attention.varlen import FLASH_PACKAGES
+from rlhfkit.models.forward import choose_forward
 from rlhfkit.models.liger import require_liger_kernels, use_liger_kernels
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora, load_adapter
 
@@ -203,11 +204,14 @@ _NOT_TRANSFORMERS = ("auto", "varlen", "buckets", PACKED_ATTENTION)
 def choose_attention(model: nn.Module, attention: str | None) -> None:
     """Switch a model from :func:`pretrained_arguments` to our packed attention, if asked for or by default if possible.
 
+    How it computes batches is chosen then, too.
+
     Raises:
         ValueError: If packed attention is asked for and would be wrong.
     """
     if attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS):
         use_packed_attention(model, attention)
+    choose_forward(model)
 
 
 def load_causal_lm(

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from rlhfkit.mesh import FORWARD_GROUP, ForwardGroup, Mesh, SequenceParallel
+from rlhfkit.models.forward import choose_forward
 from rlhfkit.validation import check_integer
 
 PACKED = "rlhfkit_packed"
@@ -78,11 +79,13 @@ class ForwardGroupMixin(DDPStrategy):
             check_model(name, model, group)
         for _, model in models:
             setattr(model, FORWARD_GROUP, group)
+            choose_forward(model)
 
     def detach_forward_group(self, module: nn.Module) -> None:
         """Undo :meth:`attach_forward_group`."""
         for _, model in hugging_face_models(module):
-            model.__dict__.pop(FORWARD_GROUP, None)
+            if model.__dict__.pop(FORWARD_GROUP, None) is not None:
+                choose_forward(model)
 
 
 def hugging_face_models(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gpu.comparing import BOUNDS, Figures, Rows, build, config_of, distance, random_sequences
 from rlhfkit.models import policy_output
 from rlhfkit.models.attention.varlen import KERNELS, Case, choose_kernel
+from rlhfkit.models.forward import FORWARD, PaddedForward, choose_forward
 
 FAMILIES = ("llama", "mistral")
 AGAINST_SDPA = 1.5
@@ -23,7 +24,11 @@ def lengths(device: str) -> list[int]:
 def log_probs_and_gradient(model: nn.Module, rows: Rows, packed: bool | None) -> list[Tensor]:
     """Log-probs of all tokens, and the gradient of a weighted sum of them as one vector."""
     model.zero_grad()
-    out = policy_output(model, rows, rows.mask, packed=packed).logprobs
+    if packed is False:  # our attention over padded rows
+        setattr(model, FORWARD, PaddedForward(masks=False))
+    else:
+        choose_forward(model)
+    out = policy_output(model, rows, rows.mask).logprobs
     (out * weights(out.shape, out.dtype, str(out.device))).sum().backward()
     return [out.detach(), gradient(model)]
 

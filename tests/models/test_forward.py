@@ -44,9 +44,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_dense_model(folder: Path, packed: bool, temperature: float) -> None:
-    model = load_causal_lm(str(folder))
+    model = load_causal_lm(str(folder), attention=None if packed else "sdpa")
     batch = experience([(3, 5), (7, 1), (1, 9), (4, 4)])
-    out = policy_output(model, batch, batch.action_mask, temperature=temperature, packed=packed)
+    out = policy_output(model, batch, batch.action_mask, temperature=temperature)
     torch.testing.assert_close(out.logprobs, dense_logprobs(model, batch, temperature), rtol=1e-5, atol=1e-5)
     assert out.entropy is None
 
@@ -68,8 +68,8 @@ def test_packed_and_padded_have_the_same_gradient(folder: Path) -> None:
     batch = experience([(3, 5), (7, 1), (1, 9), (4, 4)])
     gradients = []
     for packed in (True, False):
-        model = load_causal_lm(str(folder), dtype=torch.float64)
-        policy_output(model, batch, batch.action_mask, packed=packed).logprobs.sum().backward()
+        model = load_causal_lm(str(folder), dtype=torch.float64, attention=None if packed else "sdpa")
+        policy_output(model, batch, batch.action_mask).logprobs.sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -85,10 +85,10 @@ def test_shared_prompts_change_neither_logprobs_nor_gradient(folder: Path) -> No
     batch = Experience.from_samples(samples)
     results, gradients = [], []
     for packed in (True, False):
-        model = load_causal_lm(str(folder), dtype=torch.float64)
+        model = load_causal_lm(str(folder), dtype=torch.float64, attention=None if packed else "sdpa")
         seen: list[int] = []
         model.get_input_embeddings().register_forward_pre_hook(lambda _, ids, seen=seen: seen.append(ids[0].numel()))
-        out = policy_output(model, batch, batch.action_mask, packed=packed, entropy=True)
+        out = policy_output(model, batch, batch.action_mask, entropy=True)
         assert out.entropy is not None
         (out.logprobs * torch.arange(1.0, 6.0)[:, None] + out.entropy).sum().backward()
         assert seen == [7 + 1 + 0 + 1 + 6 if packed else 35]
@@ -116,8 +116,6 @@ def test_other_attention_is_padded_and_says_the_same(folder: Path) -> None:
     sdpa = load_causal_lm(str(folder), attention="sdpa")
     theirs = policy_output(sdpa, batch, batch.action_mask)
     torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="packed=True needs"):
-        policy_output(sdpa, batch, batch.action_mask, packed=True)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -40,10 +40,10 @@ def by_transformers(kind: Any, folder: Path, batch: TokenBatch) -> list[torch.Te
 def test_a_saved_reward_model_gives_the_same_scores_in_transformers(
     folder: str, batch: TokenBatch, tmp_path: Path, packed: bool
 ) -> None:
-    model = load_scalar_model(folder)
+    model = load_scalar_model(folder, attention=None if packed else "sdpa")
     model.save_pretrained(tmp_path)
     expected = torch.cat(by_transformers(AutoModelForSequenceClassification, tmp_path, batch))
-    torch.testing.assert_close(reward_output(model, batch, packed=packed), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(reward_output(model, batch), expected, rtol=1e-5, atol=1e-6)
     assert expected.std() > 1e-3
 
 
@@ -62,8 +62,8 @@ def test_a_stepwise_model_is_the_log_odds_of_transformers_token_classifier(
 def test_packed_and_padded_have_the_same_numbers_and_gradient(folder: str, batch: TokenBatch) -> None:
     seen = []
     for packed in (True, False):
-        model = load_scalar_model(folder, dtype=torch.float64)
-        out = scalar_output(model, batch, packed=packed)
+        model = load_scalar_model(folder, dtype=torch.float64, attention=None if packed else "sdpa")
+        out = scalar_output(model, batch)
         out.square().sum().backward()
         seen.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
     assert len(seen[0]) == 1 + len(list(model.parameters()))
@@ -124,6 +124,3 @@ def test_wrong_classifiers_and_spreads_are_refused(folder: str, tmp_path: Path) 
         load_scalar_model(folder, new_head=False)
     with pytest.raises(ValueError, match="head_std must not be negative, got -1"):
         load_scalar_model(folder, head_std=-1.0)
-    model = load_scalar_model(folder, attention="sdpa")
-    with pytest.raises(ValueError, match="packed=True needs a model loaded with attention='rlhfkit_packed'"):
-        scalar_output(model, collate_tokens([TokenExample([5], [False])]), packed=True)

@@ -30,6 +30,12 @@ _MASKLESS = {name: f"{name}_maskless" for name in PACKED_ATTENTIONS.values()}
 """The same under names for which Transformers makes no masks."""
 
 
+def has_packed_attention(model: nn.Module) -> bool:
+    """Whether the text part of a Hugging Face model has our packed attention, with any kernel."""
+    config: Any = cast(Any, model).config.get_text_config()
+    return config._attn_implementation in PACKED_ATTENTIONS.values()
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -9,7 +9,7 @@ import torch
 from rl_runs import PlainGRPO, digits, setup_run, weights
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.models.forward import model_inputs, unwrap
+from rlhfkit.models.forward import forward_of, unwrap
 from rlhfkit.rollout import ModuleWeights
 
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -52,7 +52,7 @@ class Watch(L.Callback):
             self.lengths.append(trainer.num_training_batches)
             if trainer.progress_bar_callback is not None:
                 self.bars.append(trainer.progress_bar_callback.train_progress_bar.total)
-        self.tokens[-1].append(model_inputs(unwrap(pl_module.policy), batch).arguments["input_ids"].numel())
+        self.tokens[-1].append(forward_of(unwrap(pl_module.policy)).inputs(batch).arguments["input_ids"].numel())
         self.rows.append(list(zip(batch.group.tolist(), batch.sample_index.tolist(), strict=True)))
         self.counts.append((batch.step_tokens, batch.step_micro_batches))
         self.steps.append(trainer.global_step)

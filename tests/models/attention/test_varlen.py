@@ -126,9 +126,11 @@ def test_a_model_gives_what_the_padded_model_gives(folder: Path, kernel: str, mo
     ):
         results = []
         for packed in (True, False):
-            model: Any = load_causal_lm(str(folder), dtype=torch.float64, gradient_checkpointing=checkpointing)
-            model.config._attn_implementation = PACKED_ATTENTIONS[kernel]
-            out = policy_output(model, batch, batch.action_mask, packed=packed, entropy=True)
+            how: dict[str, Any] = {"dtype": torch.float64, "gradient_checkpointing": checkpointing}
+            model: Any = load_causal_lm(str(folder), attention=None if packed else "sdpa", **how)
+            if packed:
+                model.config._attn_implementation = PACKED_ATTENTIONS[kernel]
+            out = policy_output(model, batch, batch.action_mask, entropy=True)
             (out.logprobs + out.entropy).sum().backward()
             results.append([out.logprobs, out.entropy, *(parameter.grad for parameter in model.parameters())])
         for mine, padded in zip(*results, strict=True):

@@ -19,7 +19,7 @@ from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec, Stage
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.losses import discounted_returns, group_advantages, whiten
-from rlhfkit.models.forward import model_inputs, packs_batches
+from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules import presets
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards, StopProperly
@@ -181,5 +181,5 @@ def test_forward_passes_over_an_iteration_are_within_their_limit_however_long_it
     batches = module._forward_batches(rows, None, 40, packed=packs_batches(module.policy))[0]
     assert sorted(torch.cat(batches).tolist()) == list(range(12))
     for batch in batches:
-        inputs = model_inputs(module.policy, rows.select(batch)).arguments
+        inputs = forward_of(module.policy).inputs(rows.select(batch)).arguments
         assert inputs["input_ids"].numel() <= 40 or len(batch) == 1
