@@ -173,6 +173,18 @@ FORWARD_GROUP = "rlhfkit_forward_group"
 """Attribute of a Hugging Face model whose forward passes a group computes together."""
 
 
+FORWARD = "rlhfkit_forward"
+"""Attribute of a Hugging Face model that holds how it computes batches; chosen anew when it is not there."""
+
+
+def set_forward_group(model: nn.Module, group: ForwardGroup | None) -> None:
+    """Let a group compute a bare Hugging Face model's forward passes together; ``None``: each rank alone."""
+    for name in (FORWARD_GROUP, FORWARD):
+        model.__dict__.pop(name, None)
+    if group is not None:
+        setattr(model, FORWARD_GROUP, group)
+
+
 def forward_group_of(model: nn.Module) -> ForwardGroup | None:
     """The group that a bare Hugging Face model's forward passes are computed by; ``None``: each rank alone."""
     group = getattr(model, FORWARD_GROUP, None)

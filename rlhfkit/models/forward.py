@@ -16,7 +16,7 @@ from rlhfkit.losses.fused_head.logprobs import (
     linear_logprobs,
     logits_logprobs,
 )
-from rlhfkit.mesh import ForwardGroup, forward_group_of
+from rlhfkit.mesh import FORWARD, ForwardGroup, forward_group_of
 from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_together
 from rlhfkit.models.attention.packed import has_packed_attention, without_masks
 from rlhfkit.models.output_logits import most_probable, output_logits
@@ -193,14 +193,10 @@ class JoinedForward:
         return ModelInputs(joined.arguments, joined.positions, send_together([index], real.device)[0], joined)
 
 
-FORWARD = "rlhfkit_forward"
-"""Attribute of an unwrapped model that holds its :class:`ForwardPass`."""
-
-
 def choose_forward(model: nn.Module) -> ForwardPass:
     """Choose how a bare Hugging Face model computes batches, by its attention and forward group, and hold it on it.
 
-    Called when a model is loaded and when its forward group changes.
+    Called when a model is loaded, and once more when it has got a forward group.
 
     Raises:
         ValueError: If it has a forward group and not our packed attention.

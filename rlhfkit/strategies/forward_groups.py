@@ -12,8 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from rlhfkit.mesh import FORWARD_GROUP, ForwardGroup, Mesh, SequenceParallel
-from rlhfkit.models.forward import choose_forward
+from rlhfkit.mesh import ForwardGroup, Mesh, SequenceParallel, set_forward_group
 from rlhfkit.validation import check_integer
 
 PACKED = "rlhfkit_packed"
@@ -78,14 +77,12 @@ class ForwardGroupMixin(DDPStrategy):
         for name, model in models:
             check_model(name, model, group)
         for _, model in models:
-            setattr(model, FORWARD_GROUP, group)
-            choose_forward(model)
+            set_forward_group(model, group)
 
     def detach_forward_group(self, module: nn.Module) -> None:
         """Undo :meth:`attach_forward_group`."""
         for _, model in hugging_face_models(module):
-            if model.__dict__.pop(FORWARD_GROUP, None) is not None:
-                choose_forward(model)
+            set_forward_group(model, None)
 
 
 def hugging_face_models(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

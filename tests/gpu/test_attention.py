@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from gpu.comparing import BOUNDS, Figures, Rows, build, config_of, distance, random_sequences
+from rlhfkit.mesh import FORWARD
 from rlhfkit.models import policy_output
 from rlhfkit.models.attention.varlen import KERNELS, Case, choose_kernel
-from rlhfkit.models.forward import FORWARD, PaddedForward, choose_forward
+from rlhfkit.models.forward import PaddedForward, choose_forward
 
 FAMILIES = ("llama", "mistral")
 AGAINST_SDPA = 1.5
