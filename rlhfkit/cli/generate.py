@@ -10,8 +10,7 @@ from typing import Any, Literal
 from rlhfkit.cli.export import resolve_dtype
 from rlhfkit.cli.jsonl import JSONLWriter, progress_bar, weights_stamp
 from rlhfkit.data.types import Sample
-from rlhfkit.datamodules.prompts.columns import PromptColumns
-from rlhfkit.datamodules.prompts.rows import PromptRows
+from rlhfkit.datamodules.prompts.rows import PromptColumns, PromptRows
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter
 from rlhfkit.datamodules.tokenization.sources import Source, describe, read_rows
 from rlhfkit.models.load import base_model_name, load_causal_lm, load_tokenizer, precision_dtype

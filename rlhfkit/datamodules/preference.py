@@ -16,12 +16,12 @@ from rlhfkit.data.formats.preferences import PreferenceExample, PreferenceExampl
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.streaming import SourceStream
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
+from rlhfkit.datamodules.tokenization.cache import TokenExamples
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages, is_chat
 from rlhfkit.datamodules.tokenization.columns import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe
 from rlhfkit.datamodules.tokenization.mixture import Sources
 from rlhfkit.datamodules.tokenization.sources import FirstRow, Source, check_columns, describe, read_rows
-from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -11,13 +11,12 @@ from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.datamodules.base import TextDataModule
 from rlhfkit.datamodules.streaming import MixedStream, SourceStream
-from rlhfkit.datamodules.tokenization.cache import TokenCache
+from rlhfkit.datamodules.tokenization.cache import TokenCache, TokenExamples
 from rlhfkit.datamodules.tokenization.chat import SpecialTokensInText
 from rlhfkit.datamodules.tokenization.columns import SUPERVISED, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, list_sources
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, no_loader, read_rows
-from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 from rlhfkit.protocols import HasModelLimits
 from rlhfkit.validation import check_integer
 

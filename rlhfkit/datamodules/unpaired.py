@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit.data.formats.unpaired import UnpairedExample, UnpairedExamples, UnpairedLoader, collate_unpaired
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.streaming import SourceStream
+from rlhfkit.datamodules.tokenization.cache import TokenExamples
 from rlhfkit.datamodules.tokenization.columns import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, log_counts
 from rlhfkit.datamodules.tokenization.mixture import Sources
 from rlhfkit.datamodules.tokenization.sources import FirstRow, Source, describe, no_loader, read_rows
-from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -54,19 +54,9 @@ def test_fullest_bin_is_within_grahams_bound(lengths: list[int], data: st.DataOb
     assert fullest <= sum(lengths) / num_bins + (1 - 1 / num_bins) * max(lengths) + 1e-6
 
 
-@settings(deadline=None)  # machines are busy
-@given(counts=st.integers(1, 8), num_bins=st.integers(1, 8), data=st.data())
-def test_equal_counts_gives_every_bin_equally_many(counts: int, num_bins: int, data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.integers(0, 4096), min_size=counts * num_bins, max_size=counts * num_bins))
-    bins = balanced_partition(lengths, num_bins, equal_counts=True)
-    assert {len(rows) for rows in bins} == {counts}
-    assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
-
-
 def test_partition_finds_the_even_split() -> None:
     # Greedy gives {8, 5, 4} and {7, 6}, 17 to 13; differencing 16 to 14; the textbook example of Karmarkar and Karp.
     assert sorted(totals([8, 7, 6, 5, 4], balanced_partition([8, 7, 6, 5, 4], 2))) == [14, 16]
-    assert balanced_partition([1, 1, 1, 1], 2) == balanced_partition([1, 1, 1, 1], 2, equal_counts=True)
 
 
 def test_rollout_lengths_are_balanced_to_a_percent() -> None:
@@ -83,18 +73,17 @@ def test_a_big_partition_does_not_take_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_bins", "equal", "message"),
+    ("lengths", "num_bins", "message"),
     [
-        ([3, 4], 3, False, "cannot partition 2 sequences into 3 non-empty bins"),
-        ([], 1, False, "cannot partition 0 sequences into 1"),
-        ([3, 4], 0, False, "cannot partition 2 sequences into 0"),
-        ([3, -1], 1, False, "lengths must be 0 or more, got -1"),
-        ([3, 4, 5], 2, True, "2 bins equally many of 3 sequences"),
+        ([3, 4], 3, "cannot partition 2 sequences into 3 non-empty bins"),
+        ([], 1, "cannot partition 0 sequences into 1"),
+        ([3, 4], 0, "cannot partition 2 sequences into 0"),
+        ([3, -1], 1, "lengths must be 0 or more, got -1"),
     ],
 )
-def test_impossible_partitions_say_why(lengths: list[int], num_bins: int, equal: bool, message: str) -> None:
+def test_impossible_partitions_say_why(lengths: list[int], num_bins: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        balanced_partition(lengths, num_bins, equal_counts=equal)
+        balanced_partition(lengths, num_bins)
 
 
 def differencing_by_hand(lengths: list[int], num_bins: int) -> list[list[int]]:
@@ -116,7 +105,7 @@ def differencing_by_hand(lengths: list[int], num_bins: int) -> list[list[int]]:
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=30), st.integers(1, 8))
 def test_the_fast_differencing_gives_the_partitions_of_the_plain_one(lengths: list[int], num_bins: int) -> None:
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    fast = partition._differencing(lengths, order, num_bins, 1)
+    fast = partition._differencing(lengths, order, num_bins)
     assert list(map(sorted, fast)) == list(map(sorted, differencing_by_hand(lengths, num_bins)))
 
 

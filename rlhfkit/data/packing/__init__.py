@@ -6,11 +6,23 @@ May import: torch and ``validation.py``.
 Start at :mod:`rlhfkit.data.packing.micro_batches`, then ``partition.py``.
 """
 
-from rlhfkit.data.packing.micro_batches import MicroBatch, deal_to_members, plan_micro_batches, update_windows
-from rlhfkit.data.packing.order import epoch_order, permutation
+from rlhfkit.data.packing.micro_batches import (
+    IterationShape,
+    MicroBatch,
+    capped_iteration_shape,
+    data_ranks,
+    deal_to_members,
+    epoch_order,
+    group_pieces,
+    iteration_shape,
+    packed_tokens,
+    padded_tokens,
+    permutation,
+    plan_micro_batches,
+    split_groups_by_tokens,
+    update_windows,
+)
 from rlhfkit.data.packing.partition import balanced_partition, best_fit_decreasing, split_by_tokens
-from rlhfkit.data.packing.shared_prompts import group_pieces, packed_tokens, padded_tokens, split_groups_by_tokens
-from rlhfkit.data.packing.sizes import IterationShape, capped_iteration_shape, data_ranks, iteration_shape
 
 __all__ = [
     "IterationShape",

@@ -1,4 +1,4 @@
-"""The plan of an iteration: its updates and micro-batches, and the ranks that train on them.
+"""The plan of an iteration: its sizes, the order of its rows, its updates and micro-batches, and who trains on them.
 
 Each update is divided **globally** into ``accumulate * world_size`` micro-batches of nearly equal tokens for the ranks,
 so any number of ranks trains on the same updates. Ranks that compute their forward passes together
@@ -7,11 +7,198 @@ so any number of ranks trains on the same updates. Ranks that compute their forw
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from math import ceil
+
+import torch
 
 from rlhfkit.data.packing.partition import split_by_tokens
-from rlhfkit.data.packing.sizes import data_ranks
+
+
+def permutation(count: int, *, seed: int, number: int) -> list[int]:
+    """Shuffled 0 .. ``count`` - 1 of epoch ``number`` (from 0), the same on every rank and after every restart."""
+    digest = blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def epoch_order(groups: Sequence[int], epochs: int, *, seed: int, iteration: int) -> list[int]:
+    """Rows of an iteration in training order, ``epochs`` times: first as they are, later shuffled by prompts.
+
+    Samples of a prompt, which are side by side, stay so, because a forward pass computes a shared prompt once. The
+    order is a function of the arguments alone.
+
+    Args:
+        groups: Equal for samples of one prompt.
+        epochs: How often each row is trained on.
+        seed: Seed of the shuffling.
+        iteration: Number of the iteration.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    prompts, order = list(members.values()), list(range(len(groups)))
+    for epoch in range(1, epochs):
+        shuffled = permutation(len(prompts), seed=seed, number=iteration * epochs + epoch)
+        order += [row for place in shuffled for row in prompts[place]]
+    return order
+
+
+@dataclass(frozen=True)
+class IterationShape:
+    """Sizes of one iteration of generating and learning."""
+
+    sequences: int
+    """Samples of all prompts, all ranks together: ``rollout_batch_size * group_size``."""
+    micro_batches_per_rank: int
+    """Batches of each rank's loader: ``updates * accumulate``; with a cap of tokens, the fewest there can be."""
+    updates: int
+    """Optimizer updates of all epochs; each trains on ``sequences * epochs / updates`` of the sequences."""
+    epochs: int = 1
+    """How often each sequence is trained on."""
+
+    def repeated(self, epochs: int) -> "IterationShape":
+        """The shape of an iteration that is trained on ``epochs`` times as often."""
+        return IterationShape(
+            self.sequences, self.micro_batches_per_rank * epochs, self.updates * epochs, self.epochs * epochs
+        )
+
+
+def iteration_shape(
+    rollout_batch_size: int,
+    group_size: int,
+    micro_batch_size: int,
+    accumulate: int,
+    world_size: int,
+    ranks_per_forward: int = 1,
+) -> IterationShape:
+    """Compute the sizes of one iteration.
+
+    ``updates = rollout_batch_size * group_size / (micro_batch_size * accumulate * world_size / ranks_per_forward)``
+
+    Args:
+        rollout_batch_size: Prompts per iteration, all ranks together.
+        group_size: Samples per prompt.
+        micro_batch_size: Sequences per micro-batch on average (micro-batches have equal tokens, not equal counts).
+        accumulate: Micro-batches per optimizer update and rank (``Trainer(accumulate_grad_batches)``).
+        world_size: Ranks.
+        ranks_per_forward: Ranks that share a micro-batch; divides ``world_size``.
+
+    Raises:
+        ValueError: If a size is below 1, or the sequences do not fill a whole number of updates.
+    """
+    sizes = {
+        "rollout_batch_size": rollout_batch_size,
+        "group_size": group_size,
+        "micro_batch_size": micro_batch_size,
+        "accumulate_grad_batches": accumulate,
+        "world_size": world_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    sequences = rollout_batch_size * group_size
+    window = micro_batch_size * accumulate * (world_size // ranks_per_forward)
+    if sequences % window:
+        below, above = sequences // window * window, ceil(sequences / window) * window
+        nearby = " or ".join(str(total) for total in (below, above) if total)
+        raise ValueError(
+            f"an iteration has rollout_batch_size {rollout_batch_size} * group_size {group_size} = {sequences} "
+            f"sequences, and an optimizer update takes micro_batch_size {micro_batch_size} * accumulate_grad_batches "
+            f"{accumulate} * {data_ranks(world_size, ranks_per_forward)} = {window} of them, which does not divide "
+            "it: change one of these five so that it does (with the same update, an iteration of "
+            f"{nearby} sequences would)"
+        )
+    return IterationShape(sequences, sequences // window * accumulate, sequences // window)
+
+
+def capped_iteration_shape(
+    rollout_batch_size: int, group_size: int, updates_per_iteration: int, world_size: int, ranks_per_forward: int = 1
+) -> IterationShape:
+    """Compute the sizes of an iteration whose micro-batches have a cap of tokens, and no fixed number.
+
+    Raises:
+        ValueError: If the updates do not divide the sequences, or have fewer sequences than there are ranks, or groups
+            of ranks that share micro-batches.
+    """
+    sequences = rollout_batch_size * group_size
+    said = f"an iteration has rollout_batch_size {rollout_batch_size} * group_size {group_size} = {sequences} sequences"
+    if sequences % updates_per_iteration:
+        raise ValueError(
+            f"{said}, which updates_per_iteration {updates_per_iteration} does not divide: change one of these three"
+        )
+    if sequences // updates_per_iteration < world_size // ranks_per_forward:
+        raise ValueError(
+            f"{said}, {sequences // updates_per_iteration} for each of updates_per_iteration {updates_per_iteration}: "
+            f"fewer than {data_ranks(world_size, ranks_per_forward)}, and every rank trains in every update. Lower "
+            "updates_per_iteration or raise rollout_batch_size"
+        )
+    return IterationShape(sequences, updates_per_iteration, updates_per_iteration)
+
+
+def data_ranks(world_size: int, ranks_per_forward: int) -> str:
+    """How many micro-batches are computed at the same time, for messages."""
+    if ranks_per_forward == 1:
+        return f"world_size {world_size}"
+    return (
+        f"{world_size // ranks_per_forward} data-parallel ranks (world_size {world_size}, of which {ranks_per_forward} "
+        "each compute a forward pass together)"
+    )
+
+
+def packed_tokens(rows: Iterable[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:
+    """Tokens of a packed forward pass over some rows, each prompt counted once; samples of one prompt share a group."""
+    total, seen = 0, set()
+    for row in rows:
+        total += lengths[row] - (prompts[row] if groups[row] in seen else 0)
+        seen.add(groups[row])
+    return total
+
+
+def padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    """Tokens of a forward pass over one or more rows that are padded to the longest."""
+    return len(rows) * max(lengths[row] for row in rows)
+
+
+def split_groups_by_tokens(
+    rows: Sequence[int],
+    num_bins: int,
+    *,
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    groups: Sequence[int],
+    ranks: int,
+) -> list[list[int]]:
+    """:func:`split_by_tokens` for sequences that share prompts, which a packed forward pass computes once.
+
+    Whole groups in one micro-batch save the most tokens, pieces of groups balance the ranks better. Pieces of several
+    sizes are tried; the plan with the fewest tokens on the slowest ranks, step by step, is taken. Each ``ranks``
+    consecutive bins run at the same time; ``num_bins`` is a multiple of ``ranks`` and at most the number of ``rows``.
+    """
+    plans = []
+    for pieces in group_pieces(rows, groups):
+        if len(pieces) >= num_bins:
+            costs = [packed_tokens(piece, lengths, prompts, groups) for piece in pieces]
+            bins = [
+                sorted(row for index in chosen for row in pieces[index]) for chosen in split_by_tokens(costs, num_bins)
+            ]
+            totals = [packed_tokens(each, lengths, prompts, groups) for each in bins]
+            slowest = sum(max(totals[first : first + ranks]) for first in range(0, num_bins, ranks))
+            plans.append((slowest, bins))
+    return min(plans, key=lambda plan: plan[0])[1]
+
+
+def group_pieces(rows: Sequence[int], groups: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Yield divisions of the rows into pieces of groups: whole groups first, then halves, and so on to single rows."""
+    members: dict[int, list[int]] = {}
+    for row in rows:
+        members.setdefault(groups[row], []).append(row)
+    size = max(map(len, members.values()))
+    while size >= 1:
+        yield [each[first : first + size] for each in members.values() for first in range(0, len(each), size)]
+        size //= 2
 
 
 @dataclass(frozen=True)

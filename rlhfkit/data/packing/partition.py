@@ -9,7 +9,7 @@ from typing import Any
 _DIFFERENCING_LIMIT = 500_000
 
 
-def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: bool = False) -> list[list[int]]:
+def balanced_partition(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """Partition items into non-empty bins of nearly equal total length, by the largest differencing method.
 
     Karmarkar and Karp, "The Differencing Method of Set Partitioning" (1982), for several bins: start with one partition
@@ -20,32 +20,24 @@ def balanced_partition(lengths: Sequence[int], num_bins: int, *, equal_counts: b
     Args:
         lengths: Tokens of each item, 0 or more.
         num_bins: Bins.
-        equal_counts: Give every bin the same number of items.
 
     Returns:
         ``num_bins`` lists of indices, each ascending, together every index once.
 
     Raises:
-        ValueError: If there are fewer items than bins, a length is negative, or ``equal_counts`` is not possible.
+        ValueError: If there are fewer items than bins, or a length is negative.
     """
     count = len(lengths)
     if num_bins < 1 or count < num_bins:
         raise ValueError(f"cannot partition {count} sequences into {num_bins} non-empty bins")
     if min(lengths) < 0:
         raise ValueError(f"lengths must be 0 or more, got {min(lengths)}")
-    if equal_counts and count % num_bins:
-        raise ValueError(
-            f"cannot give {num_bins} bins equally many of {count} sequences: {num_bins} must divide {count}"
-        )
     order = sorted(range(count), key=lambda index: (-lengths[index], index))
-    if equal_counts:
-        bins = _differencing(lengths, order, num_bins, num_bins)
-    else:
-        bins = _longest_first(lengths, order, num_bins)
-        if count * num_bins <= _DIFFERENCING_LIMIT:
-            differenced = _differencing(lengths, order, num_bins, 1)
-            if all(differenced) and _fullest(lengths, differenced) <= _fullest(lengths, bins):
-                bins = differenced
+    bins = _longest_first(lengths, order, num_bins)
+    if count * num_bins <= _DIFFERENCING_LIMIT:
+        differenced = _differencing(lengths, order, num_bins)
+        if all(differenced) and _fullest(lengths, differenced) <= _fullest(lengths, bins):
+            bins = differenced
     return [sorted(rows) for rows in bins]
 
 
@@ -74,14 +66,14 @@ _Tree = Any  # an index, or a pair of trees: joining two bins of any size takes 
 _Bin = tuple[int, int, _Tree]  # minus the total, an index in it (-1 in an empty bin), the items
 
 
-def _differencing(lengths: Sequence[int], order: Sequence[int], num_bins: int, start: int) -> list[list[int]]:
-    """Largest differencing. ``start`` items make one initial partition: 1, or ``num_bins`` to keep counts equal."""
+def _differencing(lengths: Sequence[int], order: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Largest differencing."""
     # Bins of a partition are in descending order. Empty ones, its last, are left out, except where items of length 0
     # come behind them.
-    explicit = start > 1 or not lengths[order[-1]]
+    explicit = not lengths[order[-1]]
     heap: list[tuple[int, int, list[_Bin]]] = []
-    for number, first in enumerate(range(0, len(order), start)):
-        bins: list[_Bin] = [(-lengths[index], index, index) for index in order[first : first + start]]
+    for number, index in enumerate(order):
+        bins: list[_Bin] = [(-lengths[index], index, index)]
         if explicit:
             bins += [(0, -1, None)] * (num_bins - len(bins))
         heap.append((_difference(bins, num_bins), number, bins))

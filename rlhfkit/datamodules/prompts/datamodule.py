@@ -12,13 +12,11 @@ from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.base import TextDataModule
-from rlhfkit.datamodules.prompts.columns import PromptColumns
 from rlhfkit.datamodules.prompts.curriculum import Curriculum, DeclaresHistoryUse
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
 from rlhfkit.datamodules.prompts.iteration_length import IterationLength, check_trainer
-from rlhfkit.datamodules.prompts.mixed import MixedPrompts
 from rlhfkit.datamodules.prompts.pretraining import PretrainingText
-from rlhfkit.datamodules.prompts.rows import PromptBatches, PromptRows
+from rlhfkit.datamodules.prompts.rows import MixedPrompts, PromptBatches, PromptColumns, PromptRows
 from rlhfkit.datamodules.prompts.stream import StreamedPrompts, StreamQueue
 from rlhfkit.datamodules.prompts.table import TablePrompts
 from rlhfkit.datamodules.sft import SFTDataModule

@@ -1,17 +1,82 @@
-"""Rows of a data set as prompts: the columns, the chat template or plain text, and the length limit."""
+"""Rows of data sets as prompts: columns, chat template, length limit, and several sources in proportion."""
 
 import logging
+import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from rlhfkit.data.packing import permutation
 from rlhfkit.data.types import Prompt
-from rlhfkit.datamodules.prompts.columns import PromptColumns
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError
+from rlhfkit.datamodules.tokenization.mixture import Mixture, interleaved
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class PromptColumns:
+    """The columns that are read, and what is done with their values."""
+
+    formatter: PromptFormatter
+    """Renders and tokenises prompts."""
+    prompt: str = "prompt"
+    """Column of the prompts."""
+    answer: str | None = None
+    """Column of the reference answers; ``None``: there are none."""
+    answer_extractor: Callable[[Any], Any] = lambda answer: answer
+    """Applied to each value of the column ``answer``."""
+
+    def text(self, row: Mapping[str, Any], where: str) -> str:
+        """The text that the policy continues; ValueError, which names the place ``where``, for other values."""
+        content, where = row[self.prompt], f"column {self.prompt!r} of {where}"
+        self.formatter.check(content, where)
+        try:
+            return self.formatter.for_row(row).prompt(content)
+        except SpecialTokenError as error:
+            raise ValueError(f"{where} {error}") from None
+
+    def tokenize(self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of the prompts of rows, given their :meth:`text`; some may be texts and others chat messages."""
+        kinds = [self.formatter.templated(row[self.prompt]) for row in rows]
+        found: dict[bool, Iterator[list[int]]] = {}
+        for kind in set(kinds):
+            group = [text for text, one in zip(texts, kinds, strict=True) if one is kind]
+            found[kind] = iter(self.formatter.tokenize(group, templated=kind))
+        return [next(found[kind]) for kind in kinds]
+
+    def check_tokens(self, row: Mapping[str, Any], where: str, token_ids: Sequence[int]) -> None:
+        """Raise ValueError if a prompt has no token."""
+        if not token_ids:
+            raise ValueError(
+                f"column {self.prompt!r} of {where} is a prompt without a token ({row[self.prompt]!r}); a policy needs "
+                "at least one to begin with: remove such rows"
+            )
+
+    def check_token(self, token: int, vocabulary: int | None, where: str) -> None:
+        """Raise ValueError if the model has no embedding of a token."""
+        if vocabulary is not None and token >= vocabulary:
+            text = self.formatter.tokenizer.convert_ids_to_tokens(token)
+            raise ValueError(
+                f"{where} has the token {token} ({text!r}), and the model knows the tokens "
+                f"0 to {vocabulary - 1}: use the model's own tokenizer, or resize its embeddings before training "
+                "(model.resize_token_embeddings(len(tokenizer)), save_pretrained)"
+            )
+
+    def make(self, row: Mapping[str, Any], index: int, rendered: str, token_ids: list[int]) -> Prompt:
+        """Make the prompt of a row; ``rendered`` is its :meth:`text`."""
+        others = dict(row)
+        content = others.pop(self.prompt)
+        answer = None if self.answer is None else self.answer_extractor(others.pop(self.answer))
+        text = content if isinstance(content, str) else rendered
+        return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=others)
+
 
 log = logging.getLogger(__name__)
 
@@ -152,3 +217,88 @@ class PromptBatches:
         for start in range(0, len(self.prompts), self.batch_size):
             stop = min(start + self.batch_size, len(self.prompts))
             yield [self.prompts[position] for position in range(start + self.rank, stop, self.world_size)]
+
+
+class MixedPrompts:
+    """The prompts of several sources, concatenated, with passes that interleave them by weight."""
+
+    def __init__(self, mixture: Mixture, parts: Sequence[PromptRows]) -> None:
+        self.mixture = mixture
+        self.parts = parts
+        self.names = source_names(mixture.sources)
+
+    @property
+    def counts(self) -> list[int]:
+        """Prompts of each source in a pass."""
+        return self.mixture.counts([len(part) for part in self.parts])
+
+    def __len__(self) -> int:
+        """Number of prompts of all sources."""
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, position: int) -> Prompt:
+        """Return a prompt whose ``index`` counts on over the sources; ``metadata["source"]`` is set if missing."""
+        first = 0
+        for name, part in zip(self.names, self.parts, strict=True):
+            if position < len(part):
+                prompt = part[position]
+                prompt.index += first
+                prompt.metadata.setdefault("source", name)
+                return prompt
+            position, first = position - len(part), first + len(part.rows)
+        raise IndexError(f"there are {len(self)} prompts")
+
+    def column_by_index(self, name: str) -> dict[int, Any]:
+        """Return the values of a column by ``index``; ``source`` is the name of a part that does not have it."""
+        found: dict[int, Any] = {}
+        first = 0
+        for part_name, part in zip(self.names, self.parts, strict=True):
+            missing = name == "source" and name not in part.rows.column_names
+            values = dict.fromkeys(part.kept, part_name) if missing else part.column_by_index(name)
+            found |= {first + index: value for index, value in values.items()}
+            first += len(part.rows)
+        return found
+
+    def column(self, name: str) -> list[Any]:
+        """Return the values of a column that every source must have."""
+        return [value for part in self.parts for value in part.column(name)]
+
+    def pass_order(self, number: int, *, seed: int, shuffle: bool) -> list[int]:
+        """Return the positions of one pass: each source's share, evenly spread.
+
+        A source continues where the previous pass left it, so that all of its prompts are used equally often.
+        """
+        counts, firsts = self.counts, list(accumulate((len(part) for part in self.parts), initial=0))
+        orders: dict[tuple[int, int], Sequence[int]] = {}
+        rows = []
+        for source, turn in interleaved(counts):
+            size = len(self.parts[source])
+            times, offset = divmod(number * counts[source] + turn, size)
+            if (source, times) not in orders:
+                shuffled = permutation(size, seed=seed + source, number=times) if shuffle else range(size)
+                orders[source, times] = shuffled
+            rows.append(firsts[source] + orders[source, times][offset])
+        return rows
+
+    def check_share(self, batch_size: int) -> None:
+        """Raise ValueError if a source has fewer prompts than its share of an iteration, which has no prompt twice."""
+        for name, part, count in zip(self.names, self.parts, self.counts, strict=True):
+            share = batch_size * count / sum(self.counts)
+            if share > len(part):
+                raise ValueError(
+                    f"{name} has {len(part)} prompts, and its weight asks for {share:.1f} of the {batch_size} of an "
+                    "iteration, in which a prompt cannot be twice: lower its weight or rollout_batch_size, or add "
+                    "prompts"
+                )
+
+    def fingerprint(self) -> str:
+        """Digest that changes with the prompts and with their shares."""
+        return "/".join(f"{part.fingerprint()}*{count}" for part, count in zip(self.parts, self.counts, strict=True))
+
+
+def source_names(sources: Sequence[Any]) -> list[str]:
+    """Return the names of sources for metrics: file names without folder and suffix if these are unique."""
+    paths = [isinstance(source, str | os.PathLike) for source in sources]
+    whole = [os.fspath(one) if path else f"rows{i}" for i, (one, path) in enumerate(zip(sources, paths, strict=True))]
+    short = [Path(name).name.split(".")[0] for name in whole]
+    return short if len(set(short)) == len(short) else whole

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Literal, NamedTuple, Self
 
 from rlhfkit.data.types import Prompt
-from rlhfkit.datamodules.prompts.columns import PromptColumns
-from rlhfkit.datamodules.prompts.mixed import source_names
+from rlhfkit.datamodules.prompts.rows import PromptColumns, source_names
 from rlhfkit.datamodules.streaming import MixedStream, PlacedRow, Position, SourceStream
 from rlhfkit.datamodules.tokenization.mixture import Mixture, list_sources
 from rlhfkit.datamodules.tokenization.sources import check_columns

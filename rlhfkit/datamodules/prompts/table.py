@@ -7,8 +7,7 @@ from typing import Any
 
 from rlhfkit.datamodules.prompts.curriculum import Curriculum
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
-from rlhfkit.datamodules.prompts.mixed import MixedPrompts
-from rlhfkit.datamodules.prompts.rows import PromptRows
+from rlhfkit.datamodules.prompts.rows import MixedPrompts, PromptRows
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from rl_runs import digits, setup_run
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import Mixture, PromptDataModule, RolloutCallback, SamplingSpec
-from rlhfkit.datamodules.prompts.mixed import source_names
+from rlhfkit.datamodules.prompts.rows import source_names
 
 
 def rows(count: int, digit: int) -> list[dict[str, str]]:

@@ -12,10 +12,9 @@ from lazy_module import LazyModule
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.datamodules import PreferenceDataModule, SFTDataModule
-from rlhfkit.datamodules.tokenization.cache import TokenCache, fingerprint
+from rlhfkit.datamodules.tokenization.cache import TokenCache, TokenExamples, fingerprint
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.sources import read_rows
-from rlhfkit.datamodules.tokenization.token_examples import TokenExamples
 
 datasets = LazyModule("datasets")
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlhfkit.data import TokenExample
 from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
-from rlhfkit.datamodules.tokenization.tokenized_rows import split_example
+from rlhfkit.datamodules.tokenization.examples import split_example
 
 from ..test_sft import CHAT, UNMARKED, chat_tokenizer, examples, module
 
