@@ -343,7 +343,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "dpo_precomputed": offline("DPOModule", "PreferenceDataModule", pairs, precompute_ref_log_probs=True),
         "simpo": offline("SimPOModule", "PreferenceDataModule", pairs),
         "kto": offline("KTOModule", "UnpairedPreferenceDataModule", judged),
-        "reward": offline("RewardModule", "PreferenceDataModule", pairs, centering=0.05),
+        "reward": offline("RewardModule", "PreferenceDataModule", pairs, center_rewards_coefficient=0.05),
         "process_reward": offline("ProcessRewardModule", "StepwiseDataModule", {"data": path["stepwise"]}),
         "teacher_data": offline("DistillationModule", "SFTDataModule", texts, teacher=str(folder / "teacher")),
     }  # fmt: skip

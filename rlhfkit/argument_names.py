@@ -74,7 +74,6 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "dataset_name": ("data", "SFTDataModule(data=)"),
     "eval_dataset": ("validation_data", "SFTDataModule(validation_data=)"),
     "processing_class": ("tokenizer", "SFTDataModule(tokenizer=)"),
-    "center_rewards_coefficient": ("centering",),
     "f_divergence_type": ("divergence",),
     "ref_model": ("reference",),
     "neftune_noise_alpha": ("parts=[NEFTune(alpha=)]",),

@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
     "cpo": (CPOModule, "pairs", [{"label_smoothing": 0.1}]),
     "orpo": (ORPOModule, "pairs", [{}]),
     "kto": (KTOModule, "unpaired", [{}, {"loss_type": "apo_zero_unpaired"}]),
-    "reward": (RewardModule, "pairs", [{"centering": 0.1}]),
+    "reward": (RewardModule, "pairs", [{"center_rewards_coefficient": 0.1}]),
     "process": (ProcessRewardModule, "steps", [{}]),
     "grpo": (
         GRPOModule,

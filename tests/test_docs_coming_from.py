@@ -75,7 +75,7 @@ def test_a_name_of_ours_is_no_name_of_others() -> None:
         ("SFTModule", {"learning_rate": 1.0}, "SFTModule takes no argument learning_rate: .* is lr here"),
         ("DPOModule", {"learning_rat": 1.0}, "DPOModule takes no argument learning_rat"),
         ("PPOModule", {"cliprange_value": 0.2}, "PPOModule .* cliprange_value is value_clip here"),
-        ("RewardModule", {"center_rewards_coefficient": 0.1}, "is centering here"),
+        ("SFTModule", {"neftune_noise_alpha": 5.0}, r"NEFTune\(alpha=\)"),
         ("GRPOModule", {"num_generations": 8}, r"did you mean SamplingSpec\(group_size=\)\?"),
         ("KTOModule", {"xyz": 8}, "KTOModule takes no argument xyz$"),
         (

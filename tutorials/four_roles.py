@@ -52,7 +52,7 @@ def supervised_start(folder: Path, rows: list[dict[str, Any]], epochs: int) -> P
 def reward_model(folder: Path, rows: list[dict[str, Any]], start: Path) -> Path:
     """Fine-tune the start to score an answer with its question higher than one without."""
     pairs = [row | {"chosen": row["question"] + row["answer"], "rejected": row["answer"]} for row in rows]
-    module = RewardModule(str(start), lr=5e-4, warmup_steps=20, centering=0.01)
+    module = RewardModule(str(start), lr=5e-4, warmup_steps=20, center_rewards_coefficient=0.01)
     data = PreferenceDataModule(pairs[:1000], prompt="question", micro_batch_size=64, max_length=64)
     quiet_trainer(folder, max_epochs=2).fit(module, data)
     return module.save_pretrained(folder / "reward")

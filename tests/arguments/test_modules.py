@@ -206,7 +206,7 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "loss_type": Change("kto", refused=True),
         },
     ),
-    RewardModule: ("pairs", SCALAR | {"centering": Change(0.5), "label_smoothing": Change(0.2)}),
+    RewardModule: ("pairs", SCALAR | {"center_rewards_coefficient": Change(0.5), "label_smoothing": Change(0.2)}),
     ProcessRewardModule: ("steps", SCALAR | {"words": Change(["1", "2"])}),
     DistillationModule: (
         "texts",

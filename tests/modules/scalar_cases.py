@@ -26,7 +26,7 @@ class Reward(PlainSGD, RewardModule):
     """Every term of the loss switched on."""
 
     def __init__(self, model: str, **kwargs: Any) -> None:
-        super().__init__(model, **{"centering": CENTERING, "label_smoothing": SMOOTHING} | kwargs)
+        super().__init__(model, **{"center_rewards_coefficient": CENTERING, "label_smoothing": SMOOTHING} | kwargs)
 
 
 class Process(PlainSGD, ProcessRewardModule):

@@ -25,9 +25,10 @@ from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.optimizers.schedules import Schedule
-from rlhfkit.modules.teachers.compared_output import ComparedOutput
-from rlhfkit.modules.teachers.domains import MAX_TEACHERS, TeacherDomains
-from rlhfkit.modules.teachers.frozen import (
+from rlhfkit.modules.teachers import (
+    MAX_TEACHERS,
+    ComparedOutput,
+    TeacherDomains,
     ask_for_likeliest,
     check_comparison,
     check_teacher_tokens,

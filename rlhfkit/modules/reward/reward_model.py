@@ -32,7 +32,8 @@ class RewardModule(ScalarModule):
     Args:
         model: Folder or hub name of a causal language model, or of a reward model to continue with.
         lr: Peak learning rate (9e-6: OpenRLHF's default for reward models).
-        centering: Weight of the squared sum of both rewards, which keeps rewards near 0; TRL suggests 0.01.
+        center_rewards_coefficient: Weight of the squared sum of both rewards, which keeps rewards near 0; TRL suggests
+            0.01.
         label_smoothing: Probability that a preference is wrong, below 0.5; TRL's and OpenRLHF's have no such option.
         head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
         weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
@@ -58,7 +59,7 @@ class RewardModule(ScalarModule):
         model: str,
         *,
         lr: float = 9e-6,
-        centering: float = 0.0,
+        center_rewards_coefficient: float = 0.0,
         label_smoothing: float = 0.0,
         head_std: float | None = None,
         weight_decay: float = 0.0,
@@ -81,9 +82,9 @@ class RewardModule(ScalarModule):
             lora=lora,
             **kwargs,
         )
-        check_number("centering", centering, minimum=0)
+        check_number("center_rewards_coefficient", center_rewards_coefficient, minimum=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
-        self.centering = centering
+        self.center_rewards_coefficient = center_rewards_coefficient
         self.label_smoothing = label_smoothing
 
     def scores(self, batch: TokenBatch) -> Tensor:
@@ -96,7 +97,7 @@ class RewardModule(ScalarModule):
             batch.chosen(out),
             batch.rejected(out),
             margin=None if batch.margins is None else batch.chosen(batch.margins),
-            centering=self.centering,
+            centering=self.center_rewards_coefficient,
             label_smoothing=self.label_smoothing,
             mask=batch.pair_mask,
             denominator=batch.pair_denominator,

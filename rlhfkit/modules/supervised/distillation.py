@@ -26,7 +26,7 @@ from rlhfkit.modules.precompute import (
     token_batches,
     tokens_fingerprint,
 )
-from rlhfkit.modules.teachers.frozen import (
+from rlhfkit.modules.teachers import (
     check_comparison,
     check_teacher_tokens,
     load_teacher,

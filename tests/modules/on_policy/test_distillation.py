@@ -1,6 +1,6 @@
 """OnPolicyDistillationModule against loops written by hand in float64, and learning a known teacher.
 
-Covers distillation.py, teachers/compared_output.py and teachers/domains.py.
+Covers distillation.py and teachers.py.
 """
 
 import copy

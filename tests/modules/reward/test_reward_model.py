@@ -43,7 +43,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case: dict[str, Any]) -> Non
     logits = torch.tensor(GOLDEN["inputs"]["logits"], dtype=torch.float64).squeeze(-1)  # chosen first, then rejected
     chosen, rejected = logits.chunk(2)
     given = torch.stack([chosen, rejected], -1).flatten().requires_grad_()  # in turn, as our batches are
-    module = Given("unused", centering=case["args"].get("center_rewards_coefficient", 0.0))
+    module = Given("unused", center_rewards_coefficient=case["args"].get("center_rewards_coefficient", 0.0))
     margins = GOLDEN["inputs"]["margin"] if case["uses_margin"] else [None] * len(chosen)
     pairs = [PreferenceExample.from_token_ids([3], [4], [5], margin=margin) for margin in margins]
     batch, logged = collate_preferences(pairs), {}
@@ -65,7 +65,7 @@ def test_it_learns_the_strength_of_preferences(tmp_path: Path, folder: Path) -> 
     rows = [{"prompt": f"{i % 4}:", "chosen": "a", "rejected": "b"} for i in range(24)]
     rows += [{"prompt": f"{i % 4}:", "chosen": "b", "rejected": "a"} for i in range(8)]
     data = PreferenceDataModule(rows, validation_data=rows, micro_batch_size=16, max_length=8)
-    module = RewardModule(str(folder / "model"), lr=3e-3, centering=0.01)
+    module = RewardModule(str(folder / "model"), lr=3e-3, center_rewards_coefficient=0.01)
     run = scalar_cases.trainer(tmp_path, max_epochs=30, check_val_every_n_epoch=30)
     run.fit(module, data)
     metrics = run.validate(module, data, verbose=False)[0]
@@ -156,7 +156,10 @@ def test_calibration_is_the_sum_over_bins() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"centering": -1.0}, "centering must be a finite number of at least 0, got -1"),
+        (
+            {"center_rewards_coefficient": -1.0},
+            "coefficient must be a finite number of at least 0, got -1",
+        ),
         ({"label_smoothing": 0.5}, r"label_smoothing must be a finite number of at least 0 and below 0.5, got 0.5"),
         ({"head_std": -0.1}, "head_std must be a finite number of at least 0 or None, got -0.1"),
     ],

@@ -1,6 +1,6 @@
 """DistillationModule against a loop written by hand, and itself on other splits, ranks and with cached teachers.
 
-Covers ``teachers/frozen.py`` and ``data/formats/distilled.py`` too.
+Covers ``teachers.py`` and ``data/formats/distilled.py`` too.
 """
 
 import math

@@ -1,12 +1,18 @@
-"""The frozen teacher of a distillation: the model, its tokens, and how it is compared."""
+"""Teachers of distillation: frozen models, their tokens, how they are compared, and which prompt has which."""
 
-from torch import nn
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
+import torch
+from torch import Tensor, nn
+
+from rlhfkit.data.types import Experience
 from rlhfkit.losses.distillation import Remainder
-from rlhfkit.models import load_causal_lm, load_tokenizer
+from rlhfkit.models import PolicyOutput, load_causal_lm, load_tokenizer
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import PolicyModule, freeze
+from rlhfkit.protocols import HasPromptColumns
 from rlhfkit.roles import FrozenModel
 from rlhfkit.validation import check_integer, check_number
 
@@ -89,3 +95,83 @@ def load_teacher(name: str, student: PolicyModule) -> nn.Module:
     teacher = load_causal_lm(name, dtype=student.model_dtype, attention=student.attention, trust_remote_code=trusted)
     disable_dropout(teacher)
     return freeze(teacher)
+
+
+MAX_TEACHERS = 16
+"""Teachers of one student at most: each is a child of its own."""
+
+
+class TeacherDomains:
+    """Which teacher each prompt has.
+
+    Args:
+        teacher: What the module was given: a mapping of domains to names, or anything else for one teacher.
+        column: Column of the prompts that names the domain.
+
+    Raises:
+        ValueError: If there are too many teachers or none, or there is one and a column is chosen.
+    """
+
+    def __init__(self, teacher: object, column: str) -> None:
+        self.names: dict[str, str] = {}
+        """Names of teachers by domain; empty: there is one teacher."""
+        self.column = column
+        self._of_prompt: Mapping[int, str] = {}
+        plain = isinstance(teacher, Mapping) and all(isinstance(name, str) for name in teacher.values())
+        if not isinstance(teacher, Mapping) or "model" in teacher or not plain:
+            refuse_without_effect({"teacher_column": column != "source"}, "one teacher")
+            return  # a name, or a ModelPool as an object or from YAML
+        if not 1 <= len(teacher) <= MAX_TEACHERS:
+            raise ValueError(f"teacher must name 1 to {MAX_TEACHERS} teachers by domain, got {len(teacher)}")
+        self.names = {str(domain): str(name) for domain, name in teacher.items()}
+
+    def __bool__(self) -> bool:
+        """Whether there are several teachers."""
+        return bool(self.names)
+
+    def read(self, data: Any) -> None:
+        """Read the domain of each prompt from the DataModule.
+
+        Raises:
+            TypeError: If it has no columns.
+            ValueError: If a domain has no teacher.
+        """
+        if not isinstance(data, HasPromptColumns):
+            raise TypeError("several teachers need a DataModule with prompt_column(), such as PromptDataModule")
+        found = {index: str(value) for index, value in data.prompt_column(self.column).items()}
+        missing = sorted(set(found.values()) - set(self.names))
+        if missing:
+            raise ValueError(
+                f"column {self.column!r} of the prompts names {', '.join(missing)}, and there are teachers for "
+                f"{', '.join(self.names)}: give teacher={{...}} a name for each"
+            )
+        self._of_prompt = found
+
+    def rows(self, experience: Experience) -> Iterator[Tensor]:
+        """(B,) bool, the samples of each teacher, in the order of :attr:`names`."""
+        domains = [self._of_prompt[index] for index in experience.group.tolist()]
+        for domain in self.names:
+            yield torch.tensor([each == domain for each in domains], dtype=torch.bool)
+
+
+class ComparedOutput(PolicyOutput):
+    """The policy's output for a batch, with its divergence from a teacher's.
+
+    A named tuple takes no further fields, so these are attributes, which ``_replace`` does not keep.
+    """
+
+    divergence: Tensor
+    """(B, T-1) float32 in nats, with gradient; 0 where the mask is false."""
+
+    @classmethod
+    def of(
+        cls,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        divergence: Tensor,
+        router_aux_loss: Tensor | None,
+    ) -> Self:
+        """Make an output of tensors (B, T-1) and the router's loss, a scalar."""
+        made = cls(logprobs, entropy, router_aux_loss)
+        made.divergence = divergence
+        return made
