@@ -171,7 +171,7 @@ class PromptQueue(Protocol):
         """Put prompts at the front of the next iteration."""
         ...
 
-    def in_front_of(self, cursor: Any) -> Any:
+    def with_requeued(self, cursor: Any) -> Any:
         """The cursor with all drawn prompts in front of it."""
         ...
 

@@ -19,9 +19,9 @@ from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.cache import TokenExamples
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages, is_chat
 from rlhfkit.datamodules.tokenization.columns import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
-from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, PendingExample
 from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.sources import FirstRow, Source, check_columns, describe, read_rows
+from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, check_columns, describe, read_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -103,7 +103,7 @@ class PreferenceDataModule(SFTDataModule):
         log.info("%s: %d pairs, prompts from %s, margins %s", describe(source), len(pairs), where, margin or "none")
         return pairs
 
-    def _pair_columns(self, rows: "Dataset | FirstRow", source: Source) -> dict[str, str | None]:
+    def _pair_columns(self, rows: "Dataset | RowPreview", source: Source) -> dict[str, str | None]:
         """Return the columns ``chosen``, ``rejected``, ``prompt`` and ``margin``; ``None`` where there is none."""
         margin = self.margin or ("margin" if "margin" in rows.column_names else None)
         check_columns(rows, source, margin=margin)
@@ -187,8 +187,8 @@ class PreferenceBuilder(ExampleBuilder):
             raise ValueError(f"column {column!r} of {where} must hold a number, it holds {value!r}")
         return float(value)
 
-    def _pair(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> list[Recipe]:
-        """Return the recipes of both answers of a row."""
+    def _pair(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> list[PendingExample]:
+        """The examples of both answers of a row."""
         prompt = columns["prompt"]
         better, worse = (row[str(columns[name])] for name in ("chosen", "rejected"))
         chats = is_chat(better), is_chat(worse)
@@ -219,8 +219,8 @@ class PreferenceBuilder(ExampleBuilder):
         start = len(better[: common_prefix(better, worse)].rstrip())  # white space belongs to the answers
         return [plain.completion(text[:start], text[start:], where) for text in (better, worse)]
 
-    def _dialogue(self, messages: Sequence[Any], turns: int, where: str) -> Recipe:
-        """Return the recipe of a conversation whose first ``turns`` messages are the prompt."""
+    def _dialogue(self, messages: Sequence[Any], turns: int, where: str) -> PendingExample:
+        """The example of a conversation whose first ``turns`` messages are the prompt."""
         written = self.formatter.messages(messages)  # may have added a system message
         return self.conversation(written, where, first=turns + len(written) - len(messages))
 

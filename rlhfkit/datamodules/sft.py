@@ -365,7 +365,7 @@ class SFTDataModule(TextDataModule):
         """Validation micro-batches, normalised so that the plain mean of their losses is the mean over all tokens."""
         if self.validation_data is None:
             return no_loader()
-        return self._loader(self.validation_examples, accumulate=1, shuffle=False, whole_epoch=True)
+        return self._loader(self.validation_examples, accumulate=1, shuffle=False, normalize_over_epoch=True)
 
     def predict_dataloader(self) -> StepLoader[Any]:
         """Micro-batches of ``data``; in the order of its rows on one rank without a token budget.

@@ -11,9 +11,9 @@ from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.streaming import SourceStream
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.columns import STEPWISE, find_columns
-from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, Recipe, log_counts
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, PendingExample, log_counts
 from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.sources import FirstRow, Source, check_columns, read_rows
+from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, check_columns, read_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -93,7 +93,7 @@ class StepwiseDataModule(SFTDataModule):
         columns = self._step_columns(rows, source)
         return self._builder(StepwiseBuilder, source, tokenizer).build_steps(rows, columns, self._step_ends)
 
-    def _step_columns(self, rows: "Dataset | FirstRow", source: Source) -> dict[str, str]:
+    def _step_columns(self, rows: "Dataset | RowPreview", source: Source) -> dict[str, str]:
         """Return the columns by argument: labels, and text or prompt and completions."""
         if self.text is None:
             named = {"prompt": self.prompt, "completions": self.completions, "labels": self.labels}
@@ -152,8 +152,8 @@ class StepwiseBuilder(ExampleBuilder):
             labels = self._labels(row, where)
             yield [StepwiseExample(answer, labels[: answer.targets]) for answer in answers]
 
-    def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
-        """Return the recipe of one answer, which must have as many steps as labels."""
+    def pending(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> PendingExample:
+        """The example of one answer, which must have as many steps as labels."""
         labels = row[self.columns["labels"]]
         if "text" in self.columns:
             text = self._text(row[self.columns["text"]], self.columns["text"], where)
@@ -162,18 +162,18 @@ class StepwiseBuilder(ExampleBuilder):
         self.formatter.check(row[self.columns["prompt"]], f"column {self.columns['prompt']!r} of {where}")
         return self._steps(row[self.columns["prompt"]], row[self.columns["completions"]], labels, where)
 
-    def _ended_by_token(self, text: str, labels: Sequence[Any], where: str) -> Recipe:
-        """Return the recipe of a text in which the step token ends each step."""
+    def _ended_by_token(self, text: str, labels: Sequence[Any], where: str) -> PendingExample:
+        """The example of a text in which the step token ends each step."""
 
         def finish(parts: list[list[int]]) -> TokenExample:
             mask = [token == self.step_token_id for token in parts[0]]
             _check_count(sum(mask), len(labels), where)
             return TokenExample(parts[0], mask)
 
-        return Recipe([text], False, finish)
+        return PendingExample([text], False, finish)
 
-    def _steps(self, prompt: Any, steps: Any, labels: Sequence[Any], where: str) -> Recipe:
-        """Return the recipe of a list of steps; the last token of each is found by common token prefixes."""
+    def _steps(self, prompt: Any, steps: Any, labels: Sequence[Any], where: str) -> PendingExample:
+        """The example of a list of steps; the last token of each is found by common token prefixes."""
         column = self.columns["completions"]
         if not isinstance(steps, list):
             raise ValueError(f"column {column!r} of {where} must hold a list of steps, it holds {steps!r}")
@@ -189,7 +189,7 @@ class StepwiseBuilder(ExampleBuilder):
                 raise ValueError(f"{where} has a step without a token of its own: the tokenizer joins it with others")
             return TokenExample(whole, [position in last[1:] for position in range(len(whole))])
 
-        return Recipe(prefixes, self.formatter.templated(prompt), finish)
+        return PendingExample(prefixes, self.formatter.templated(prompt), finish)
 
     def _step_token_id(self, token: str) -> int:
         found = self.tokenizer(token, add_special_tokens=False)["input_ids"]

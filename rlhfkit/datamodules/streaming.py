@@ -23,8 +23,8 @@ from rlhfkit.datamodules.tokenization.mixture import Mixture, list_sources, next
 from rlhfkit.datamodules.tokenization.sources import (
     FORMATS,
     UNSUPPORTED,
-    FirstRow,
     NoRowsError,
+    RowPreview,
     describe,
     format_of,
     is_saved_dataset,
@@ -92,7 +92,7 @@ class RowReader:
         """The rows by which a source is told from another."""
         if not self.first_rows:
             raise NoRowsError(f"{self.name} has no rows; at least one is needed")
-        self.head = FirstRow(self.first_rows[0])
+        self.head = RowPreview(self.first_rows[0])
         """The first row, as a table."""
 
     def read(self, first: int) -> Iterator[PlacedRow]:

@@ -11,7 +11,7 @@ from rlhfkit.datamodules.tokenization.cache import TokenExamples
 from rlhfkit.datamodules.tokenization.columns import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, log_counts
 from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.sources import FirstRow, Source, describe, no_loader, read_rows
+from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, describe, no_loader, read_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -96,7 +96,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         log.info("%s: %d desirable answers of %d", describe(source), sum(desirable), len(desirable))
         return UnpairedExamples(answers, desirable, seed=self.seed, max_length=self._longest_mismatched)
 
-    def _answer_columns(self, rows: "Dataset | FirstRow", source: Source) -> dict[str, str]:
+    def _answer_columns(self, rows: "Dataset | RowPreview", source: Source) -> dict[str, str]:
         """Return the columns by argument: prompt, and completion and label or chosen and rejected."""
         named = {name: getattr(self, name) for name in ("prompt", "completion", "label", "chosen", "rejected")}
         return find_columns(rows, source, (UNPAIRED_PREFERENCE, PREFERENCE), named)
@@ -138,7 +138,7 @@ class UnpairedBuilder(ExampleBuilder):
         completions = [columns[name] for name in ("completion", "chosen", "rejected") if name in columns]
         texts = [{"prompt": columns["prompt"], "completion": completion} for completion in completions]
         answers = self.tokenize_rows(
-            rows, lambda builder, row, where: [builder.recipe(row, where, each) for each in texts]
+            rows, lambda builder, row, where: [builder.pending(row, where, each) for each in texts]
         )
         for where, row in rows:
             wanted = [True, False] if label is None else [_is_desirable(row[label], f"column {label!r} of {where}")]

@@ -84,7 +84,7 @@ class OverlappingDraws:
             place = queue.cursor
             for later in sorted(self._queues, reverse=True):
                 if later > iteration:
-                    queue.cursor = self._queues[later].in_front_of(queue.cursor)
+                    queue.cursor = self._queues[later].with_requeued(queue.cursor)
             after = queue.after
             queue.cursor = place
             return after

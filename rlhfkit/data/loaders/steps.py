@@ -162,7 +162,7 @@ class TableSteps:
         shuffle: bool,
         seed: int,
         drop_last: bool,
-        whole_epoch: bool,
+        normalize_over_epoch: bool,
     ) -> None:
         if len(lengths) != len(targets):
             raise ValueError(f"lengths and targets are per example, got {len(lengths)} and {len(targets)}")
@@ -173,7 +173,7 @@ class TableSteps:
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
-        self.whole_epoch = whole_epoch
+        self.normalize_over_epoch = normalize_over_epoch
         self._bins: list[list[int]] | None = None
         if sizes.max_tokens_per_micro_batch is not None:
             ties = permutation(len(lengths), seed=seed, number=-1) if shuffle else None
@@ -210,7 +210,7 @@ class TableSteps:
         order, size = self.order(epoch), self.sizes.global_batch_size
         if self.drop_last:
             order = order[: len(order) // size * size]
-        epoch_totals = self._totals(order, len(self)) if self.whole_epoch else None
+        epoch_totals = self._totals(order, len(self)) if self.normalize_over_epoch else None
         for first in range(start // self.sizes.accumulate * size, len(order), size):
             units = order[first : first + size]
             totals = epoch_totals or self._totals(units, self.sizes.accumulate)
@@ -349,7 +349,7 @@ class StepLoader(Generic[B]):
         seed: int = 0,
         epoch: Callable[[], int] | None = None,
         drop_last: bool = False,
-        whole_epoch: bool = False,
+        normalize_over_epoch: bool = False,
         limit_batches: int | float = 1.0,
         on_last_batch: Callable[[Any], None] = lambda place: None,
     ) -> None:
@@ -371,7 +371,8 @@ class StepLoader(Generic[B]):
             seed: Of the permutations.
             epoch: Returns the epoch, e.g. ``lambda: trainer.current_epoch``; ``None``: the one of :meth:`set_epoch`.
             drop_last: Skip a step that is not full.
-            whole_epoch: Totals of the epoch instead of the step, so the plain mean over batches is exact (validation).
+            normalize_over_epoch: Totals of the epoch instead of the step, so the plain mean over batches is exact
+                (validation).
             limit_batches: Micro-batches, or share of them, that an epoch has (``Trainer(limit_train_batches)``).
             on_last_batch: Called before the last micro-batch of each step of a stream, with the position after it.
 
@@ -400,7 +401,7 @@ class StepLoader(Generic[B]):
                 shuffle=shuffle,
                 seed=seed,
                 drop_last=drop_last,
-                whole_epoch=whole_epoch,
+                normalize_over_epoch=normalize_over_epoch,
             )
         else:
             self.schedule = StreamSteps(cast(ExampleStream, examples), steps_per_epoch, sizes, self.complete)

@@ -181,7 +181,7 @@ class IterationQueue:
         requeued = {prompt.index for prompt in prompts}
         self.cursor = _in_front([row for index, row in self._rows.items() if index in requeued], self.cursor)
 
-    def in_front_of(self, cursor: PromptCursor) -> PromptCursor:
+    def with_requeued(self, cursor: PromptCursor) -> PromptCursor:
         """The cursor with all drawn prompts in front of it, in the order of drawing."""
         return _in_front(self._rows.values(), cursor)
 

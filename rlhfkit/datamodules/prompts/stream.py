@@ -114,7 +114,7 @@ class StreamQueue:
         """Put drawn prompts at the front of the next iteration, in the order of drawing."""
         self.cursor = self._in_front({prompt.index for prompt in prompts}, self.cursor)
 
-    def in_front_of(self, cursor: StreamCursor) -> StreamCursor:
+    def with_requeued(self, cursor: StreamCursor) -> StreamCursor:
         """The cursor with all drawn prompts in front of it, in the order of drawing."""
         return self._in_front(self._drawn, cursor)
 

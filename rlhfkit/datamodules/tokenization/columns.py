@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhfkit.datamodules.tokenization.sources import FirstRow, check_columns, describe
+from rlhfkit.datamodules.tokenization.sources import RowPreview, check_columns, describe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -92,7 +92,7 @@ _PER_ROW = {TEMPLATE_ARGUMENTS, TOOLS, SYSTEM, ATTENTION_MASK}
 
 
 def find_columns(
-    rows: "Dataset | FirstRow", source: Any, formats: Sequence[DataFormat], named: Mapping[str, str | None]
+    rows: "Dataset | RowPreview", source: Any, formats: Sequence[DataFormat], named: Mapping[str, str | None]
 ) -> dict[str, str]:
     """Return the columns to read, by argument; all of them exist and have no missing values.
 

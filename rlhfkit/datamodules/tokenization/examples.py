@@ -94,7 +94,7 @@ def _numbers(row: Mapping[str, Any], column: str, where: str, count: int | None 
 log = logging.getLogger(__name__)
 
 
-class Recipe(NamedTuple):
+class PendingExample(NamedTuple):
     """How to make one example: texts, which are tokenised in batches, and a function of their token ids."""
 
     texts: list[str]
@@ -214,7 +214,7 @@ class ExampleBuilder:
     def _make_examples(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
         counts: dict[str, int] = {"truncated": 0, "dropped": 0, "empty": 0}
         made_from: list[int] = []
-        tokenized = self.tokenize_dataset(rows, lambda builder, row, where: [builder.recipe(row, where, columns)])
+        tokenized = self.tokenize_dataset(rows, lambda builder, row, where: [builder.pending(row, where, columns)])
         made = TokenExamples(self._limit_examples(tokenized, made_from, counts))
         made.rows, made.counts = made_from, counts
         if not len(made):
@@ -225,16 +225,17 @@ class ExampleBuilder:
         return made
 
     def tokenize_dataset(
-        self, rows: "Dataset", recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]]
+        self, rows: "Dataset", pending_of: Callable[[Self, Mapping[str, Any], str], Iterable[PendingExample]]
     ) -> Iterator[TokenExample]:
         """Yield the examples of all rows with a progress bar, before truncating or dropping.
 
-        ``recipes`` is called with the row's builder, the row, and its place for messages; it returns the row's recipes.
+        ``pending_of`` is called with the row's builder, the row, and its place for messages; it returns the examples
+        of the row.
         """
 
         def tokenize(chunk: list[dict[str, Any]], first: int) -> list[TokenExample]:
             places = ((f"{self.source}, row {index},", row) for index, row in enumerate(chunk, first))
-            return list(self.tokenize_rows(places, recipes))
+            return list(self.tokenize_rows(places, pending_of))
 
         num_proc = 1 if self.cache is None else self.cache.num_proc
         return tokenize_in_chunks(rows, tokenize, num_proc=num_proc, title=f"Tokenising {self.source}")
@@ -242,28 +243,28 @@ class ExampleBuilder:
     def tokenize_rows(
         self,
         rows: Iterable[tuple[str, Mapping[str, Any]]],
-        recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]],
+        pending_of: Callable[[Self, Mapping[str, Any], str], Iterable[PendingExample]],
     ) -> Iterator[TokenExample]:
         """Yield the examples of (place, row) pairs, before truncating or dropping; see :meth:`tokenize_dataset`."""
-        pending = (recipe for where, row in rows for recipe in self._recipes_of(row, where, recipes))
+        pending = (each for where, row in rows for each in self._pending_of(row, where, pending_of))
         # A fast tokenizer uses all cores for many texts at once.
         while chunk := list(itertools.islice(pending, CHUNK)):
             tokenized: dict[bool, Iterator[list[int]]] = {}
             for templated in (False, True):
-                texts = [text for recipe in chunk if recipe.templated is templated for text in recipe.texts]
+                texts = [text for each in chunk if each.templated is templated for text in each.texts]
                 tokenized[templated] = iter(self.formatter.tokenize(texts, templated=templated) if texts else [])
-            for recipe in chunk:
-                parts = tokenized[recipe.templated]
-                yield recipe.finish([next(parts) for _ in recipe.texts])
+            for each in chunk:
+                parts = tokenized[each.templated]
+                yield each.finish([next(parts) for _ in each.texts])
 
-    def _recipes_of(
+    def _pending_of(
         self,
         row: Mapping[str, Any],
         where: str,
-        recipes: Callable[[Self, Mapping[str, Any], str], Iterable[Recipe]],
-    ) -> Iterator[Recipe]:
+        pending_of: Callable[[Self, Mapping[str, Any], str], Iterable[PendingExample]],
+    ) -> Iterator[PendingExample]:
         try:
-            yield from recipes(self.for_row(row), row, where)
+            yield from pending_of(self.for_row(row), row, where)
         except SpecialTokenError as error:
             raise ValueError(f"{where} {error}") from None
 
@@ -275,7 +276,7 @@ class ExampleBuilder:
         Raises ValueError as :meth:`build` does.
         """
         counts = {"truncated": 0, "dropped": 0, "empty": 0}
-        tokenized = self.tokenize_rows(rows, lambda builder, row, where: [builder.recipe(row, where, columns)])
+        tokenized = self.tokenize_rows(rows, lambda builder, row, where: [builder.pending(row, where, columns)])
         for (where, _), example in zip(rows, tokenized, strict=True):
             fitting = self.limit_lengths(example, where, counts)
             for each in fitting:
@@ -301,12 +302,12 @@ class ExampleBuilder:
                 self.source,
             )
 
-    def recipe(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> Recipe:
-        """Return the recipe of one row; override for other columns."""
+    def pending(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> PendingExample:
+        """The example of one row; override for other columns."""
         messages, text = columns.get("messages"), columns.get("text")
         if columns.get("input_ids") is not None:
             made = tokenized_row(row, where, columns, vocabulary=len(self.tokenizer))
-            return Recipe([], True, lambda _: made)
+            return PendingExample([], True, lambda _: made)
         if messages is not None:
             place = f"column {messages!r} of {where}"
             self._check_chat(row[messages], place)
@@ -364,17 +365,17 @@ class ExampleBuilder:
             raise ValueError(f"column {column!r} of {where} must hold text, it holds {type(value).__name__}: {value!r}")
         return value
 
-    def plain(self, text: str) -> Recipe:
-        """Return the recipe of a text followed by an end-of-sequence token; all tokens are learned."""
+    def plain(self, text: str) -> PendingExample:
+        """The example of a text followed by an end-of-sequence token; all tokens are learned."""
 
         def finish(parts: list[list[int]]) -> TokenExample:
             token_ids = self._with_eos(parts[0])
             return TokenExample(token_ids, [True] * len(token_ids))
 
-        return Recipe([self.formatter.handle_special_tokens(text, templated=False)], False, finish)
+        return PendingExample([self.formatter.handle_special_tokens(text, templated=False)], False, finish)
 
-    def completion(self, prompt: Any, completion: Any, where: str = "the row") -> Recipe:
-        """Return the recipe of a prompt and completion, each text or chat messages; only the latter is learned."""
+    def completion(self, prompt: Any, completion: Any, where: str = "the row") -> PendingExample:
+        """The example of a prompt and completion, each text or chat messages; only the latter is learned."""
         if isinstance(completion, list) or self.formatter.templated(prompt):
             answer = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
             question = self.formatter.messages(prompt)
@@ -388,10 +389,10 @@ class ExampleBuilder:
 
         texts = (prompt, prompt + completion)
         prompt, both = (self.formatter.handle_special_tokens(text, templated=False) for text in texts)
-        return Recipe([prompt, both], False, finish)
+        return PendingExample([prompt, both], False, finish)
 
-    def conversation(self, messages: Any, where: str = "the conversation", *, first: int = 0) -> Recipe:
-        """Return the recipe of a conversation; only the assistant's turns with their end-of-turn tokens are learned.
+    def conversation(self, messages: Any, where: str = "the conversation", *, first: int = 0) -> PendingExample:
+        """The example of a conversation; only the assistant's turns with their end-of-turn tokens are learned.
 
         If the template writes no end-of-turn token after a last turn of the assistant, an end-of-sequence token is
         added and learned. Messages before index ``first`` are not learned. Raises ValueError if the template does not
@@ -404,7 +405,7 @@ class ExampleBuilder:
         try:
             written = write_conversation(self.formatter, messages, first=first)
         except SpecialTokenError:
-            raise  # _recipes_of adds the row to the message
+            raise  # _pending_of adds the row to the message
         except (TemplateError, ValueError) as error:
             raise ValueError(f"{where} is not accepted by the chat template: {error}") from error
         answered = messages[-1]["role"] == "assistant"
@@ -416,7 +417,7 @@ class ExampleBuilder:
                 return TokenExample([*token_ids, end], [*mask, True])
             return TokenExample(token_ids, mask)
 
-        return Recipe([], True, finish)
+        return PendingExample([], True, finish)
 
     def _check_chat(self, messages: Any, where: str) -> None:
         if not is_chat(messages):

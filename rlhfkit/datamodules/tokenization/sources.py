@@ -43,7 +43,7 @@ class NoRowsError(ValueError):
     """A source without rows."""
 
 
-class FirstRow:
+class RowPreview:
     """A table of one row, whose values need no types that a column of a table could have."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
@@ -273,7 +273,7 @@ def _table(rows: list[dict[str, Any]]) -> "Dataset":
             raise ValueError(f"the given rows make no table: {error}") from error
 
 
-def check_columns(rows: "Dataset | FirstRow", source: Any, /, **columns: str | None) -> None:
+def check_columns(rows: "Dataset | RowPreview", source: Any, /, **columns: str | None) -> None:
     """Raise ValueError unless the named columns exist without missing values, and there are none of images.
 
     ``columns`` maps the argument in which a column was given to the column; ``None``: not used.
@@ -295,8 +295,8 @@ def check_columns(rows: "Dataset | FirstRow", source: Any, /, **columns: str | N
             )
 
 
-def _missing_values(rows: "Dataset | FirstRow", column: str) -> int:
-    if isinstance(rows, FirstRow):
+def _missing_values(rows: "Dataset | RowPreview", column: str) -> int:
+    if isinstance(rows, RowPreview):
         return int(rows.row[column] is None)
     if rows._indices is None:
         return int(rows.data.column(column).null_count)

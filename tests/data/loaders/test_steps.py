@@ -208,7 +208,7 @@ def test_whole_epoch_totals_make_the_plain_mean_of_losses_exact() -> None:
         losses = [
             aggregate(model(batch), batch.loss_mask, "token-mean", batch.token_denominator)
             for rank in range(world)
-            for batch in loader(examples, **size, rank=rank, world_size=world, shuffle=False, whole_epoch=True)
+            for batch in loader(examples, **size, rank=rank, world_size=world, shuffle=False, normalize_over_epoch=True)
         ]
         torch.testing.assert_close(torch.stack(losses).mean(), exact, rtol=1e-12, atol=0)
 

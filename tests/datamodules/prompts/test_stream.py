@@ -92,7 +92,7 @@ def test_iterations_side_by_side_wait_for_requeued_prompts_in_order(write_rows: 
     second.cursor = first.cursor
     assert [prompt.index for prompt in second.take(3)] == [4, 5, 6]
     first.requeue([drawn[2], drawn[0]])
-    first.cursor = second.in_front_of(first.cursor._replace(next=second.cursor.next))
+    first.cursor = second.with_requeued(first.cursor._replace(next=second.cursor.next))
     later = StreamQueue(first._reader, first.cursor)
     assert [prompt.index for prompt in later.take(6)] == [4, 5, 6, 0, 2, 7]
     assert [prompt.index for prompt in later.take(1)] == [8]
