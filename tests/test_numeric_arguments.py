@@ -117,7 +117,6 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     ("SamplingSpec", "presence_penalty"): ((-1.0,), "a bonus for what was said before"),
     ("SamplingSpec", "frequency_penalty"): ((-1.0,), "a bonus for what was said before"),
     (ANY, "on_failure"): ((-1.0,), "a reward may be negative"),
-    (ANY, "stop_properly_coef"): ((-1.0,), "a fraction of the reward, negative where truncation is to be punished"),
     ("SimPOModule", "alpha"): ((-1.0,), "AlphaPO's exponent has either sign"),
     ("DPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),
     ("OnlineDPOModule", "divergence_alpha"): ((-1.0,), "the exponent of an alpha divergence has either sign"),

@@ -12,6 +12,7 @@ from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantag
 from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.parts import Part
+from rlhfkit.validation import check_number
 
 
 class GRPOModule(OnPolicyModule):
@@ -98,6 +99,7 @@ class GRPOModule(OnPolicyModule):
         parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
         **kwargs: Any,
     ) -> None:
+        check_number("gamma", gamma, minimum=0, maximum=1)
         of_samples = advantages is None or AdvantageFunction(advantages).takes_rewards
         if advantages is not None:
             ignored = {"advantage_scale": advantage_scale != "group"}

@@ -16,6 +16,7 @@ from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.parts import Part, make_part
 from rlhfkit.roles import CriticPool, ModelPool
+from rlhfkit.validation import check_integer, check_number
 
 
 class PPOModule(OnPolicyModule):
@@ -127,6 +128,12 @@ class PPOModule(OnPolicyModule):
         from rlhfkit.modules.parts import critic as parts_of_critic
         from rlhfkit.modules.parts.advantages import AdvantagesBy, WhitenAdvantages
 
+        # Under the names that were given: the parts have their own.
+        check_number("critic_lr", critic_lr, above=0)
+        check_integer("critic_warmup_steps", critic_warmup_steps, minimum=0)
+        check_number("value_coef", value_coef, above=0)
+        check_number("value_clip", value_clip, above=0, optional=True)
+        check_number("critic_lam", critic_lam, minimum=0, maximum=1, optional=True)
         given = [make_part(one) for one in parts]
         own_critic = next((part for part in given if isinstance(part, parts_of_critic.Critic)), None)
         self.critic_part = own_critic or parts_of_critic.Critic(

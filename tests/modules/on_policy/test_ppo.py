@@ -171,7 +171,7 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"critic_lr": 0.0}, r"Critic\.lr must be a finite number above 0"),
+        ({"critic_lr": 0.0}, r"critic_lr must be a finite number above 0"),
         ({"lam": 1.1}, "lam"),
         ({"gamma": -0.1}, "gamma"),
         ({"length_adaptive_alpha": 0.0}, r"GAE\.length_adaptive_alpha must be a finite number above 0 or None"),
