@@ -392,14 +392,12 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         """Whether the module has a reward model whose scores are added to the rewards of samples."""
         return False
 
-    def reward_model_scores(self, experience: Experience | None) -> Tensor:
-        """(B,) scores of this rank's rows by the module's reward model; only called if :attr:`scores_samples`."""
-        # Part of the protocol GenerativeModule, for modules whose scores_samples is true.
-        raise NotImplementedError(f"{type(self).__name__} has no reward model")
-
     def reward_model_parts(self, experience: Experience | None) -> dict[str, Tensor]:
-        """The scores as parts of the reward: ``model``, which is added to it, and what it consists of."""
-        return {"model": self.reward_model_scores(experience)}
+        """(B,) scores of this rank's rows: ``model``, which is added to the reward, and what it consists of.
+
+        Part of the protocol ``GenerativeModule``; only called if :attr:`scores_samples`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no reward model")
 
     @contextmanager
     def reference_model(self) -> Iterator[nn.Module]:

@@ -38,7 +38,7 @@ from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
 from rlhfkit.modules.on_policy.update.pretraining_text import PretrainingTextModule
 from rlhfkit.parts import Part, Stage, arrange, describe, overriding, part_name
-from rlhfkit.roles import FrozenModel
+from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import epochs_of
 from rlhfkit.validation import check_number
@@ -276,7 +276,7 @@ class OnPolicyModule(PretrainingTextModule, AdvantageModule):
     @property
     def shaping(self) -> list[str]:
         """Names of the parts that change rewards."""
-        return [part_name(part) for part in self.parts if "rewards" in part.writes]
+        return [part_name(part) for part in self.parts if "rewards" in part.writes and part.stage == Stage.SHAPE]
 
     @functools.cached_property
     def order(self) -> list[Part]:
@@ -291,7 +291,6 @@ class OnPolicyModule(PretrainingTextModule, AdvantageModule):
         """What the module itself does with an iteration, beside its parts; empty steps are left out."""
         by_method = self.overrides_advantages or not any("advantages" in part.writes for part in self.parts)
         steps = [
-            ModuleStep(self.add_reward_model_scores, Stage.SCORE) if self.scores_samples else None,
             ModuleStep(self.add_logprobs, Stage.POLICY, writes=self.columns_of_models),
             ModuleStep(self.compute_advantages, Stage.CREDIT, writes=("advantages",)) if by_method else None,
         ]
@@ -351,6 +350,31 @@ class OnPolicyModule(PretrainingTextModule, AdvantageModule):
     def needs_entropy(self) -> bool:
         """Whether entropy is logged or rewarded."""
         return self.log_entropy or any("entropy" in part.outputs for part in self.parts)
+
+    @property
+    def _scorer(self) -> Any:
+        """The part that scores samples by models of the module, if there is one."""
+        return next((part for part in self.parts if hasattr(part, "parts_of")), None)
+
+    @property
+    def reward_models(self) -> dict[str, str | ModelPool]:
+        """The reward models, by name; a single one is called ``""``."""
+        return {} if self._scorer is None else dict(self._scorer.by_name)
+
+    @property
+    def scores_samples(self) -> bool:
+        """Whether there is a reward model, whose scores ``RolloutCallback`` adds to the rewards of samples."""
+        return self._scorer is not None
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether ``RolloutCallback`` must have a reward."""
+        return self._scorer is None
+
+    def reward_model_parts(self, experience: Experience | None) -> dict[str, Tensor]:
+        """(B,) sum of weighted scores, as ``model``, and with several reward models each. A collective."""
+        found: dict[str, Tensor] = self._scorer.parts_of(experience)
+        return found
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if groups of this size teach nothing, as the parts say that compute advantages."""

@@ -29,6 +29,7 @@ from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
+from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 from rlhfkit.parts import Part
@@ -48,7 +49,15 @@ from .credit_cases import (
 from .filter_cases import correction_formula, off_policy_formula, rejection_formula, top_entropy_formula
 from .kl_control_cases import kl_target_formula, stop_early_formula
 from .old_policy_cases import log_linear_formula, router_replay_formula
-from .reward_cases import clip_formula, mask_formula, missing_end_formula, normalize_formula, stop_properly_formula
+from .reward_cases import (
+    clip_formula,
+    mask_formula,
+    missing_end_formula,
+    normalize_formula,
+    reward_folder,
+    reward_model_formula,
+    stop_properly_formula,
+)
 
 LR = 0.05
 RATES: dict[Any, dict[str, Any]] = {PlainPPO: {"critic_lr": 0.02}}
@@ -228,6 +237,12 @@ def moving_reference_formula(folder: Path) -> None:
 UNSCALED = {"advantage_scale": "none"}
 ENDS = SamplingSpec(group_size=4, max_new_tokens=8, stop=tuple("aeiouAEIOU"))  # of some answers, others are cut off
 CASES: dict[str, Case] = {
+    "RewardModel": Case(
+        lambda: RewardModel({"one": reward_folder(), "two": reward_folder()}, {"two": -0.5}),
+        reward_model_formula,
+        UNSCALED,
+        metrics=("rollout/reward_model/one", "rollout/reward_model/two"),
+    ),
     "StopProperly": Case(lambda: StopProperly(0.25), stop_properly_formula, UNSCALED, sampling=ENDS),
     "MissingEndPenalty": Case(lambda: MissingEndPenalty(0.5), missing_end_formula, UNSCALED, sampling=ENDS),
     "NormalizeRewards": Case(NormalizeRewards, normalize_formula, UNSCALED),

@@ -1,15 +1,22 @@
 """The formulas of the parts that shape rewards, by hand."""
 
 import dataclasses
+import functools
 import math
 import statistics
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from rl_runs import digits, setup_run
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import AutoModelForSequenceClassification
 
 from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule
+from rlhfkit.models.heads import load_scalar_model
+from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.parts import Part
 
@@ -75,3 +82,37 @@ def mask_formula(folder: Path) -> None:
     found = part.prepare(rows).action_mask
     for row, cut_off in enumerate(CUT_OFF):
         assert torch.equal(found[row], torch.zeros(6, dtype=torch.bool) if cut_off else rows.action_mask[row])
+
+
+# ---------------------------------------------------------------------- scores of models
+
+
+@functools.cache
+def reward_folder() -> str:
+    """A reward model that normalizes its scores, the same in every process."""
+    folder = Path(tempfile.mkdtemp())
+    torch.manual_seed(7)
+    model = load_scalar_model(str(tiny_model(folder / "base", seed=3)), head_std=0.5)
+    model.config.mean, model.config.std = 0.5, 2.0
+    model.save_pretrained(folder / "reward")
+    tiny_tokenizer().save_pretrained(folder / "reward")
+    return str(folder / "reward")
+
+
+def reward_model_formula(folder: Path) -> None:
+    """The output at the last token of each sample, one sequence at a time, shifted and scaled as the model says."""
+    part = RewardModel({"one": reward_folder(), "two": reward_folder()}, {"two": -0.5})
+    trainer, module, data, rollouts = setup_run(folder, module_arguments={"parts": [part]}, max_epochs=1)
+    trainer.fit(module, data)
+    plain = AutoModelForSequenceClassification.from_pretrained(reward_folder())
+    scores = []
+    for sample in rollouts.samples:
+        tokens = torch.tensor([[*sample.prompt.token_ids, *sample.token_ids]])
+        with torch.no_grad():
+            hidden = plain.base_model(tokens).last_hidden_state[0, -1]
+            scores.append((float(plain.score(hidden)) - 0.5) / 2.0)
+    assert rollouts.experience is not None
+    for name in ("one", "two"):
+        assert rollouts.experience.reward_parts[f"model/{name}"].tolist() == pytest.approx(scores, abs=1e-5)
+    expected = [score + 0.5 * mine for score, mine in zip(digits(rollouts.samples), scores, strict=True)]
+    assert rollouts.experience.rewards.tolist() == pytest.approx(expected, abs=1e-5)

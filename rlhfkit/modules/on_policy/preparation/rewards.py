@@ -1,5 +1,6 @@
 """``RewardedModule``: the rewards that are learned from, with a KL penalty in them or in the loss."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from rlhfkit.losses import (
     masked_sum,
     token_rewards,
 )
-from rlhfkit.modules.on_policy.preparation.reward_models import ScoredModule
+from rlhfkit.modules.on_policy.preparation.placed_models import PlacedModule
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_number
@@ -20,7 +21,7 @@ KLPlace = Literal["token", "sequence"]
 """Which reward a KL penalty is subtracted from."""
 
 
-class RewardedModule(ScoredModule):
+class RewardedModule(PlacedModule):
     """A policy whose samples are rewarded, by a function of the callback, a reward model of the module, or both.
 
     Args:
@@ -28,6 +29,10 @@ class RewardedModule(ScoredModule):
         reference: Where the reference model of the KL penalty is: ``None``: a frozen child, or the policy without its
             adapters; a :class:`~rlhfkit.roles.ModelPool`: on machines of its own, where it works while the policy
             computes its old log-probs; a :class:`~rlhfkit.roles.ServedModel`: behind a running ``vllm serve``.
+        reward_model: Scores samples, in addition to the callback's reward, see
+            :class:`~rlhfkit.modules.parts.reward_model.RewardModel`: a folder or hub name, a
+            :class:`~rlhfkit.roles.ModelPool`, or a mapping of several by name.
+        reward_weights: Factors of the scores of several reward models, by name; 1 for those that are left out.
         mask_truncated: Learn nothing from answers that the length limit cut off, see
             :class:`~rlhfkit.modules.parts.rewards.MaskTruncated`; other parts of that file shape rewards.
         kl_coef: Weight of the KL penalty; 0 (TRL's default) loads no reference model.
@@ -39,7 +44,7 @@ class RewardedModule(ScoredModule):
             answer's total from the reward of the sample, before the baseline (RLOO; TRL's, and verl's for estimators
             that compare samples). ``True``: ``token`` for PPO, ``sequence`` for GRPO. ``None``: ``token`` for PPO, in
             the loss for others.
-        **kwargs: Reward models: see :class:`~rlhfkit.modules.on_policy.preparation.reward_models.ScoredModule`.
+        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.iteration.IterationModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -56,6 +61,8 @@ class RewardedModule(ScoredModule):
         model: str,
         *,
         reference: ModelPool | ServedModel | None = None,
+        reward_model: str | ModelPool | Mapping[str, str | ModelPool] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
         mask_truncated: bool = False,
         kl_coef: float = 0.0,
         kl_estimator: KLEstimator | None = None,
@@ -65,6 +72,16 @@ class RewardedModule(ScoredModule):
         super().__init__(model, **kwargs)
         check_number("kl_coef", kl_coef, minimum=0, why="0 is no reference model")
         self.reference_pool = frozen_model(reference)
+        if reward_model is not None:
+            from rlhfkit.modules.parts.reward_model import RewardModel
+
+            scores = RewardModel(reward_model, reward_weights)
+            self.own_parts.append(scores)
+            self.hparams.update(reward_model=scores.plain()["init_args"]["models"])
+        elif reward_weights:
+            raise ValueError(
+                f"reward_weights are those of reward_model={{name: ...}}, got {dict(reward_weights)} for none"
+            )
         self.mask_truncated = mask_truncated
         if mask_truncated:
             from rlhfkit.modules.parts.rewards import MaskTruncated
@@ -109,7 +126,7 @@ class RewardedModule(ScoredModule):
         placed: dict[str, tuple[FrozenModel, Role]] = {}
         if self.reference_pool is not None:
             placed["reference"] = self.reference_pool, "logprobs"
-        return placed | super().placed_models()
+        return placed | dict(super().placed_models())
 
     # ------------------------------------------------------------------ the KL penalty
 

@@ -325,7 +325,7 @@ def gathers(module: GRPOModule, rank: int) -> dict[str, Any]:
 
 def scores(module: GRPOModule, rank: int) -> list[float]:
     """Scores of the reward model; the second rank has no rows."""
-    return module.reward_model_scores(None if rank == 1 else share(iteration(0), 0, rank)).tolist()
+    return module.reward_model_parts(None if rank == 1 else share(iteration(0), 0, rank))["model"].tolist()
 
 
 class Finished(Exception):

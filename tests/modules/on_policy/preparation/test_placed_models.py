@@ -1,6 +1,6 @@
 """Models elsewhere are asked group by group, here one of a user's own in this process; test_model_pool.py has pools.
 
-Covers reward_models.py too.
+Covers ``modules/parts/reward_model.py`` too.
 """
 
 from collections.abc import Sequence

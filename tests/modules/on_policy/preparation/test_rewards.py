@@ -1,6 +1,6 @@
 """Reward models as children of the module, and what becomes of rewards before advantages.
 
-Covers reward_models.py.
+Covers ``modules/parts/reward_model.py``.
 """
 
 import dataclasses
