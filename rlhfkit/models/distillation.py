@@ -28,8 +28,8 @@ TeacherRows = Callable[[slice], Any]
 """The teacher at a slice of the M selected tokens, for a :data:`Compare`: logits (m, V) and None, or log-probs and ids
 (m, K). Where a forward group computes the teacher, the tokens are those that this rank
 computes, of it and of the student."""
-LogitRows = Callable[[slice | Tensor], tuple[Tensor, None]]
-"""Logits (m, V) of a slice of the M selected tokens, or of those at an index (m,) int64."""
+LogitRows = Callable[[slice], tuple[Tensor, None]]
+"""Logits (m, V) of a slice of the M selected tokens."""
 Compare = Callable[[Tensor, Any, Tensor, float], Tensor]
 """Compares logits (m, V), the teacher at these tokens, and the tokens (m,); the number is the denominator."""
 

@@ -47,12 +47,7 @@ class PlacedModule(IterationModule):
     def ask_early(self, experience: Experience, iteration: int) -> None:
         """Ask about samples of an iteration that are finished; the mask has the policy's tokens. Any thread may."""
         for pool, _ in self.placed_models().values():
-            rows = self.rows_for(pool, experience)
-            pool.early.add(rows, pool.submit(rows, self.forward_batches(rows)), iteration)
-
-    def rows_for(self, pool: FrozenModel, experience: Experience) -> Experience:
-        """The sequences that a model is asked about, one for each sample: the samples themselves."""
-        return experience
+            pool.early.add(experience, pool.submit(experience, self.forward_batches(experience)), iteration)
 
     def asked_seconds(self) -> dict[str, float]:
         """Seconds since the last call that this rank has waited for each model, and that were hidden, by name."""
