@@ -138,10 +138,8 @@ def ppo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap
     data = PromptDataModule(
         prompts_file(folder), answer="answer", rollout_batch_size=2, micro_batch_size=8 // max(1, groups)
     )
-    module = PlainPPO(
-        model, lr=0.05, critic_lr=0.05, max_tokens_per_forward=40, parts=[NormalizeRewards()],
-        **MOVING,
-    )  # fmt: skip
+    arguments = MOVING | {"parts": [NormalizeRewards(), *MOVING["parts"]]}
+    module = PlainPPO(model, lr=0.05, critic_lr=0.05, max_tokens_per_forward=40, **arguments)
     return module, data, [RolloutCallback(digits, engine=engine, sampling=SAMPLING)], {}
 
 
