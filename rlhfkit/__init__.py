@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         StepwiseDataModule,
         UnpairedPreferenceDataModule,
     )
-    from rlhfkit.episodes import AgentEngine, Environment, EpisodeEngine, Step
+    from rlhfkit.episodes import AgentEpisodes, Environment, Episodes, Step
     from rlhfkit.losses import LossOutput
     from rlhfkit.models import LoRA, PolicyOutput, ScalarModel
     from rlhfkit.modules import (
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 _HOMES = {
-    "AgentEngine": "episodes",
+    "AgentEpisodes": "episodes",
     "BCOModule": "modules",
     "CPOModule": "modules",
     "CriticPool": "roles",
@@ -82,7 +82,7 @@ _HOMES = {
     "DynamicSampling": "rollout",
     "EMA": "callbacks",
     "Environment": "episodes",
-    "EpisodeEngine": "episodes",
+    "Episodes": "episodes",
     "Experience": "data",
     "GRPOModule": "modules",
     "HFExport": "callbacks",
@@ -146,7 +146,7 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 
 __all__ = [
     "EMA",
-    "AgentEngine",
+    "AgentEpisodes",
     "BCOModule",
     "CPOModule",
     "CriticPool",
@@ -155,7 +155,7 @@ __all__ = [
     "DistillationModule",
     "DynamicSampling",
     "Environment",
-    "EpisodeEngine",
+    "Episodes",
     "Experience",
     "GRPOModule",
     "HFExport",

@@ -134,10 +134,10 @@ class UsesGreedyRewards(Protocol):
 
 @runtime_checkable
 class ChecksEngine(Protocol):
-    """A module that learns from the samples of certain engines only."""
+    """A module that learns from the samples of certain engines or group functions only."""
 
     def check_engine(self, engine: Any) -> None:
-        """Raise ValueError if a :class:`~rlhfkit.rollout.RolloutEngine` does not give the samples it learns from."""
+        """Raise ValueError if an engine, or the ``GroupRunner`` around it, does not give the samples it learns from."""
         ...
 
 

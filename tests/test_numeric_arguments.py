@@ -43,7 +43,7 @@ RECORDS = {
     "MicroBatch", "PaddedBatch", "PreferenceBatch", "PreferenceExample", "Prompt", "Sample", "Step", "StepwiseBatch",
     "StepwiseExample", "TokenBatch", "TokenExample", "UnpairedBatch", "UnpairedExample", "WeightInfo",
     "DistilledExamples", "PreferenceExamples", "StepwiseExamples", "UnpairedExamples", "ModuleWeights",
-    "PromptBody", "PromptPass", "SampleBody",
+    "GroupSampler", "PromptBody", "PromptPass", "SampleBody",
 }  # fmt: skip
 """What the library makes itself, some of it once a token: their numbers are checked where they come from."""
 
@@ -51,12 +51,12 @@ ENGINE = LocalEngine()
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "SequenceParallelDDPStrategy": {"sequence_parallel_size": 2},
-    "AgentEngine": {"engine": ENGINE, "agent": lambda connection, prompt: 0.0},
+    "AgentEpisodes": {"agent": lambda connection, prompt: 0.0},
     "CosineLength": {"correct": len, "max_length": 8},
     "ByColumn": {"name": "difficulty"},
     "RequestParser": {"max_samples": 4, "max_tokens": 4},
-    "ReferenceSamples": {"engine": ENGINE, "reference_engine": LocalEngine()},
-    "EpisodeEngine": {"engine": ENGINE, "environment": lambda prompt: None},
+    "ReferenceSamples": {"reference_engine": LocalEngine()},
+    "Episodes": {"environment": lambda prompt: None},
     "ExperienceLoader": {"collect": list, "length": 1},
     "AccessControlMiddleware": {"app": None},
     "HFExport": {"folder": "exported"},

@@ -58,14 +58,14 @@ def judged(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
     return found
 
 
-def run(folder: Path, module: Any, engine: Any, **arguments: Any) -> tuple[Any, Any, list[Sample]]:
+def run(folder: Path, module: Any, group: Any, **arguments: Any) -> tuple[Any, Any, list[Sample]]:
     """One iteration of 16 prompts in two updates of two micro-batches."""
     trainer, made, data, rollouts = setup_run(
         folder,
         module=module,
         module_arguments={"lr": LR, "beta": BETA, **arguments},
         data_arguments={"rollout_batch_size": 16, "micro_batch_size": 8},
-        rollouts=RolloutCallback(PairwiseReward(judged), engine=engine, sampling=SAMPLING),
+        rollouts=RolloutCallback(PairwiseReward(judged), group=group, sampling=SAMPLING),
         callbacks=[Invariants()],
         max_epochs=1,
     )
@@ -113,8 +113,8 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, nash: bool) -> None:
     if nash:
         trainer, module, samples = run(tmp_path, PlainNash, ReferenceMixture(mixture_coef=0.3))
     else:
-        engine = ReferenceSamples(LocalEngine(), LocalEngine())
-        trainer, module, samples = run(tmp_path, PlainXPO, engine, alpha=ALPHA)
+        group = ReferenceSamples(LocalEngine())
+        trainer, module, samples = run(tmp_path, PlainXPO, group, alpha=ALPHA)
     expected, losses, counts = by_hand(tmp_path, samples, nash=nash)
     assert 4 <= sum(counts) < 16
     logged = trainer.callback_metrics
@@ -138,14 +138,14 @@ def test_they_learn_from_a_judge(tmp_path: Path, nash: bool) -> None:
         counts = [digits(pair) for pair in pairs]
         return [0.5 + 0.5 * ((first > second) - (first < second)) for first, second in counts]
 
-    engine = ReferenceMixture(mixture_coef=0.25) if nash else ReferenceSamples(LocalEngine(), LocalEngine())
+    group = ReferenceMixture(mixture_coef=0.25) if nash else ReferenceSamples(LocalEngine())
     trainer, module, data, rollouts = setup_run(
         tmp_path,
         module=NashMDModule if nash else XPOModule,
         module_arguments={"lr": 5e-3, "beta": 0.01 if nash else 0.1},
         data_arguments={"rollout_batch_size": 32, "micro_batch_size": 32},
         rollouts=RolloutCallback(
-            PairwiseReward(more_digits), engine=engine, sampling=SamplingSpec(group_size=2, max_new_tokens=8)
+            PairwiseReward(more_digits), group=group, sampling=SamplingSpec(group_size=2, max_new_tokens=8)
         ),
         max_epochs=12,
     )
@@ -180,5 +180,5 @@ def test_what_has_no_meaning_is_refused() -> None:
     for kind in (XPOModule, NashMDModule):
         with pytest.raises(ValueError, match="group_size=4"):
             kind("model").check_group_size(4)
-        with pytest.raises(ValueError, match="engine=Reference"):
+        with pytest.raises(ValueError, match="group=Reference"):
             kind("model").check_engine(LocalEngine())

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, SamplingSpec
-from rlhfkit.episodes import Action, EpisodeEngine, Step, ToolEnvironment
+from rlhfkit.episodes import Action, Episodes, Step, ToolEnvironment
 from rlhfkit.episodes.tool_calls.call import ToolCall
 from rlhfkit.rewards import EnvironmentReward
 
@@ -115,7 +115,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     )
     rollouts = RolloutCallback(
         EnvironmentReward(),
-        engine=EpisodeEngine(LocalEngine(max_sequences=256), Drawers, max_turns=2),
+        engine=LocalEngine(max_sequences=256),
+        group=Episodes(Drawers, max_turns=2),
         sampling=SamplingSpec(group_size=8, max_new_tokens=2, seed=options.seed),
     )
     history: list[tuple[float, float]] = []

@@ -21,7 +21,6 @@ from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optimizers.factories import state_bytes
 from rlhfkit.roles import CriticPool, ModelPool
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
-from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
 
 PROMPT_TOKENS = 512
@@ -88,7 +87,9 @@ def described_run(
         )
     fields |= _sampling(policy, data, rollouts, given, sharding, accumulate_grad_batches, assumptions, problems)
     offload = rollouts.phases.offload_training
-    fields["offload_training"] = rollouts.engine.colocate and gpu.name != "cpu" if offload is None else offload
+    fields["offload_training"] = rollouts.phases.colocate and gpu.name != "cpu" if offload is None else offload
+    if rollouts.groups is not None and rollouts.groups.function.holds_model:
+        assumptions.append(f"the model in {type(rollouts.groups.function).__name__} is not counted")
     fields["engine"] = engine_shape(rollouts.engine, Run(**fields), assumptions)
     run = Run(**fields)
     context = run.policy.context
@@ -290,8 +291,6 @@ def _offline(
 
 def engine_shape(engine: RolloutEngine, run: Run, assumptions: list[str]) -> EngineShape | None:
     """Describe the engine of a run; ``None`` for those that need no GPU (a replay)."""
-    while isinstance(engine, EngineWrapper):
-        engine = engine.engine
     if isinstance(engine, LocalEngine):
         policy, types, sharding = run.policy, run.precision, run.sharding
         changed = policy.adapters or policy.quantized or types.weights != types.compute

@@ -163,6 +163,7 @@ def plan_capped_micro_batches(
     world_size: int,
     ranks_per_forward: int = 1,
     order: Sequence[int] | None = None,
+    uneven_epochs: int | None = None,
 ) -> list[list[MicroBatch]]:
     """Divide an iteration into updates and these into as few micro-batches of at most ``max_tokens`` as were found.
 
@@ -180,6 +181,7 @@ def plan_capped_micro_batches(
         ranks_per_forward: Ranks that share a micro-batch; divides ``world_size``. Those without rows of it bring two
             tokens, which do not count.
         order: Rows in training order, which may repeat between updates; ascending when ``None``.
+        uneven_epochs: See :func:`~rlhfkit.data.packing.update_windows`.
 
     Returns:
         ``plan[rank]``: the micro-batches of a rank, in training order.
@@ -188,11 +190,12 @@ def plan_capped_micro_batches(
         ValueError: If the updates do not divide the sequences, or an update has fewer sequences than ranks, or groups
             of ranks that share micro-batches.
     """
-    windows = update_windows(range(num_rows) if order is None else order, num_updates)
+    rows = range(num_rows) if order is None else order
+    windows = update_windows(rows, num_updates, uneven_epochs=uneven_epochs)
     at_once = world_size // ranks_per_forward
-    if len(windows[0]) < at_once:
+    if min(map(len, windows)) < at_once:
         raise ValueError(
-            f"each of {num_updates} updates has {len(windows[0])} of {num_rows} sequences, fewer than "
+            f"each of {num_updates} updates has {min(map(len, windows))} of {num_rows} sequences, fewer than "
             f"{data_ranks(world_size, ranks_per_forward)}: raise rollout_batch_size or lower updates_per_iteration"
         )
     filled = [_fill(forward, window, max_tokens) for window in windows]

@@ -1,7 +1,7 @@
 """Samples of several turns: environments, tools and agents that talk to the policy.
 
 May import: rollout, models, data, datamodules (how conversations are written), serving.
-Start at :mod:`rlhfkit.episodes.episode`, then ``environment.py`` and ``engine.py``.
+Start at :mod:`rlhfkit.episodes.episode`, then ``environment.py`` and ``episodes.py``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,15 +11,15 @@ from rlhfkit.episodes.environment import Action, Environment, Step
 if TYPE_CHECKING:
     from rlhfkit.episodes.adapters.gym import GymEnvironment as GymEnvironment
     from rlhfkit.episodes.adapters.mcp import MCPTools as MCPTools
-    from rlhfkit.episodes.engine import EpisodeEngine as EpisodeEngine
-    from rlhfkit.episodes.openai.agents import AgentEngine as AgentEngine
+    from rlhfkit.episodes.episodes import Episodes as Episodes
+    from rlhfkit.episodes.openai.agents import AgentEpisodes as AgentEpisodes
     from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint as OpenAIEndpoint
     from rlhfkit.episodes.tools import ToolEnvironment as ToolEnvironment
     from rlhfkit.episodes.tools import tool_schemas as tool_schemas
 
 _LAZY = {
-    "AgentEngine": "rlhfkit.episodes.openai.agents",
-    "EpisodeEngine": "rlhfkit.episodes.engine",
+    "AgentEpisodes": "rlhfkit.episodes.openai.agents",
+    "Episodes": "rlhfkit.episodes.episodes",
     "GymEnvironment": "rlhfkit.episodes.adapters.gym",
     "MCPTools": "rlhfkit.episodes.adapters.mcp",
     "OpenAIEndpoint": "rlhfkit.episodes.openai.endpoint",
@@ -29,9 +29,9 @@ _LAZY = {
 
 __all__ = [
     "Action",
-    "AgentEngine",
+    "AgentEpisodes",
     "Environment",
-    "EpisodeEngine",
+    "Episodes",
     "GymEnvironment",
     "MCPTools",
     "OpenAIEndpoint",

@@ -66,7 +66,7 @@ class Environment(ABC):
                 return Step([{"role": "user", "content": "higher" if guess < self.number else "lower"}])
 
 
-        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), GuessTheNumber), reward=EnvironmentReward())
+        RolloutCallback(engine=VLLMPool(2), group=Episodes(GuessTheNumber), reward=EnvironmentReward())
     """
 
     def reset(self, prompt: Prompt) -> Observation | Awaitable[Observation | None] | None:

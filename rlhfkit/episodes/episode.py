@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.episodes.environment import Action, Environment, Observation, Step
-from rlhfkit.episodes.event_loop import call_with_timeout
 from rlhfkit.episodes.observations import ObservationTokenizer, is_conversation
-from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.episodes.trajectory import Trajectory
-from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.event_loop import call_with_timeout
+from rlhfkit.rollout.groups import GroupSampler
+from rlhfkit.rollout.request_batcher import EngineFailedError, request_index
 
 EndReason = Literal["done", "turns", "tokens", "time", "error"]
-"""Why an episode ended; the table in :class:`~rlhfkit.episodes.EpisodeEngine` explains each."""
+"""Why an episode ended; the table in :class:`~rlhfkit.episodes.Episodes` explains each."""
 
 FINISH_REASONS: dict[EndReason, FinishReason] = {
     "done": "stop",
@@ -41,7 +41,7 @@ class EpisodeLimits:
 
 
 class Episode:
-    """One episode, with the given index in a prompt's group. ``iteration`` goes into the seeds."""
+    """One episode, with the given index in a prompt's group."""
 
     def __init__(
         self,
@@ -49,11 +49,9 @@ class Episode:
         sample_index: int,
         *,
         environment: Callable[[], Environment],
-        sampler: TurnSampler,
+        sampler: GroupSampler,
         observations: ObservationTokenizer,
         limits: EpisodeLimits,
-        sampling: SamplingSpec,
-        iteration: int,
     ) -> None:
         self.prompt = prompt
         self.sample_index = sample_index
@@ -61,8 +59,7 @@ class Episode:
         self.sampler = sampler
         self.observations = observations
         self.limits = limits
-        self.sampling = dataclasses.replace(sampling, group_size=1)
-        self.iteration = iteration
+        self.sampling = dataclasses.replace(sampler.sampling, group_size=1)
         self.error: Exception | None = None
         """The exception that ended the episode early."""
         self._trajectory = Trajectory(prompt, sample_index)
@@ -82,8 +79,7 @@ class Episode:
         self._deadline = time.monotonic() + self.limits.timeout
         ended: EndReason = "error"
         try:
-            with self.sampler.active_episode():
-                ended = await self._turns()
+            ended = await self._turns()
         except EngineFailedError:
             raise
         except TimeoutError as error:
@@ -121,9 +117,7 @@ class Episode:
             token_ids = self.observations.encode_conversation(observation, **self._arguments)  # type: ignore[arg-type]  # checked
             self._trajectory.prompt = dataclasses.replace(self.prompt, token_ids=token_ids)
         else:
-            self._trajectory.add_observation(
-                self.observations.encode_observation(observation), self.sampler.engine.version or 0
-            )
+            self._trajectory.add_observation(self.observations.encode_observation(observation), self.sampler.version)
 
     async def _sample_action(self, turn: int, room: int) -> Action:
         """Sample one turn of the policy, of at most ``room`` tokens."""
@@ -131,9 +125,9 @@ class Episode:
         most = min(spec.max_new_tokens, room)
         if most < spec.max_new_tokens:
             spec = dataclasses.replace(spec, max_new_tokens=most, min_new_tokens=min(spec.min_new_tokens, most))
-        index = turn_index(self.prompt.index, self.sample_index, turn)
-        sampled = await call_with_timeout(
-            partial(self.sampler.sample, self._trajectory.context, spec, iteration=self.iteration, index=index),
+        index = request_index(self.prompt.index, self.sample_index, turn)
+        (sampled,) = await call_with_timeout(
+            partial(self.sampler.ask, Prompt(index, self._trajectory.context), spec),
             timeout=self._seconds_left(),
             description=f"the episode (limit: {self.limits.timeout:g} s), generating in turn {turn},",
         )

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from rlhfkit.episodes.environment import Action, Environment, Message, Step
-from rlhfkit.episodes.event_loop import call_with_timeout
 from rlhfkit.episodes.tool_calls.call import ToolCall, ToolCallParser
 from rlhfkit.episodes.tool_calls.registry import template_parser
 from rlhfkit.episodes.tool_calls.registry import tool_call_parser as find_parser
+from rlhfkit.rollout.event_loop import call_with_timeout
 from rlhfkit.validation import check_integer, check_number
 
 
@@ -58,12 +58,12 @@ class ToolEnvironment(Environment):
             ...  # with a docstring that says what a and b are
 
 
-        EpisodeEngine(engine, tools=[multiply])
+        Episodes(tools=[multiply])
 
     Args:
         tools: Functions, called by their names; plain ones run in a thread each, async ones in the event loop.
         tool_call_parser: Finds the calls in an action: a name (``hermes``, ``llama3_json``, ``mistral``, ``deepseek``,
-            ``qwen_xml``, ``pythonic``) or a function. :class:`EpisodeEngine` finds it from the chat template.
+            ``qwen_xml``, ``pythonic``) or a function. :class:`Episodes` finds it from the chat template.
         timeout: Time limit in seconds of each call.
         max_result_characters: A longer result is truncated.
         role: Role of the messages; use ``"user"`` for templates without tools.

@@ -12,26 +12,34 @@ from rlhfkit.rollout.replay_buffer import ReplayBuffer
 from rlhfkit.rollout.supervision.health import HealthPolicy
 
 if TYPE_CHECKING:
+    from rlhfkit.rollout.groups import GroupFunction as GroupFunction
+    from rlhfkit.rollout.groups import GroupSampler as GroupSampler
+    from rlhfkit.rollout.groups import sample_groups as sample_groups
     from rlhfkit.rollout.local.engine import LocalEngine as LocalEngine
+    from rlhfkit.rollout.reference_samples import ReferenceMixture as ReferenceMixture
+    from rlhfkit.rollout.reference_samples import ReferenceSamples as ReferenceSamples
     from rlhfkit.rollout.replay import ReplayEngine as ReplayEngine
     from rlhfkit.rollout.server.engine import VLLMServer as VLLMServer
     from rlhfkit.rollout.vllm.pool import VLLMPool as VLLMPool
     from rlhfkit.rollout.weight_sync.source import ModuleWeights as ModuleWeights
-    from rlhfkit.rollout.wrappers.mixture import ReferenceMixture as ReferenceMixture
-    from rlhfkit.rollout.wrappers.reference_samples import ReferenceSamples as ReferenceSamples
 
 _LAZY = {
+    "GroupFunction": "rlhfkit.rollout.groups",
+    "GroupSampler": "rlhfkit.rollout.groups",
     "LocalEngine": "rlhfkit.rollout.local.engine",
     "ModuleWeights": "rlhfkit.rollout.weight_sync.source",
-    "ReferenceMixture": "rlhfkit.rollout.wrappers.mixture",
-    "ReferenceSamples": "rlhfkit.rollout.wrappers.reference_samples",
+    "ReferenceMixture": "rlhfkit.rollout.reference_samples",
+    "ReferenceSamples": "rlhfkit.rollout.reference_samples",
     "ReplayEngine": "rlhfkit.rollout.replay",
     "VLLMPool": "rlhfkit.rollout.vllm.pool",
     "VLLMServer": "rlhfkit.rollout.server.engine",
+    "sample_groups": "rlhfkit.rollout.groups",
 }
 
 __all__ = [
     "DynamicSampling",
+    "GroupFunction",
+    "GroupSampler",
     "HealthPolicy",
     "LocalEngine",
     "ModuleWeights",
@@ -45,6 +53,7 @@ __all__ = [
     "VLLMServer",
     "WeightInfo",
     "WeightSource",
+    "sample_groups",
     "sample_seed",
 ]
 

@@ -392,17 +392,12 @@ class BatchedGroupStream:
         self._prompts, self._groups = [], []
 
 
-def sample_all(
-    stream: GroupStream,
-    prompts: Sequence[Prompt],
-    *,
-    check: Callable[[], None] | None = None,
-    tokenizer: Any = None,
-) -> list[Sample]:
-    """Return the samples of all prompts, in prompt order, from a new stream; RuntimeError if groups are missing.
+def all_groups(
+    stream: GroupStream, prompts: Sequence[Prompt], *, check: Callable[[], None] | None = None
+) -> list[Group]:
+    """Return the groups of all prompts, in prompt order, from a new stream; RuntimeError if groups are missing.
 
-    ``check`` is called every half second and may raise. With a ``tokenizer`` the samples have texts, for engines around
-    the engine that is asked.
+    ``check`` is called every half second and may raise.
     """
     groups: list[Group] = []
     wait = None if check is None else _POLL_SECONDS
@@ -420,8 +415,12 @@ def sample_all(
         stream.close()
     # By index: the prompt of an episode is another object where its environment began the conversation.
     order = {prompt.index: place for place, prompt in enumerate(prompts)}
-    groups.sort(key=lambda group: order[group[0].prompt.index])
-    samples = flatten(groups)
+    return sorted(groups, key=lambda group: order[group[0].prompt.index])
+
+
+def sample_all(stream: GroupStream, prompts: Sequence[Prompt], *, tokenizer: Any = None) -> list[Sample]:
+    """Return the samples of :func:`all_groups`. With a ``tokenizer`` they have texts, for who calls an engine."""
+    samples = flatten(all_groups(stream, prompts))
     return samples if tokenizer is None else with_texts(samples, tokenizer)
 
 

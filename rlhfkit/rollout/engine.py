@@ -264,8 +264,7 @@ class DrainableWeights:
 class RolloutEngine(Protocol):
     """Samples from the current policy. Derive from this class and override what differs.
 
-    The properties declare what an engine can do besides sampling. A wrapper
-    (:class:`~rlhfkit.rollout.wrappers.engine_wrapper.EngineWrapper`) passes them on.
+    The properties declare what an engine can do besides sampling.
     """
 
     version: int | None = None

@@ -69,8 +69,8 @@ class ReplayEngine(RolloutEngine):
     """An engine that returns recorded samples, to debug training without generating.
 
     With the same prompts, sampling and seeds the run repeats the recorded one; rewards are computed again, so that a
-    changed reward can be tried. There is no model, so weight syncs are not probed. Inside an ``EpisodeEngine`` or
-    ``AgentEngine`` it returns the recorded episodes without calling environments or agents.
+    changed reward can be tried. There is no model, so weight syncs are not probed. Groups are returned as they were
+    made, without calling group functions, environments or agents.
 
     Example::
 
@@ -118,7 +118,7 @@ class ReplayEngine(RolloutEngine):
         found = []
         for prompt in prompts:
             group = recorded.get(prompt.index, [])[: sampling.group_size]
-            changed = any(sample.prompt.token_ids != prompt.token_ids and not _is_episode(sample) for sample in group)
+            changed = any(not _begins_with(sample, prompt) for sample in group)
             if len(group) < sampling.group_size or changed:
                 raise KeyError(
                     f"iteration {iteration} in {self.folder} has {len(group)} samples of prompt {prompt.index} as it "
@@ -132,7 +132,7 @@ class ReplayEngine(RolloutEngine):
     def _recorded(sample: Sample, prompt: Prompt) -> Sample:
         """Copy a sample without what scoring added; rewards of an environment are kept."""
         earned = sample.token_rewards if _is_episode(sample) else None
-        begun = dataclasses.replace(prompt, token_ids=sample.prompt.token_ids) if _is_episode(sample) else prompt
+        begun = dataclasses.replace(prompt, token_ids=sample.prompt.token_ids)
         return dataclasses.replace(sample, prompt=begun, text="", reward=None, reward_parts={}, token_rewards=earned)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -147,6 +147,11 @@ class ReplayEngine(RolloutEngine):
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def _begins_with(sample: Sample, prompt: Prompt) -> bool:
+    """Whether a sample is of this prompt, perhaps with a hint behind it, or an environment wrote its beginning."""
+    return sample.prompt.token_ids[: prompt.num_tokens] == prompt.token_ids or _is_episode(sample)
 
 
 def _is_episode(sample: Sample) -> bool:

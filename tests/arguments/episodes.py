@@ -16,14 +16,15 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import LocalEngine, Sample, SamplingSpec
 from rlhfkit.data.types import Prompt
-from rlhfkit.episodes import AgentEngine, EpisodeEngine
+from rlhfkit.episodes import AgentEpisodes
 from rlhfkit.episodes.environment import Action, Environment, Step
 from rlhfkit.episodes.openai.agents import AgentConnection
 from rlhfkit.episodes.tool_calls.call import ToolCall
-from rlhfkit.rollout import ReplayEngine
+from rlhfkit.models.load import load_tokenizer
+from rlhfkit.rollout import GroupFunction
 from rlhfkit.rollout.engine import MIN_TEMPERATURE
+from rlhfkit.rollout.groups import GroupRunner
 from rlhfkit.rollout.replay import samples_file, save_samples
-from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
 from rlhfkit.serving.access import AccessToken, ServerOptions
 
 SAMPLING = SamplingSpec(group_size=2, max_new_tokens=3)
@@ -210,16 +211,24 @@ def played(folder: Path, kind: type, arguments: Mapping[str, Any], around: Mappi
     }
     server = {name.removeprefix("server."): given.pop(name) for name in [*given] if name.startswith("server.")}
     engine: Any = None
+    source: Any = None
     try:
-        engine = kind(**given, **({"server": ServerOptions(**server)} if server else {}))
-        engine.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
-        samples = [] if built else engine.generate(prompts(), SAMPLING, iteration=0)
-        return {"samples": list(map(written, samples)), "most": guests.most, "told": guests.told, **inside(engine)}
+        made = kind(**given, **({"server": ServerOptions(**server)} if server else {}))
+        engine = source = LocalEngine() if isinstance(made, GroupFunction) else made
+        model = str(folder / "chat")
+        engine.start(model, dtype=torch.float32, load_weights=True)
+        if isinstance(made, GroupFunction):
+            made.start(engine, model, dtype=torch.float32)
+            source = GroupRunner(engine, made)
+            source.configure(load_tokenizer(model), None, model)
+        samples = [] if built else source.generate(prompts(), SAMPLING, iteration=0)
+        return {"samples": list(map(written, samples)), "most": guests.most, "told": guests.told, **inside(made)}
     except (ValueError, TypeError, RuntimeError) as error:
         return {"error": str(error)}
     finally:
         if engine is not None:
             engine.close()
+            source.close()
 
 
 def written(sample: Sample) -> Any:
@@ -228,13 +237,8 @@ def written(sample: Sample) -> Any:
     return sample.prompt.token_ids, sample.token_ids, sample.action_mask, sample.finish_reason, sample.reward, info
 
 
-def inside(engine: Any) -> dict[str, Any]:
-    """How many calls of the engine inside there may be, and what is served how."""
-    if isinstance(engine, EpisodeEngine):
-        new: Any = engine.episode_factory(SAMPLING)
-        return {"calls": new.keywords["sampler"].parallel_calls}
-    if isinstance(engine, AgentEngine):
-        assert engine._endpoint is not None
-        return {"calls": engine._endpoint._sampler.parallel_calls, "scheme": urlsplit(engine._endpoint.base_url())[0]}
-    assert isinstance(engine, ReplayEngine | OtherSamples)
-    return {}
+def inside(made: Any) -> dict[str, Any]:
+    """How many calls of the engine there may be, and what is served how."""
+    if isinstance(made, AgentEpisodes) and made._endpoint is not None:
+        return {"calls": made._endpoint._sampler.parallel_calls, "scheme": urlsplit(made._endpoint.base_url())[0]}
+    return {"calls": getattr(made, "parallel_calls", None)}

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit import EpisodeEngine, LocalEngine, ReferenceMixture, ReferenceSamples, VLLMPool, VLLMServer
-from rlhfkit.episodes import AgentEngine
+from rlhfkit import Episodes, LocalEngine, ReferenceMixture, ReferenceSamples, VLLMPool, VLLMServer
+from rlhfkit.episodes import AgentEpisodes
 from rlhfkit.rollout import HealthPolicy, ReplayEngine
 
 from . import episodes, supervision
 from .table import Change, Rows, Unseen, arguments_of, ignored
 
-TWO_MODELS = Unseen(
-    "needs a policy that is not its reference any more: tests/rollout/wrappers/test_reference_samples.py"
-)
+TWO_MODELS = Unseen("needs a policy that is not its reference any more: tests/rollout/test_reference_samples.py")
 BESIDE: dict[str, Any] = {"colocate": True}
 TABLE: dict[type, Rows] = {
     VLLMPool: {
@@ -65,19 +63,16 @@ TABLE: dict[type, Rows] = {
     },
     ReplayEngine: {"folder": Change("@other_dump")},
     ReferenceSamples: {
-        "engine": Change(partial(episodes.Greedy)),
         "reference_engine": Change(partial(episodes.Greedy)),
         "reference_model": TWO_MODELS,
         "count": Change(2, refused=True),  # none of two samples would be the policy's
     },
     ReferenceMixture: {
-        "engine": Change(partial(episodes.Greedy)),
         "mixture_coef": TWO_MODELS,
         "reference_model": TWO_MODELS,
         "count": Change(2, refused=True),
     },
-    EpisodeEngine: {
-        "engine": Change(partial(episodes.Greedy)),
+    Episodes: {
         "environment": Change(episodes.Chatting),
         "tools": Change((episodes.double,), given={"environment": None}, refused=True),  # without either it is refused
         "tool_call_parser": Change("mistral", refused=True),  # of an environment without tools
@@ -90,8 +85,7 @@ TABLE: dict[type, Rows] = {
         "on_error": Change("raise", given={"environment": episodes.Failing}, refused=True),
         "chat_template_kwargs": Change({"style": "!"}, given={"environment": episodes.Chatting}),
     },
-    AgentEngine: {
-        "engine": Change(partial(episodes.Greedy)),
+    AgentEpisodes: {
         "agent": Change(episodes.asks_once),
         "max_turns": Change(1),
         "max_episode_tokens": Change(20),
@@ -118,10 +112,10 @@ LEAST: dict[type, dict[str, Any]] = {
     VLLMPool: {"num_engines": 1},
     HealthPolicy: {},
     ReplayEngine: {"folder": "@dump"},
-    ReferenceSamples: {"engine": partial(LocalEngine), "reference_engine": partial(LocalEngine)},
-    ReferenceMixture: {"engine": partial(LocalEngine)},
-    EpisodeEngine: {"engine": partial(LocalEngine), "environment": episodes.Turns},
-    AgentEngine: {"engine": partial(LocalEngine), "agent": episodes.asks},
+    ReferenceSamples: {"reference_engine": partial(LocalEngine)},
+    ReferenceMixture: {},
+    Episodes: {"environment": episodes.Turns},
+    AgentEpisodes: {"agent": episodes.asks},
 }
 
 
@@ -138,7 +132,7 @@ def test_every_argument_has_a_row(kind: type) -> None:
     assert set(TABLE[kind]) == set(arguments_of(kind))
 
 
-@pytest.mark.parametrize("kind", [ReplayEngine, EpisodeEngine, AgentEngine, ReferenceSamples, ReferenceMixture])
+@pytest.mark.parametrize("kind", [ReplayEngine, Episodes, AgentEpisodes, ReferenceSamples, ReferenceMixture])
 @pytest.mark.long
 def test_no_argument_of_an_engine_that_plays_is_accepted_and_ignored(folder: Path, kind: type) -> None:
     seen_in_full(kind, partial(episodes.played, folder))

@@ -16,7 +16,7 @@ from rlhfkit import (
     CriticPool,
     DistillationModule,
     DPOModule,
-    EpisodeEngine,
+    Episodes,
     GRPOModule,
     LocalEngine,
     ModelPool,
@@ -196,7 +196,7 @@ def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
     engine = estimate(
         GRPOModule(wide),
         prompts(),
-        rollouts(engine=EpisodeEngine(pool, environment=lambda prompt: None)),
+        rollouts(engine=pool, group=Episodes(environment=lambda prompt: None)),
         devices=4,
     ).run.engine
     assert engine is not None

@@ -5,10 +5,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.environment import Action, Environment, Step
-from rlhfkit.rollout import LocalEngine, SamplingSpec
-from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
+from rlhfkit.models.load import load_tokenizer
+from rlhfkit.rollout import GroupFunction, LocalEngine, SamplingSpec
+from rlhfkit.rollout.groups import GroupRunner
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'][0] + ']' + message['content'] + eos_token + '\n' }}"
@@ -17,19 +20,31 @@ CHAT_TEMPLATE = (
 """One letter for the role, and an end-of-turn token that the model samples, with a line break behind it."""
 
 
-class Recorded(EngineWrapper):
-    """Remembers every request and every answer, and how many requests came in one call."""
+class Recorded:
+    """An engine that remembers every request and every answer, and how many requests came in one call."""
 
     def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+        self.engine = engine
         self.seen: list[tuple[list[int], list[int]]] = []
         self.calls: list[int] = []
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        samples = super().generate(prompts, sampling, iteration=iteration)
+        samples: list[Sample] = self.engine.generate(prompts, sampling, iteration=iteration)
         self.calls.append(len(prompts))
         self.seen += [(list(sample.prompt.token_ids), list(sample.token_ids)) for sample in samples]
         return samples
+
+
+def runner_of(engine: Any, group: GroupFunction, folder: Any, *, load_weights: bool = True) -> GroupRunner:
+    """A group function and an engine that serves a model, as in a run."""
+    if load_weights:
+        engine.start(str(folder), dtype=torch.float32, load_weights=True)
+    runner = GroupRunner(engine, group)
+    runner.configure(load_tokenizer(str(folder)), None, str(folder))
+    return runner
 
 
 class Counting(Environment):

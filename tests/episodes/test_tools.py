@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from episodes.episode_cases import CHAT_TEMPLATE, prompts_of
-from rlhfkit.episodes import Action, EpisodeEngine, ToolEnvironment, tool_schemas
+from episodes.episode_cases import CHAT_TEMPLATE, prompts_of, runner_of
+from rlhfkit.episodes import Action, Episodes, ToolEnvironment, tool_schemas
 from rlhfkit.episodes.tool_calls.call import ToolCall
 from rlhfkit.episodes.tool_calls.json_formats import parse_tool_calls
 from rlhfkit.rollout import LocalEngine, SamplingSpec
+from rlhfkit.rollout.groups import GroupRunner
 
 
 def multiply(a: int, b: int = 2) -> int:
@@ -151,25 +151,24 @@ def test_arguments_out_of_range_are_named(tools: Any, options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodeEngine]:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GroupRunner]:
     folder = tiny_model(tmp_path_factory.mktemp("tools"))
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    one = EpisodeEngine(LocalEngine(), tools=[multiply], max_turns=2)
-    one.start(str(folder), dtype=torch.float32, load_weights=True)
+    one = runner_of(LocalEngine(), Episodes(tools=[multiply], max_turns=2), folder)
     yield one
     one.close()
 
 
-def test_the_policy_reads_results_as_the_template_writes_them(engine: EpisodeEngine) -> None:
+def test_the_policy_reads_results_as_the_template_writes_them(runner: GroupRunner) -> None:
     """A random model calls no tool, so it is the parser that does."""
 
     def parse(action: Action) -> list[ToolCall]:
         return [ToolCall("multiply", {"a": len(action.token_ids)})] if action.turn == 0 else []
 
-    engine.environment = lambda: ToolEnvironment([multiply], tool_call_parser=parse)
-    samples = engine.generate(prompts_of(["a", "b"]), SamplingSpec(group_size=2, max_new_tokens=4), iteration=0)
+    runner.function.environment = lambda: ToolEnvironment([multiply], tool_call_parser=parse)
+    samples = runner.generate(prompts_of(["a", "b"]), SamplingSpec(group_size=2, max_new_tokens=4), iteration=0)
     for sample in samples:
         assert "<eos>\n[t]8<eos>\n[a]" in tiny_tokenizer().decode(sample.token_ids)
         assert sample.info["steps"] == [{"tool_calls": 1, "tool_errors": 0}, {}]

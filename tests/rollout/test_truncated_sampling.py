@@ -14,7 +14,6 @@ from tiny_models import tiny_model
 from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, Sample, SamplingSpec, VLLMPool
 from rlhfkit.losses import CORRECTION_PRESETS, dppo_loss, importance_weights
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
-from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
 
 NUCLEUS = SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400, top_p=0.9)
 
@@ -58,7 +57,7 @@ def check(weigh: Weigh, metrics: dict[str, float]) -> None:
     assert metrics["rollout_corr/masked_fraction"] == 0.0
 
 
-@pytest.mark.parametrize("engine", [LocalEngine(), EngineWrapper(LocalEngine())], ids=["local", "wrapped"])
+@pytest.mark.parametrize("engine", [LocalEngine()], ids=["local"])
 def test_every_correction_weighs_1_where_the_policies_are_equal(tmp_path: Path, engine: Any) -> None:
     check(*run(tmp_path, engine, str(tiny_model(tmp_path / "model"))))
 
@@ -121,7 +120,7 @@ CORRECTED = {"correction": "tis"}
     [
         (OnlyTruncated(), SamplingSpec(group_size=2, max_new_tokens=4, top_p=0.9), CORRECTED),
         (OnlyTruncated(), SamplingSpec(group_size=2, max_new_tokens=4, top_p=0.9), {"policy_loss": dppo_loss}),
-        (EngineWrapper(OnlyTruncated()), SamplingSpec(group_size=2, max_new_tokens=4, top_k=5), CORRECTED),
+        (OnlyTruncated(), SamplingSpec(group_size=2, max_new_tokens=4, top_k=5), CORRECTED),
         (VLLMPool(), SamplingSpec(group_size=2, max_new_tokens=4, temperature=0.7, min_p=0.1), CORRECTED),
     ],
     ids=["an engine that cannot", "a policy loss", "wrapped", "vllm at another temperature"],

@@ -10,7 +10,7 @@ Example::
 
     RolloutCallback(
         PairwiseReward(judge),
-        engine=ReferenceMixture(mixture_coef=0.5),  # a LocalEngine: two models are mixed at every token
+        group=ReferenceMixture(mixture_coef=0.5),  # with a LocalEngine: two models are mixed at every token
         sampling=SamplingSpec(group_size=2),
     )
     NashMDModule("Qwen/Qwen3-0.6B", beta=0.1)
@@ -85,8 +85,8 @@ class NashMDModule(OnlineDPOModule):
 
     def check_engine(self, engine: Any) -> None:
         """Raise ValueError unless the engine also samples from the mixture, or the reference."""
-        if not isinstance(engine, ReferenceMixture | ReferenceSamples):
-            raise ValueError("Nash-MD needs answers of another sampler: engine=ReferenceMixture() or ReferenceSamples")
+        if not isinstance(getattr(engine, "function", None), ReferenceMixture | ReferenceSamples):
+            raise ValueError("Nash-MD needs answers of another sampler: group=ReferenceMixture() or ReferenceSamples")
 
     @local_rows
     def advantages(self, experience: Experience) -> Tensor:

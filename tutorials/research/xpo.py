@@ -6,7 +6,8 @@ The paper's sum is over all iterations so far, that of TRL and here over the pai
 
     RolloutCallback(
         PairwiseReward(judge),
-        engine=ReferenceSamples(VLLMPool(), VLLMPool()),  # an answer of each
+        engine=VLLMPool(),
+        group=ReferenceSamples(VLLMPool()),  # an answer of each
         sampling=SamplingSpec(group_size=2),
     )
     XPOModule("Qwen/Qwen3-0.6B", alpha=1e-5)
@@ -43,8 +44,8 @@ class XPOModule(OnlineDPOModule):
 
     def check_engine(self, engine: Any) -> None:
         """Raise ValueError unless the engine also samples from the reference."""
-        if not isinstance(engine, ReferenceSamples):
-            raise ValueError("XPO needs answers of the reference: engine=ReferenceSamples(engine, reference_engine)")
+        if not isinstance(getattr(engine, "function", None), ReferenceSamples):
+            raise ValueError("XPO needs answers of the reference: group=ReferenceSamples(reference_engine)")
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """The loss of the pairs of a micro-batch, with the bonus."""

@@ -9,7 +9,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -24,6 +25,7 @@ from rlhfkit.callbacks.rollout.checks import (
     check_prompts,
     check_replay,
     check_reward,
+    check_sizes,
     check_whole_iterations,
 )
 from rlhfkit.callbacks.rollout.device_phases import DevicePhases
@@ -56,6 +58,9 @@ from rlhfkit.trainer_parts import (
 )
 from rlhfkit.validation import check_integer, check_number
 
+if TYPE_CHECKING:
+    from rlhfkit.rollout.groups import AnyGroupFunction, GroupRunner
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -75,6 +80,9 @@ class RolloutCallback(Callback):
         reward: Any callable that takes samples and returns one number (or ``None``: could not be scored) for each,
             sync or async; see :mod:`rlhfkit.rewards`. ``None``: for modules that need no reward (distillation).
         engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.engine.LocalEngine` in this process.
+        group: Makes the samples of a prompt, ``async def group(prompt, size, sampler) -> list[Sample]`` with a
+            :class:`~rlhfkit.rollout.GroupSampler`, or an object such as :class:`~rlhfkit.Episodes`; see
+            ``docs/rollout.md``. ``None``: they are ``group_size`` completions.
         sampling: How to sample in training.
         validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
             A mapping gives several settings by name, with metrics ``val/<name>/reward`` and so on.
@@ -106,7 +114,8 @@ class RolloutCallback(Callback):
             0.1 in float16 (0.02), 1 for quantized engines (0.3); ``inf`` switches the probe off.
 
     Raises:
-        TypeError: If ``reward`` cannot be called or ``engine`` is not a :class:`~rlhfkit.rollout.RolloutEngine`.
+        TypeError: If ``reward`` cannot be called, ``engine`` is not a :class:`~rlhfkit.rollout.RolloutEngine`, or
+            ``group`` is not async.
         ValueError: If a number is out of range, or the engine cannot do what ``oversampling`` or ``in_flight`` needs.
     """
 
@@ -115,6 +124,7 @@ class RolloutCallback(Callback):
         reward: Reward | Callable[[Sequence[Sample]], Any] | None = None,
         *,
         engine: RolloutEngine | None = None,
+        group: "AnyGroupFunction | None" = None,
         sampling: SamplingSpec | None = None,
         validation_sampling: SamplingSpec | Mapping[str, SamplingSpec] | None = None,
         success_threshold: float = 1.0,
@@ -160,7 +170,11 @@ class RolloutCallback(Callback):
         self.timing = Timing()
         """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` writes a trace of it."""
         self.max_staleness = max_staleness
-        self.collector = GroupCollector(engine, reward, self.timing, dynamic_sampling, oversampling, rollout_timeout)
+        self.groups = _group_runner(engine, group)
+        """Makes groups by ``group``; ``None``: the engine does."""
+        self.collector = GroupCollector(
+            engine, reward, self.timing, dynamic_sampling, oversampling, rollout_timeout, self.groups
+        )
         if partial_rollouts:
             self.collector.continue_dropped(self.sampling)
         self.replay = None if replay_buffer is None else GroupReplay(replay_buffer)
@@ -169,10 +183,15 @@ class RolloutCallback(Callback):
         """Collects groups in a thread; ``None``: sampling and learning take turns."""
         if max_staleness:
             self.async_rollouts = AsyncRollouts(self.collector, max_staleness, rollout_timeout, in_flight=in_flight)
-        self.phases = DevicePhases(engine, offload_training, self.timing)
+        more = () if self.groups is None else self.groups.function.engines
+        self.phases = DevicePhases(engine, offload_training, self.timing, more)
         """Who has the memory of shared devices; documents the order."""
         self.weight_synchronizer = WeightSynchronizer(
-            engine, self.phases, probe_tolerance, overlaps=self.async_rollouts is not None
+            engine,
+            self.phases,
+            probe_tolerance,
+            overlaps=self.async_rollouts is not None,
+            start=None if self.groups is None else self.groups.function.start,
         )
         self.planner = IterationPlanner()
         self.iteration = 0
@@ -257,6 +276,8 @@ class RolloutCallback(Callback):
                 world_size=trainer.world_size,
                 group=cpu_group(),
             )
+        if shared.other_sizes:
+            check_sizes(learner_of(trainer), shared.other_sizes, self.group_size, len(collected.prompts))
         self.samples, self.sample_rows = shared.samples, shared.rows
         self.weight_synchronizer.remember(shared.samples)
         return shared
@@ -440,18 +461,28 @@ class RolloutCallback(Callback):
         data = datamodule_of(trainer)
         template = data.chat_template_kwargs if isinstance(data, HasChatTemplate) else None
         self.engine.configure_tokenizer(module.tokenizer, template)
+        if self.groups is not None:
+            self.groups.configure(
+                module.tokenizer,
+                template,
+                module.model_name,
+                trust_remote_code=module.trust_remote_code,
+                score=None if self.reward is None else partial(self.collector.ask_reward, trainer),
+            )
         for sampling in self.validation.ways.values():
-            check_prompts(trainer, policy_of(trainer), self.engine, sampling, validation=True)
+            check_prompts(trainer, policy_of(trainer), self.collector.policy_source, sampling, validation=True)
         if stage == "fit":
             self._check_fit(trainer)
 
     def _check_fit(self, trainer: L.Trainer) -> None:
-        check_prompts(trainer, policy_of(trainer), self.engine, self._training_sampling())
+        check_prompts(trainer, policy_of(trainer), self.collector.source, self._training_sampling())
         module = learner_of(trainer)
         if self.replay is not None:
             check_replay(module, self.replay.buffer, self.sampling, self.collector.reward_parts(trainer))
-        check_learner(module, self.engine, self.sampling, rewarded=self.reward is not None)
-        if self.async_rollouts is not None and self.engine.colocate:
+        check_learner(
+            module, self.engine, self.sampling, rewarded=self.reward is not None, source=self.collector.source
+        )
+        if self.async_rollouts is not None and self.phases.colocate:
             raise ValueError(
                 "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
                 "max_staleness it would sample in that time: use one"
@@ -476,6 +507,8 @@ class RolloutCallback(Callback):
             pl_module.close_placed()
 
     def _close(self) -> None:
+        if self.groups is not None:
+            self.groups.close()
         self.engine.close()
         if self.async_rollouts is not None:
             self.async_rollouts.close()
@@ -530,3 +563,11 @@ class RolloutCallback(Callback):
         if self._trainer is None:
             raise RuntimeError("RolloutCallback works inside a Trainer: pass it to Trainer(callbacks=[...])")
         return self._trainer
+
+
+def _group_runner(engine: RolloutEngine, group: "AnyGroupFunction | None") -> "GroupRunner | None":
+    if group is None:
+        return None
+    from rlhfkit.rollout.groups import GroupRunner
+
+    return GroupRunner(engine, group)

@@ -4,8 +4,8 @@ A prompt that is too long would else stop the run in the iteration that draws it
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
@@ -23,7 +23,10 @@ from rlhfkit.protocols import (
 from rlhfkit.rewards.base import check_packages, reward_needs
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.replay_buffer import ReplayBuffer
-from rlhfkit.trainer_parts import datamodule_of
+from rlhfkit.trainer_parts import compares_groups, datamodule_of
+
+if TYPE_CHECKING:
+    from rlhfkit.rollout.groups import GroupRunner
 
 
 def check_reward(trainer: L.Trainer, reward: Any, *, fit: bool) -> None:
@@ -49,7 +52,7 @@ def check_reward(trainer: L.Trainer, reward: Any, *, fit: bool) -> None:
 def check_prompts(
     trainer: L.Trainer,
     module: GenerativeModule,
-    engine: RolloutEngine,
+    engine: "RolloutEngine | GroupRunner",
     sampling: SamplingSpec,
     *,
     validation: bool = False,
@@ -86,7 +89,9 @@ def check_prompts(
     data.check_prompts(longest=longest, reason=reason, vocabulary=vocabulary, validation=validation)
 
 
-def longest_prompt(engine: RolloutEngine, config: Any, sampling: SamplingSpec) -> tuple[int, str] | None:
+def longest_prompt(
+    engine: "RolloutEngine | GroupRunner", config: Any, sampling: SamplingSpec
+) -> tuple[int, str] | None:
     """Tokens that a prompt may have so that the engine can answer it, and why; ``None``: no limit."""
     limits = {"the model's context": context_length(config), "the engine's max_model_len": engine.max_model_len}
     answer = 1 if engine.shortens_answers else sampling.max_new_tokens
@@ -98,7 +103,14 @@ def longest_prompt(engine: RolloutEngine, config: Any, sampling: SamplingSpec) -
     return known[name] - answer, room
 
 
-def check_learner(module: ExperienceLearner, engine: RolloutEngine, sampling: SamplingSpec, *, rewarded: bool) -> None:
+def check_learner(
+    module: ExperienceLearner,
+    engine: RolloutEngine,
+    sampling: SamplingSpec,
+    *,
+    rewarded: bool,
+    source: "RolloutEngine | GroupRunner",
+) -> None:
     """Check that a module can learn from what the engine samples.
 
     Args:
@@ -106,6 +118,7 @@ def check_learner(module: ExperienceLearner, engine: RolloutEngine, sampling: Sa
         engine: What samples; told how its log-probs are read.
         sampling: How it samples.
         rewarded: Whether the callback has a reward.
+        source: What gives the groups: the engine, or a group function that asks it.
 
     Raises:
         ValueError: If the module needs a reward, other groups, another engine, or log-probs that this one does not
@@ -117,8 +130,33 @@ def check_learner(module: ExperienceLearner, engine: RolloutEngine, sampling: Sa
         )
     module.check_group_size(sampling.group_size)
     if isinstance(module, ChecksEngine):
-        module.check_engine(engine)
+        module.check_engine(source)
     check_logprobs(module, engine, sampling)
+
+
+def check_sizes(module: ExperienceLearner, other_sizes: Mapping[int, int], group_size: int, groups: int) -> None:
+    """Check that a module learns from groups of the sizes that a group function has returned.
+
+    Args:
+        module: What learns.
+        other_sizes: Number of samples by prompt, of groups that have not ``group_size``.
+        group_size: Samples of the other groups.
+        groups: Number of groups.
+
+    Raises:
+        ValueError: If the module compares samples in a way that needs other groups.
+    """
+    sizes = {*other_sizes.values(), *([group_size] if len(other_sizes) < groups else [])}
+    # A group that is too small has no advantage, which is no error unless all are; a loss of pairs needs each whole.
+    for size in sorted(sizes) if compares_groups(module) else [max(sizes)]:
+        try:
+            module.check_group_size(size)
+        except ValueError as error:
+            prompt = next((index for index, count in other_sizes.items() if count == size), None)
+            raise ValueError(
+                f"the group function returned {size} sample(s) for prompt {prompt}, of which "
+                f"{type(module).__name__} cannot learn: {error}"
+            ) from None
 
 
 def check_whole_iterations(trainer: L.Trainer) -> None:

@@ -24,7 +24,7 @@ calls the policy, brings the states back by itself (:mod:`rlhfkit.training_state
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import lightning as L
@@ -47,12 +47,22 @@ class DevicePhases:
         engine: What generates.
         offload_training: See :class:`~rlhfkit.RolloutCallback`.
         timing: Records how long states take to come back, as ``time/reload``.
+        more: Engines that sleep and wake with it.
     """
 
-    def __init__(self, engine: RolloutEngine, offload_training: bool | None, timing: Timing) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        offload_training: bool | None,
+        timing: Timing,
+        more: Sequence[RolloutEngine] = (),
+    ) -> None:
         if offload_training not in (None, True, False):
             raise TypeError(f"offload_training must be None, True or False, got {offload_training!r}")
         self.engine = engine
+        self._engines = (engine, *more)
+        self.colocate = any(one.colocate for one in self._engines)
+        """Whether an engine uses the GPUs of the training ranks."""
         self.offload_training = offload_training
         self.timing = timing
         self._states: RLHFStrategy | TrainingStates | None = None
@@ -65,7 +75,7 @@ class DevicePhases:
         """Whether training states leave the device while engines generate: by default if a GPU is shared."""
         if self.offload_training is not None:
             return self.offload_training
-        return self.engine.colocate and trainer.strategy.root_device.type == "cuda"
+        return self.colocate and trainer.strategy.root_device.type == "cuda"
 
     # ------------------------------------------------------------------ the phases, each a collective
 
@@ -82,7 +92,7 @@ class DevicePhases:
         if not self.offloads(trainer):
             return
         if self._phase == "generate":  # engines have lost their weights
-            self.engine.sleep()
+            self._sleep()
             run_on_all_ranks(lambda: self._of(trainer).reload_states(optimizer=False))
         self._offload(trainer, weights=False)
         self._phase = "sync"
@@ -91,12 +101,13 @@ class DevicePhases:
         """Make room for everything that engines need, and have them take it."""
         if self.offloads(trainer):
             self._offload_all(trainer)
-        if self.engine.colocate:
-            run_on_all_ranks(self.engine.wake)
+        if self.colocate:
+            for engine in self._engines:
+                run_on_all_ranks(engine.wake)
 
     def learn(self, trainer: L.Trainer, iteration: int) -> None:
         """Have the engines sleep, and bring the training states back."""
-        self.engine.sleep()
+        self._sleep()
         if not self.offloads(trainer):
             return
         self._bytes["generate"] = self._measure(trainer)
@@ -113,6 +124,10 @@ class DevicePhases:
             states.reload_states()
         except torch.OutOfMemoryError as error:
             log.error("training states stay in CPU memory, as the device has no room for them: %s", error)
+
+    def _sleep(self) -> None:
+        for engine in self._engines:
+            engine.sleep()
 
     # ------------------------------------------------------------------ states and their sizes
 

@@ -8,8 +8,9 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import lightning as L
 import numpy as np
@@ -28,16 +29,18 @@ from rlhfkit.rollout.collector import (
     Group,
     GroupStream,
     StreamingEngine,
+    all_groups,
     collect_groups,
     flatten,
-    sample_all,
 )
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.partial_rollouts import PartialRollouts, ResumableStream
-from rlhfkit.rollout.wrappers.engine_wrapper import policy_engine
 from rlhfkit.trainer_parts import needs_greedy_rewards, policy_of, prompts_of
 from rlhfkit.validation import check_number
+
+if TYPE_CHECKING:
+    from rlhfkit.rollout.groups import GroupRunner
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class GroupCollector:
         dynamic_sampling: Which groups to train on; ``None``: all.
         oversampling: Further groups in flight, as a share of ``wanted``.
         timeout: Seconds that ranks wait for each other's samples.
+        runner: Makes the groups by a function, with the engine; ``None``: a group is what the engine returns.
 
     Raises:
         ValueError: If ``oversampling`` is negative, or the engine cannot drop unfinished groups.
@@ -67,15 +71,23 @@ class GroupCollector:
         dynamic_sampling: DynamicSampling | None = None,
         oversampling: float = 0.0,
         timeout: float = 7200.0,
+        runner: "GroupRunner | None" = None,
     ) -> None:
         check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
-        if oversampling and not engine.can_stream:
+        if oversampling and not (runner or engine).can_stream:
             raise ValueError(
                 f"oversampling={oversampling:g} drops what is not finished first, and "
                 f"{type(engine).__name__} cannot (can_stream is false): use LocalEngine or VLLMPool, or "
                 "oversampling=0"
             )
         self.engine = engine
+        self.runner = runner
+        self.source: RolloutEngine | GroupRunner = runner or engine
+        """What gives groups in training."""
+        self.policy_source: RolloutEngine | GroupRunner = engine
+        """What gives groups in validation, whose scores are the policy's own."""
+        if runner is not None and runner.function.in_validation:
+            self.policy_source = runner
         self.reward = reward
         self.timing = timing
         self.dynamic_sampling = dynamic_sampling
@@ -96,7 +108,7 @@ class GroupCollector:
                 "partial_rollouts=True continues what oversampling drops, and with oversampling=0 nothing is dropped: "
                 "give RolloutCallback(oversampling=0.25), or partial_rollouts=False"
             )
-        problem = self.engine.resume_problem(sampling)
+        problem = self.source.resume_problem(sampling)
         if problem is not None:
             raise ValueError(
                 f"partial_rollouts=True continues samples that were cut, which is not possible here: {problem}. Use "
@@ -202,7 +214,7 @@ class GroupCollector:
         prompts = [collected.drawn[group[0].prompt.index] for group in groups]  # an environment begins them anew
         greedy = dataclasses.replace(sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         with self.timing.record("generate", iteration):
-            answers = flatten(self._generate(policy_engine(self.engine), prompts, greedy, iteration, rank_log))
+            answers = flatten(self._generate(self.policy_source, prompts, greedy, iteration, rank_log))
         self._score(trainer, answers, iteration, rank_log)
         for group, answer in zip(groups, answers, strict=True):
             for sample in group:
@@ -229,7 +241,7 @@ class GroupCollector:
             if not share:
                 return []
             with self.timing.record("generate", iteration):
-                samples = flatten(self._generate(policy_engine(self.engine), share, sampling, iteration, rank_log))
+                samples = flatten(self._generate(self.policy_source, share, sampling, iteration, rank_log))
             self._score(trainer, samples, iteration, rank_log)
             return samples
 
@@ -240,30 +252,38 @@ class GroupCollector:
     @property
     def takes_first_finished(self) -> bool:
         """Whether groups are scored and selected as they finish; otherwise all at once, as rewards are faster so."""
-        return self.engine.can_stream and (self.dynamic_sampling is not None or bool(self.oversampling))
+        return self.source.can_stream and (self.dynamic_sampling is not None or bool(self.oversampling))
 
     def _stream(
         self, trainer: L.Trainer, sampling: SamplingSpec, iteration: int, rank_log: RankLog, *, rounds: bool
     ) -> GroupStream:
         stream: GroupStream
-        if rounds and not self.engine.continuous_batching:
+        if rounds and not self._streams(self.source):
             stream = BatchedGroupStream(
-                lambda prompts: self._generate(self.engine, prompts, sampling, iteration, rank_log)
+                lambda prompts: self._generate(self.source, prompts, sampling, iteration, rank_log)
             )
         else:
-            stream = cast(StreamingEngine, self.engine).stream(sampling, iteration=iteration)
+            stream = cast(StreamingEngine, self.source).stream(sampling, iteration=iteration)
         ask = partial(self._ask_early, trainer, sampling, iteration) if self._asks_early else None
         return TimedStream(stream, self.timing, iteration, ask)
 
+    def _streams(self, source: "RolloutEngine | GroupRunner") -> bool:
+        """Whether whole batches are taken from a stream too, which can stop when another rank fails."""
+        return source.continuous_batching or (source is self.runner and not source.recorded)
+
     def _generate(
-        self, engine: RolloutEngine, prompts: list[Prompt], sampling: SamplingSpec, iteration: int, rank_log: RankLog
+        self,
+        source: "RolloutEngine | GroupRunner",
+        prompts: list[Prompt],
+        sampling: SamplingSpec,
+        iteration: int,
+        rank_log: RankLog,
     ) -> list[Group]:
         """Generate groups, unless another rank fails meanwhile."""
-        if engine.continuous_batching:
-            stream = cast(StreamingEngine, engine).stream(sampling, iteration=iteration)
-            samples = sample_all(stream, prompts, check=rank_log.check)
-        else:
-            samples = rank_log.call(lambda: engine.generate(prompts, sampling, iteration=iteration))
+        if self._streams(source):
+            stream = cast(StreamingEngine, source).stream(sampling, iteration=iteration)
+            return all_groups(stream, prompts, check=rank_log.check)
+        samples = rank_log.call(lambda: source.generate(prompts, sampling, iteration=iteration))
         size = sampling.group_size
         if len(samples) != len(prompts) * size:
             raise RuntimeError(f"the engine was asked for {len(prompts)} x {size} samples and returned {len(samples)}")
@@ -295,20 +315,26 @@ class GroupCollector:
         """Set rewards of this rank's samples, and let them have texts."""
         check_samples(samples, policy_of(trainer), self.engine)
         decode = partial(policy_of(trainer).tokenizer.batch_decode, skip_special_tokens=True)
-        reward = self.reward
+        if self.runner is not None:
+            samples = self.runner.unscored(samples)
         with decode_together(samples, decode):
-            if reward is None:
-                for sample in samples:
-                    sample.reward = 0.0
-                return
-            with self.timing.record("score", iteration):
-                rank_log.call(lambda: tell_progress(reward, step=trainer.global_step, epoch=trainer.current_epoch))
-                rank_log.call(lambda: score_samples(reward, samples))
+            timed = nullcontext() if self.reward is None else self.timing.record("score", iteration)
+            with timed:
+                rank_log.call(lambda: self.ask_reward(trainer, samples))
         if policy_of(trainer).scores_samples and any("model" in sample.reward_parts for sample in samples):
             raise ValueError(
                 "a part of RolloutCallback(reward=...) is called 'model', as the score of the module's reward_model "
                 "is: give it another name"
             )
+
+    def ask_reward(self, trainer: L.Trainer, samples: list[Sample]) -> None:
+        """Set rewards of samples by the callback's reward; without one they are 0."""
+        if self.reward is None:
+            for sample in samples:
+                sample.reward = 0.0
+            return
+        tell_progress(self.reward, step=trainer.global_step, epoch=trainer.current_epoch)
+        score_samples(self.reward, samples)
 
     def add_model_scores(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
         """Add the module's reward model scores to the rewards, and as ``model`` to the parts, in place.

@@ -104,6 +104,7 @@ def plan_iteration(
         seed: Seed of the order of later epochs.
         iteration: Number of the iteration, for that order.
     """
+    uneven = None if len(summary) == shape.sequences or whole_groups else shape.epochs  # groups of several sizes
     lengths, prompts, groups = summary.lengths.tolist(), summary.prompt_lengths.tolist(), summary.group.tolist()
     members = _members(groups)
     if whole_groups:  # a group is planned as one sequence, as long as the tokens that it takes to compute it
@@ -122,6 +123,7 @@ def plan_iteration(
             order=order,
             groups=groups,
             split=partial(split_groups_by_tokens, lengths=lengths, prompts=prompts, groups=groups, ranks=at_once),
+            uneven_epochs=uneven,
         )
     else:
         micro_batches = plan_capped_micro_batches(
@@ -132,6 +134,7 @@ def plan_iteration(
             world_size=world_size,
             ranks_per_forward=ranks_per_forward,
             order=order,
+            uneven_epochs=uneven,
         )
     if whole_groups:
         micro_batches = [

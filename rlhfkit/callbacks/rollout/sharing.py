@@ -41,6 +41,8 @@ class SharedIteration:
     a sample has none."""
     sources: dict[str, list[int]]
     """Rows by the ``source`` in their prompt's metadata; empty unless there are several sources."""
+    other_sizes: dict[int, int]
+    """Number of samples by prompt, of the groups that have others than the run's ``group_size``."""
 
 
 def share_iteration(
@@ -58,21 +60,23 @@ def share_iteration(
     Args:
         collected: This rank's groups, and the order of all.
         make_plan: From the summary to the plan and the number of micro-batches that a step averages.
-        group_size: Samples of each group.
+        group_size: Samples of each group, unless a group function returned others.
         temperature: Sampling temperature.
         rank: This rank.
         world_size: Number of ranks.
         group: Process group for tensors on the CPU.
     """
-    samples, total = flatten(collected.groups), len(collected.prompts) * group_size
-    place = {prompt: number for number, prompt in enumerate(collected.prompts)}
-    rows = torch.tensor([place[one.prompt.index] * group_size + one.sample_index for one in samples], dtype=torch.int64)
-    order = rows.argsort()  # samples of a group need not be in order
-    samples, rows = [samples[number] for number in order.tolist()], rows[order]
+    sizes = {made[0].prompt.index: len(made) for made in collected.groups if len(made) != group_size}
+    samples = sorted(flatten(collected.groups), key=_place_in(collected.prompts))
     experience = Experience.from_samples(samples, temperature=temperature) if samples else no_rows(temperature)
     columns = _columns(samples, experience) | {_RANK: torch.full((len(samples),), rank)}
-    own = _Described(sorted(columns), experience.token_rewards is not None, _rows_by_source(samples, rows))
+    own = _Described(sorted(columns), experience.token_rewards is not None, _prompts_by_source(samples), sizes)
     ranks = gather_objects(own, group=group)  # the only exchange of objects: it takes time with the number of ranks
+    sizes = {prompt: size for each in ranks for prompt, size in each.sizes.items()}
+    places, total = dict[int, int](), 0  # first row of each group
+    for prompt in collected.prompts:
+        places[prompt], total = total, total + sizes.get(prompt, group_size)
+    rows = torch.tensor([places[one.prompt.index] + one.sample_index for one in samples], dtype=torch.int64)
     names = sorted({name for each in ranks for name in each.columns})
     numbers = gather_columns(columns, rows, total, names=names, group=group)
     summary = _summary(numbers)
@@ -86,8 +90,11 @@ def share_iteration(
         experience = exchange_rows(
             experience, summary, numbers[_RANK].long(), plan.own_rows, token_rewards=earned, group=group
         )
-    sources = _all_sources([each.sources for each in ranks])
-    return SharedIteration(experience, summary, plan, averaged, samples, rows.tolist(), numbers, sources)
+    sources = {
+        name: sorted(places[prompt] + number for prompt in prompts for number in range(sizes.get(prompt, group_size)))
+        for name, prompts in _all_sources([each.sources for each in ranks]).items()
+    }
+    return SharedIteration(experience, summary, plan, averaged, samples, rows.tolist(), numbers, sources, sizes)
 
 
 def share_copies(experience: Experience, plan: IterationPlan, *, group: Any = None) -> Experience:
@@ -110,7 +117,16 @@ class _Described(NamedTuple):
 
     columns: list[str]
     token_rewards: bool
-    sources: dict[str, list[int]]
+    sources: dict[str, set[int]]
+    """Prompts of this rank by source."""
+    sizes: dict[int, int]
+    """Number of samples by prompt, of the groups of another size than the run's."""
+
+
+def _place_in(prompts: Sequence[int]) -> Callable[[Sample], tuple[int, int]]:
+    """The order of an iteration; samples of a group need not be in order."""
+    place = {prompt: number for number, prompt in enumerate(prompts)}
+    return lambda sample: (place[sample.prompt.index], sample.sample_index)
 
 
 def no_rows(temperature: float) -> Experience:
@@ -176,15 +192,15 @@ def _summary(numbers: Mapping[str, Tensor]) -> IterationSummary:
     )
 
 
-def _rows_by_source(samples: Sequence[Sample], rows: Tensor) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for sample, row in zip(samples, rows.tolist(), strict=True):
+def _prompts_by_source(samples: Sequence[Sample]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for sample in samples:
         if "source" in sample.prompt.metadata:
-            found.setdefault(str(sample.prompt.metadata["source"]), []).append(row)
+            found.setdefault(str(sample.prompt.metadata["source"]), set()).add(sample.prompt.index)
     return found
 
 
-def _all_sources(ranks: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
-    """Rows of all ranks by source; empty unless there are several sources."""
+def _all_sources(ranks: Sequence[dict[str, set[int]]]) -> dict[str, set[int]]:
+    """Prompts of all ranks by source; empty unless there are several sources."""
     names = sorted({name for each in ranks for name in each})
-    return {name: sorted(row for each in ranks for row in each.get(name, ())) for name in names} if names[1:] else {}
+    return {name: set().union(*(each.get(name, ()) for each in ranks)) for name in names} if names[1:] else {}

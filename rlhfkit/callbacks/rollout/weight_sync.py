@@ -1,7 +1,7 @@
 """``WeightSynchronizer``: copy the policy's weights to the engine, and prove that they arrived."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import lightning as L
@@ -44,13 +44,20 @@ class WeightSynchronizer:
 
     ``tolerance``: largest difference, or in 16 bits mean difference, that is accepted; ``None``: by type
     (:class:`~rlhfkit.rollout.probe_bounds.ProbeBounds`); ``inf`` switches the probe off. ``overlaps``: whether the
-    engine generates while the policy learns.
+    engine generates while the policy learns. ``start``: starts further engines when this one starts.
     """
 
     def __init__(
-        self, engine: RolloutEngine, phases: DevicePhases, tolerance: float | None = None, *, overlaps: bool = False
+        self,
+        engine: RolloutEngine,
+        phases: DevicePhases,
+        tolerance: float | None = None,
+        *,
+        overlaps: bool = False,
+        start: Callable[..., None] | None = None,
     ) -> None:
         self.engine = engine
+        self._start_more = start
         self.overlaps = overlaps
         self.phases = phases
         self.tolerance = tolerance
@@ -79,19 +86,18 @@ class WeightSynchronizer:
             source = ModuleWeights(module.policy, dtype=dtype)
             weights = DrainableWeights(source, why_copied=self._why_copied(trainer) or source.why_copied())
             self.engine.configure_weights(weights)
-            self.phases.start(
-                trainer,
-                lambda: self.engine.start(
-                    base_model_name(module.model_name),
-                    dtype=dtype,
-                    trust_remote_code=module.trust_remote_code,
-                ),
-            )
+            self.phases.start(trainer, lambda: self._start(module, dtype))
             self.metrics = run_on_all_ranks(lambda: self._load(weights, version))[0]
         probe = self._expected(trainer, module, dtype)
         self.phases.generate(trainer)
         if probe is not None:
             self._probe(trainer, probe)
+
+    def _start(self, module: GenerativeModule, dtype: torch.dtype) -> None:
+        model, trusted = base_model_name(module.model_name), module.trust_remote_code
+        self.engine.start(model, dtype=dtype, trust_remote_code=trusted)
+        if self._start_more is not None:
+            self._start_more(self.engine, model, dtype=dtype, trust_remote_code=trusted)
 
     def remember(self, samples: Sequence[Sample]) -> None:
         """Take one of the samples of this rank for later probes."""

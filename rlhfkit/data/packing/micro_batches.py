@@ -224,6 +224,7 @@ def plan_micro_batches(
     order: Sequence[int] | None = None,
     groups: Sequence[int] | None = None,
     split: Callable[[list[int], int], list[list[int]]] | None = None,
+    uneven_epochs: int | None = None,
 ) -> list[list[MicroBatch]]:
     """Divide an iteration into updates and micro-batches and assign these to the ranks.
 
@@ -239,6 +240,8 @@ def plan_micro_batches(
         order: Indices into ``lengths`` in training order, which may repeat between updates; ascending when ``None``.
         groups: Equal for sequences that share a prompt, which then stay on one rank; ``None``: none do.
         split: Divides the rows of an update into micro-batches; :func:`split_by_tokens` when ``None``.
+        uneven_epochs: See :func:`update_windows`. Where an update then has fewer rows than micro-batches, the last ones
+            are repetitions that are not trained on.
 
     Returns:
         ``plan[rank]``: the ``num_updates * accumulate`` micro-batches of a rank, in training order.
@@ -251,9 +254,9 @@ def plan_micro_batches(
         raise ValueError(
             f"num_updates, accumulate and world_size must be at least 1, got {num_updates}, {accumulate}, {world_size}"
         )
-    windows = update_windows(rows, num_updates)
-    size, number = len(windows[0]), accumulate * (world_size // ranks_per_forward)
-    if size < number:
+    windows = update_windows(rows, num_updates, uneven_epochs=uneven_epochs)
+    size, number = min(map(len, windows)), accumulate * (world_size // ranks_per_forward)
+    if size < (number if uneven_epochs is None else number // accumulate):
         raise ValueError(
             f"each of {num_updates} updates has {size} of {len(rows)} sequences, too few for accumulate {accumulate} * "
             f"{data_ranks(world_size, ranks_per_forward)} = {number} micro-batches: raise rollout_batch_size or lower "
@@ -261,14 +264,19 @@ def plan_micro_batches(
         )
     plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
     for update, window in enumerate(windows):
+        filled = min(number, len(window) // (number // accumulate) * (number // accumulate))
         if split is None:
-            chosen = split_by_tokens([lengths[row] for row in window], number)
+            chosen = split_by_tokens([lengths[row] for row in window], filled)
             bins = [[window[index] for index in indices] for indices in chosen]
         else:
-            bins = split(window, number)
+            bins = split(window, filled)
+        bins += [[] for _ in range(number - filled)]
         dealt = deal_to_members(bins, lengths, groups, world_size=world_size, ranks_per_forward=ranks_per_forward)
         for position, share in enumerate(dealt):
-            plan[position % world_size].append(MicroBatch(share, update, trained=bool(share)))
+            rows_before = [row for one in plan[position % world_size] if one.update == update for row in one.rows]
+            repeated = not share and ranks_per_forward == 1
+            shown = [min(rows_before, key=lambda row: lengths[row])] if repeated else share
+            plan[position % world_size].append(MicroBatch(shown, update, trained=bool(share)))
     return plan
 
 
@@ -315,8 +323,18 @@ def deal_to_members(
     return dealt
 
 
-def update_windows(rows: Sequence[int], num_updates: int) -> list[list[int]]:
-    """The rows of each update, ascending: contiguous pieces of equal counts. ValueError if they do not divide."""
+def update_windows(rows: Sequence[int], num_updates: int, *, uneven_epochs: int | None = None) -> list[list[int]]:
+    """The rows of each update, ascending: contiguous pieces of equal counts. ValueError if they do not divide.
+
+    ``uneven_epochs``: Number of epochs of which the pieces may differ by one row, where groups have several sizes.
+    """
+    if uneven_epochs is not None:
+        updates, size = num_updates // uneven_epochs, len(rows) // uneven_epochs
+        return [
+            sorted(rows[first + size * number // updates : first + size * (number + 1) // updates])
+            for first in range(0, uneven_epochs * size, size)
+            for number in range(updates)
+        ]
     size, rest = divmod(len(rows), num_updates)
     if rest:
         raise ValueError(

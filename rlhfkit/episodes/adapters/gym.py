@@ -38,7 +38,7 @@ class GymEnvironment(Environment):
             return GymEnvironment(lake, parse_action=lambda text: ["left", "down", "right", "up"].index(text.strip()))
 
 
-        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), play, max_turns=20), reward=EnvironmentReward())
+        RolloutCallback(engine=VLLMPool(2), group=Episodes(play, max_turns=20), reward=EnvironmentReward())
 
     Args:
         environment: The environment; a new one for each episode.

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rlhfkit.episodes.event_loop import EventLoopThread
+from rlhfkit.rollout.event_loop import EventLoopThread
 from rlhfkit.validation import check_number
 
 _TYPES: Mapping[str, type] = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list}
 
 
 class MCPTools:
-    """A connection to an MCP server, whose tools are async functions for ``EpisodeEngine(tools=...)``.
+    """A connection to an MCP server, whose tools are async functions for ``Episodes(tools=...)``.
 
     All episodes of a rank share the connection: the server must keep nothing between two calls that episodes should
     not share. Tools run with the server's rights, outside of any sandbox of rlhfkit.
@@ -22,7 +22,7 @@ class MCPTools:
     Example::
 
         tools = MCPTools(["uvx", "mcp-server-time"])
-        engine = EpisodeEngine(VLLMPool(2), tools=tools.functions)
+        group = Episodes(tools=tools.functions)
         PromptDataModule(..., chat_template_kwargs={"tools": tools.schemas})
 
     Args:

@@ -1,21 +1,18 @@
-"""``AgentEngine``: an engine whose samples are the turns that agents request over OpenAI's API."""
+"""``AgentEpisodes``: a group function whose samples are the turns that agents request over OpenAI's API."""
 
 import importlib.util
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.episodes.base import EpisodeEngineBase, EpisodeFactory
+from rlhfkit.episodes.base import EpisodeGroups
 from rlhfkit.episodes.episode import FINISH_REASONS, EndReason
-from rlhfkit.episodes.event_loop import call_with_timeout
 from rlhfkit.episodes.tool_calls.call import ToolCallParser
 from rlhfkit.episodes.tool_calls.registry import tool_call_parser as find_parser
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.event_loop import call_with_timeout
+from rlhfkit.rollout.groups import GroupSampler
 from rlhfkit.serving.access import ServerOptions, check_host, is_loopback
 from rlhfkit.validation import check_integer, check_number
 
@@ -47,8 +44,8 @@ Async, or a plain function, which gets a thread.
 """
 
 
-class AgentEngine(EpisodeEngineBase):
-    """Runs an agent for each prompt and index in the group, and returns what the policy sampled for it.
+class AgentEpisodes(EpisodeGroups):
+    """A sample is what the policy sampled for an agent, which runs for each prompt and index in the group.
 
     The agent, in any language or framework, reaches the policy at the ``base_url`` of its :class:`AgentConnection`
     (:class:`OpenAIEndpoint`). ``Sample.prompt`` has the tokens of its first request. Of several conversations, the one
@@ -73,32 +70,31 @@ class AgentEngine(EpisodeEngineBase):
             return float(prompt.answer in answer.choices[0].message.content)
 
 
-        RolloutCallback(engine=AgentEngine(VLLMPool(2), agent), reward=EnvironmentReward())
+        RolloutCallback(engine=VLLMPool(2), group=AgentEpisodes(agent), reward=EnvironmentReward())
 
     Args:
-        engine: Samples the turns.
         agent: See :data:`Agent`.
         max_turns: Requests of an episode.
         max_episode_tokens: Tokens of a conversation; ``None``: the model's context.
         episode_timeout: Time limit of an episode in seconds.
         request_timeout: Time limit of each request in seconds.
         concurrency: Concurrent episodes of each rank.
-        parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        parallel_calls: Concurrent calls of the engine; ``None``: see
+            :class:`~rlhfkit.rollout.request_batcher.RequestBatcher`.
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
         server: Address, API key and TLS files of the endpoint.
-        tool_call_parser: Finds tool calls in answers, by name or a function; see :class:`EpisodeEngine`.
+        tool_call_parser: Finds tool calls in answers, by name or a function; see :class:`Episodes`.
         chat_template_kwargs: Passed to the chat template; ``None``: those of the DataModule without its tools, as the
             agent's requests have theirs.
 
     Raises:
         ImportError: If FastAPI or uvicorn is not installed.
-        TypeError: If ``engine`` is not a ``RolloutEngine`` or ``agent`` cannot be called.
+        TypeError: If ``agent`` cannot be called.
         ValueError: If a limit is out of range, or the host needs a token.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
         agent: Agent,
         *,
         max_turns: int = 32,
@@ -116,7 +112,6 @@ class AgentEngine(EpisodeEngineBase):
         check_integer("concurrency", concurrency, minimum=1)
         _require("fastapi", "uvicorn")
         super().__init__(
-            engine,
             max_turns=max_turns,
             max_episode_tokens=max_episode_tokens,
             episode_timeout=episode_timeout,
@@ -124,6 +119,7 @@ class AgentEngine(EpisodeEngineBase):
             concurrency=concurrency,
             parallel_calls=parallel_calls,
             on_error=on_error,
+            chat_template_kwargs=chat_template_kwargs,
         )
         if tool_call_parser is not None:
             find_parser(tool_call_parser)  # raises if there is none of this name
@@ -139,83 +135,75 @@ class AgentEngine(EpisodeEngineBase):
             "parallel_calls": parallel_calls,
             "max_concurrent": max(1024, 4 * concurrency),  # an agent may ask several things at once
         }
-        self.chat_template_kwargs = None if chat_template_kwargs is None else dict(chat_template_kwargs)
+        self._tokenizer: Any = None
+        self._template_arguments: dict[str, Any] = {}
         self._endpoint: OpenAIEndpoint | None = None
 
-    def start(
-        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
-    ) -> None:
-        """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
-        super().start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Take the run's tokenizer and template."""
+        self._tokenizer = tokenizer
+        if self.chat_template_kwargs is None:
+            self._template_arguments = dict(chat_template_kwargs or {})
+            self._template_arguments.pop("tools", None)
+        else:
+            self._template_arguments = self.chat_template_kwargs
+
+    def endpoint(self, sampler: GroupSampler) -> "OpenAIEndpoint":
+        """Return the endpoint, which begins to listen when the first agent runs: ranks that never sample have none."""
         if self._endpoint is None:
             from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint
 
-            arguments = self.template_arguments(self.chat_template_kwargs)
-            if self.chat_template_kwargs is None:
-                arguments.pop("tools", None)
             self._endpoint = OpenAIEndpoint(
-                self.engine,
-                self.run_tokenizer(model, trust_remote_code),
-                max_context_tokens=self.max_context_tokens,
-                chat_template_kwargs=arguments,
+                sampler.engine,
+                self._tokenizer,
+                max_context_tokens=sampler.max_tokens,
+                chat_template_kwargs=self._template_arguments,
                 **self._options,
-            )
+            ).start()
+        return self._endpoint
 
     def close(self) -> None:
-        """Free everything; a second call does nothing."""
+        """Stop listening; a second call does nothing."""
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
-        super().close()
 
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Check nothing: the agent decides what the policy reads."""
-
-    def episode_factory(self, sampling: SamplingSpec) -> EpisodeFactory:
-        """Return a function that creates the episodes of one stream.
-
-        The endpoint starts to listen at the first call, so ranks that never sample have none.
-        """
-        if self._endpoint is None:
-            raise RuntimeError("AgentEngine was asked for samples before AgentEngine.start")
-        endpoint = self._endpoint.start()
-        return partial(_AgentEpisode, engine=self, endpoint=endpoint, sampling=sampling)
+    def episode(self, prompt: Prompt, sample_index: int, sampler: GroupSampler) -> "_AgentEpisode":
+        """Return an episode; the agent decides what the policy reads."""
+        return _AgentEpisode(prompt, sample_index, self, sampler)
 
 
 class _AgentEpisode:
     """One run of the agent."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        sample_index: int,
-        *,
-        engine: AgentEngine,
-        endpoint: "OpenAIEndpoint",
-        sampling: SamplingSpec,
-        iteration: int,
-    ) -> None:
-        self._engine = engine
-        self._endpoint = endpoint
-        self._identity = prompt, sample_index, sampling
-        self._iteration = iteration
+    def __init__(self, prompt: Prompt, sample_index: int, settings: AgentEpisodes, sampler: GroupSampler) -> None:
+        self._prompt = prompt
+        self._sample_index = sample_index
+        self._settings = settings
+        self._sampler = sampler
         self.error: Exception | None = None
 
     async def run(self) -> Sample:
         """Run the agent and return its sample."""
-        name, session = self._endpoint.open_session(
-            *self._identity, iteration=self._iteration, max_turns=self._engine.max_turns
+        settings, sampler = self._settings, self._sampler
+        endpoint = settings.endpoint(sampler)
+        name, session = endpoint.open_session(
+            self._prompt,
+            self._sample_index,
+            sampler.sampling,
+            iteration=sampler.iteration,
+            max_turns=settings.max_turns,
         )
-        connection = AgentConnection(self._endpoint.base_url(name), self._endpoint.api_key, self._endpoint.model_name)
+        connection = AgentConnection(endpoint.base_url(name), endpoint.api_key, endpoint.model_name)
         reward: float | None = None
         ended: EndReason = "done"
         began = time.monotonic()
-        limit = self._engine.episode_timeout
+        limit = settings.episode_timeout
         try:
             returned = await call_with_timeout(
-                self._engine.agent,
+                settings.agent,
                 connection,
-                self._identity[0],
+                self._prompt,
                 timeout=limit,
                 description=f"the agent (limit: {limit:g} s)",
             )
@@ -224,7 +212,7 @@ class _AgentEpisode:
             self.error = error
             ended = "time" if time.monotonic() - began >= limit else "error"
         finally:
-            self._endpoint.close_session(name)
+            endpoint.close_session(name)
         if session.engine_failure is not None:
             raise session.engine_failure
         if ended == "done" and not session.turns:

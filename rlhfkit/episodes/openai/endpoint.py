@@ -27,11 +27,11 @@ from rlhfkit.episodes.openai.protocol import (
     stream_events,
 )
 from rlhfkit.episodes.openai.session import ChatSession, ChatTurn
-from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler
 from rlhfkit.episodes.tool_calls.call import ToolCallParser
 from rlhfkit.episodes.tool_calls.registry import template_parser
 from rlhfkit.episodes.tool_calls.registry import tool_call_parser as find_parser
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.request_batcher import EngineFailedError, RequestBatcher
 from rlhfkit.serving.access import AccessToken, ServerOptions, is_loopback
 from rlhfkit.serving.middleware import JSONBodyReader
 from rlhfkit.serving.server import Server
@@ -69,7 +69,8 @@ class OpenAIEndpoint:
         max_body_bytes: Maximum size of a request.
         max_body_values: Maximum number of values in a request's JSON: texts, numbers, lists and objects.
         max_concurrent: Maximum of concurrent requests; others are refused with 503, which clients retry.
-        parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        parallel_calls: Concurrent calls of the engine; ``None``: see
+            :class:`~rlhfkit.rollout.request_batcher.RequestBatcher`.
         chat_template_kwargs: Passed to the chat template.
 
     Raises:
@@ -113,7 +114,7 @@ class OpenAIEndpoint:
         self._numbers = itertools.count()
         self._warned: set[str] = set()
         self._bodies = JSONBodyReader(max_objects=max_body_values, max_numbers=max_body_values)
-        self._sampler = TurnSampler(engine, parallel_calls=parallel_calls)
+        self._sampler = RequestBatcher(engine, parallel_calls=parallel_calls)
         self._server = Server(
             self._application(),
             host=server.host,
@@ -233,7 +234,7 @@ class OpenAIEndpoint:
 
     async def _complete(self, session: ChatSession, request: ChatRequest) -> dict[str, Any]:
         self._warn_of_unused(request)
-        self._sampler.expect_requests(len(self._sessions))
+        self._sampler.requesters.count = len(self._sessions)
         try:
             async with asyncio.timeout(self.request_timeout):
                 turn = await session.answer(request, self._sampler)

@@ -14,15 +14,15 @@ from typing import Any
 
 from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.episodes.environment import Action
-from rlhfkit.episodes.event_loop import run_in_thread
 from rlhfkit.episodes.observations import ObservationTokenizer
 from rlhfkit.episodes.openai.protocol import ChatError, ChatRequest, assistant_message, normalize_message, same_message
-from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.episodes.tool_calls.call import ToolCallParser
 from rlhfkit.episodes.tool_calls.registry import text_before_calls
 from rlhfkit.episodes.trajectory import Trajectory
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import RequestError
+from rlhfkit.rollout.event_loop import run_in_thread
+from rlhfkit.rollout.request_batcher import EngineFailedError, RequestBatcher, request_index
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class ChatSession:
         self._answering = 0
         self._warned = False
 
-    async def answer(self, request: ChatRequest, sampler: TurnSampler) -> ChatTurn:
+    async def answer(self, request: ChatRequest, sampler: RequestBatcher) -> ChatTurn:
         """Sample the policy's next turn in the conversation of a request.
 
         Raises :class:`ChatError` if that is impossible or a limit is reached, :class:`EngineFailedError` if the engine
@@ -97,10 +97,10 @@ class ChatSession:
         digest = hashlib.blake2b(repr(context).encode(), digest_size=8).digest()
         repeat = self._asked[digest] = self._asked.get(digest, -1) + 1
         # Not the number of the request: the order of concurrent requests is not deterministic.
-        index = turn_index(self.prompt.index, self.sample_index, f"{digest.hex()}/{repeat}")
+        index = request_index(self.prompt.index, self.sample_index, f"{digest.hex()}/{repeat}")
         self._answering += 1
         try:
-            sampled = await sampler.sample(context, spec, iteration=self.iteration, index=index)
+            (sampled,) = await sampler.ask(Prompt(index, context), spec, iteration=self.iteration)
         except RequestError as error:
             raise ChatError(str(error), code="refused") from error
         except EngineFailedError as failure:

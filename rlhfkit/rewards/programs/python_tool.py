@@ -30,7 +30,7 @@ sys.stdout.flush()
 
 
 class PythonTool:
-    """A Python interpreter in a sandbox, for ``EpisodeEngine(tools=[PythonTool().python])``.
+    """A Python interpreter in a sandbox, for ``Episodes(tools=[PythonTool().python])``.
 
     Each call is a program of its own in a new process: nothing is kept between calls. What is printed comes back, and
     the value of a last line that is an expression; of an exception its message and lines. The sandbox is that of

@@ -10,7 +10,7 @@ from rl_runs import setup_run, weights
 from rlhfkit import (
     DynamicSampling,
     Environment,
-    EpisodeEngine,
+    Episodes,
     GRPOModule,
     Invariants,
     LocalEngine,
@@ -47,7 +47,7 @@ SAMPLING = SamplingSpec(group_size=4, max_new_tokens=4)
 def rollouts(**arguments: Any) -> RolloutCallback:
     return RolloutCallback(
         EnvironmentReward(),
-        **({"engine": EpisodeEngine(LocalEngine(), Digits, max_turns=2), "sampling": SAMPLING} | arguments),
+        **({"engine": LocalEngine(), "group": Episodes(Digits, max_turns=2), "sampling": SAMPLING} | arguments),
     )
 
 

@@ -1,6 +1,5 @@
 """A reward model that is a child of the module scores samples for selection, the curriculum, metrics and the loss."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,17 +7,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-import torch
-from episodes.episode_cases import Counting
 from modules.on_policy.preparation.test_rewards import reward_model
 from rl_runs import digits, setup_run
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import tiny_tokenizer
 
-from rlhfkit import EpisodeEngine, LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess
 from rlhfkit.rewards import ModelReward, WeightedSum
-from rlhfkit.rollout import DynamicSampling, RolloutEngine
-from rlhfkit.rollout.wrappers.engine_wrapper import EngineWrapper
+from rlhfkit.rollout import DynamicSampling, GroupSampler
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 
@@ -190,33 +186,25 @@ class Batching(LocalEngine):
     continuous_batching = True
 
 
-class Chosen(EngineWrapper):
-    """Samples twice, and takes the answer with more digits."""
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        super().__init__(engine)
-        self.texts: list[str] = []
-        self.decoded: list[str] = []
-        self.iterations: list[int] = []
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        tries = [
-            self.engine.generate(prompts, dataclasses.replace(sampling, seed=seed), iteration=iteration)
-            for seed in (0, 1)
-        ]
-        self.iterations.append(iteration)
-        self.texts += [sample.text for sample in tries[0]]
-        self.decoded += [tiny_tokenizer().decode(one.token_ids, skip_special_tokens=True) for one in tries[0]]
-        return [max(pair, key=lambda one: sum(map(str.isdigit, one.text))) for pair in zip(*tries, strict=True)]
-
-
-def test_a_wrapper_of_ones_own_reads_texts_and_samples_for_training_only(tmp_path: Path) -> None:
+def test_a_group_function_reads_texts_and_changes_training_only(tmp_path: Path) -> None:
     held = tmp_path / "held.jsonl"
     held.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": ""}) + "\n" for i in range(7)))
+    texts: list[str] = []
+    decoded: list[str] = []
+    iterations: list[int] = []
+
+    async def chosen(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        """Of each two tries the one with more digits."""
+        tries = [await sampler.sample(prompt, size, attempt=attempt) for attempt in (0, 1)]
+        iterations.append(sampler.iteration)
+        texts.extend(sample.text for sample in tries[0])
+        decoded.extend(tiny_tokenizer().decode(one.token_ids, skip_special_tokens=True) for one in tries[0])
+        return [max(pair, key=lambda one: sum(map(str.isdigit, one.text))) for pair in zip(*tries, strict=True)]
+
     found = {}
-    for name in ("wrapped", "plain"):
-        engine = Chosen(Batching()) if name == "wrapped" else Batching()
-        rollouts = RolloutCallback(digits, sampling=SAMPLING, engine=engine)
+    for name in ("chosen", "plain"):
+        group = chosen if name == "chosen" else None
+        rollouts = RolloutCallback(digits, sampling=SAMPLING, engine=Batching(), group=group)
         trainer, module, data, _ = setup_run(
             tmp_path,
             rollouts=rollouts,
@@ -226,33 +214,22 @@ def test_a_wrapper_of_ones_own_reads_texts_and_samples_for_training_only(tmp_pat
         )
         trainer.fit(module, data)
         found[name] = float(trainer.callback_metrics["val/reward"]), float(trainer.callback_metrics["rollout/reward"])
-        if isinstance(engine, Chosen):
-            assert set(engine.iterations) == {0}
-            assert len(engine.texts) == 32
-            assert engine.texts == engine.decoded
-            assert len(set(engine.texts)) > 16
-    assert found["wrapped"][0] == found["plain"][0]
-    assert found["wrapped"][1] > found["plain"][1]
-
-
-def test_texts_of_episodes_are_there_for_engines_around_them(tmp_path: Path) -> None:
-    model = str(tiny_model(tmp_path / "model"))
-    engine = EpisodeEngine(LocalEngine(), Counting)
-    engine.start(model, dtype=torch.float32, load_weights=True)
-    sample = engine.generate([Prompt(0, [5, 6])], SamplingSpec(group_size=1, max_new_tokens=3), iteration=0)[0]
-    assert sample.text == tiny_tokenizer().decode(sample.token_ids, skip_special_tokens=True)
-    assert "<0>" in sample.text
-    engine.close()
+    assert set(iterations) == {0}
+    assert len(texts) == 32
+    assert texts == decoded
+    assert len(set(texts)) > 16
+    assert found["chosen"][0] == found["plain"][0]
+    assert found["chosen"][1] > found["plain"][1]
 
 
 def test_a_token_that_the_model_does_not_know_is_named_with_its_prompt(tmp_path: Path) -> None:
-    class Foreign(EngineWrapper):
+    class Foreign(LocalEngine):
         def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-            samples = self.engine.generate(prompts, sampling, iteration=iteration)
+            samples = super().generate(prompts, sampling, iteration=iteration)
             samples[5].token_ids = [*samples[5].token_ids[:-1], 500]
             return samples
 
-    rollouts = RolloutCallback(digits, sampling=SAMPLING, engine=Foreign(LocalEngine()))
+    rollouts = RolloutCallback(digits, sampling=SAMPLING, engine=Foreign())
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
     with pytest.raises(RuntimeError, match=r"Foreign returned the token 500 for prompt \d+, .* the tokens 0 to 127"):
         trainer.fit(module, data)

@@ -11,7 +11,7 @@ import torch
 from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
 
-from rlhfkit import DynamicSampling, EpisodeEngine, LocalEngine, RolloutCallback, SamplingSpec
+from rlhfkit import DynamicSampling, Episodes, LocalEngine, RolloutCallback, SamplingSpec
 from rlhfkit.episodes import Action, Environment, Step
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
 
@@ -49,10 +49,10 @@ class Once(Environment):
         return Step(reward=sum(letter.isdigit() for letter in action.text) / 8, done=True)
 
 
-def run(folder: Path, engine: Any, *, wrapped: Any = None, validate: bool = False, **options: Any) -> Any:
+def run(folder: Path, engine: Any, *, group: Any = None, validate: bool = False, **options: Any) -> Any:
     """Two iterations; what was trained on, and the weights."""
     folder.mkdir(exist_ok=True)
-    rollouts = RolloutCallback(digits, engine=wrapped or engine, sampling=SPEC, **options)
+    rollouts = RolloutCallback(digits, engine=engine, group=group, sampling=SPEC, **options)
     seen: list[tuple[int, list[tuple[int, list[int]]]]] = []
 
     class Look(L.Callback):
@@ -79,8 +79,8 @@ def test_a_run_that_takes_turns_is_bitwise_the_undisturbed_one(tmp_path: Path, c
         options["dynamic_sampling"] = DynamicSampling()
     results = []
     for engine in (Forgetful(), Forgetful(1, 3, 4)):
-        wrapped = EpisodeEngine(engine, Once) if case == "episodes" else None
-        results.append((*run(tmp_path, engine, wrapped=wrapped, **options), engine))
+        group = Episodes(Once) if case == "episodes" else None
+        results.append((*run(tmp_path, engine, group=group, **options), engine))
     (seen, expected, _, calm), (again, tensors, _, disturbed) = results
     assert again == seen
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)

@@ -13,9 +13,9 @@ from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer
 
 from rlhfkit import (
-    AgentEngine,
+    AgentEpisodes,
     Environment,
-    EpisodeEngine,
+    Episodes,
     GRPOModule,
     LocalEngine,
     Prompt,
@@ -34,6 +34,7 @@ from rlhfkit.modules.parts.critic_elsewhere import _make_critic
 from rlhfkit.rewards import EnvironmentReward
 from rlhfkit.roles.replica import TextReading
 from rlhfkit.rollout.engine import RolloutEngine
+from rlhfkit.rollout.groups import GroupError, GroupRunner
 from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
 
 TEMPLATE = (
@@ -90,7 +91,8 @@ def test_all_turns_of_an_episode_are_in_the_template_of_the_data(tmp_path: Path,
         arguments = {"chat_template_kwargs": {"chat_template": TEMPLATE}}
     callback = RolloutCallback(
         EnvironmentReward(),
-        engine=EpisodeEngine(LocalEngine(), Game, max_turns=2),
+        engine=LocalEngine(),
+        group=Episodes(Game, max_turns=2),
         sampling=SamplingSpec(group_size=2, max_new_tokens=4),
     )
     kind: Any = PromptDataModule
@@ -225,38 +227,49 @@ def started(engine: RolloutEngine, model: str, tokenizer: Any, template: Any = N
 
 
 def test_engines_stop_where_the_tokenizer_of_the_run_says(model: str) -> None:
-    engine = started(EpisodeEngine(LocalEngine(), Game), model, other_end())
+    engine = started(LocalEngine(), model, other_end())
     bracket = tiny_tokenizer().convert_tokens_to_ids("]")
-    assert bracket in engine.engine._stops
-    samples = engine.engine.generate(
+    assert bracket in engine._stops
+    samples = engine.generate(
         [Prompt(0, [5, 6])], SamplingSpec(group_size=16, max_new_tokens=64, temperature=2.0), iteration=0
     )
     assert {bracket} < {sample.token_ids[-1] for sample in samples if sample.finish_reason == "stop"} | {0}
     assert all(bracket not in sample.token_ids[:-1] for sample in samples)
     engine.close()
     engine.start(model, dtype=torch.float32, load_weights=True)  # another run, with the model's own
-    assert bracket not in engine.engine._stops
+    assert bracket not in engine._stops
     engine.close()
 
 
 def test_episodes_take_the_template_arguments_of_the_data(model: str) -> None:
     arguments = {"mark": "#", "tools": [{"name": "search"}]}
-    engine = started(EpisodeEngine(LocalEngine(), Game), model, templated(), arguments)
-    assert engine._observations.formatter.arguments == arguments
-    engine.close()
+    group = Episodes(Game)
+    group.configure_tokenizer(templated(), arguments)
+    assert group._observations is not None
+    assert group._observations.formatter.arguments == arguments
     with pytest.raises(ValueError, match=r"other chat_template_kwargs \(mark\).*give them to the DataModule alone"):
-        EpisodeEngine(LocalEngine(), Game, chat_template_kwargs={}).configure_tokenizer(templated(), arguments)
-    EpisodeEngine(LocalEngine(), Game, chat_template_kwargs={"mark": "#"}).configure_tokenizer(templated(), arguments)
-    agents = started(AgentEngine(LocalEngine(), lambda connection, prompt: None), model, templated(), arguments)
-    assert agents._endpoint.observations.tokenizer.chat_template == TEMPLATE
-    assert agents._endpoint.observations.formatter.arguments == {"mark": "#"}  # requests bring tools of their own
-    agents.close()
+        Episodes(Game, chat_template_kwargs={}).configure_tokenizer(templated(), arguments)
+    Episodes(Game, chat_template_kwargs={"mark": "#"}).configure_tokenizer(templated(), arguments)
+    endpoints = []
+
+    def agent(connection: Any, prompt: Prompt) -> float:
+        endpoints.append(agents._endpoint)
+        return 1.0
+
+    agents = AgentEpisodes(agent)
+    runner = GroupRunner(started(LocalEngine(), model, templated()), agents)
+    runner.configure(templated(), arguments, model)
+    with pytest.raises(GroupError, match="sent no request"):
+        runner.generate([Prompt(0, [5])], SamplingSpec(group_size=2, max_new_tokens=2), iteration=0)
+    assert endpoints[0].observations.tokenizer.chat_template == TEMPLATE
+    assert endpoints[0].observations.formatter.arguments == {"mark": "#"}  # requests bring tools of their own
+    runner.close()
 
 
 def test_a_callback_refuses_other_template_arguments_at_setup(tmp_path: Path, model: str) -> None:
     (tmp_path / "model").symlink_to(model)
-    engine = EpisodeEngine(LocalEngine(), Game, chat_template_kwargs={"mark": "!"})
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=RolloutCallback(EnvironmentReward(), engine=engine))
+    group = Episodes(Game, chat_template_kwargs={"mark": "!"})
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=RolloutCallback(EnvironmentReward(), group=group))
     with pytest.raises(ValueError, match=r"other chat_template_kwargs \(mark\)"):
         trainer.fit(module, data)
 

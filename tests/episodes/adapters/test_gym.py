@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
+from episodes.episode_cases import runner_of
 from rlhfkit import LocalEngine, Prompt, SamplingSpec
-from rlhfkit.episodes import Action, EpisodeEngine, GymEnvironment
+from rlhfkit.episodes import Action, Episodes, GymEnvironment
 
 
 class Corridor:
@@ -78,11 +78,10 @@ def test_a_policy_plays(tmp_path: Path) -> None:
     def play() -> GymEnvironment:
         return GymEnvironment(Corridor(), parse_action=walk, role=None)
 
-    engine = EpisodeEngine(LocalEngine(), play, max_turns=4)
-    engine.start(str(tiny_model(tmp_path / "model")), dtype=torch.float32, load_weights=True)
+    runner = runner_of(LocalEngine(), Episodes(play, max_turns=4), tiny_model(tmp_path / "model"))
     spec = SamplingSpec(group_size=4, max_new_tokens=1, stop_token_ids=tuple(tokens))
-    samples = engine.generate([Prompt(0, [5]), Prompt(1, [6])], spec, iteration=0)
-    engine.close()
+    samples = runner.generate([Prompt(0, [5]), Prompt(1, [6])], spec, iteration=0)
+    runner.close()
     assert len(samples) == 8
     assert {sample.info["ended"] for sample in samples} <= {"done", "turns"}
     assert all(sum(sample.token_rewards or []) == sample.info["reward"] for sample in samples)

@@ -13,13 +13,13 @@ import torch
 from lazy_module import LazyModule
 from tiny_models import tiny_model, tiny_tokenizer
 
-from episodes.episode_cases import CHAT_TEMPLATE, Recorded, prompts_of
+from episodes.episode_cases import CHAT_TEMPLATE, Recorded, prompts_of, runner_of
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.episodes import AgentEngine
-from rlhfkit.episodes.base import EpisodeError
+from rlhfkit.episodes import AgentEpisodes
 from rlhfkit.episodes.openai.agents import AgentConnection
 from rlhfkit.rewards import EnvironmentReward, score_samples
-from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
+from rlhfkit.rollout import LocalEngine, SamplingSpec
+from rlhfkit.rollout.groups import GroupError, GroupRunner
 from rlhfkit.serving.access import ServerOptions
 
 openai = LazyModule("openai")
@@ -49,31 +49,31 @@ async def talker(connection: AgentConnection, prompt: Prompt) -> float:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[AgentEngine]:
-    one = AgentEngine(Recorded(LocalEngine()), talker, episode_timeout=20)
-    one.start(str(model), dtype=torch.float32, load_weights=True)
+def runner(model: Path) -> Iterator[GroupRunner]:
+    one = runner_of(Recorded(LocalEngine()), AgentEpisodes(talker, episode_timeout=20), model)
     yield one
     one.close()
 
 
-def run(engine: AgentEngine, agent: Any, prompts: list[Prompt], **settings: Any) -> list[Sample]:
+def run(runner: GroupRunner, agent: Any, prompts: list[Prompt], **settings: Any) -> list[Sample]:
     """With another agent and other settings for this once."""
-    engine.agent = agent
-    before = {name: getattr(engine, name) for name in settings}
+    group: Any = runner.function
+    group.agent = agent
+    before = {name: getattr(group, name) for name in settings}
     try:
         for name, value in settings.items():
-            setattr(engine, name, value)
-        return engine.generate(prompts, SAMPLING, iteration=1)
+            setattr(group, name, value)
+        group._slots.clear()
+        return runner.generate(prompts, SAMPLING, iteration=1)
     finally:
         for name, value in before.items():
-            setattr(engine, name, value)
+            setattr(group, name, value)
 
 
-def test_it_is_an_engine_whose_samples_are_what_the_engine_inside_saw(engine: AgentEngine) -> None:
-    assert isinstance(engine, RolloutEngine)
-    seen = engine.engine.seen  # type: ignore[attr-defined]
+def test_samples_are_what_the_engine_saw(runner: GroupRunner) -> None:
+    seen = runner.engine.seen  # type: ignore[attr-defined]
     seen.clear()
-    samples = run(engine, talker, prompts_of(["1+1=", "abc"]))
+    samples = run(runner, talker, prompts_of(["1+1=", "abc"]))
     score_samples(EnvironmentReward(), samples)
     assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for sample in samples:
@@ -86,14 +86,14 @@ def test_it_is_an_engine_whose_samples_are_what_the_engine_inside_saw(engine: Ag
         assert sample.reward == len(text) - len("\n[u]?\n[a]")
 
 
-def test_samples_do_not_depend_on_how_many_agents_run_at_once(engine: AgentEngine) -> None:
+def test_samples_do_not_depend_on_how_many_agents_run_at_once(runner: GroupRunner) -> None:
     prompts = prompts_of(["1", "22", "333"])
-    whole = [sample.token_ids for sample in run(engine, talker, prompts)]
-    assert [sample.token_ids for sample in run(engine, talker, prompts, concurrency=1)] == whole
-    assert [sample.token_ids for sample in run(engine, talker, prompts[2:])] == whole[4:]
+    whole = [sample.token_ids for sample in run(runner, talker, prompts)]
+    assert [sample.token_ids for sample in run(runner, talker, prompts, concurrency=1)] == whole
+    assert [sample.token_ids for sample in run(runner, talker, prompts[2:])] == whole[4:]
 
 
-def test_agents_that_ask_several_things_at_once_are_as_reproducible(engine: AgentEngine) -> None:
+def test_agents_that_ask_several_things_at_once_are_as_reproducible(runner: GroupRunner) -> None:
     async def crowd(connection: AgentConnection, prompt: Prompt) -> float:
         async def one(number: int) -> None:
             await asyncio.sleep(0.01 * (number + delays) % 0.03)
@@ -105,13 +105,13 @@ def test_agents_that_ask_several_things_at_once_are_as_reproducible(engine: Agen
         return 1.0
 
     delays = 0
-    first = run(engine, crowd, prompts_of(["1"]))
+    first = run(runner, crowd, prompts_of(["1"]))
     delays = 1
-    assert [sample.token_ids for sample in run(engine, crowd, prompts_of(["1"]))] == [s.token_ids for s in first]
+    assert [sample.token_ids for sample in run(runner, crowd, prompts_of(["1"]))] == [s.token_ids for s in first]
     assert {sample.info["trajectories"] for sample in first} == {3}
 
 
-def test_agents_that_fail_lose_their_own_episode_only(engine: AgentEngine) -> None:
+def test_agents_that_fail_lose_their_own_episode_only(runner: GroupRunner) -> None:
     def agent(connection: AgentConnection, prompt: Prompt) -> float | None:
         """A plain function, with the client of plain functions."""
         if prompt.text == "silent":
@@ -126,7 +126,7 @@ def test_agents_that_fail_lose_their_own_episode_only(engine: AgentEngine) -> No
         return None if prompt.text == "no judgement" else 1.0
 
     kinds = ["good", "silent", "raises", "hangs", "no judgement", "talks on"]
-    samples = run(engine, agent, prompts_of(kinds), episode_timeout=5.0, max_turns=3)
+    samples = run(runner, agent, prompts_of(kinds), episode_timeout=5.0, max_turns=3)
     score_samples(EnvironmentReward(), samples)
     found = {s.prompt.text: (s.info["ended"], s.finish_reason, s.reward, s.info["turns"]) for s in samples}
     assert found == {
@@ -139,18 +139,18 @@ def test_agents_that_fail_lose_their_own_episode_only(engine: AgentEngine) -> No
     }
     assert samples[2].token_ids == []
     assert "sent no request" in samples[2].info["error"]
-    with pytest.raises(EpisodeError, match=r"all 4 episodes failed.*LookupError: lost"):
-        run(engine, agent, prompts_of(["raises", "raises"]))
+    with pytest.raises(GroupError, match=r"all 4 episodes failed.*LookupError: lost"):
+        run(runner, agent, prompts_of(["raises", "raises"]))
 
 
-def test_an_agent_cannot_go_on_once_its_episode_is_over(engine: AgentEngine) -> None:
+def test_an_agent_cannot_go_on_once_its_episode_is_over(runner: GroupRunner) -> None:
     connections: list[AgentConnection] = []
 
     async def agent(connection: AgentConnection, prompt: Prompt) -> float:
         connections.append(connection)
         return await talker(connection, prompt)
 
-    run(engine, agent, prompts_of(["1"]))
+    run(runner, agent, prompts_of(["1"]))
     connection = connections[0]
     assert connection.api_key not in repr(connection)
     with (
@@ -160,29 +160,27 @@ def test_an_agent_cannot_go_on_once_its_episode_is_over(engine: AgentEngine) -> 
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
 
 
-def test_what_the_engine_raises_is_raised(engine: AgentEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engine_raises_is_raised(runner: GroupRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(prompts: Any, sampling: Any, *, iteration: int) -> Any:
         raise ZeroDivisionError("the engine died")
 
-    monkeypatch.setattr(engine.engine, "generate", broken)
+    monkeypatch.setattr(runner.engine, "generate", broken)
     with pytest.raises(ZeroDivisionError, match="the engine died"):
-        run(engine, talker, prompts_of(["1"]))
+        run(runner, talker, prompts_of(["1"]))
 
 
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="agent must be a function"):
-        AgentEngine(LocalEngine(), "agent")  # type: ignore[arg-type]
+        AgentEpisodes("agent")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="without a token"):
-        AgentEngine(LocalEngine(), talker, server=ServerOptions(host="0.0.0.0"))
-    with pytest.raises(RuntimeError, match=r"before AgentEngine\.start"):
-        AgentEngine(LocalEngine(), talker).generate(prompts_of(["1"]), SAMPLING, iteration=0)
-    assert pickle.loads(pickle.dumps(AgentEngine(LocalEngine(), talker))).agent is talker
+        AgentEpisodes(talker, server=ServerOptions(host="0.0.0.0"))
+    assert pickle.loads(pickle.dumps(AgentEpisodes(talker))).agent is talker
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"need fastapi and uvicorn.*rlhfkit\[agents\]"):
-        AgentEngine(LocalEngine(), talker)
+        AgentEpisodes(talker)
     with pytest.raises(ImportError, match="need openai"):
         AgentConnection("http://127.0.0.1:1/v1", "key").client()
 
@@ -191,19 +189,18 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.ray
 def test_an_agent_and_episodes_on_real_vllm_engines(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
     from episodes.episode_cases import Counting
-    from rlhfkit.episodes import EpisodeEngine
+    from rlhfkit.episodes import Episodes
     from rlhfkit.models.load import load_causal_lm
     from rlhfkit.rollout import ModuleWeights
 
     model = load_causal_lm(str(vllm_model), dtype=torch.float32)
     recorded = Recorded(vllm_pool)
-    episodes = EpisodeEngine(recorded, Counting)
-    episodes.start(str(vllm_model), dtype=torch.float32)
-    episodes.load(ModuleWeights(model), 0)
+    vllm_pool.start(str(vllm_model), dtype=torch.float32)
+    vllm_pool.load(ModuleWeights(model), 0)
+    episodes = runner_of(recorded, Episodes(Counting), vllm_model, load_weights=False)
     samples = episodes.generate(prompts_of(["1+1=", "ab"]), SAMPLING, iteration=0)
-    agents = AgentEngine(recorded, talker)
-    agents.start(str(vllm_model), dtype=torch.float32)
-    agents._endpoint.observations.tokenizer.chat_template = CHAT_TEMPLATE  # type: ignore[union-attr]
+    agents = runner_of(recorded, AgentEpisodes(talker), vllm_model, load_weights=False)
+    agents.tokenizer.chat_template = CHAT_TEMPLATE
     samples += agents.generate(prompts_of(["1+1=", "ab"]), SAMPLING, iteration=0)
     assert not any(sample.info["failed"] for sample in samples)
     said = [(read, last) for read, last in recorded.seen]
@@ -214,6 +211,5 @@ def test_an_agent_and_episodes_on_real_vllm_engines(vllm_pool: Any, vllm_model: 
         expected = vllm_pool.score([everything])[0][len(sample.prompt.token_ids) - 1 :]
         for chosen, logprob, other in zip(sample.action_mask, sample.logprobs, expected, strict=True):  # type: ignore[arg-type]
             assert logprob == (pytest.approx(other, abs=1e-4) if chosen else 0.0)
-    episodes.loop.close()
-    agents.loop.close()
-    agents._endpoint.close()  # type: ignore[union-attr]
+    episodes.close()
+    agents.close()

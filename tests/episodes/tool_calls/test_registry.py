@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from rlhfkit.episodes import Action, EpisodeEngine, ToolEnvironment, tools
+from rlhfkit.episodes import Action, Episodes, ToolEnvironment, tools
 from rlhfkit.episodes.openai import session
 from rlhfkit.episodes.tool_calls.call import ToolCall
 from rlhfkit.episodes.tool_calls.registry import (
@@ -17,7 +17,6 @@ from rlhfkit.episodes.tool_calls.registry import (
     text_before_calls,
     tool_call_parser,
 )
-from rlhfkit.rollout import LocalEngine
 
 CALLS = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>',
@@ -160,9 +159,9 @@ def test_unknown_names_are_refused_and_functions_taken() -> None:
 
     assert tool_call_parser(own) is own
     with pytest.raises(ValueError, match="tool_call_parser must be a function or one of hermes, llama3_json"):
-        EpisodeEngine(LocalEngine(), tools=[print], tool_call_parser="grok")
+        Episodes(tools=[print], tool_call_parser="grok")
     with pytest.raises(ValueError, match="tool_call_parser finds calls of tools"):
-        EpisodeEngine(LocalEngine(), lambda: None, tool_call_parser="hermes")  # type: ignore[arg-type,return-value]
+        Episodes(lambda: None, tool_call_parser="hermes")  # type: ignore[arg-type,return-value]
 
 
 VALUES = ["12", "1.5", "true", "null", "[1]", '{"a": 1}', '"12"', "word"]

@@ -13,7 +13,7 @@ from rl_runs import digits, setup_run
 
 from rlhfkit import (
     Environment,
-    EpisodeEngine,
+    Episodes,
     GRPOModule,
     LocalEngine,
     Prompt,
@@ -106,13 +106,12 @@ class Asking(Environment):
         return Step(reward=lengthy([made])[0], done=True)
 
 
-class ChatEngine(EpisodeEngine):
+class ChatEpisodes(Episodes):
     """Episodes of a tokenizer that has got a chat template."""
 
-    def start(self, *arguments: Any, **more: Any) -> None:
-        super().start(*arguments, **more)
-        assert self._observations is not None
-        self._observations.tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Any = None) -> None:
+        tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+        super().configure_tokenizer(tokenizer, chat_template_kwargs)
 
 
 def check_episodes(folder: Path, engine: Any) -> None:
@@ -124,7 +123,8 @@ def check_episodes(folder: Path, engine: Any) -> None:
         module_arguments=dict(presets.REMAX),
         rollouts=RolloutCallback(
             EnvironmentReward(),
-            engine=ChatEngine(engine, Asking, max_turns=1),
+            engine=engine,
+            group=ChatEpisodes(Asking, max_turns=1),
             sampling=SamplingSpec(group_size=2, max_new_tokens=8),
         ),
         data_arguments={"micro_batch_size": 8},

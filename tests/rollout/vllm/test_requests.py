@@ -22,10 +22,10 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
-from rlhfkit.episodes.sampler import TurnSampler
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.engine import MAX_STOP_TOKEN_IDS
 from rlhfkit.rollout.errors import EngineFailure, RequestError
+from rlhfkit.rollout.request_batcher import RequestBatcher
 from rlhfkit.rollout.supervision.handle import fetch
 from rlhfkit.rollout.vllm.arguments import sample_request
 from rollout.vllm.test_pool import load_trainer_model
@@ -133,16 +133,16 @@ def test_of_requests_that_share_a_call_only_the_wrong_one_fails(local: LocalEngi
     spec = SamplingSpec(group_size=1, max_new_tokens=4)
 
     async def run() -> list[Any]:
-        sampler = TurnSampler(local)  # one call at a time, with all that wait
-        sampler.expect_requests(4)
-        asked = [sampler.sample(ids, spec, iteration=0, index=index) for index, ids in enumerate(IDS)]
+        sampler = RequestBatcher(local)  # one call at a time, with all that wait
+        sampler.requesters.count = 4
+        asked = [sampler.ask(Prompt(index, ids), spec, iteration=0) for index, ids in enumerate(IDS)]
         return await asyncio.gather(*asked, return_exceptions=True)
 
     ids = IDS = [[5, 6], [5, -1], [7], [8] * 300]
     answers = asyncio.run(run())
     assert [isinstance(answer, RequestError) for answer in answers] == [False, True, False, True]
     alone = local.generate([Prompt(2, ids[2])], spec, iteration=0)
-    assert answers[2].token_ids == alone[0].token_ids
+    assert answers[2][0].token_ids == alone[0].token_ids
 
 
 @pytest.fixture

@@ -112,9 +112,9 @@ def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
     other = str(tiny_model(tmp_path / "other", seed=1))
     found = []
     for elsewhere in (None, Here(str(tiny_model(tmp_path / "model")))):
-        engine = ReferenceSamples(LocalEngine(), LocalEngine(), reference_model=other)
+        group = ReferenceSamples(LocalEngine(), reference_model=other)
         rollouts = RolloutCallback(
-            PairwiseReward(first_token), engine=engine, sampling=SamplingSpec(group_size=2, max_new_tokens=6)
+            PairwiseReward(first_token), group=group, sampling=SamplingSpec(group_size=2, max_new_tokens=6)
         )
         trainer, module, data, _ = setup_run(
             tmp_path,

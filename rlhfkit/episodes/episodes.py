@@ -1,24 +1,22 @@
-"""``EpisodeEngine``: an engine whose samples are episodes with an environment."""
+"""``Episodes``: a group function whose samples are episodes with an environment."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
-import torch
-
-from rlhfkit.episodes.base import EpisodeEngineBase, EpisodeFactory
+from rlhfkit.data.types import Prompt
+from rlhfkit.episodes.base import EpisodeGroups
 from rlhfkit.episodes.environment import Environment
 from rlhfkit.episodes.episode import Episode, EpisodeLimits
 from rlhfkit.episodes.observations import ObservationTokenizer
-from rlhfkit.episodes.sampler import TurnSampler
 from rlhfkit.episodes.tool_calls.call import ToolCallParser
 from rlhfkit.episodes.tools import ToolEnvironmentFactory
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.engine import check_context
+from rlhfkit.rollout.groups import GroupSampler
 from rlhfkit.validation import check_number
 
 
-class EpisodeEngine(EpisodeEngineBase):
-    """Runs episodes on another engine: policy and environment alternate until the environment says ``done``.
+class Episodes(EpisodeGroups):
+    """A sample is an episode: policy and environment alternate until the environment says ``done``.
 
     Sampled tokens are never tokenised again; an observation is tokenised once and appended, with ``action_mask`` false
     and log-prob 0. ``Sample.token_rewards`` has the rewards of single turns;
@@ -41,15 +39,16 @@ class EpisodeEngine(EpisodeEngineBase):
     .. [#] ``length`` where the last turn itself was truncated at ``SamplingSpec.max_new_tokens``.
 
     A sample without a reward is not trained on. An environment that raises or hangs loses only its own episode; it is
-    an error if all episodes of a call (at least two) fail.
+    an error if all episodes of an iteration (at least two) fail. Validation runs episodes too.
 
     Example::
 
-        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), MyEnvironment), reward=EnvironmentReward())
-        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), tools=[search, calculate]), reward=LastTurnReward(math_match))
+        RolloutCallback(engine=VLLMPool(2), group=Episodes(MyEnvironment), reward=EnvironmentReward())
+        RolloutCallback(
+            engine=VLLMPool(2), group=Episodes(tools=[search, calculate]), reward=LastTurnReward(math_match)
+        )
 
     Args:
-        engine: Samples the turns.
         environment: Environment class, or a function without arguments that creates one; called once per episode.
         tools: Python functions that the policy may call, instead of an environment; see
             :class:`~rlhfkit.episodes.tools.ToolEnvironment`.
@@ -60,20 +59,20 @@ class EpisodeEngine(EpisodeEngineBase):
         max_episode_tokens: Prompt, actions and observations together; ``None``: the model's context.
         episode_timeout: Time limit of an episode in seconds, generation included.
         environment_timeout: Time limit in seconds of each call of the environment.
-        concurrency: Concurrent episodes of each rank; ``None``: all of a call of :meth:`generate`.
-        parallel_calls: Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.episodes.sampler.TurnSampler`.
+        concurrency: Concurrent episodes of each rank; ``None``: all that are wanted.
+        parallel_calls: Concurrent calls of the engine; ``None``: see
+            :class:`~rlhfkit.rollout.request_batcher.RequestBatcher`.
         on_error: ``"mask"``: a failed episode is not trained on; ``"raise"``: stop at the first one.
         chat_template_kwargs: Passed to the chat template for observations that are chat messages; ``None``: those of
             the DataModule. Others than its are an error.
 
     Raises:
-        TypeError: If ``engine`` or ``environment`` has the wrong type.
+        TypeError: If ``environment`` has the wrong type.
         ValueError: If a limit is out of range, or not exactly one of ``environment`` and ``tools`` is given.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
         environment: Callable[[], Environment] | None = None,
         *,
         tools: Sequence[Callable[..., Any]] = (),
@@ -89,7 +88,6 @@ class EpisodeEngine(EpisodeEngineBase):
     ) -> None:
         check_number("environment_timeout", environment_timeout, above=0, why="it is in seconds")
         super().__init__(
-            engine,
             max_turns=max_turns,
             max_episode_tokens=max_episode_tokens,
             episode_timeout=episode_timeout,
@@ -97,63 +95,52 @@ class EpisodeEngine(EpisodeEngineBase):
             concurrency=concurrency,
             parallel_calls=parallel_calls,
             on_error=on_error,
+            chat_template_kwargs=chat_template_kwargs,
         )
         self.environment = _environment(environment, tools, tool_call_parser)
         self.environment_timeout = environment_timeout
-        self.chat_template_kwargs = None if chat_template_kwargs is None else dict(chat_template_kwargs)
         self._observations: ObservationTokenizer | None = None
 
     def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Take the run's tokenizer and template; see :meth:`RolloutEngine.configure_tokenizer`.
+        """Take the run's tokenizer and template.
 
         Raises:
-            ValueError: If this engine was given other arguments of the template than prompts have.
+            ValueError: If it was given other arguments of the template than prompts have.
         """
-        super().configure_tokenizer(tokenizer, chat_template_kwargs)
         own, theirs = self.chat_template_kwargs, chat_template_kwargs
-        if own is None or theirs is None:
-            return
-        # Tools are written at the start of a conversation, which is the DataModule's.
-        names = sorted(name for name in {*own, *theirs} - {"tools"} if own.get(name) != theirs.get(name))
-        if names:
-            raise ValueError(
-                f"the DataModule and {type(self).__name__} give the chat template other chat_template_kwargs "
-                f"({', '.join(names)}), so that the turns of an episode would differ from its prompt: give them to the "
-                "DataModule alone, whose are used for episodes too"
-            )
-
-    def start(
-        self, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False, load_weights: bool = False
-    ) -> None:
-        """Get ready to serve a model; see :meth:`RolloutEngine.start`."""
-        super().start(model, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=load_weights)
-        if self._observations is None:
-            tokenizer = self.run_tokenizer(model, trust_remote_code)
-            self._observations = ObservationTokenizer(tokenizer, self.template_arguments(self.chat_template_kwargs))
-            if isinstance(self.environment, ToolEnvironmentFactory):
-                self.environment.use_template_of(tokenizer)
+        if own is not None and theirs is not None:
+            # Tools are written at the start of a conversation, which is the DataModule's.
+            names = sorted(name for name in {*own, *theirs} - {"tools"} if own.get(name) != theirs.get(name))
+            if names:
+                raise ValueError(
+                    f"the DataModule and {type(self).__name__} give the chat template other chat_template_kwargs "
+                    f"({', '.join(names)}), so that the turns of an episode would differ from its prompt: give them to "
+                    "the DataModule alone, whose are used for episodes too"
+                )
+        self._observations = ObservationTokenizer(tokenizer, dict(theirs or {}) if own is None else own)
+        if isinstance(self.environment, ToolEnvironmentFactory):
+            self.environment.use_template_of(tokenizer)
 
     def close(self) -> None:
-        """Free everything; a second call does nothing."""
-        super().close()
+        """Forget the tokenizer; a second call does nothing."""
         self._observations = None
 
-    def episode_factory(self, sampling: SamplingSpec) -> EpisodeFactory:
-        """Return a function that creates the episodes of one stream, which share one ``TurnSampler``."""
-        if self._observations is None:
-            raise RuntimeError("EpisodeEngine was asked for samples before EpisodeEngine.start")
-        return partial(
-            Episode,
+    def episode(self, prompt: Prompt, sample_index: int, sampler: GroupSampler) -> Episode:
+        """Return an episode; raises ValueError if the prompt leaves no room for a completion."""
+        assert self._observations is not None  # configured by who calls
+        check_context([prompt], 1, sampler.max_tokens)
+        return Episode(
+            prompt,
+            sample_index,
             environment=self.environment,
-            sampler=TurnSampler(self.engine, parallel_calls=self.parallel_calls),
+            sampler=sampler,
             observations=self._observations,
             limits=EpisodeLimits(
                 max_turns=self.max_turns,
-                max_tokens=self.max_context_tokens,
+                max_tokens=sampler.max_tokens,
                 timeout=self.episode_timeout,
                 call_timeout=self.environment_timeout,
             ),
-            sampling=sampling,
         )
 
 
@@ -162,7 +149,7 @@ def _environment(
 ) -> Callable[[], Environment]:
     """Return a function that creates environments."""
     if (environment is None) != bool(tools):
-        raise ValueError("EpisodeEngine takes either an environment or tools")
+        raise ValueError("Episodes takes either an environment or tools")
     if environment is None:
         factory: Callable[[], Environment] = ToolEnvironmentFactory(tools, parser)
         factory()  # raises if the tools are invalid

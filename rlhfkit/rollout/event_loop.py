@@ -104,7 +104,7 @@ class EventLoopThread:
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
         where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "(the thread has ended)\n"
         return (
-            f"an async function has blocked the event loop of all episodes for {seconds:.0f} s: await something that "
+            f"an async function has blocked the event loop of all groups for {seconds:.0f} s: await something that "
             f"does not block there, or make it a plain function, which gets a thread of its own. It is at\n{where}"
         )
 

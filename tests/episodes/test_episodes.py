@@ -1,6 +1,6 @@
 """Episodes on a real engine: exact tokens, rewards of turns, limits, failures, independence of concurrency.
 
-Covers ``base.py``, ``episode.py``, ``environment.py``, ``trajectory.py`` and ``event_loop.py`` too.
+Covers ``base.py``, ``episode.py``, ``environment.py``, ``trajectory.py`` and ``rollout/event_loop.py`` too.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from episodes.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, prompts_of
+from episodes.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, prompts_of, runner_of
 from rlhfkit.data.types import Experience, Prompt, Sample
-from rlhfkit.episodes import Action, Environment, EpisodeEngine, Step
-from rlhfkit.episodes.base import EpisodeError
+from rlhfkit.episodes import Action, Environment, Episodes, Step
 from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum, score_samples
-from rlhfkit.rollout import LocalEngine, RolloutEngine, SamplingSpec
+from rlhfkit.rollout import LocalEngine, SamplingSpec
+from rlhfkit.rollout.groups import GroupError, GroupRunner
 
 PROMPTS = ["1+1=", "abc", "x", "what is this"]
 SAMPLING = SamplingSpec(group_size=3, max_new_tokens=5, seed=1)
@@ -40,20 +40,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 @pytest.fixture
 def run_episodes(engine: Recorded) -> Iterator[Callable[..., list[Sample]]]:
     """Run episodes from ``PROMPTS`` or others."""
-    engines: list[EpisodeEngine] = []
+    runners: list[GroupRunner] = []
 
     def run(
         environment: Any, prompts: list[Prompt] | None = None, sampling: SamplingSpec = SAMPLING, **options: Any
     ) -> list[Sample]:
-        one = EpisodeEngine(engine, environment, **options)
-        one.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
-        engines.append(one)
+        runners.append(one := runner_of(engine, Episodes(environment, **options), engine.folder))  # type: ignore[attr-defined]
         engine.seen.clear()
         engine.calls.clear()
         return one.generate(prompts or prompts_of(PROMPTS), sampling, iteration=2)
 
     yield run
-    for one in engines:
+    for one in runners:
         one.loop.close()
 
 
@@ -154,7 +152,7 @@ def test_other_rewards_see_the_last_turn_only(run_episodes: Any) -> None:
 
 
 def test_samples_of_other_engines_are_no_episodes() -> None:
-    with pytest.raises(ValueError, match="scores samples of EpisodeEngine"):
+    with pytest.raises(ValueError, match="scores samples of Episodes"):
         EnvironmentReward()([Sample(Prompt(0, [1]), 0, [], [], [], "stop")])
 
 
@@ -246,9 +244,9 @@ def test_an_environment_that_fails_loses_its_own_episode_only(
 
 
 def test_an_environment_that_always_fails_is_an_error(run_episodes: Any) -> None:
-    with pytest.raises(EpisodeError, match=r"all 6 episodes failed, the first: sample 0 of prompt 0.*ArithmeticError"):
+    with pytest.raises(GroupError, match=r"all 6 episodes failed, the first: sample 0 of prompt 0.*ArithmeticError"):
         run_episodes(Faulty, prompts_of(["1", "2"], ["raises", "raises"]))
-    with pytest.raises(EpisodeError, match="prompt 1, after 2 turns: ArithmeticError: no such number"):
+    with pytest.raises(GroupError, match="prompt 1, after 2 turns: ArithmeticError: no such number"):
         run_episodes(Faulty, prompts_of(["1", "2"], [None, "raises"]), on_error="raise")
 
 
@@ -271,12 +269,12 @@ def test_an_async_environment_that_blocks_everything_is_named(engine: Recorded, 
             time.sleep(4)
             return await super().step(action)
 
-    one = EpisodeEngine(engine, Blocking)
-    one.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
-    one.blocked_after = 0.5
-    with pytest.raises(RuntimeError, match=r"has blocked the event loop of all episodes(.|\n)*time\.sleep\(4\)"):
+    group = Episodes(Blocking)
+    one = runner_of(engine, group, engine.folder)  # type: ignore[attr-defined]
+    group.blocked_after = 0.5
+    with pytest.raises(RuntimeError, match=r"has blocked the event loop of all groups(.|\n)*time\.sleep\(4\)"):
         one.generate(prompts_of(["1"]), SAMPLING, iteration=0)
-    one.environment = Counting
+    group.environment = Counting
     assert len(one.generate(prompts_of(["1"]), SAMPLING, iteration=0)) == 3
 
 
@@ -295,9 +293,7 @@ def test_groups_are_given_as_they_are_finished(engine: Recorded) -> None:
             await asyncio.sleep(0.5 if self.prompt.index == 0 else 0)
             return await super().step(action)
 
-    one = EpisodeEngine(engine, Slow)
-    assert isinstance(one, RolloutEngine)
-    one.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
+    one = runner_of(engine, Episodes(Slow), engine.folder)  # type: ignore[attr-defined]
     stream = one.stream(SAMPLING, iteration=0)
     prompts = prompts_of(PROMPTS)
     stream.submit(prompts[:2])
@@ -327,8 +323,7 @@ def test_streams_wait_as_long_as_told_and_sample_for_several_iterations(run_epis
 
     prompts = prompts_of(PROMPTS)
     expected = run_episodes(Counting, prompts)  # of iteration 2
-    one = EpisodeEngine(engine, Slow)
-    one.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
+    one = runner_of(engine, Episodes(Slow), engine.folder)  # type: ignore[attr-defined]
     streams = [one.stream(SAMPLING, iteration=iteration) for iteration in (0, 2)]
     streams[0].submit(prompts[:2], iteration=2)
     streams[1].submit(prompts[2:])
@@ -346,27 +341,26 @@ def test_streams_wait_as_long_as_told_and_sample_for_several_iterations(run_epis
 
 
 def test_it_can_be_sent_to_another_process_and_started_again(engine: Recorded) -> None:
-    one = EpisodeEngine(LocalEngine(), Counting, max_turns=3)
-    copy = pickle.loads(pickle.dumps(one))
+    folder = engine.folder  # type: ignore[attr-defined]
+    used = runner_of(LocalEngine(), Episodes(Counting, max_turns=3, concurrency=2), folder)
+    assert len(used.generate(prompts_of(["1"]), SAMPLING, iteration=0)) == 3
+    used.close()
+    group = pickle.loads(pickle.dumps(used)).function
     for _ in range(2):
-        copy.start(str(engine.folder), dtype=torch.float32, load_weights=True)  # type: ignore[attr-defined]
-        assert len(copy.generate(prompts_of(["1"]), SAMPLING, iteration=0)) == 3
-        copy.close()
-        copy.close()
-    copy.version = 3
-    assert copy.engine.version == copy.version == 3
-    assert not copy.shared
+        one = runner_of(LocalEngine(), group, folder)
+        assert len(one.generate(prompts_of(["1"]), SAMPLING, iteration=0)) == 3
+        one.close()
+        one.close()
 
 
 def test_a_configuration_file_names_environments_and_tools() -> None:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser()
-    parser.add_class_arguments(EpisodeEngine, "engine")
-    inner = {"class_path": "rlhfkit.LocalEngine"}
+    parser.add_class_arguments(Episodes, "group")
     for rest in ({"environment": f"{Counting.__module__}.Counting"}, {"tools": ["json.dumps"]}):
-        parsed = parser.parse_object({"engine": {"engine": inner, "max_turns": 3, **rest}})
-        made = parser.instantiate(parsed).engine
+        parsed = parser.parse_object({"group": {"max_turns": 3, **rest}})
+        made = parser.instantiate(parsed).group
         assert isinstance(made.environment(), Environment)
 
 
@@ -385,15 +379,13 @@ def test_a_configuration_file_names_environments_and_tools() -> None:
 )
 def test_arguments_out_of_range_are_named(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EpisodeEngine(LocalEngine(), Counting, **options)
+        Episodes(Counting, **options)
 
 
 def test_wrong_arguments_are_named(engine: Recorded, run_episodes: Any) -> None:
-    with pytest.raises(TypeError, match="engine must implement"):
-        EpisodeEngine(Counting, Counting)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a class or a function that makes a new Environment"):
-        EpisodeEngine(LocalEngine(), Counting())  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"before EpisodeEngine\.start"):
-        EpisodeEngine(LocalEngine(), Counting).generate(prompts_of(["1"]), SAMPLING, iteration=0)
+        Episodes(Counting())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"before RolloutCallback\.setup"):
+        GroupRunner(LocalEngine(), Episodes(Counting)).generate(prompts_of(["1"]), SAMPLING, iteration=0)
     with pytest.raises(ValueError, match="prompt 0 has 128 tokens"):
         run_episodes(Counting, prompts_of(["x" * 128]))

@@ -1,7 +1,4 @@
-"""ReferenceSamples and ReferenceMixture: who sampled what, by which seeds, and from which distribution.
-
-Covers engine_wrapper.py, reference_samples.py and mixture.py.
-"""
+"""ReferenceSamples and ReferenceMixture: who sampled what, by which seeds, and from which distribution."""
 
 import copy
 import math
@@ -13,12 +10,11 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit import LocalEngine, ReferenceMixture, ReferenceSamples, VLLMPool
+from rlhfkit import LocalEngine, ReferenceMixture, ReferenceSamples, RolloutCallback, VLLMPool
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
-from rlhfkit.rollout import ModuleWeights, SamplingSpec, sample_seed
-from rlhfkit.rollout.wrappers.engine_wrapper import policy_engine
-from rlhfkit.rollout.wrappers.reference_samples import OtherSamples
+from rlhfkit.rollout import GroupFunction, ModuleWeights, SamplingSpec, sample_seed
+from rlhfkit.rollout.groups import GroupRunner
 
 SAMPLING = SamplingSpec(group_size=3, max_new_tokens=7, temperature=0.7, seed=5)
 TEXTS = ("1+2=", "hello world", "a")
@@ -36,15 +32,22 @@ class World:
             for parameter in self.policy.parameters():
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator) * parameter.std()
 
-    def loaded(self, engine: Any) -> Any:
+    def loaded(self, engine: LocalEngine) -> LocalEngine:
         engine.start(self.folder, dtype=torch.float32)
         engine.load(ModuleWeights(self.policy), version=7)
         return engine
 
+    def runner(self, group: GroupFunction, engine: LocalEngine | None = None) -> GroupRunner:
+        engine = self.loaded(LocalEngine(max_sequences=2) if engine is None else engine)
+        group.start(engine, self.folder, dtype=torch.float32)
+        runner = GroupRunner(engine, group)
+        runner.configure(tiny_tokenizer(), None, self.folder)
+        return runner
+
     def alone(self, *, reference: bool) -> LocalEngine:
         engine = LocalEngine()
         if not reference:
-            return self.loaded(engine)  # type: ignore[no-any-return]
+            return self.loaded(engine)
         engine.start(self.folder, dtype=torch.float32, load_weights=True)
         return engine
 
@@ -55,10 +58,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def engine(world: World) -> Iterator[ReferenceSamples]:
-    engine = world.loaded(ReferenceSamples(LocalEngine(max_sequences=2), LocalEngine()))
-    yield engine
-    engine.close()
+def runner(world: World) -> Iterator[GroupRunner]:
+    runner = world.runner(ReferenceSamples(LocalEngine()))
+    yield runner
+    runner.close()
 
 
 def prompts() -> list[Prompt]:
@@ -80,8 +83,8 @@ def their_sampling(count: int = 1) -> SamplingSpec:
     return SamplingSpec(group_size=count, max_new_tokens=7, temperature=0.7, seed=seed)
 
 
-def test_a_group_is_the_policys_samples_and_then_the_references(world: World, engine: ReferenceSamples) -> None:
-    samples = engine.generate(prompts(), SAMPLING, iteration=4)
+def test_a_group_is_the_policys_samples_and_then_the_references(world: World, runner: GroupRunner) -> None:
+    samples = runner.generate(prompts(), SAMPLING, iteration=4)
     assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [
         (10 + place, index) for place in range(3) for index in range(3)
     ]
@@ -94,23 +97,19 @@ def test_a_group_is_the_policys_samples_and_then_the_references(world: World, en
     )
     assert tokens(ours) == tokens(expected)
     assert tokens(theirs) == tokens(world.alone(reference=True).generate(prompts(), their_sampling(), iteration=4))
-    assert engine.version == 7
+    assert runner.engine.version == 7
 
 
 def test_equal_models_do_not_give_equal_answers(world: World) -> None:
-    same = ReferenceSamples(LocalEngine(), LocalEngine())
-    same.start(world.folder, dtype=torch.float32, load_weights=True)
+    policy = LocalEngine()
+    policy.start(world.folder, dtype=torch.float32, load_weights=True)
+    group = ReferenceSamples(LocalEngine())
+    group.start(policy, world.folder, dtype=torch.float32)
+    same = GroupRunner(policy, group)
+    same.configure(tiny_tokenizer(), None, world.folder)
     samples = same.generate(prompts(), SamplingSpec(group_size=2, max_new_tokens=7), iteration=0)
     assert all(ours.token_ids != theirs.token_ids for ours, theirs in zip(samples[::2], samples[1::2], strict=True))
-
-
-def test_validation_and_single_samples_are_the_policys(world: World, engine: ReferenceSamples) -> None:
-    alone = world.alone(reference=False)
-    single = SamplingSpec(group_size=1, max_new_tokens=5, temperature=0)
-    for asked, sampling, iteration in ((policy_engine(engine), SAMPLING, -1), (engine, single, 2)):
-        samples = asked.generate(prompts(), sampling, iteration=iteration)
-        assert not others(samples)
-        assert tokens(samples) == tokens(alone.generate(prompts(), sampling, iteration=iteration))
+    same.close()
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -118,11 +117,8 @@ def test_another_reference_can_be_named(world: World, tmp_path: Path, mixed: boo
     world.policy.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     named: dict[str, Any] = {"reference_model": str(tmp_path)}
-    engine = (
-        ReferenceMixture(mixture_coef=1, **named) if mixed else ReferenceSamples(LocalEngine(), LocalEngine(), **named)
-    )
-    world.loaded(engine)
-    theirs = others(engine.generate(prompts(), SAMPLING, iteration=4))
+    group = ReferenceMixture(mixture_coef=1, **named) if mixed else ReferenceSamples(LocalEngine(), **named)
+    theirs = others(world.runner(group).generate(prompts(), SAMPLING, iteration=4))
     policy = world.alone(reference=False)
     assert tokens(theirs) == tokens(policy.generate(prompts(), their_sampling(), iteration=4))
 
@@ -130,8 +126,8 @@ def test_another_reference_can_be_named(world: World, tmp_path: Path, mixed: boo
 @pytest.mark.parametrize("weight", [0.0, 0.35, 1.0])
 def test_a_mixture_is_sampled_from_the_normalized_product_of_both_distributions(world: World, weight: float) -> None:
     """Against inverting the distribution written by hand in probabilities, token by token without a cache."""
-    engine = world.loaded(ReferenceMixture(LocalEngine(), mixture_coef=weight, count=2))
-    theirs = others(engine.generate(prompts(), SAMPLING, iteration=4))
+    runner = world.runner(ReferenceMixture(mixture_coef=weight, count=2))
+    theirs = others(runner.generate(prompts(), SAMPLING, iteration=4))
     assert [sample.sample_index for sample in theirs] == [1, 2] * 3
     spec = their_sampling()
     for sample in theirs:
@@ -149,37 +145,37 @@ def test_a_mixture_is_sampled_from_the_normalized_product_of_both_distributions(
             mixed = chances[0] ** (1 - weight) * chances[1] ** weight
             assert int(torch.searchsorted((mixed / mixed.sum()).cumsum(-1), uniform)) == token
             text.append(token)
-    engine.close()
+    runner.close()
 
 
 def test_either_engine_may_be_on_the_ranks_gpus_and_prompts_have_to_fit_both() -> None:
     """An engine that shares GPUs is put to sleep while the policy learns, and woken only where ``colocate`` says so."""
     shares: dict[str, Any] = {"colocate": True, "sleep_level": 1}
     for ours, theirs, expected in (({}, {}, False), (shares, {}, True), ({}, shares, True)):
-        engine = ReferenceSamples(VLLMPool(1, max_model_len=64, **ours), VLLMPool(1, **theirs))
-        assert engine.colocate is expected
-        assert engine.max_model_len == 64
-    assert ReferenceSamples(VLLMPool(1, max_model_len=64), VLLMPool(1, max_model_len=32)).max_model_len == 32
-    assert ReferenceSamples(VLLMPool(1), VLLMPool(1)).max_model_len is None
+        rollouts = RolloutCallback(
+            engine=VLLMPool(1, max_model_len=64, **ours), group=ReferenceSamples(VLLMPool(1, **theirs))
+        )
+        assert rollouts.phases.colocate is expected
+    for lengths, expected_length in (((64, 32), 32), ((64, None), 64), ((None, None), None)):
+        policy, reference = (VLLMPool(1, max_model_len=length) for length in lengths)
+        assert GroupRunner(policy, ReferenceSamples(reference)).max_model_len == expected_length
 
 
-def test_what_cannot_be_sampled_is_refused(world: World, engine: ReferenceSamples) -> None:
+def test_what_cannot_be_sampled_is_refused(world: World) -> None:
     with pytest.raises(TypeError, match="VLLMPool cannot do"):
-        ReferenceMixture(VLLMPool(1))
+        GroupRunner(VLLMPool(1), ReferenceMixture())
     with pytest.raises(ValueError, match="mixture_coef"):
         ReferenceMixture(mixture_coef=1.5)
     with pytest.raises(TypeError, match="reference_engine must implement"):
-        ReferenceSamples(LocalEngine(), "sft")  # type: ignore[arg-type]
+        ReferenceSamples("sft")  # type: ignore[arg-type]
     one = LocalEngine()
     with pytest.raises(ValueError, match="make a second one"):
-        ReferenceSamples(one, one)
+        GroupRunner(one, ReferenceSamples(one))
     with pytest.raises(ValueError, match="two engines of one kind"):
-        ReferenceSamples(one, VLLMPool(1))
+        GroupRunner(one, ReferenceSamples(VLLMPool(1)))
     with pytest.raises(ValueError, match="sleep_level=1"):
-        ReferenceSamples(VLLMPool(1), VLLMPool(1, colocate=True))
+        ReferenceSamples(VLLMPool(1, colocate=True))
+    runner = world.runner(ReferenceSamples(LocalEngine(), count=2))
     with pytest.raises(ValueError, match="raise group_size"):
-        ReferenceSamples(one, LocalEngine(), count=2).generate(prompts(), SamplingSpec(group_size=2), iteration=0)
-    with pytest.raises(RuntimeError, match="no weights yet"):
-        ReferenceMixture().other_samples(prompts(), SAMPLING, 0)
-    with pytest.raises(NotImplementedError, match="other_samples"):
-        OtherSamples(one).other_samples(prompts(), SAMPLING, 0)
+        runner.generate(prompts(), SamplingSpec(group_size=2), iteration=0)
+    runner.close()

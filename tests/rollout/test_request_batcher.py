@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.episodes.sampler import EngineFailedError, TurnSampler, turn_index
 from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.request_batcher import EngineFailedError, RequestBatcher, request_index
 
 
 class Timed:
@@ -39,20 +39,20 @@ class Timed:
 SPEC = SamplingSpec(group_size=1)
 
 
-def asked(sampler: TurnSampler, length: int, spec: SamplingSpec = SPEC) -> Any:
-    return sampler.sample([1] * length, spec, iteration=0, index=length)
+def asked(sampler: RequestBatcher, length: int, spec: SamplingSpec = SPEC) -> Any:
+    return sampler.ask(Prompt(length, [1] * length), spec, iteration=0)
 
 
 def test_a_wave_waits_for_who_is_nearly_ready_and_not_for_who_is_not() -> None:
     engine = Timed(shared=False)
 
-    async def episode(sampler: TurnSampler, delay: float) -> None:
-        with sampler.active_episode():
+    async def episode(sampler: RequestBatcher, delay: float) -> None:
+        with sampler.requesters.one_more():
             await asyncio.sleep(delay)
             await asked(sampler, 1)
 
     async def run() -> None:
-        sampler = TurnSampler(engine, max_wait=0.5)  # type: ignore[arg-type]
+        sampler = RequestBatcher(engine, max_wait=0.5)  # type: ignore[arg-type]
         await asyncio.gather(*(episode(sampler, delay) for delay in (0.0, 0.05, 0.1, 1.0)))
 
     asyncio.run(run())
@@ -64,11 +64,11 @@ def test_a_slow_request_keeps_nobody_else_waiting_at_a_shared_engine() -> None:
     engine = Timed(shared=True)
 
     async def run() -> list[int]:
-        sampler = TurnSampler(engine)  # type: ignore[arg-type]
+        sampler = RequestBatcher(engine)  # type: ignore[arg-type]
         order: list[int] = []
 
         async def one(length: int) -> None:
-            sample = await asked(sampler, length)
+            (sample,) = await asked(sampler, length)
             order.extend(sample.token_ids)
 
         await asyncio.gather(*map(one, (500, 20, 10, 20, 10)))
@@ -83,7 +83,7 @@ def test_calls_are_limited_and_share_what_is_waiting() -> None:
     engine = Timed(shared=True)
 
     async def run() -> None:
-        sampler = TurnSampler(engine, parallel_calls=2)  # type: ignore[arg-type]
+        sampler = RequestBatcher(engine, parallel_calls=2)  # type: ignore[arg-type]
         await asyncio.gather(*(asked(sampler, 50) for _ in range(9)))
 
     asyncio.run(run())
@@ -96,8 +96,8 @@ def test_only_what_is_sampled_alike_goes_in_one_call() -> None:
     other = SamplingSpec(group_size=1, max_new_tokens=3)
 
     async def run() -> None:
-        sampler = TurnSampler(engine, max_wait=0.05)  # type: ignore[arg-type]
-        sampler.expect_requests(4)
+        sampler = RequestBatcher(engine, max_wait=0.05)  # type: ignore[arg-type]
+        sampler.requesters.count = 4
         await asyncio.gather(*(asked(sampler, 1, spec) for spec in (SPEC, other, SPEC, other)))
 
     asyncio.run(run())
@@ -106,11 +106,11 @@ def test_only_what_is_sampled_alike_goes_in_one_call() -> None:
 
 def test_an_error_of_the_engine_reaches_those_it_concerns() -> None:
     async def run() -> list[Any]:
-        sampler = TurnSampler(Timed(shared=True), parallel_calls=4)  # type: ignore[arg-type]
-        bad = sampler.sample([0], SPEC, iteration=0, index=0)
+        sampler = RequestBatcher(Timed(shared=True), parallel_calls=4)  # type: ignore[arg-type]
+        bad = sampler.ask(Prompt(0, [0]), SPEC, iteration=0)
         return await asyncio.gather(bad, asked(sampler, 1), return_exceptions=True)
 
-    failure, sample = asyncio.run(run())
+    failure, (sample,) = asyncio.run(run())
     assert isinstance(failure, EngineFailedError)
     assert isinstance(failure.__cause__, ZeroDivisionError)
     assert sample.token_ids == [1]
@@ -120,8 +120,8 @@ def test_a_request_that_was_given_up_is_not_sent() -> None:
     engine = Timed(shared=False)
 
     async def run() -> None:
-        sampler = TurnSampler(engine, max_wait=0.1)  # type: ignore[arg-type]
-        sampler.expect_requests(3)
+        sampler = RequestBatcher(engine, max_wait=0.1)  # type: ignore[arg-type]
+        sampler.requesters.count = 3
         tasks = [asyncio.ensure_future(asked(sampler, 1)) for _ in range(2)]
         await asyncio.sleep(0.01)
         tasks[0].cancel()
@@ -133,5 +133,5 @@ def test_a_request_that_was_given_up_is_not_sent() -> None:
 
 @pytest.mark.parametrize("other", [(1, 2, 4), (1, 3, 3), (2, 2, 3), (12, 3, 0)])
 def test_every_turn_has_a_seed_of_its_own(other: Any) -> None:
-    assert turn_index(1, 2, 3) == turn_index(1, 2, 3) != turn_index(*other)
-    assert 0 <= turn_index(1, 2, 3) < 2**63
+    assert request_index(1, 2, 3) == request_index(1, 2, 3) != request_index(*other)
+    assert 0 <= request_index(1, 2, 3) < 2**63

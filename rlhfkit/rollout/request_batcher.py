@@ -1,4 +1,4 @@
-"""``TurnSampler``: batch the requests of concurrent episodes into calls of one engine."""
+"""``RequestBatcher``: collect the requests of coroutines into calls of one engine."""
 
 import asyncio
 import hashlib
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.episodes.event_loop import run_in_thread
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import RequestError
+from rlhfkit.rollout.event_loop import run_in_thread
 from rlhfkit.validation import check_integer, check_number
 
 MAX_WAIT = 0.05
@@ -21,7 +21,7 @@ PARALLEL_CALLS = 128
 
 
 class EngineFailedError(RuntimeError):
-    """The engine failed, not an episode; the cause is the engine's exception."""
+    """The engine failed, not who asked it; the cause is the engine's exception."""
 
 
 @dataclass(slots=True)
@@ -29,76 +29,92 @@ class _Request:
     prompt: Prompt
     sampling: SamplingSpec
     iteration: int
-    answer: asyncio.Future[Sample]
+    answer: asyncio.Future[list[Sample]]
 
 
-def turn_index(prompt_index: int, sample_index: int, turn: int | str) -> int:
-    """Return a 63-bit hash that replaces the prompt's index in a turn's seed; ``turn`` is unique in the episode."""
-    digest = hashlib.blake2b(f"{prompt_index}/{sample_index}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+def request_index(prompt_index: int, *path: int | str) -> int:
+    """Return a 63-bit hash that takes the place of a prompt's index in the seeds of a request.
+
+    ``path`` tells the requests for one prompt apart: index in the group and turn of an episode, say.
+    """
+    text = "/".join(map(str, (prompt_index, *path)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-class TurnSampler:
-    """Batches requests, in one event loop.
+class Requesters:
+    """Number of coroutines that are about to send requests, for which a call may wait."""
 
-    An engine in this process gets one call at a time, which starts when every active episode has a request waiting, or
-    the first has waited ``max_wait`` seconds (``None``: 0.05 with one call at a time, else 0). A shared engine gets up
-    to ``parallel_calls`` concurrent calls (``None``: 128; 1 for an engine in this process), each with an equal part of
-    the waiting requests, so that no episode waits for another's slow turn; its ``generate`` must be thread-safe.
+    def __init__(self) -> None:
+        self.count = 0
+        self.batchers: list[RequestBatcher] = []
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Context of a coroutine that will send requests, one at a time."""
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
+            for batcher in self.batchers:
+                batcher.dispatch_soon()
+
+
+class RequestBatcher:
+    """Collects requests, in one event loop.
+
+    An engine in this process gets one call at a time, which starts when every requester has a request waiting, or the
+    first has waited ``max_wait`` seconds (``None``: 0.05 with one call at a time, else 0). A shared engine gets up to
+    ``parallel_calls`` concurrent calls (``None``: 128; 1 for an engine in this process), each with an equal part of the
+    waiting requests, so that nobody waits for another's slow request; its ``generate`` must be thread-safe.
+
+    ``requesters`` may be shared by the batchers of several engines that the same coroutines ask.
     """
 
     def __init__(
-        self, engine: RolloutEngine, *, parallel_calls: int | None = None, max_wait: float | None = None
+        self,
+        engine: RolloutEngine,
+        *,
+        parallel_calls: int | None = None,
+        max_wait: float | None = None,
+        requesters: Requesters | None = None,
     ) -> None:
         check_integer("parallel_calls", parallel_calls, minimum=1, optional=True)
         check_number("max_wait", max_wait, minimum=0, optional=True, why="it is in seconds")
         self.engine = engine
         self.parallel_calls = parallel_calls or (PARALLEL_CALLS if engine.shared else 1)
         self.max_wait = max_wait if max_wait is not None else MAX_WAIT * (self.parallel_calls == 1)
-        self._active_episodes = 0
+        self.requesters = requesters or Requesters()
+        self.requesters.batchers.append(self)
         self._calls = 0
         self._waiting: list[_Request] = []
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def expect_requests(self, participants: int) -> None:
-        """Set the number of active episodes, if they are not counted by :meth:`active_episode`."""
-        self._active_episodes = participants
-
-    @contextmanager
-    def active_episode(self) -> Iterator[None]:
-        """Context of an episode that will send requests, for which a call may wait."""
-        self._active_episodes += 1
-        try:
-            yield
-        finally:
-            self._active_episodes -= 1
-            self._pump_soon()
-
-    async def sample(self, token_ids: list[int], sampling: SamplingSpec, *, iteration: int, index: int) -> Sample:
-        """Sample one turn after a context; ``iteration`` and ``index`` (:func:`turn_index`) go into the seed.
+    async def ask(self, prompt: Prompt, sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        """Sample ``group_size`` completions; the prompt's index (:func:`request_index`) goes into their seeds.
 
         Raises :class:`RequestError` if the engine refuses this request only, :class:`EngineFailedError` for its other
         errors.
         """
-        answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(Prompt(index, token_ids), sampling, iteration, answer))
-        self._pump_soon()
+        answer: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(prompt, sampling, iteration, answer))
+        self.dispatch_soon()
         return await answer
 
-    def _pump_soon(self) -> None:
-        """Schedule :meth:`_pump` after the episodes that are ready now, so that it sees their requests."""
+    def dispatch_soon(self) -> None:
+        """Look for calls to start after the coroutines that are ready now, to see their requests too."""
         if not self._soon:
             self._soon = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._dispatch)
 
-    def _pump(self, patient: bool = True) -> None:
+    def _dispatch(self, patient: bool = True) -> None:
         """Start as many calls as possible, unless it is better to wait for more requests."""
         self._soon = False
         if not self._waiting or self._calls >= self.parallel_calls:
             return
-        if patient and self.max_wait and len(self._waiting) < self._active_episodes:
+        if patient and self.max_wait and len(self._waiting) < self.requesters.count:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(self.max_wait, self._time_is_up)
             return
@@ -111,7 +127,7 @@ class TurnSampler:
 
     def _time_is_up(self) -> None:
         self._timer = None
-        self._pump(patient=False)
+        self._dispatch(patient=False)
 
     def _start(self, share: int) -> None:
         """Start a call with up to ``share`` requests that have the same sampling parameters."""
@@ -129,7 +145,7 @@ class TurnSampler:
             await self._answer(requests)
         finally:
             self._calls -= 1
-            self._pump_soon()
+            self.dispatch_soon()
 
     async def _answer(self, requests: list[_Request]) -> None:
         """Answer requests with one call of the engine."""
@@ -137,8 +153,11 @@ class TurnSampler:
         sampling, iteration = requests[0].sampling, requests[0].iteration
         try:
             samples = await run_in_thread(lambda: self.engine.generate(prompts, sampling, iteration=iteration))
-            if len(samples) != len(requests):
-                raise RuntimeError(f"the engine was asked for {len(requests)} samples and returned {len(samples)}")
+            size = sampling.group_size
+            if len(samples) != len(requests) * size:
+                raise RuntimeError(
+                    f"the engine was asked for {len(requests)} x {size} samples and returned {len(samples)}"
+                )
         except RequestError as error:
             if len(requests) == 1:
                 _fail(requests, error)
@@ -151,9 +170,9 @@ class TurnSampler:
             failure.__cause__ = error
             _fail(requests, failure)
         else:
-            for request, sample in zip(requests, samples, strict=True):
+            for place, request in enumerate(requests):
                 if not request.answer.done():
-                    request.answer.set_result(sample)
+                    request.answer.set_result(samples[place * size : (place + 1) * size])
 
 
 def _fail(requests: list[_Request], error: Exception) -> None:

@@ -1,0 +1,418 @@
+"""Group functions: seeds, masks, lengths and scores of what they make, by any engine and on any ranks."""
+
+import asyncio
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import distributed_ranks as ranks
+import pytest
+import torch
+from rl_runs import PlainGRPO, digits, samples_of_all_ranks, setup_run, weights
+from shared_pool import SharedPool
+from tiny_models import tiny_model, tiny_tokenizer
+
+from rlhfkit import DynamicSampling, Invariants, OnlineDPOModule, ReplayEngine, RolloutCallback, RolloutDump
+from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.rollout import GroupSampler, LocalEngine, ModuleWeights, SamplingSpec, sample_groups
+from rlhfkit.rollout.groups import GroupError, GroupRunner
+from rollout.vllm.test_pool import load_trainer_model
+
+SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
+TEXTS = ("1+1=", "abc", "x")
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(10 + place, tiny_tokenizer()(text)["input_ids"], text) for place, text in enumerate(TEXTS)]
+
+
+class Counted(LocalEngine):
+    """Notes how many prompts each call has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+        self.calls.append(len(prompts))
+        return super().generate(prompts, sampling, iteration=iteration)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("groups"), context=64))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> Iterator[Counted]:
+    engine = Counted()
+    engine.start(folder, dtype=torch.float32, load_weights=True)
+    yield engine
+    engine.close()
+
+
+def run(engine: Any, group: Any, folder: str, sampling: SamplingSpec = SAMPLING) -> list[Sample]:
+    return sample_groups(engine, group, prompts(), sampling, model=folder, iteration=3)
+
+
+def tokens(samples: Sequence[Sample]) -> list[list[int]]:
+    return [sample.token_ids for sample in samples]
+
+
+# ------------------------------------------------------------------ functions of this file, as users write them
+
+
+async def default(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    return await sampler.sample(prompt, size)
+
+
+async def ask_again(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    """Prompts whose answers have no digit are asked again, with a hint."""
+    for attempt, hint in enumerate(["", "3", "45"]):
+        group = await sampler.sample(prompt, size, attempt=attempt, hint=hint)
+        if any(await sampler.score(group)):
+            break
+    return group
+
+
+async def tree(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    """Half of the samples are other ends of the first ones."""
+    stems = await sampler.sample(prompt, size // 2)
+    cut = [sampler.cut(stem, stem.num_tokens // 2) for stem in stems]
+    tails = await asyncio.gather(*(sampler.continue_(stem, 1) for stem in cut))
+    return [*stems, *(sample for each in tails for sample in each)]
+
+
+async def shortest(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    """The two shortest of the answers that are right, or else all."""
+    group = await sampler.sample(prompt, size)
+    await sampler.score(group)
+    right = [sample for sample in group if sample.reward]
+    return sorted(right, key=lambda sample: sample.num_tokens)[:2] or group
+
+
+async def all_together(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    """One of each kind."""
+    made = [*await ask_again(prompt, 2, sampler), *await tree(prompt, 2, sampler)]
+    return [*made, *(await shortest(prompt, 4, sampler)), *(await sampler.sample(prompt, 1, attempt=9))]
+
+
+# ------------------------------------------------------------------ samples
+
+
+def test_a_function_that_only_samples_gives_what_the_engine_gives(engine: Counted, folder: str) -> None:
+    expected = engine.generate(prompts(), SAMPLING, iteration=3)
+    samples = run(engine, default, folder)
+    assert tokens(samples) == tokens(expected)
+    assert [sample.logprobs for sample in samples] == [sample.logprobs for sample in expected]
+    assert [(one.prompt.index, one.sample_index, one.prompt.text) for one in samples] == [
+        (10 + place, index, TEXTS[place]) for place in range(3) for index in range(4)
+    ]
+    assert samples[0].text == tiny_tokenizer().decode(samples[0].token_ids, skip_special_tokens=True)
+
+
+def test_what_all_functions_wait_for_is_one_call(engine: Counted, folder: str) -> None:
+    async def three_times(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        for _ in range(3):
+            group = await sampler.sample(prompt, size)
+        return group
+
+    engine.calls.clear()
+    run(engine, three_times, folder)
+    assert engine.calls == [3, 3, 3]
+
+
+def test_every_request_has_seeds_of_its_own_and_no_company_changes_them(engine: Counted, folder: str) -> None:
+    async def several(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        requests = (sampler.sample(prompt, 1, attempt=attempt) for attempt in (0, 0, 1, 1, 2))
+        return [sample for group in await asyncio.gather(*requests) for sample in group]
+
+    samples = run(engine, several, folder)
+    assert len(set(map(tuple, tokens(samples)))) == 15
+    for place in range(3):
+        alone = sample_groups(engine, several, prompts()[place : place + 1], SAMPLING, model=folder, iteration=3)
+        assert tokens(alone) == tokens(samples[5 * place : 5 * place + 5])
+
+
+def test_a_hint_is_read_and_not_trained_on(engine: Counted, folder: str) -> None:
+    async def hinted(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        return await sampler.sample(prompt, size, attempt=1, hint="?!")
+
+    hint = tiny_tokenizer().encode("?!", add_special_tokens=False)
+    for sample in run(engine, hinted, folder):
+        plain = prompts()[sample.prompt.index - 10]
+        assert sample.prompt.token_ids == [*plain.token_ids, *hint]
+        check_logprobs(engine, sample)
+
+
+def check_logprobs(engine: Any, sample: Sample) -> None:
+    """Those of trained tokens are the model's of the whole sequence, all others 0."""
+    scored = engine.score([sample.prompt.token_ids + sample.token_ids])[0][sample.prompt.num_tokens - 1 :]
+    mask = sample.action_mask or [True] * sample.num_tokens
+    expected = [score if chosen else 0.0 for score, chosen in zip(scored, mask, strict=True)]
+    assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_continuation_begins_with_what_it_continues_and_has_the_length_that_is_left(
+    engine: Counted, folder: str, trained: bool
+) -> None:
+    async def continued(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        (first,) = await sampler.sample(prompt, 1)
+        stem = sampler.cut(first, 3)
+        return [stem, *await sampler.continue_(stem, size, trained=trained)]
+
+    samples = run(engine, continued, folder)
+    for stem, *others in (samples[place : place + 5] for place in range(0, 15, 5)):
+        assert (stem.num_tokens, stem.finish_reason) == (3, "length")
+        assert len(set(map(tuple, tokens(others)))) > 1
+        for sample in others:
+            assert sample.token_ids[:3] == stem.token_ids
+            assert sample.action_mask == [trained] * 3 + [True] * (sample.num_tokens - 3)
+            assert sample.num_tokens <= 8
+            assert sample.num_tokens == 8 or sample.finish_reason == "stop"
+            check_logprobs(engine, sample)
+
+
+def test_a_conversation_reads_what_was_appended_and_learns_what_the_policy_said(engine: Counted, folder: str) -> None:
+    async def conversation(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        first = [sampler.cut(sample, 2) for sample in await sampler.sample(prompt, size)]
+        asked = [sampler.append(sample, f"<{sample.text}>") for sample in first]
+        answers = await asyncio.gather(*(sampler.continue_(sample, 1, trained=True) for sample in asked))
+        return [sample for answer in answers for sample in answer]
+
+    for sample in run(engine, conversation, folder, dataclasses.replace(SAMPLING, max_new_tokens=16)):
+        said = tiny_tokenizer().decode(sample.token_ids[:2], skip_special_tokens=True)
+        assert sample.text[len(said) :].startswith(f"<{said}>")
+        assert sample.action_mask is not None
+        assert sample.action_mask.index(True, 2) - sample.action_mask.index(False) == len(said) + 2
+        check_logprobs(engine, sample)
+
+
+def test_a_given_text_ends_properly_and_has_no_policy(engine: Counted, folder: str) -> None:
+    async def taught(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        return [*await sampler.sample(prompt, size - 1), sampler.given(prompt, "42")]
+
+    for sample in run(engine, taught, folder)[3::4]:
+        assert sample.text == "42"
+        assert sample.token_ids[-1] == tiny_tokenizer().eos_token_id
+        assert all(map(math.isnan, sample.logprobs))
+        assert set(sample.versions) == {-1}
+        assert (sample.sample_index, sample.finish_reason) == (3, "stop")
+
+
+def test_what_makes_no_group_is_an_error_that_says_why(engine: Counted, folder: str) -> None:
+    def plain(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        return []
+
+    with pytest.raises(TypeError, match="write `async def plain"):
+        run(engine, plain, folder)
+
+    async def none(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
+        return []
+
+    async def text(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
+        return "42"
+
+    async def foreign(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
+        return await sampler.sample(dataclasses.replace(prompt, index=99), 2)
+
+    async def full(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
+        return await sampler.continue_((await sampler.sample(prompt, 1, hint="x"))[0], 1)
+
+    async def long(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
+        return await sampler.sample(prompt, 1, hint="x" * 64)
+
+    async def unscored(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
+        return await sampler.score(await sampler.sample(prompt, 1))
+
+    async def broken(prompt: Prompt, size: int, sampler: GroupSampler) -> Any:
+        raise LookupError("lost")
+
+    ends_late = dataclasses.replace(SAMPLING, min_new_tokens=8)
+    for function, kind, message in (
+        (none, GroupError, "no sample for prompt 10: return at least one"),
+        (text, GroupError, "returned str for prompt 10"),
+        (foreign, GroupError, "for prompt 10 returned samples of prompt 99"),
+        (full, ValueError, "leaves no room to continue it"),
+        (long, ValueError, "the context is 64"),
+        (unscored, RuntimeError, r"needs RolloutCallback\(reward="),
+        (broken, LookupError, "lost"),
+    ):
+        with pytest.raises(kind, match=message):
+            run(engine, function, folder, ends_late)
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_vllm_makes_the_same_kind_of_groups(vllm_pool: SharedPool, vllm_model: Path) -> None:
+    vllm_pool.load(ModuleWeights(load_trainer_model(vllm_model)), 0)
+    runner = GroupRunner(vllm_pool, all_together)
+
+    def score(samples: list[Sample]) -> None:
+        for sample, reward in zip(samples, digits(samples), strict=True):
+            sample.reward = reward
+
+    runner.configure(tiny_tokenizer(), None, str(vllm_model), score=score)
+    samples = runner.generate(prompts(), SAMPLING, iteration=3)
+    assert {sample.prompt.index for sample in samples} == {10, 11, 12}
+    for sample in samples:
+        check_logprobs(vllm_pool, sample)
+    assert tokens(runner.generate(prompts(), SAMPLING, iteration=3)) == tokens(samples)
+    expected = vllm_pool.generate(prompts(), SAMPLING, iteration=3)
+    runner = GroupRunner(vllm_pool, default)
+    runner.configure(tiny_tokenizer(), None, str(vllm_model))
+    assert tokens(runner.generate(prompts(), SAMPLING, iteration=3)) == tokens(expected)
+
+
+# ------------------------------------------------------------------ in training
+
+MORE: list[dict[str, Any]] = [
+    {},
+    {"dynamic_sampling": DynamicSampling()},
+    {"oversampling": 0.5},
+    {"max_staleness": 1},
+]
+
+
+def test_the_default_function_trains_to_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for group in (None, default):
+        rollouts = RolloutCallback(digits, sampling=SAMPLING, group=group)
+        trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
+        trainer.fit(module, data)
+        found.append((weights(module), {k: v for k, v in trainer.callback_metrics.items() if "time/" not in k}))
+    (plain, logged), (grouped, again) = found
+    assert all(torch.equal(plain[name], grouped[name]) for name in plain)
+    assert {name: float(value) for name, value in logged.items()} == {
+        name: float(value) for name, value in again.items()
+    }
+
+
+@pytest.mark.parametrize("group", [ask_again, tree, shortest, all_together])
+@pytest.mark.parametrize(
+    "more", [{}, {"dynamic_sampling": DynamicSampling()}, {"oversampling": 0.5}, {"max_staleness": 1}]
+)
+def test_every_function_trains_with_every_kind_of_rollout(tmp_path: Path, group: Any, more: Any) -> None:
+    checks = Invariants()
+    rollouts = RolloutCallback(digits, sampling=SAMPLING, group=group, **more)
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[checks])
+    trainer.fit(module, data)
+    assert checks.checked == 2
+    assert trainer.global_step == 4
+    if not more:  # engine and trainer agree about all that is trained on
+        assert float(trainer.callback_metrics["rollout_corr/logprob_abs_diff_max"]) < 1e-3
+    assert not rollouts.groups._scored  # type: ignore[union-attr]
+
+
+def test_a_group_that_was_scored_as_it_is_is_not_scored_again(tmp_path: Path) -> None:
+    scored: list[int] = []
+
+    def counted(samples: Sequence[Sample]) -> list[float]:
+        scored.extend(map(id, samples))
+        return digits(samples)
+
+    async def once(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        group = await sampler.sample(prompt, size)
+        await sampler.score(group)
+        return group if prompt.index % 2 else group[1:]  # a part of a group may be judged otherwise
+
+    rollouts = RolloutCallback(counted, sampling=SAMPLING, group=once)
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
+    trainer.fit(module, data)
+    odd = sum(index % 2 for index in {sample.prompt.index for sample in rollouts.samples})
+    assert len(scored) == 4 * odd + (4 + 3) * (8 - odd)
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_an_iteration_of_groups_of_any_size_trains_every_sample_once(tmp_path: Path, size: int, capped: bool) -> None:
+    async def uneven(prompt: Prompt, count: int, sampler: GroupSampler) -> list[Sample]:
+        return await sampler.sample(prompt, 4 if prompt.index % 3 else size)
+
+    trained: list[tuple[int, int]] = []
+
+    class Rows(Invariants):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            used = batch.action_mask.any(-1)
+            trained.extend(zip(batch.group[used].tolist(), batch.sample_index[used].tolist(), strict=True))
+
+    rollouts = RolloutCallback(digits, sampling=SAMPLING, group=uneven)
+    sizes = {"max_tokens_per_micro_batch": 64, "updates_per_iteration": 2, "micro_batch_size": None} if capped else {}
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        rollouts=rollouts,
+        callbacks=[Rows()],
+        data_arguments=sizes or {"micro_batch_size": 2},
+        accumulate_grad_batches=1 if capped else 8,
+        max_epochs=1,
+    )
+    trainer.fit(module, data)
+    made = [(sample.prompt.index, sample.sample_index) for sample in rollouts.samples]
+    assert sorted(trained) == sorted(made)
+    assert len(made) == sum(4 if index % 3 else size for index in {index for index, _ in made})
+    assert trainer.global_step == 2
+
+
+def test_a_loss_of_pairs_refuses_a_group_of_one(tmp_path: Path) -> None:
+    async def single(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        return await sampler.sample(prompt, 1 if prompt.index % 2 else size)
+
+    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=2, max_new_tokens=8), group=single)
+    trainer, module, data, _ = setup_run(tmp_path, module=OnlineDPOModule, rollouts=rollouts, max_epochs=1)
+    with pytest.raises(
+        ValueError, match=r"returned 1 sample\(s\) for prompt \d+, of which OnlineDPOModule cannot learn"
+    ):
+        trainer.fit(module, data)
+
+
+def test_a_recorded_run_is_replayed_without_its_function(tmp_path: Path) -> None:
+    dump = RolloutDump(tmp_path / "dump")
+    recorded = RolloutCallback(digits, sampling=SAMPLING, group=ask_again)
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=recorded, callbacks=[dump], max_epochs=1)
+    trainer.fit(module, data)
+    replayed = RolloutCallback(digits, engine=ReplayEngine(tmp_path / "dump"), sampling=SAMPLING, group=ask_again)
+    trainer, again, data, _ = setup_run(tmp_path, rollouts=replayed, max_epochs=1)
+    trainer.fit(again, data)
+    assert tokens(replayed.samples) == tokens(recorded.samples)
+    assert all(torch.equal(weights(module)[name], tensor) for name, tensor in weights(again).items())
+
+
+def on_ranks(folder: Path, world: int) -> dict[str, Any]:
+    """Entry point of a rank: what is sampled, and the weights after two iterations."""
+    rank, results = os.environ["LOCAL_RANK"], {}
+    for name, group in (("all together", all_together), ("shortest", shortest)):
+        os.environ["WORLD_SIZE"] = str(world)
+        rollouts = RolloutCallback(digits, sampling=SAMPLING, group=group)
+        seen: list[list[int]] = []
+
+        class Keep(Invariants):
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                seen.extend(tokens(samples_of_all_ranks(rollouts)))  # noqa: B023
+
+        trainer, module, data, _ = setup_run(
+            folder / f"rank{rank}",
+            module=PlainGRPO,
+            module_arguments={"lr": 0.05},
+            data_arguments={"micro_batch_size": 8 // world},
+            rollouts=rollouts,
+            callbacks=[Keep()],
+            strategy="ddp" if world > 1 else "auto",
+            devices=world,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, data)
+        results[name] = seen, [float(tensor.double().abs().sum()) for tensor in weights(module).values()]
+    return results
+
+
+@pytest.mark.distributed
+def test_two_ranks_make_the_samples_of_one_and_learn_the_same(tmp_path: Path) -> None:
+    alone = ranks.run("rollout.test_groups:on_ranks", 1, tmp_path / "one", world=1)[0]
+    both = ranks.run("rollout.test_groups:on_ranks", 2, tmp_path / "two", world=2)[0]
+    for name, (seen, found) in alone.items():
+        assert both[name][0] == seen, name
+        assert both[name][1] == pytest.approx(found, rel=1e-5), name
