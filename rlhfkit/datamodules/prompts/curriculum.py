@@ -33,6 +33,22 @@ class PromptStats(NamedTuple):
         return cls(count, sum(rewards) / len(rewards), (total + sum(rewards)) / count)
 
 
+class RecentGroup(NamedTuple):
+    """A group that was sampled.
+
+    Attributes:
+        row: The prompt's.
+        reward: Mean reward of its scored samples.
+    """
+
+    row: int
+    reward: float
+
+
+MAX_RECENT = 1024
+"""Groups that :attr:`PromptPass.recent` has at most."""
+
+
 @dataclass(frozen=True)
 class PromptPass:
     """A pass over the prompts, to be ordered by a curriculum; a row is a position among the prompts in use.
@@ -42,12 +58,16 @@ class PromptPass:
         rows: All rows in their order without a curriculum: shuffled, sources mixed.
         history: Statistics by row, of the prompts that were sampled.
         column: Returns the values of a data column, by row.
+        recent: The latest groups with a scored sample, the newest last, up to :data:`MAX_RECENT`: what a curriculum
+            goes by that follows the policy's progress. Saved with the position in the data, so that a curriculum needs
+            no state of its own to resume exactly.
     """
 
     number: int
     rows: Sequence[int]
     history: Mapping[int, PromptStats]
     column: Callable[[str], Sequence[Any]]
+    recent: Sequence[RecentGroup] = ()
 
 
 Curriculum = Callable[[PromptPass], Sequence[int]]
@@ -58,7 +78,7 @@ twice in one iteration."""
 
 @runtime_checkable
 class DeclaresHistoryUse(Protocol):
-    """A curriculum that declares whether it reads ``PromptPass.history``; others are assumed to read it."""
+    """A curriculum that declares whether it reads ``PromptPass.history`` or ``recent``; others are assumed to."""
 
     uses_rewards: bool
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from rlhfkit.data.packing import permutation
 from rlhfkit.data.types import Prompt
-from rlhfkit.datamodules.prompts.curriculum import Curriculum, PromptPass, PromptStats
+from rlhfkit.datamodules.prompts.curriculum import MAX_RECENT, Curriculum, PromptPass, PromptStats, RecentGroup
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ class PromptCursor(NamedTuple):
     """The current pass as a curriculum has ordered it; ``None`` without a curriculum."""
     history: Mapping[int, PromptStats] | None = None
     """Statistics by row for a curriculum, of the prompts that were sampled."""
+    recent: tuple[RecentGroup, ...] = ()
+    """The latest groups for a curriculum, the newest last."""
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor as plain values, for a checkpoint."""
@@ -37,6 +39,7 @@ class PromptCursor(NamedTuple):
             state["rows"] = list(self.rows)
         if self.history is not None:
             state["history"] = [[row, *stats] for row, stats in self.history.items()]
+            state["recent"] = [list(group) for group in self.recent]
         return state
 
     @classmethod
@@ -44,7 +47,8 @@ class PromptCursor(NamedTuple):
         """Inverse of :meth:`state_dict`; ignores other entries of ``state``."""
         saved = state.get("history")
         history = None if saved is None else {row: PromptStats(*stats) for row, *stats in saved}
-        return cls(state["pass"], state["offset"], tuple(state["postponed"]), state.get("rows"), history)
+        recent = tuple(RecentGroup(row, reward) for row, reward in state.get("recent", ()))
+        return cls(state["pass"], state["offset"], tuple(state["postponed"]), state.get("rows"), history, recent)
 
 
 class PromptOrder:
@@ -110,14 +114,16 @@ class PromptOrder:
             seen.add(row)
             offset += 1
         kept = None if self.curriculum is None else rows
-        return taken, PromptCursor(number, offset, (*skipped, *cursor.postponed[first:]), kept, cursor.history)
+        postponed = (*skipped, *cursor.postponed[first:])
+        return taken, cursor._replace(number=number, offset=offset, postponed=postponed, rows=kept)
 
     def _rows(self, number: int, cursor: PromptCursor) -> Sequence[int]:
         """Return the rows of one pass, ordered by the curriculum from the current history."""
         if self.curriculum is None:
             return self._permutation(number)
         history = {} if cursor.history is None else cursor.history
-        rows = list(self.curriculum(PromptPass(number, self._permutation(number), history, self.column)))
+        asked = PromptPass(number, self._permutation(number), history, self.column, cursor.recent)
+        rows = list(self.curriculum(asked))
         wrong = [row for row in rows if not (isinstance(row, Integral) and 0 <= int(row) < self.total)]
         if wrong:
             raise ValueError(
@@ -189,12 +195,13 @@ class IterationQueue:
         """Remember the rewards of groups, by the index of their prompt; without a curriculum, do nothing."""
         if self._order.curriculum is None:
             return
-        history = dict(self.cursor.history or {})
+        history, recent = dict(self.cursor.history or {}), list(self.cursor.recent)
         for index, values in rewards.items():
             if values:
                 row = self._rows[index]
                 history[row] = PromptStats.after(history.get(row), values)
-        self.cursor = self.cursor._replace(history=history)
+                recent.append(RecentGroup(row, history[row].reward))
+        self.cursor = self.cursor._replace(history=history, recent=tuple(recent[-MAX_RECENT:]))
 
     @property
     def after(self) -> dict[str, Any]:

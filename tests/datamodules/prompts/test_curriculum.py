@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rl_runs import setup_run, weights
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess, Curriculum, PromptPass, PromptStats
+from rlhfkit.datamodules.prompts.curriculum import MAX_RECENT, ByColumn, BySuccess, Curriculum, PromptPass, PromptStats
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 
 TOTAL = 9
@@ -139,6 +139,13 @@ class Watch(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+def by_progress(one: PromptPass) -> list[int]:
+    """Backwards, without the prompts of the latest groups that were solved; it keeps nothing itself."""
+    solved = {group.row for group in one.recent[-24:] if group.reward == 1.0}
+    return [row for row in reversed(one.rows) if row not in solved]
+
+
+CURRICULA = pytest.mark.parametrize("curriculum", [BySuccess(keep=0.1), by_progress], ids=["history", "recent"])
 Run = Callable[..., tuple[Any, Watch]]
 
 
@@ -146,11 +153,11 @@ Run = Callable[..., tuple[Any, Watch]]
 def run(tmp_path: Path) -> Run:
     """Nine iterations of 8 of 40 prompts: two passes at least."""
 
-    def fit(staleness: int = 0, watch: Watch | None = None, **arguments: Any) -> tuple[Any, Watch]:
+    def fit(curriculum: Any, staleness: int = 0, watch: Watch | None = None, **arguments: Any) -> tuple[Any, Watch]:
         watch = watch or Watch()
         trainer, module, data, _ = setup_run(
             tmp_path,
-            data_arguments={"curriculum": BySuccess(keep=0.1)},
+            data_arguments={"curriculum": curriculum},
             rollouts=RolloutCallback(
                 by_prompt, sampling=SamplingSpec(group_size=4, max_new_tokens=2), max_staleness=staleness
             ),
@@ -163,19 +170,24 @@ def run(tmp_path: Path) -> Run:
     return fit
 
 
-def test_rewards_decide_what_comes_next_however_far_sampling_is_ahead(run: Run) -> None:
-    _, turns = run()
-    _, ahead = run(staleness=2)
+@CURRICULA
+def test_rewards_decide_what_comes_next_however_far_sampling_is_ahead(run: Run, curriculum: Any) -> None:
+    _, turns = run(curriculum)
+    _, ahead = run(curriculum, staleness=2)
     # In on_train_epoch_start the samples are those of the iteration before.
     assert turns.prompts[1:] == ahead.prompts[1:]
     second_pass = Counter(index % 3 for rows in turns.prompts[6:] for index in rows)
-    assert second_pass[2] > 5 * max(second_pass[0], second_pass[1], 1)
+    if curriculum is by_progress:
+        assert second_pass[0] < min(second_pass[1], second_pass[2])
+    else:
+        assert second_pass[2] > 5 * max(second_pass[0], second_pass[1], 1)
 
 
 @pytest.mark.parametrize("after", [22, 24], ids=["inside an iteration", "at its end"])
-def test_a_resumed_run_goes_on_bitwise(run: Run, tmp_path: Path, after: int) -> None:
-    straight, watch = run(watch=Watch(tmp_path / "saved.ckpt", after))
-    resumed, rest = run(ckpt_path=str(tmp_path / "saved.ckpt"))
+@CURRICULA
+def test_a_resumed_run_goes_on_bitwise(run: Run, tmp_path: Path, after: int, curriculum: Any) -> None:
+    straight, watch = run(curriculum, watch=Watch(tmp_path / "saved.ckpt", after))
+    resumed, rest = run(curriculum, ckpt_path=str(tmp_path / "saved.ckpt"))
     assert rest.prompts[-1] == watch.prompts[-1]
     assert all(torch.equal(tensor, straight[name]) for name, tensor in resumed.items())
 
@@ -187,3 +199,14 @@ def test_statistics_of_a_prompt_have_the_latest_group_and_all_samples() -> None:
     assert twice == (6, 0.75, pytest.approx(4 / 6))
     saved = PromptCursor(history={3: twice}).state_dict()
     assert PromptCursor.from_state_dict(saved).history == {3: twice}
+
+
+def test_the_latest_groups_are_kept_in_order_with_the_position_and_are_bounded() -> None:
+    order = PromptOrder(2000, shuffle=False, curriculum=lambda one: one.rows)
+    queue = IterationQueue(order, lambda row: Prompt(row, [5]), PromptCursor())
+    queue.take(1500)
+    queue.record({index: [1.0, index % 2] for index in range(1500)} | {7: []})
+    cursor = PromptCursor.from_state_dict(queue.after)
+    assert cursor.recent == queue.cursor.recent
+    assert [group.row for group in cursor.recent] == list(range(1500))[-MAX_RECENT:]
+    assert cursor.recent[-1] == (1499, 1.0)
