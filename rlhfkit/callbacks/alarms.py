@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import lightning as L
+
+from rlhfkit.callbacks.rollout.source import RolloutPart
+
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +69,7 @@ ROLLOUT_ALARMS = (
 """Bounds of ``RolloutCallback``. An effective sample size below 0.3 is verl's alarm; the others are ours."""
 
 
-class Alarms:
+class Alarms(RolloutPart):
     """Logs the advice of each alarm once, when it is first triggered.
 
     After the first iteration it also warns of alarms on metrics that were not logged; not of our own, whose metrics not
@@ -78,7 +82,13 @@ class Alarms:
         self._quiet = list(alarms)
         self._unheard = [alarm.metric for alarm in alarms if alarm not in ROLLOUT_ALARMS]
 
-    def check(self, metrics: Mapping[str, Any], iteration: int) -> list[Alarm]:
+    def logged(self, trainer: L.Trainer, iteration: int) -> None:
+        """Check what was logged of an iteration."""
+        metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
+        if trainer.is_global_zero:
+            self.triggered(metrics, iteration)
+
+    def triggered(self, metrics: Mapping[str, Any], iteration: int) -> list[Alarm]:
         """Check the metrics of an iteration and return the alarms that are triggered for the first time."""
         for name in dict.fromkeys(self._unheard):
             if name not in metrics:

@@ -90,7 +90,7 @@ class RolloutDump(Callback):
 
 def _generated(rollouts: RolloutCallback) -> list[Sample]:
     """The samples that this rank trains on, and those in whose place others were replayed."""
-    return [*rollouts.samples, *([] if rollouts.replay is None else rollouts.replay.replaced)]
+    return [*rollouts.samples, *rollouts.replaced]
 
 
 _FILE = re.compile(r"iteration_(\d{6,})(\.rank_\d+_of_(\d+))?\.jsonl")

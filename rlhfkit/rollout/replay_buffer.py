@@ -228,11 +228,11 @@ class GroupReplay:
             for iteration, group in self._kept.values()
         ]
 
-    def load_state_dict(self, groups: Iterable[Mapping[str, Any]], *, group_size: int) -> None:
-        """Keep these groups, of one rank or of several, but those that had another size: an iteration has one size."""
+    def load_state_dict(self, groups: Iterable[Mapping[str, Any]], *, group_size: int | None) -> None:
+        """Keep these groups, of one rank or of several, but those that have not ``group_size`` (``None``: any)."""
         self.clear()
         for state in groups:
-            if len(state["samples"]) == group_size:
+            if group_size is None or len(state["samples"]) == group_size:
                 group = [sample_from_state(each) for each in state["samples"]]
                 self._kept[group[0].prompt.index] = state["iteration"], group
 

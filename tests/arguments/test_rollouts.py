@@ -20,6 +20,7 @@ from rlhfkit import (
     LocalEngine,
     LoRA,
     NonFiniteGuard,
+    Prompt,
     PromptDataModule,
     RolloutCallback,
     Sample,
@@ -30,7 +31,7 @@ from rlhfkit import (
 )
 from rlhfkit.callbacks import Invariants, RolloutDump, RunReport, SampleTable
 from rlhfkit.datamodules.prompts.curriculum import ByColumn
-from rlhfkit.rollout import DynamicSampling, ReplayBuffer
+from rlhfkit.rollout import DynamicSampling, GroupSampler, ReplayBuffer
 
 from . import learning, test_engines
 from .table import Change, Rows, Unseen, arguments_of, ignored
@@ -64,6 +65,11 @@ class Cut(LocalEngine):
         for sample in samples:
             sample.finish_reason = "length"
         return samples
+
+
+async def two_tokens(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+    """The beginnings of answers."""
+    return [sampler.cut(sample, 2) for sample in await sampler.sample(prompt, size)]
 
 
 class Infinite(GRPOModule):
@@ -228,6 +234,7 @@ TABLE: dict[type, Rows] = {
     RolloutCallback: {
         "reward": Change(longest),
         "engine": Change(Cut()),
+        "group": Change(two_tokens),
         "sampling": Change(SamplingSpec(**SAMPLING | {"max_new_tokens": 2})),
         "validation_sampling": Change(SamplingSpec(**SAMPLING)),
         "success_threshold": Change(
@@ -243,6 +250,7 @@ TABLE: dict[type, Rows] = {
         "offload_training": Change(True),
         "alarms": Unseen("warnings: tests/callbacks/test_alarms.py"),
         "probe_tolerance": Change(0.0, refused=True),
+        "parts": Unseen("what a part does: tests/callbacks/rollout/test_source.py"),
     },
     LocalEngine: {
         "max_sequences": Unseen(SAME_NUMBERS + "so many at a time: tests/rollout/local/test_engine.py"),

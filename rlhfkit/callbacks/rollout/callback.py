@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
-from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
 from rlhfkit.callbacks.rollout.checks import (
     check_learner,
     check_prompts,
@@ -28,11 +27,11 @@ from rlhfkit.callbacks.rollout.checks import (
     check_sizes,
     check_whole_iterations,
 )
-from rlhfkit.callbacks.rollout.device_phases import DevicePhases
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
-from rlhfkit.callbacks.rollout.metrics import iteration_metrics, staleness_metrics
+from rlhfkit.callbacks.rollout.metrics import iteration_metrics
 from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches, check_whole_groups, shape_of
 from rlhfkit.callbacks.rollout.sharing import SharedIteration, share_copies, share_iteration
+from rlhfkit.callbacks.rollout.source import Ask, RolloutPart, SeparateDevices, Source
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
 from rlhfkit.callbacks.rollout.validation import ValidationRuns, log_validation
 from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
@@ -52,6 +51,7 @@ from rlhfkit.trainer_parts import (
     compares_groups,
     datamodule_of,
     learner_of,
+    needs_greedy_rewards,
     policy_of,
     profiler_of,
     prompts_of,
@@ -59,6 +59,7 @@ from rlhfkit.trainer_parts import (
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
+    from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
     from rlhfkit.rollout.groups import AnyGroupFunction, GroupRunner
 
 T = TypeVar("T")
@@ -112,6 +113,8 @@ class RolloutCallback(Callback):
         probe_tolerance: Largest difference between the engine's and the trainer's log-probs after a sync; in 16-bit
             types (and TF32) their mean difference. ``None``: 1e-3 in float32, 0.3 in bfloat16 (a warning from 0.1 on),
             0.1 in float16 (0.02), 1 for quantized engines (0.3); ``inf`` switches the probe off.
+        parts: Features of your own, around those of the other arguments; see
+            :class:`~rlhfkit.callbacks.rollout.source.RolloutPart`.
 
     Raises:
         TypeError: If ``reward`` cannot be called, ``engine`` is not a :class:`~rlhfkit.rollout.RolloutEngine`, or
@@ -138,6 +141,7 @@ class RolloutCallback(Callback):
         offload_training: bool | None = None,
         alarms: Sequence[Alarm] | None = None,
         probe_tolerance: float | None = None,
+        parts: Sequence[RolloutPart] = (),
         **unknown: Any,
     ) -> None:
         refuse_arguments(type(self), unknown)
@@ -166,7 +170,6 @@ class RolloutCallback(Callback):
                 "offload_training=True takes the training states off the device while the engine generates, and with "
                 f"max_staleness={max_staleness} it generates while the policy learns: use one"
             )
-        self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)
         self.timing = Timing()
         """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` writes a trace of it."""
         self.max_staleness = max_staleness
@@ -177,20 +180,45 @@ class RolloutCallback(Callback):
         )
         if partial_rollouts:
             self.collector.continue_dropped(self.sampling)
-        self.replay = None if replay_buffer is None else GroupReplay(replay_buffer)
-        """The groups that this rank keeps to train on them again."""
-        self.async_rollouts: AsyncRollouts | None = None
-        """Collects groups in a thread; ``None``: sampling and learning take turns."""
-        if max_staleness:
-            self.async_rollouts = AsyncRollouts(self.collector, max_staleness, rollout_timeout, in_flight=in_flight)
-        more = () if self.groups is None else self.groups.function.engines
-        self.phases = DevicePhases(engine, offload_training, self.timing, more)
+        self.phases = self._devices(offload_training)
         """Who has the memory of shared devices; documents the order."""
+        self.parts: list[RolloutPart] = []
+        """What this run has besides drawing, generating, scoring and learning, in the order of wrapping."""
+        if max_staleness:
+            from rlhfkit.callbacks.rollout.parts.ahead import Ahead
+
+            shared = self.phases.colocate
+            self.parts.append(
+                Ahead(self.collector, max_staleness, rollout_timeout, in_flight=in_flight, shared_devices=shared)
+            )
+        if self.collector.partials is not None or replay_buffer is not None:
+            from rlhfkit.callbacks.rollout.parts.kept_groups import ContinuedGroups, Replay
+
+            if self.collector.partials is not None:
+                self.parts.append(ContinuedGroups(self.collector.partials, measured_elsewhere=bool(max_staleness)))
+            if replay_buffer is not None:
+                self.parts.append(Replay(replay_buffer, None if group is not None else self.sampling.group_size))
+        alarms = ROLLOUT_ALARMS if alarms is None else alarms
+        if alarms:
+            self.parts.append(Alarms(alarms))
+        for part in parts:
+            if not isinstance(part, RolloutPart):
+                raise TypeError(
+                    f"parts must be rlhfkit.callbacks.rollout.source.RolloutPart, got {type(part).__name__}"
+                )
+            part.attach(self)
+            self.parts.append(part)
+        self.replay_buffer = replay_buffer
+        self._of_module: list[RolloutPart] = []  # what the module of the run asks for
+        self.source: Source = self.collector
+        """Where the groups of an iteration come from: the collector, and around it what the parts of a run make of it;
+        complete after ``setup``."""
+        self._sampling_source: Source = self.collector
         self.weight_synchronizer = WeightSynchronizer(
             engine,
             self.phases,
             probe_tolerance,
-            overlaps=self.async_rollouts is not None,
+            overlaps=any(part.overlaps for part in self.parts),
             start=None if self.groups is None else self.groups.function.start,
         )
         self.planner = IterationPlanner()
@@ -242,26 +270,19 @@ class RolloutCallback(Callback):
 
     def sync_weights(self) -> None:
         """Give the engine the current weights, if it has others, and probe that they arrived. A collective."""
-        trainer, rollouts = self._attached(), self.async_rollouts
-        allowed = nullcontext() if rollouts is None else rollouts.updating_weights(trainer)
-        with allowed, self.timing.record("weight_sync", self.iteration):
-            self.weight_synchronizer.sync(trainer)
+        trainer = self._attached()
+        with ExitStack() as allowed:
+            for part in self.parts:
+                allowed.enter_context(part.updating_weights(trainer))
+            with self.timing.record("weight_sync", self.iteration):
+                self.weight_synchronizer.sync(trainer)
 
     def collect_groups(self) -> CollectedGroups:
         """Draw prompts, generate, score and select, this rank its share. Called on every rank."""
         trainer, sampling = self._attached(), self._training_sampling()
         wanted = shape_of(trainer, self.group_size).sequences // sampling.group_size
-        source = self.collector if self.async_rollouts is None else self.async_rollouts
         with profiler_of(trainer).profile("rollout.collect_groups"):
-            collected = self._with_weights(lambda: source.collect(trainer, wanted, sampling, self.iteration))
-        if self.async_rollouts is None:
-            self.phases.learn(trainer, self.iteration)  # until the next sync
-        if policy_of(trainer).scores_samples and not self.collector.scores_early(trainer):
-            self.collector.add_model_scores(trainer, flatten(collected.groups), self.iteration)
-        if self.replay is not None:
-            place = {"iteration": self.iteration, "version": trainer.global_step, "seed": sampling.seed}
-            collected = self.replay.replay(collected, **place)
-        return collected
+            return self.source.collect(Ask(trainer, self.iteration, wanted, sampling))
 
     def share(self, collected: CollectedGroups) -> SharedIteration:
         """Share numbers of all samples with all ranks, and move rows to the ranks that train on them. A collective."""
@@ -298,8 +319,8 @@ class RolloutCallback(Callback):
             prompts_of(trainer).set_cursor(self._after)
             self.iteration += 1
             self._inside_iteration = False
-            if self.collector.partials is not None:
-                self.collector.partials.forget(self.iteration)
+            for part in self.parts:
+                part.end_iteration(self.iteration)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the iteration and sync the new weights."""
@@ -307,9 +328,8 @@ class RolloutCallback(Callback):
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
         pl_module.log_dict(self._metrics, sync_dist=True)
         pl_module.log_dict(slowest(run_on_all_ranks(lambda: self.timing.metrics(finished))), sync_dist=True)
-        metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
-        if trainer.is_global_zero:
-            self.alarms.check(metrics, finished)
+        for part in self.parts:
+            part.logged(trainer, finished)
         if "rollout/reward" in self._metrics:
             pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
         bar = trainer.progress_bar_callback is not None
@@ -332,6 +352,11 @@ class RolloutCallback(Callback):
     def inside_collected_iteration(self) -> bool:
         """Whether :attr:`samples` are those of the iteration that is trained on: false after a resume inside one."""
         return self._micro_batches is not None
+
+    @property
+    def replaced(self) -> list[Sample]:
+        """Samples of this rank in the current iteration that others have taken the place of."""
+        return [sample for part in self.parts for sample in part.replaced]
 
     @property
     def validation_samples(self) -> list[Sample]:
@@ -390,9 +415,9 @@ class RolloutCallback(Callback):
         if reward is not None:
             metrics |= mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
         metrics |= self.collector.metrics(collected) | self.phases.metrics()
-        if self.async_rollouts is not None or self.collector.partials is not None:
-            metrics |= staleness_metrics(shared.numbers, policy_version)
-        return metrics if self.replay is None else metrics | self.replay.metrics
+        for part in self.parts:
+            metrics |= part.metrics(shared, policy_version)
+        return metrics
 
     def _share_advantages(self, experience: Experience, total: int) -> Tensor | None:
         """Set :attr:`mean_advantages`; returns (N,) whether all advantages of a row are 0. A collective."""
@@ -418,7 +443,9 @@ class RolloutCallback(Callback):
             self.validation.begin()
         self.sync_weights()
         prompts = [prompt for share in gather_objects(list(batch)) for prompt in share]
-        with nullcontext() if self.async_rollouts is None else self.async_rollouts.paused(trainer):
+        with ExitStack() as paused:
+            for part in self.parts:
+                paused.enter_context(part.paused(trainer))
             sampled = self._with_weights(
                 lambda: self.validation.generate(
                     lambda sampling: self.collector.sample(trainer, prompts, sampling, iteration=-1)
@@ -427,7 +454,7 @@ class RolloutCallback(Callback):
         scores_samples = policy_of(trainer).scores_samples
         if scores_samples:
             for samples in sampled.values():
-                self.collector.add_model_scores(trainer, samples, iteration=-1)
+                self._model_scores().add(trainer, samples, iteration=-1)
         rewarded = scores_samples or self.reward is not None
         log_validation(pl_module, self.validation.metrics(sampled, rewarded=rewarded, read=answer_reader(self.reward)))
 
@@ -437,17 +464,16 @@ class RolloutCallback(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let engines on the ranks' GPUs make room for training."""
-        if self.async_rollouts is None:
+        if not self.weight_synchronizer.overlaps:
             self.phases.learn(trainer, self.iteration)
 
     # ------------------------------------------------------------------ start and end
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check that module, data and sampling fit together, before anything is loaded."""
-        if trainer is not self._trainer:  # versions of another run say nothing here, nor do its prompts' numbers
-            for earlier in (self.replay, self.collector.partials):
-                if earlier is not None:
-                    earlier.clear()
+        if trainer is not self._trainer:
+            for part in self.parts:
+                part.clear()
         self._trainer = trainer
         self.planner = IterationPlanner()
         if stage not in ("fit", "validate"):
@@ -477,21 +503,58 @@ class RolloutCallback(Callback):
     def _check_fit(self, trainer: L.Trainer) -> None:
         check_prompts(trainer, policy_of(trainer), self.collector.source, self._training_sampling())
         module = learner_of(trainer)
-        if self.replay is not None:
-            check_replay(module, self.replay.buffer, self.sampling, self.collector.reward_parts(trainer))
+        if self.replay_buffer is not None:
+            check_replay(module, self.replay_buffer, self.sampling, self.collector.reward_parts(trainer))
         check_learner(
             module, self.engine, self.sampling, rewarded=self.reward is not None, source=self.collector.source
         )
-        if self.async_rollouts is not None and self.phases.colocate:
-            raise ValueError(
-                "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
-                "max_staleness it would sample in that time: use one"
-            )
         shape, mesh = shape_of(trainer, self.group_size), mesh_of(trainer)
         if compares_groups(module):
             check_whole_groups(shape, self.group_size, mesh.world_size, mesh.forward_group_size)
-        self.collector.check(trainer, in_thread=self.async_rollouts is not None)
+        self.collector.check(trainer)
+        self._of_module = self._parts_of_module(trainer)
+        for part in [*self.parts, *self._of_module]:
+            part.check(trainer)
         check_whole_iterations(trainer)
+        self._join_sources()
+
+    def _parts_of_module(self, trainer: L.Trainer) -> list[RolloutPart]:
+        """What the module asks of its samples: scores of models of its own, greedy answers."""
+        found: list[RolloutPart] = []
+        self.collector.scores_early = self.collector.greedy_answers = None  # of another module
+        if policy_of(trainer).scores_samples:
+            found.append(self._model_scores())
+        if needs_greedy_rewards(trainer):
+            from rlhfkit.callbacks.rollout.parts.greedy_answers import GreedyAnswers
+
+            found.append(GreedyAnswers(self.collector))
+        return found
+
+    def _model_scores(self) -> "ModelScores":
+        from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
+
+        return ModelScores(self.collector, in_thread=self.weight_synchronizer.overlaps)
+
+    def _join_sources(self) -> None:
+        """Put the parts around the collector: first those that sample, then those that use what was sampled."""
+        parts = [*self._of_module, *self.parts]
+        self._sampling_source = self.collector
+        for part in parts:
+            self._sampling_source = part.wrap_sampling(self._sampling_source)
+        self.source = _Sampled(self)
+        for part in parts:
+            self.source = part.wrap(self.source)
+
+    def _devices(self, offload_training: bool | None) -> SeparateDevices:
+        """Return who makes room on devices that engines and training share, if they do."""
+        more = () if self.groups is None else tuple(self.groups.function.engines)
+        if offload_training not in (None, True, False):
+            raise TypeError(f"offload_training must be None, True or False, got {offload_training!r}")
+        if not offload_training and not any(engine.colocate for engine in (self.engine, *more)):
+            return SeparateDevices((self.engine, *more), offload_training)
+        from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
+
+        return SharedDevices(self.engine, offload_training, self.timing, more)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends; ``trainer.validate`` leaves it running."""
@@ -510,25 +573,23 @@ class RolloutCallback(Callback):
         if self.groups is not None:
             self.groups.close()
         self.engine.close()
-        if self.async_rollouts is not None:
-            self.async_rollouts.close()
-            self.async_rollouts = self.async_rollouts.fresh()
+        for part in self.parts:
+            part.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and its metrics; the DataModule saves the prompt cursor, the module the weights."""
         state = {"iteration": self.iteration, "metrics": self._metrics, "after": self._after}
         if self._inside_iteration and self._trainer is not None:
             state["inside"] = [self._trainer.global_rank, self._trainer.world_size]
-        if self.replay is not None:
-            state["replay"] = self.replay.state_dict()
-        if self.collector.partials is not None:
-            state["partials"] = self.collector.partials.state_dict(self.iteration + self._inside_iteration)
+        state |= {
+            part.name: part.state_dict(self.iteration + self._inside_iteration) for part in self.parts if part.name
+        }
         return state
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Divide kept and dropped groups anew if another number of ranks has saved the checkpoint."""
         states, self._saved_states = checkpoint.get(STATES_OF_RANKS), None
-        if states is not None and (self.replay is not None or self.collector.partials is not None):
+        if states is not None and any(part.name for part in self.parts):
             ranks = range(trainer.global_rank, len(states), trainer.world_size)
             self._saved_states = [states[rank]["callbacks"][self.state_key] for rank in ranks]
 
@@ -539,15 +600,12 @@ class RolloutCallback(Callback):
         self.samples, self._micro_batches = [], None  # those of an earlier fit are not this iteration's
         self._after = state_dict["after"]
         states = [state_dict] if self._saved_states is None else self._saved_states
-        if self.replay is not None:
-            kept = (one for each in states for one in each.get("replay", ()))
-            self.replay.load_state_dict(kept, group_size=self.group_size)
         trainer, inside = self._trainer, state_dict.get("inside")
-        if self.collector.partials is not None and trainer is not None:
-            # state_dict says who has what also to a rank that takes over no saved rank's groups.
-            begun = [one for each in [state_dict, *states] for one in each.get("partials", ())]
-            rank, world_size = trainer.global_rank, trainer.world_size
-            self.collector.partials.load_state_dict(begun, rank=rank, world_size=world_size)
+        rank, world_size = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        for part in self.parts:
+            if part.name:
+                taken = [one for each in states for one in each.get(part.name, ())]
+                part.load_state_dict(state_dict.get(part.name, ()), taken, rank=rank, world_size=world_size)
         self._inside_iteration = inside is not None
         if trainer is None or inside is None or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -571,3 +629,17 @@ def _group_runner(engine: RolloutEngine, group: "AnyGroupFunction | None") -> "G
     from rlhfkit.rollout.groups import GroupRunner
 
     return GroupRunner(engine, group)
+
+
+class _Sampled:
+    """The groups that were generated: with the weights of the run, and with the devices of training given back."""
+
+    def __init__(self, rollouts: RolloutCallback) -> None:
+        self._rollouts = rollouts
+
+    def collect(self, ask: Ask) -> CollectedGroups:
+        rollouts = self._rollouts
+        collected = rollouts._with_weights(lambda: rollouts._sampling_source.collect(ask))
+        if not rollouts.weight_synchronizer.overlaps:
+            rollouts.phases.learn(ask.trainer, ask.iteration)  # until the next sync
+        return collected

@@ -4,7 +4,6 @@
 has the steps.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, cast
 import lightning as L
 import numpy as np
 
+from rlhfkit.callbacks.rollout.source import Ask
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.data.sample_texts import decode_together
 from rlhfkit.data.token_arrays import stored
-from rlhfkit.data.types import GREEDY_REWARD, Experience, Prompt, Sample
+from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.protocols import AsksWhileSampling, HasModelLimits
 from rlhfkit.rank_store import RankLog, rank_store
 from rlhfkit.rewards.base import Reward, part_names, score_samples, tell_progress
@@ -40,6 +40,8 @@ from rlhfkit.trainer_parts import needs_greedy_rewards, policy_of, prompts_of
 from rlhfkit.validation import check_number
 
 if TYPE_CHECKING:
+    from rlhfkit.callbacks.rollout.parts.greedy_answers import GreedyAnswers
+    from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
     from rlhfkit.rollout.groups import GroupRunner
 
 log = logging.getLogger(__name__)
@@ -96,6 +98,10 @@ class GroupCollector:
         self.partials: PartialRollouts | None = None
         """What was made of dropped groups; ``None``: it is lost."""
         self._asks_early = False
+        self.greedy_answers: GreedyAnswers | None = None
+        """Adds rewards of greedy answers, which the module asks for."""
+        self.scores_early: ModelScores | None = None
+        """Scores by models of the module that selection or the curriculum needs while groups are collected."""
 
     def continue_dropped(self, sampling: SamplingSpec) -> None:
         """Keep what oversampling drops, and continue it later, with samples of this kind.
@@ -127,10 +133,7 @@ class GroupCollector:
 
     def collect(
         self,
-        trainer: L.Trainer,
-        wanted: int,
-        sampling: SamplingSpec,
-        iteration: int,
+        ask: Ask,
         *,
         rank_log: RankLog | None = None,
         queue: DrawnPrompts | None = None,
@@ -141,10 +144,7 @@ class GroupCollector:
         """Collect this rank's share of an iteration's groups. Called on every rank; no collective spans it.
 
         Args:
-            trainer: Its module writes the samples as text, its DataModule has the prompts.
-            wanted: Number of groups.
-            sampling: How to sample.
-            iteration: Number of the iteration.
+            ask: What is asked for.
             rank_log: From :meth:`open_log`; ``None``: opened here.
             queue: Its prompts; ``None``: from the DataModule's cursor on.
             ahead: Later iterations that draw their first prompts before this one has ended.
@@ -156,42 +156,39 @@ class GroupCollector:
         def step() -> CollectedGroups:
             if failure is not None:
                 raise failure
-            return self._collect(trainer, wanted, sampling, iteration, rank_log, queue, ahead, on_drawn)
+            return self._collect(ask, rank_log, queue, ahead, on_drawn)
 
-        collected = rank_log.run(
-            step,
-            timeout=self.timeout,
-            waiting_for=f"the samples of iteration {iteration}",
-        )
-        if collected.accepted < wanted and trainer.global_rank == 0:
+        waiting = f"the samples of iteration {ask.iteration}"
+        collected = rank_log.run(step, timeout=self.timeout, waiting_for=waiting)
+        if collected.accepted < ask.wanted and ask.trainer.global_rank == 0:
             log.warning(
                 "iteration %d: dynamic_sampling accepted only %d of the %d groups that are needed, of %d that were "
                 "sampled; the rest is filled with rejected groups",
-                *(iteration, collected.accepted, wanted, collected.sampled),
+                *(ask.iteration, collected.accepted, ask.wanted, collected.sampled),
             )
         return collected
 
     def _collect(
         self,
-        trainer: L.Trainer,
-        wanted: int,
-        sampling: SamplingSpec,
-        iteration: int,
+        ask: Ask,
         rank_log: RankLog,
         queue: DrawnPrompts | None,
         ahead: int,
         on_drawn: Callable[[], None] | None,
     ) -> CollectedGroups:
-        selection, early = self.dynamic_sampling, self.scores_early(trainer)
+        trainer, wanted, sampling, iteration = ask.trainer, ask.wanted, ask.sampling, ask.iteration
+        selection, early = self.dynamic_sampling, self.scores_early
         spare = math.ceil(self.oversampling * wanted)
         # An engine in every rank generates in batches, and a reward model scores on all ranks at a time.
-        rounds = not self.takes_first_finished or (trainer.world_size > 1 and (not self.engine.shared or early))
+        rounds = not self.takes_first_finished or (
+            trainer.world_size > 1 and (not self.engine.shared or early is not None)
+        )
         collected = collect_groups(
             wanted,
             queue or prompts_of(trainer).prompt_queue(),
             self._stream(trainer, sampling, iteration, rank_log, rounds=rounds),
-            score=lambda samples: self._score(trainer, samples, iteration, rank_log),
-            score_together=(lambda samples: self.add_model_scores(trainer, samples, iteration)) if early else None,
+            score=lambda samples: self.score(trainer, samples, iteration, rank_log),
+            score_together=None if early is None else lambda samples: early.add(trainer, samples, iteration),
             keep=None if selection is None else selection.accepts,
             most=None if selection is None else selection.max_rounds * wanted + spare,
             spare=spare,
@@ -200,25 +197,9 @@ class GroupCollector:
             log=rank_log,
             on_drawn=on_drawn,
         )
-        if needs_greedy_rewards(trainer):
-            self._add_greedy_rewards(trainer, collected, sampling, iteration, rank_log)
+        if self.greedy_answers is not None:
+            self.greedy_answers.add(ask, collected, rank_log)
         return collected
-
-    def _add_greedy_rewards(
-        self, trainer: L.Trainer, collected: CollectedGroups, sampling: SamplingSpec, iteration: int, rank_log: RankLog
-    ) -> None:
-        """Generate and score a greedy answer for each group of this rank; its reward is a part of each sample's."""
-        groups = collected.groups
-        if not groups:
-            return
-        prompts = [collected.drawn[group[0].prompt.index] for group in groups]  # an environment begins them anew
-        greedy = dataclasses.replace(sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        with self.timing.record("generate", iteration):
-            answers = flatten(self._generate(self.policy_source, prompts, greedy, iteration, rank_log))
-        self._score(trainer, answers, iteration, rank_log)
-        for group, answer in zip(groups, answers, strict=True):
-            for sample in group:
-                sample.reward_parts[GREEDY_REWARD] = math.nan if answer.reward is None else answer.reward
 
     def sample(
         self, trainer: L.Trainer, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int
@@ -241,8 +222,8 @@ class GroupCollector:
             if not share:
                 return []
             with self.timing.record("generate", iteration):
-                samples = flatten(self._generate(self.policy_source, share, sampling, iteration, rank_log))
-            self._score(trainer, samples, iteration, rank_log)
+                samples = flatten(self.generate(self.policy_source, share, sampling, iteration, rank_log))
+            self.score(trainer, samples, iteration, rank_log)
             return samples
 
         return rank_log.run(generate_and_score, timeout=self.timeout, waiting_for="the samples of validation")
@@ -260,7 +241,7 @@ class GroupCollector:
         stream: GroupStream
         if rounds and not self._streams(self.source):
             stream = BatchedGroupStream(
-                lambda prompts: self._generate(self.source, prompts, sampling, iteration, rank_log)
+                lambda prompts: self.generate(self.source, prompts, sampling, iteration, rank_log)
             )
         else:
             stream = cast(StreamingEngine, self.source).stream(sampling, iteration=iteration)
@@ -271,7 +252,7 @@ class GroupCollector:
         """Whether whole batches are taken from a stream too, which can stop when another rank fails."""
         return source.continuous_batching or (source is self.runner and not source.recorded)
 
-    def _generate(
+    def generate(
         self,
         source: "RolloutEngine | GroupRunner",
         prompts: list[Prompt],
@@ -311,7 +292,7 @@ class GroupCollector:
 
     # ------------------------------------------------------------------ score
 
-    def _score(self, trainer: L.Trainer, samples: list[Sample], iteration: int, rank_log: RankLog) -> None:
+    def score(self, trainer: L.Trainer, samples: list[Sample], iteration: int, rank_log: RankLog) -> None:
         """Set rewards of this rank's samples, and let them have texts."""
         check_samples(samples, policy_of(trainer), self.engine)
         decode = partial(policy_of(trainer).tokenizer.batch_decode, skip_special_tokens=True)
@@ -336,30 +317,6 @@ class GroupCollector:
         tell_progress(self.reward, step=trainer.global_step, epoch=trainer.current_epoch)
         score_samples(self.reward, samples)
 
-    def add_model_scores(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
-        """Add the module's reward model scores to the rewards, and as ``model`` to the parts, in place.
-
-        A collective, for the main thread; each rank has samples of its own, or none. A sample without a reward keeps
-        none.
-        """
-        if not samples and trainer.world_size == 1:
-            return
-        with self.timing.record("score", iteration):
-            # A model that reads text finds the answer by the mask, also that of a sample without a reward.
-            experience = Experience.from_samples(samples, before_rewards=True) if samples else None
-            parts = policy_of(trainer).reward_model_parts(experience)
-            columns = {name: values.tolist() for name, values in parts.items()}
-        for number, sample in enumerate(samples):
-            sample.reward_parts.update({name: values[number] for name, values in columns.items()})
-            if sample.reward is not None:
-                sample.reward += columns["model"][number]
-
-    def scores_early(self, trainer: L.Trainer) -> bool:
-        """Whether selection or the curriculum needs the module's scores while groups are collected."""
-        if not policy_of(trainer).scores_samples:
-            return False
-        return self.dynamic_sampling is not None or prompts_of(trainer).curriculum_uses_rewards
-
     # ------------------------------------------------------------------ checks and metrics
 
     def reward_parts(self, trainer: L.Trainer) -> list[str] | None:
@@ -367,51 +324,18 @@ class GroupCollector:
         parts = part_names(self.reward)
         return None if parts is None else [*parts, *(["model"] if policy_of(trainer).scores_samples else [])]
 
-    def check(self, trainer: L.Trainer, *, in_thread: bool = False) -> None:
-        """Raise ValueError if the configuration cannot work.
-
-        That is: dynamic sampling by an unknown reward part, greedy answers that cannot be made or scored, a module that
-        would score in a thread beside training (``in_thread``), or oversampling where all ranks score together.
+    def check(self, trainer: L.Trainer) -> None:
+        """Raise ValueError if the configuration cannot work: dynamic sampling by an unknown reward part, oversampling
+        that ranks cannot do together.
         """
         parts = self.reward_parts(trainer)
         if self.dynamic_sampling is not None and parts is not None:
             self.dynamic_sampling.check_parts(parts)
-        if needs_greedy_rewards(trainer):
-            self._check_greedy(trainer, parts or ())
-        if in_thread and self.scores_early(trainer):
-            raise ValueError(
-                "dynamic_sampling, and an order of prompts that goes by rewards, need the scores of the module's "
-                "reward_model while samples are made. With max_staleness that is in a thread beside training, which "
-                "must not use the module: give the callback a ModelReward in place of reward_model, or max_staleness=0"
-            )
-        if self.oversampling and self.scores_early(trainer) and trainer.world_size > 1:
-            raise ValueError(
-                f"oversampling={self.oversampling:g} takes the groups that are finished first on any rank, and all "
-                f"{trainer.world_size} ranks together score them with the module's reward_model: give the callback a "
-                "ModelReward in place of reward_model, or oversampling=0"
-            )
         if self.oversampling and not self.engine.shared and trainer.world_size > 1:
             raise ValueError(
                 f"oversampling={self.oversampling:g} takes the groups that are finished first, and an engine in "
                 f"each of {trainer.world_size} ranks finishes its groups together: use a VLLMPool, which all ranks "
                 "share, or oversampling=0"
-            )
-
-    def _check_greedy(self, trainer: L.Trainer, parts: Sequence[str]) -> None:
-        if self.reward is None or policy_of(trainer).scores_samples:
-            raise ValueError(
-                "a module that compares samples with greedy answers (ReMax) needs their rewards while samples are "
-                "collected: give RolloutCallback(reward=...), with a ModelReward in place of the module's reward_model"
-            )
-        if self.engine.recorded:
-            raise ValueError(
-                f"{type(self.engine).__name__} has no greedy answers, which the module compares samples with (ReMax): "
-                "use another engine, or other advantages"
-            )
-        if GREEDY_REWARD in parts:
-            raise ValueError(
-                f"a part of RolloutCallback(reward=...) is called {GREEDY_REWARD!r}, as the reward of a greedy answer "
-                "is (ReMax): give it another name"
             )
 
     def metrics(self, collected: CollectedGroups) -> dict[str, float]:

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from rlhfkit.callbacks.rollout.device_phases import DevicePhases
+from rlhfkit.callbacks.rollout.source import SeparateDevices
 from rlhfkit.data.types import Sample
 from rlhfkit.distributed import gather_objects, run_on_all_ranks, true_on_all_ranks
 from rlhfkit.models.load import base_model_name, precision_dtype
@@ -50,7 +50,7 @@ class WeightSynchronizer:
     def __init__(
         self,
         engine: RolloutEngine,
-        phases: DevicePhases,
+        phases: SeparateDevices,
         tolerance: float | None = None,
         *,
         overlaps: bool = False,

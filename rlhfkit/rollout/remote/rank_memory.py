@@ -1,6 +1,6 @@
 """GPU memory of this rank that colocated engines can take: what torch has cached, and buffers that engines have read.
 
-When each is called is part of the order in :mod:`rlhfkit.callbacks.rollout.device_phases`.
+When each is called is part of the order in :mod:`rlhfkit.callbacks.rollout.parts.shared_devices`.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """Asynchronous rollouts: what is trained on, how old it may be, and what overlaps.
 
-Covers ``async_rollouts.py`` and ``timing.py`` of ``callbacks/rollout/``.
+Covers ``parts/ahead.py`` and ``timing.py`` of ``callbacks/rollout/``.
 """
 
 import copy
@@ -66,7 +66,7 @@ def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_p
     assert all(len(ages) == 1 for ages in ahead.ages)  # an iteration is sampled from one policy
     assert [max(ages) for ages in turns.ages] == [0] * 4
     assert trainer.callback_metrics["rollout/staleness"] == max(ahead.ages[-1])
-    assert rollouts.async_rollouts is not None
+    assert rollouts.weight_synchronizer.overlaps
 
 
 def test_no_staleness_is_bitwise_the_run_that_takes_turns(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit import DynamicSampling, Prompt, Sample, SamplingSpec
-from rlhfkit.callbacks.rollout.async_rollouts import AsyncRollouts
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
+from rlhfkit.callbacks.rollout.parts.ahead import Ahead
+from rlhfkit.callbacks.rollout.source import Ask
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 
@@ -134,18 +135,18 @@ def play(
         lightning_module=SimpleNamespace(tokenizer=tokenizer, scores_samples=False),
     )
     collector = GroupCollector(engine, score, Timing(), DynamicSampling() if select else None)  # type: ignore[arg-type]
-    ahead = AsyncRollouts(collector, staleness, 30.0, in_flight=in_flight) if staleness else None
+    ahead = Ahead(collector, staleness, 30.0, in_flight=in_flight) if staleness else None
     trained: Trained = []
     for iteration in range(iterations):
         trainer.current_epoch = iteration
         if ahead is None:
             engine.version = iteration
-            filled = collector.collect(trainer, WANTED, SPEC, iteration)
+            filled = collector.collect(Ask(trainer, iteration, WANTED, SPEC))
         else:
             with ahead.updating_weights(trainer):
                 assert in_flight or not engine.busy
                 engine.version = iteration
-            filled = ahead.collect(trainer, WANTED, SPEC, iteration)
+            filled = ahead.collect(Ask(trainer, iteration, WANTED, SPEC))
             assert len(ahead._jobs.pending) <= staleness  # what waits, besides what is trained on
         samples = [sample for group in filled.groups for sample in group]
         assert all(iteration - staleness <= each <= iteration for sample in samples for each in sample.versions)
@@ -155,7 +156,7 @@ def play(
         data.set_cursor(filled.after)
         if ahead is not None and iteration in stops:  # killed, and resumed from a checkpoint of this moment
             ahead.close()
-            ahead = ahead.fresh()
+
     if ahead is not None:
         assert ahead._jobs.pending == []
         ahead.close()

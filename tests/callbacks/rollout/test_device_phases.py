@@ -11,7 +11,7 @@ from rl_runs import digits, prompts_file, setup_run
 from strategies import ranks
 
 from rlhfkit import LocalEngine, LoRA, RolloutCallback
-from rlhfkit.callbacks.rollout.device_phases import DevicePhases
+from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
 from rlhfkit.callbacks.rollout.timing import Timing
 
 from .offload_runs import SPEC, OwnGRPO, OwnPPO, Tenant, reward_model, run
@@ -159,12 +159,12 @@ def test_two_ranks_learn_the_same(two_ranks: list[dict[str, Any]], strategy: str
 
 def test_by_default_states_move_only_on_shared_gpus(tmp_path: Path) -> None:
     trainer, *_ = setup_run(tmp_path)
-    assert not DevicePhases(Tenant(), None, Timing()).offloads(trainer)  # on a CPU there is nothing to gain
+    assert not SharedDevices(Tenant(), None, Timing()).offloads(trainer)  # on a CPU there is nothing to gain
     trainer.strategy._root_device = torch.device("cuda", 0)
-    assert DevicePhases(Tenant(), None, Timing()).offloads(trainer)
-    assert not DevicePhases(Tenant(), False, Timing()).offloads(trainer)
-    assert not DevicePhases(LocalEngine(), None, Timing()).offloads(trainer)
-    assert DevicePhases(LocalEngine(), True, Timing()).offloads(trainer)
+    assert SharedDevices(Tenant(), None, Timing()).offloads(trainer)
+    assert not SharedDevices(Tenant(), False, Timing()).offloads(trainer)
+    assert not SharedDevices(LocalEngine(), None, Timing()).offloads(trainer)
+    assert SharedDevices(LocalEngine(), True, Timing()).offloads(trainer)
 
 
 def test_arguments_are_checked() -> None:

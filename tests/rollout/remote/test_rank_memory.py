@@ -1,6 +1,6 @@
 """Sleep and wake-up of engines beside training, at both levels, with stand-ins for engines that refuse without memory.
 
-Callback, Trainer and pool are real: what they do in which order is documented in ``callbacks/rollout/device_phases``.
+Callback, Trainer and pool are real; the order of what they do is that of ``callbacks/rollout/parts/shared_devices.py``.
 """
 
 import time

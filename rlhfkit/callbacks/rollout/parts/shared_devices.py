@@ -1,4 +1,4 @@
-"""``DevicePhases``: who has the memory of the ranks' devices, training or engines, from phase to phase.
+"""``SharedDevices``: who has the memory of the ranks' devices, training or engines, from phase to phase.
 
 The order of an iteration whose engines share the devices of the training ranks, with the calls of vLLM 0.32 and 0.33:
 
@@ -19,7 +19,7 @@ wake wholly in 3. At ``sleep_level=2`` they forget their version when they sleep
 Engines start in phase 3, once, and sleep before they are sent weights. Every step is taken by all ranks together, and
 caches of torch's allocator are emptied on all of them before engines allocate. Engines that lose their weights while
 they generate begin again at 2. After an error engines are closed first, then the states come back
-(:meth:`DevicePhases.recover`). Whatever else runs the module or saves it between 2 and 4, for example a reward that
+(:meth:`SharedDevices.recover`). Whatever else runs the module or saves it between 2 and 4, for example a reward that
 calls the policy, brings the states back by itself (:mod:`rlhfkit.training_states`).
 """
 
@@ -30,6 +30,7 @@ from typing import Literal
 import lightning as L
 import torch
 
+from rlhfkit.callbacks.rollout.source import SeparateDevices
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.protocols import RLHFStrategy
@@ -40,7 +41,7 @@ from rlhfkit.training_states import TrainingStates
 log = logging.getLogger(__name__)
 
 
-class DevicePhases:
+class SharedDevices(SeparateDevices):
     """Moves from phase to phase; without offloading only colocated engines sleep and wake.
 
     Args:
@@ -60,10 +61,9 @@ class DevicePhases:
         if offload_training not in (None, True, False):
             raise TypeError(f"offload_training must be None, True or False, got {offload_training!r}")
         self.engine = engine
-        self._engines = (engine, *more)
+        super().__init__((engine, *more), offload_training)
         self.colocate = any(one.colocate for one in self._engines)
         """Whether an engine uses the GPUs of the training ranks."""
-        self.offload_training = offload_training
         self.timing = timing
         self._states: RLHFStrategy | TrainingStates | None = None
         self._started = False

@@ -1,22 +1,25 @@
-"""``AsyncRollouts``: while the trainer learns from one iteration, threads collect the next ones."""
+"""``Ahead``: while the trainer learns from one iteration, threads collect the next ones."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import lightning as L
 
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
+from rlhfkit.callbacks.rollout.metrics import staleness_metrics
+from rlhfkit.callbacks.rollout.sharing import SharedIteration
+from rlhfkit.callbacks.rollout.source import Ask, RolloutPart, Source
 from rlhfkit.distributed import gather_objects
 from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.collector import CollectedGroups
-from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.rollout.prompt_draws import OverlappingDraws
 from rlhfkit.trainer_parts import prompts_of
 from rlhfkit.validation import check_integer, check_number
 
 
-class AsyncRollouts:
+class Ahead(RolloutPart):
     """While the trainer learns from iteration i, threads collect up to iteration i + ``max_staleness``.
 
     Iteration j is queued when training on iteration ``j - max_staleness`` begins, after its weights were synced, so no
@@ -36,8 +39,16 @@ class AsyncRollouts:
         ValueError: If an argument is out of range, or the engine cannot change its weights while it generates.
     """
 
+    overlaps = True
+
     def __init__(
-        self, collector: GroupCollector, max_staleness: int, timeout: float, *, in_flight: bool = False
+        self,
+        collector: GroupCollector,
+        max_staleness: int,
+        timeout: float,
+        *,
+        in_flight: bool = False,
+        shared_devices: bool = False,
     ) -> None:
         engine = collector.engine
         check_integer("max_staleness", max_staleness, minimum=1, why="asynchronous rollouts need some")
@@ -51,15 +62,21 @@ class AsyncRollouts:
         self.max_staleness = max_staleness
         self.timeout = timeout
         self.in_flight = in_flight
+        self.shared_devices = shared_devices
         self._jobs: BackgroundRollouts[CollectedGroups] = BackgroundRollouts()
         self._submitted = -1
         self._draws: OverlappingDraws | None = None  # the prompts of the jobs
 
-    def collect(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> CollectedGroups:
+    def wrap_sampling(self, source: Source) -> Source:
+        """Take the place of the collector, which is asked in threads."""
+        return self
+
+    def collect(self, ask: Ask) -> CollectedGroups:
         """Queue what may be sampled from the current weights, and wait for this iteration. Called on every rank.
 
         The DataModule's cursor must be at this iteration's prompts.
         """
+        trainer, iteration = ask.trainer, ask.iteration
         if self._submitted < iteration:
             # At the DataModule's cursor, at the start of a run or after a resume.
             self._submitted, self._draws = iteration - 1, self._draw_from_cursor(trainer, iteration)
@@ -68,7 +85,7 @@ class AsyncRollouts:
             left = trainer.max_epochs - trainer.current_epoch
         for number in range(self._submitted + 1, iteration + self.max_staleness + 1):
             if number - iteration < left:
-                self._submit(trainer, wanted, sampling, number)
+                self._submit(dataclasses.replace(ask, iteration=number))
         with self.collector.timing.record("wait", iteration):
             try:
                 return self._jobs.result(iteration, self.timeout)
@@ -89,7 +106,8 @@ class AsyncRollouts:
         """Later iterations that draw their first prompts before an iteration has ended."""
         return self.max_staleness if self.collector.engine.continuous_batching else 0
 
-    def _submit(self, trainer: L.Trainer, wanted: int, sampling: SamplingSpec, iteration: int) -> None:
+    def _submit(self, ask: Ask) -> None:
+        iteration = ask.iteration
         # Opened here, as all ranks must open their logs in one order; jobs may overlap.
         rank_log = self.collector.open_log(keep=self.max_staleness + 3)
         draws = self._draws
@@ -98,10 +116,7 @@ class AsyncRollouts:
         def job(let_next_start: Callable[[], None]) -> CollectedGroups:
             try:
                 collected = self.collector.collect(
-                    trainer,
-                    wanted,
-                    sampling,
-                    iteration,
+                    ask,
                     rank_log=rank_log,
                     queue=draws.queue(iteration),
                     ahead=self._ahead,
@@ -134,10 +149,19 @@ class AsyncRollouts:
         with self._jobs.paused(self.timeout, agree=newest_of_all):
             yield
 
+    def check(self, trainer: L.Trainer) -> None:
+        """Raise ValueError if engines give their memory to training while they would sample."""
+        if self.shared_devices:
+            raise ValueError(
+                "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
+                "max_staleness it would sample in that time: use one"
+            )
+
+    def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
+        """Return how old the samples are."""
+        return staleness_metrics(shared.numbers, version)
+
     def close(self) -> None:
         """Drop what is queued; the next run draws its prompts again."""
         self._jobs.close()
-
-    def fresh(self) -> "AsyncRollouts":
-        """A copy for another run, with an empty queue."""
-        return AsyncRollouts(self.collector, self.max_staleness, self.timeout, in_flight=self.in_flight)
+        self._jobs, self._submitted, self._draws = BackgroundRollouts(), -1, None
