@@ -86,9 +86,9 @@ class Alarms(RolloutPart):
         """Check what was logged of an iteration."""
         metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
         if trainer.is_global_zero:
-            self.triggered(metrics, iteration)
+            self.check_metrics(metrics, iteration)
 
-    def triggered(self, metrics: Mapping[str, Any], iteration: int) -> list[Alarm]:
+    def check_metrics(self, metrics: Mapping[str, Any], iteration: int) -> list[Alarm]:
         """Check the metrics of an iteration and return the alarms that are triggered for the first time."""
         for name in dict.fromkeys(self._unheard):
             if name not in metrics:

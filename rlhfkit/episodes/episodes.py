@@ -8,7 +8,7 @@ from rlhfkit.episodes.base import EpisodeGroups
 from rlhfkit.episodes.environment import Environment
 from rlhfkit.episodes.episode import Episode, EpisodeLimits
 from rlhfkit.episodes.observations import ObservationTokenizer
-from rlhfkit.episodes.tool_calls.call import ToolCallParser
+from rlhfkit.episodes.tool_calls import ToolCallParser
 from rlhfkit.episodes.tools import ToolEnvironmentFactory
 from rlhfkit.rollout.engine import check_context
 from rlhfkit.rollout.groups import GroupSampler

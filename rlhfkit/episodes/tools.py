@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 from rlhfkit.episodes.environment import Action, Environment, Message, Step
-from rlhfkit.episodes.tool_calls.call import ToolCall, ToolCallParser
-from rlhfkit.episodes.tool_calls.registry import template_parser
-from rlhfkit.episodes.tool_calls.registry import tool_call_parser as find_parser
+from rlhfkit.episodes.tool_calls import ToolCall, ToolCallParser, template_parser
+from rlhfkit.episodes.tool_calls import tool_call_parser as find_parser
 from rlhfkit.rollout.event_loop import call_with_timeout
 from rlhfkit.validation import check_integer, check_number
 

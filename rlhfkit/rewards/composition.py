@@ -240,7 +240,7 @@ class LastTurnReward(RewardWrapper):
 
     Example::
 
-        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), tools=[calculate]), reward=LastTurnReward(math_match))
+        RolloutCallback(engine=VLLMPool(2), group=Episodes(tools=[calculate]), reward=LastTurnReward(math_match))
     """
 
     def __init__(self, reward: Reward) -> None:
@@ -274,14 +274,14 @@ def _last_text(sample: Sample) -> str:
 
 
 class EnvironmentReward:
-    """The sum of the environment's rewards over all turns, for samples of ``EpisodeEngine`` and ``AgentEngine``.
+    """The sum of the environment's rewards over all turns, for samples of ``Episodes`` and ``AgentEpisodes``.
 
     ``Sample.token_rewards`` holds the reward of each turn. Inside a ``WeightedSum``, the other parts and the effect of
     a weight other than 1 are credited to the last action.
 
     Example::
 
-        RolloutCallback(engine=EpisodeEngine(VLLMPool(2), MyEnvironment), reward=EnvironmentReward())
+        RolloutCallback(engine=VLLMPool(2), group=Episodes(MyEnvironment), reward=EnvironmentReward())
     """
 
     name = "episode"
@@ -311,8 +311,8 @@ class EnvironmentReward:
     def _total(self, sample: Sample) -> float | None:
         if "reward" not in sample.info:
             raise ValueError(
-                "EnvironmentReward scores samples of EpisodeEngine or AgentEngine, got one of an engine without "
-                "environment: give RolloutCallback(engine=EpisodeEngine(...))"
+                "EnvironmentReward scores samples of Episodes or AgentEpisodes, got one of an engine without "
+                "environment: give RolloutCallback(group=Episodes(...))"
             )
         if self.truncated == "mask" and sample.finish_reason == "length":
             return None

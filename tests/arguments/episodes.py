@@ -19,7 +19,7 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import AgentEpisodes
 from rlhfkit.episodes.environment import Action, Environment, Step
 from rlhfkit.episodes.openai.agents import AgentConnection
-from rlhfkit.episodes.tool_calls.call import ToolCall
+from rlhfkit.episodes.tool_calls import ToolCall
 from rlhfkit.models.load import load_tokenizer
 from rlhfkit.rollout import GroupFunction
 from rlhfkit.rollout.engine import MIN_TEMPERATURE

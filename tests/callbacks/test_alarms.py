@@ -22,9 +22,9 @@ def test_an_alarm_rings_outside_its_bounds(value: float, rings: bool) -> None:
 
 def test_each_rings_once(caplog: pytest.LogCaptureFixture) -> None:
     alarms = Alarms([Alarm(metric="a", high=1.0, advice="lower it"), Alarm(metric="b", low=0.0, advice="raise it")])
-    assert [alarm.metric for alarm in alarms.triggered({"a": 2.0, "b": 1.0}, 3)] == ["a"]
-    assert alarms.triggered({"a": 2.0, "b": 1.0}, 4) == []
-    assert [alarm.metric for alarm in alarms.triggered({"a": 2.0, "b": -1.0}, 5)] == ["b"]
+    assert [alarm.metric for alarm in alarms.check_metrics({"a": 2.0, "b": 1.0}, 3)] == ["a"]
+    assert alarms.check_metrics({"a": 2.0, "b": 1.0}, 4) == []
+    assert [alarm.metric for alarm in alarms.check_metrics({"a": 2.0, "b": -1.0}, 5)] == ["b"]
     assert caplog.messages == ["iteration 3: a is 2: lower it", "iteration 5: b is -1: raise it"]
 
 
@@ -33,7 +33,7 @@ def test_an_alarm_on_a_metric_that_is_not_logged_says_so_once(caplog: pytest.Log
     alarms = Alarms([*ROLLOUT_ALARMS, typed_wrong, Alarm(metric="loss", high=5.0, advice="lower the learning rate")])
     logged = {"rollout/truncated_fraction": 0.1, "rollout/reward": 0.2, "loss": 1.0}
     for iteration in range(3):
-        assert alarms.triggered(logged, iteration) == []
+        assert alarms.check_metrics(logged, iteration) == []
     assert caplog.messages == [
         "an alarm on rollout/truncated_fractions has nothing to check: iteration 0 logged no such metric; near it are "
         "rollout/truncated_fraction"

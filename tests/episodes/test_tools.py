@@ -10,8 +10,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from episodes.episode_cases import CHAT_TEMPLATE, prompts_of, runner_of
 from rlhfkit.episodes import Action, Episodes, ToolEnvironment, tool_schemas
-from rlhfkit.episodes.tool_calls.call import ToolCall
-from rlhfkit.episodes.tool_calls.json_formats import parse_tool_calls
+from rlhfkit.episodes.tool_calls import ToolCall, parse_tool_calls
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.rollout.groups import GroupRunner
 

@@ -41,11 +41,11 @@ from rlhfkit.distributed import cpu_group, gather_objects, run_on_all_ranks, tru
 from rlhfkit.mesh import mesh_of
 from rlhfkit.protocols import STATES_OF_RANKS, AsksWhileSampling, HasChatTemplate
 from rlhfkit.rewards.base import Reward, answer_reader, mean_metrics, reward_metrics
-from rlhfkit.rollout.collector import CollectedGroups, flatten
+from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
-from rlhfkit.rollout.replay_buffer import GroupReplay, ReplayBuffer
+from rlhfkit.rollout.replay_buffer import ReplayBuffer
 from rlhfkit.trainer_parts import (
     callbacks_of,
     compares_groups,
@@ -198,9 +198,9 @@ class RolloutCallback(Callback):
                 self.parts.append(ContinuedGroups(self.collector.partials, measured_elsewhere=bool(max_staleness)))
             if replay_buffer is not None:
                 self.parts.append(Replay(replay_buffer, None if group is not None else self.sampling.group_size))
-        alarms = ROLLOUT_ALARMS if alarms is None else alarms
-        if alarms:
-            self.parts.append(Alarms(alarms))
+        self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)
+        if alarms is None or alarms:
+            self.parts.append(self.alarms)
         for part in parts:
             if not isinstance(part, RolloutPart):
                 raise TypeError(

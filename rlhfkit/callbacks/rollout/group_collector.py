@@ -36,7 +36,7 @@ from rlhfkit.rollout.collector import (
 from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.partial_rollouts import PartialRollouts, ResumableStream
-from rlhfkit.trainer_parts import needs_greedy_rewards, policy_of, prompts_of
+from rlhfkit.trainer_parts import policy_of, prompts_of
 from rlhfkit.validation import check_number
 
 if TYPE_CHECKING:

@@ -27,9 +27,8 @@ from rlhfkit.episodes.openai.protocol import (
     stream_events,
 )
 from rlhfkit.episodes.openai.session import ChatSession, ChatTurn
-from rlhfkit.episodes.tool_calls.call import ToolCallParser
-from rlhfkit.episodes.tool_calls.registry import template_parser
-from rlhfkit.episodes.tool_calls.registry import tool_call_parser as find_parser
+from rlhfkit.episodes.tool_calls import ToolCallParser, template_parser
+from rlhfkit.episodes.tool_calls import tool_call_parser as find_parser
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.request_batcher import EngineFailedError, RequestBatcher
 from rlhfkit.serving.access import AccessToken, ServerOptions, is_loopback

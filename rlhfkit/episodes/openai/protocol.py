@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rlhfkit.episodes.environment import Message
-from rlhfkit.episodes.json_limits import check_json, parse_json
-from rlhfkit.episodes.tool_calls.call import ToolCall
+from rlhfkit.episodes.tool_calls import ToolCall, check_json, parse_json
 
 
 class ChatError(Exception):

@@ -16,8 +16,7 @@ from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.episodes.environment import Action
 from rlhfkit.episodes.observations import ObservationTokenizer
 from rlhfkit.episodes.openai.protocol import ChatError, ChatRequest, assistant_message, normalize_message, same_message
-from rlhfkit.episodes.tool_calls.call import ToolCallParser
-from rlhfkit.episodes.tool_calls.registry import text_before_calls
+from rlhfkit.episodes.tool_calls import ToolCallParser, text_before_calls
 from rlhfkit.episodes.trajectory import Trajectory
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import RequestError

@@ -30,8 +30,7 @@ from rlhfkit.rollout.engine import (
 )
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.local.generator import Decoding, FinishedRow
-from rlhfkit.rollout.local.lock import ReadWriteLock
-from rlhfkit.rollout.local.weights import EngineWeights, parameters_without_memory
+from rlhfkit.rollout.local.weights import EngineWeights, ReadWriteLock, parameters_without_memory
 from rlhfkit.rollout.partial_rollouts import CUT, is_usable
 from rlhfkit.validation import check_integer
 

@@ -19,7 +19,7 @@ from episodes.episode_cases import CHAT_TEMPLATE, Recorded
 from rlhfkit.data.types import Prompt
 from rlhfkit.episodes import OpenAIEndpoint
 from rlhfkit.episodes.openai.session import ChatSession
-from rlhfkit.episodes.tool_calls.call import ToolCall
+from rlhfkit.episodes.tool_calls import ToolCall
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.serving.access import AccessToken, ServerOptions
 

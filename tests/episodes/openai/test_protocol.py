@@ -14,7 +14,7 @@ from rlhfkit.episodes.openai.protocol import (
     same_message,
     stream_events,
 )
-from rlhfkit.episodes.tool_calls.call import ToolCall
+from rlhfkit.episodes.tool_calls import ToolCall
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),

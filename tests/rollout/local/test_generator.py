@@ -18,7 +18,7 @@ from rlhfkit.models import load_causal_lm
 from rlhfkit.models.attention.families import takes_finished_masks
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.collector import BatchedGroupStream
-from rlhfkit.rollout.local.lock import ReadWriteLock
+from rlhfkit.rollout.local.weights import ReadWriteLock
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
 

@@ -8,9 +8,9 @@ import lightning as L
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.source import Ask, RolloutPart
 from rlhfkit.data.types import GREEDY_REWARD
-from rlhfkit.trainer_parts import policy_of
 from rlhfkit.rank_store import RankLog
 from rlhfkit.rollout.collector import CollectedGroups, flatten
+from rlhfkit.trainer_parts import policy_of
 
 
 class GreedyAnswers(RolloutPart):

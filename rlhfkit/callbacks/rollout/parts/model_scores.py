@@ -7,8 +7,8 @@ import lightning as L
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.source import Ask, RolloutPart, Source
 from rlhfkit.data.types import Experience, Sample
-from rlhfkit.trainer_parts import policy_of, prompts_of
 from rlhfkit.rollout.collector import CollectedGroups, flatten
+from rlhfkit.trainer_parts import policy_of, prompts_of
 
 
 class ModelScores(RolloutPart):

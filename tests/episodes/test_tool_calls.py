@@ -10,9 +10,9 @@ import pytest
 
 from rlhfkit.episodes import Action, Episodes, ToolEnvironment, tools
 from rlhfkit.episodes.openai import session
-from rlhfkit.episodes.tool_calls.call import ToolCall
-from rlhfkit.episodes.tool_calls.registry import (
+from rlhfkit.episodes.tool_calls import (
     TOOL_CALL_PARSERS,
+    ToolCall,
     template_parser,
     text_before_calls,
     tool_call_parser,
