@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import distributed_ranks as ranks
 import pytest
 import torch
 from rl_runs import PlainGRPO, digits, samples_of_all_ranks, setup_run, weights
 from shared_pool import SharedPool
+from strategies import ranks
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import DynamicSampling, Invariants, OnlineDPOModule, ReplayEngine, RolloutCallback, RolloutDump

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, ReplayBuffer, ReplayEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import RolloutDump
+from rlhfkit.callbacks.rollout.parts.kept_groups import Replay
 from rlhfkit.data import Experience
 from rlhfkit.losses import group_advantages
 from rlhfkit.models import PolicyOutput
@@ -301,8 +302,8 @@ def test_groups_of_other_ranks_states_are_divided_when_the_number_of_ranks_chang
     saved = []
     for prompt in range(4):  # each of four ranks has one
         one = callback()
-        assert one.replay is not None
-        one.replay.replay(collected(group(prompt, GOOD)), iteration=0, version=0, seed=0)
+        (kept,) = (part for part in one.parts if isinstance(part, Replay))
+        kept.groups.replay(collected(group(prompt, GOOD)), iteration=0, version=0, seed=0)
         saved.append({"callbacks": {one.state_key: one.state_dict()}})
     found = []
     for rank in range(2):

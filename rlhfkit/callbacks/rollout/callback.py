@@ -27,7 +27,7 @@ from rlhfkit.callbacks.rollout.checks import (
     check_sizes,
     check_whole_iterations,
 )
-from rlhfkit.callbacks.rollout.group_collector import GroupCollector
+from rlhfkit.callbacks.rollout.group_collector import GroupCollector, ScoresSamples
 from rlhfkit.callbacks.rollout.metrics import iteration_metrics
 from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches, check_whole_groups, shape_of
 from rlhfkit.callbacks.rollout.sharing import SharedIteration, share_copies, share_iteration
@@ -59,7 +59,6 @@ from rlhfkit.trainer_parts import (
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
-    from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
     from rlhfkit.rollout.groups import AnyGroupFunction, GroupRunner
 
 T = TypeVar("T")
@@ -210,6 +209,7 @@ class RolloutCallback(Callback):
             self.parts.append(part)
         self.replay_buffer = replay_buffer
         self._of_module: list[RolloutPart] = []  # what the module of the run asks for
+        self._scores: ScoresSamples | None = None  # by models of the module
         self.source: Source = self.collector
         """Where the groups of an iteration come from: the collector, and around it what the parts of a run make of it;
         complete after ``setup``."""
@@ -454,7 +454,8 @@ class RolloutCallback(Callback):
         scores_samples = policy_of(trainer).scores_samples
         if scores_samples:
             for samples in sampled.values():
-                self._model_scores().add(trainer, samples, iteration=-1)
+                assert self._scores is not None  # made in setup
+                self._scores.add(trainer, samples, iteration=-1)
         rewarded = scores_samples or self.reward is not None
         log_validation(pl_module, self.validation.metrics(sampled, rewarded=rewarded, read=answer_reader(self.reward)))
 
@@ -497,6 +498,7 @@ class RolloutCallback(Callback):
             )
         for sampling in self.validation.ways.values():
             check_prompts(trainer, policy_of(trainer), self.collector.policy_source, sampling, validation=True)
+        self._of_module = self._parts_of_module(trainer)
         if stage == "fit":
             self._check_fit(trainer)
 
@@ -512,7 +514,6 @@ class RolloutCallback(Callback):
         if compares_groups(module):
             check_whole_groups(shape, self.group_size, mesh.world_size, mesh.forward_group_size)
         self.collector.check(trainer)
-        self._of_module = self._parts_of_module(trainer)
         for part in [*self.parts, *self._of_module]:
             part.check(trainer)
         check_whole_iterations(trainer)
@@ -523,17 +524,15 @@ class RolloutCallback(Callback):
         found: list[RolloutPart] = []
         self.collector.scores_early = self.collector.greedy_answers = None  # of another module
         if policy_of(trainer).scores_samples:
-            found.append(self._model_scores())
+            from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
+
+            self._scores = ModelScores(self.collector, in_thread=self.weight_synchronizer.overlaps)
+            found.append(self._scores)
         if needs_greedy_rewards(trainer):
             from rlhfkit.callbacks.rollout.parts.greedy_answers import GreedyAnswers
 
             found.append(GreedyAnswers(self.collector))
         return found
-
-    def _model_scores(self) -> "ModelScores":
-        from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
-
-        return ModelScores(self.collector, in_thread=self.weight_synchronizer.overlaps)
 
     def _join_sources(self) -> None:
         """Put the parts around the collector: first those that sample, then those that use what was sampled."""

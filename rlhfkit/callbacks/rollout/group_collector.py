@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import lightning as L
 import numpy as np
@@ -40,11 +40,25 @@ from rlhfkit.trainer_parts import policy_of, prompts_of
 from rlhfkit.validation import check_number
 
 if TYPE_CHECKING:
-    from rlhfkit.callbacks.rollout.parts.greedy_answers import GreedyAnswers
-    from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
     from rlhfkit.rollout.groups import GroupRunner
 
 log = logging.getLogger(__name__)
+
+
+class AddsToGroups(Protocol):
+    """Adds something to the groups that were collected, before ranks part."""
+
+    def add(self, ask: Ask, collected: CollectedGroups, rank_log: RankLog) -> None:
+        """Change this rank's samples in place."""
+        ...
+
+
+class ScoresSamples(Protocol):
+    """Adds to the rewards of samples, all ranks together."""
+
+    def add(self, trainer: L.Trainer, samples: Sequence[Sample], iteration: int) -> None:
+        """Change this rank's samples in place. A collective."""
+        ...
 
 
 class GroupCollector:
@@ -98,9 +112,9 @@ class GroupCollector:
         self.partials: PartialRollouts | None = None
         """What was made of dropped groups; ``None``: it is lost."""
         self._asks_early = False
-        self.greedy_answers: GreedyAnswers | None = None
+        self.greedy_answers: AddsToGroups | None = None
         """Adds rewards of greedy answers, which the module asks for."""
-        self.scores_early: ModelScores | None = None
+        self.scores_early: ScoresSamples | None = None
         """Scores by models of the module that selection or the curriculum needs while groups are collected."""
 
     def continue_dropped(self, sampling: SamplingSpec) -> None:

@@ -8,7 +8,7 @@ inside to the outside: sampling ahead, scores of models of the module, replay.
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import lightning as L
 
@@ -17,9 +17,6 @@ from rlhfkit.data.types import Sample
 from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.engine import SamplingSpec
-
-if TYPE_CHECKING:
-    from rlhfkit.callbacks.rollout.callback import RolloutCallback
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ class RolloutPart:
     overlaps: bool = False
     """Whether it lets the engine generate while the policy learns."""
 
-    def attach(self, rollouts: "RolloutCallback") -> None:
-        """Take the callback that has the part, once, before anything else; nothing by default."""
+    def attach(self, rollouts: L.Callback) -> None:
+        """Take the ``RolloutCallback`` that has the part, once, before anything else; nothing by default."""
 
     # ------------------------------------------------------------------ sources
 
