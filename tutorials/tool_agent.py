@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.episodes import Action, Episodes, Step, ToolEnvironment
-from rlhfkit.episodes.tool_calls.call import ToolCall
+from rlhfkit.episodes.tool_calls import ToolCall
 from rlhfkit.rewards import EnvironmentReward
 
 TEMPLATE = (  # "A", the turn of the model up to <eos>, "=7", the next turn of the model
