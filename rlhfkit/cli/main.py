@@ -30,6 +30,7 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("sample and grade answers to a benchmark, with metrics", "rlhfkit.cli.evaluate:evaluate"),
     "score": ("add a reward to each line of completions", "rlhfkit.cli.score:score"),
     "serve-reward": ("a reward model or function over HTTP", "rlhfkit.cli.serve_reward:serve_reward"),
+    "parts": ("features that can be passed to modules and rollouts", "rlhfkit.cli.parts:parts"),
 }
 """Other commands: one-line help, and the function that is called (``module:function``)."""
 
