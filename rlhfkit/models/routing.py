@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
+from rlhfkit.losses import mean_metric
+
 _ATTACHED = "rlhfkit_routing"
 """Attribute of a model with the number of its routers, which are ready to be replayed."""
 
@@ -34,8 +36,11 @@ class Routing:
     """By layer: (N,) bool, whether the router would have chosen other experts than it was told to."""
 
     def rerouted(self) -> Tensor | None:
-        """Scalar, share of the choices that would be others now; ``None`` if none was replayed."""
-        return torch.stack([*self.moved.values()]).float().mean() if self.moved else None
+        """Scalar metric, share of the choices that would be others now; ``None`` if none was replayed."""
+        if not self.moved:
+            return None
+        moved = torch.stack([*self.moved.values()])
+        return mean_metric(moved.float(), torch.ones_like(moved))
 
 
 def attach_routing(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import rlhfkit.modules.parts
 from modules.on_policy.ppo_cases import PlainPPO
-from rlhfkit import Experience, PolicyOutput, RolloutCallback, SamplingSpec
+from rlhfkit import Experience, PolicyOutput, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
@@ -78,6 +78,20 @@ class Case:
     sampling: SamplingSpec = SamplingSpec(group_size=4, max_new_tokens=8)
     kind: Any = PlainGRPO
     """The module that it is a part of."""
+    group: Any = None
+    """Group function of the rollouts."""
+    of_rows: tuple[str, ...] = ()
+    """Metrics over all tokens of packed rows, in which a prompt that samples share stands once: not the same where
+    micro-batches have other samples."""
+
+
+async def distant_engine(prompt: Prompt, size: int, sampler: Any) -> list[Sample]:
+    """Samples of an engine whose log-probs of every third token differ from the trainer's by 0.3 nats."""
+    samples: list[Sample] = await sampler.sample(prompt, size)
+    for sample in samples:
+        pairs = zip(sample.token_ids, sample.logprobs, strict=True)
+        sample.logprobs = [logprob - 0.3 * (token % 3 == 0) for token, logprob in pairs]
+    return samples
 
 
 class Steps(L.Callback):
@@ -95,20 +109,26 @@ def fit(folder: Path, case: Case, *, parts: list[Part] | None = None, ckpt: Path
     L.seed_everything(0, verbose=False)
     world = trainer.get("devices", 1)
     if case.model is not None:
-        folder = folder / case.model.__name__
-        if not (folder / "model").exists():
-            case.model(folder / "model")
+        folder = make_model(folder, case.model)
     made, module, data, _ = setup_run(
         folder,
         module=case.kind,
         module_arguments={"lr": LR, **RATES.get(case.kind, {}), "parts": [case.make()] if parts is None else parts}
         | case.module,
         data_arguments={"micro_batch_size": 8 // world} | case.data,
-        rollouts=RolloutCallback(digits, sampling=case.sampling),
+        rollouts=RolloutCallback(digits, sampling=case.sampling, group=case.group),
         **trainer,
     )
     made.fit(module, data, ckpt_path=ckpt)
     return made, module
+
+
+def make_model(folder: Path, model: Callable[[Path], Any]) -> Path:
+    """A folder in ``folder`` with the model of a case."""
+    own = folder / model.__name__
+    if not (own / "model").exists():
+        model(own / "model")
+    return own
 
 
 def numbers(trainer: L.Trainer, module: Any) -> dict[str, float]:
@@ -122,6 +142,8 @@ def on_ranks(folder: Path, world: int, data: str) -> dict[str, Any]:
     """What a rank runs: every case."""
     found = {}
     home = Path(data) / f"rank{os.environ.get('LOCAL_RANK', '')} of {world}"  # ranks must not write the same files
+    for model in {case.model for case in CASES.values() if case.model is not None}:
+        make_model(home, model)  # before ranks know of one another: then Transformers saves models on rank 0 only
     for name, case in CASES.items():
         strategy = "ddp" if world > 1 else "auto"
         arguments = {"strategy": strategy, "devices": world, "use_distributed_sampler": False}
@@ -251,7 +273,10 @@ CASES: dict[str, Case] = {
     "TopEntropy": Case(lambda: TopEntropy(0.5), top_entropy_formula, metrics=("policy/kept_fraction",)),
     "OffPolicyMask": Case(lambda: OffPolicyMask(1e-4), off_policy_formula, metrics=("policy/kept_fraction",)),
     "Rejection": Case(
-        lambda: Rejection("token", divergence="k2", high=1e-16), rejection_formula, metrics=("policy/kept_fraction",)
+        lambda: Rejection("token", divergence="k2", high=0.01),
+        rejection_formula,
+        metrics=("policy/kept_fraction",),
+        group=distant_engine,
     ),
     "Correction": Case(lambda: Correction({"high": 0.9}), correction_formula),
     "GroupAdvantages": Case(lambda: GroupAdvantages("none"), group_formula),
@@ -267,7 +292,11 @@ CASES: dict[str, Case] = {
     "CriticWarmup": Case(lambda: CriticWarmup(2), warmup_formula, kind=PlainPPO),
     "LogLinear": Case(LogLinear, log_linear_formula),
     "RouterReplay": Case(
-        RouterReplay, router_replay_formula, metrics=("policy/rerouted_fraction",), model=tiny_mixture
+        RouterReplay,
+        router_replay_formula,
+        metrics=("policy/rerouted_fraction",),
+        model=tiny_mixture,
+        of_rows=("policy/rerouted_fraction",),
     ),
     "EntropyBonus": Case(lambda: EntropyBonus(0.1), entropy_bonus_formula),
     "KLTarget": Case(
