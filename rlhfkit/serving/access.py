@@ -77,7 +77,7 @@ class AccessToken:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where a server listens, and who may use it; raises ``ValueError`` if the port is out of range."""
+    """Where a server listens, and who may use it; raises ``ValueError`` for a port out of range, or one TLS file."""
 
     host: str = "127.0.0.1"
     """Address to listen on; others than the loopback address need a token."""
@@ -93,8 +93,15 @@ class ServerOptions:
     """Its private key."""
 
     def __post_init__(self) -> None:
-        """Check the port."""
+        """Check the port and the TLS files."""
         check_integer("port", self.port, minimum=0, maximum=2**16 - 1, why="0 takes any that is free")
+        check_tls_files(self.ssl_certfile, self.ssl_keyfile)
+
+
+def check_tls_files(certfile: str | os.PathLike[str] | None, keyfile: str | os.PathLike[str] | None) -> None:
+    """Raise ``ValueError`` if a certificate is given without its key, or a key without its certificate."""
+    if (certfile is None) != (keyfile is None):
+        raise ValueError("ssl_certfile and ssl_keyfile go together: give both or neither")
 
 
 def is_loopback(host: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import uvicorn
 from starlette.types import ASGIApp
 
-from rlhfkit.serving.access import AccessToken, check_host
+from rlhfkit.serving.access import AccessToken, check_host, check_tls_files
 from rlhfkit.serving.middleware import AccessControlMiddleware
 from rlhfkit.validation import check_integer, check_number
 
@@ -64,8 +64,7 @@ class Server:
         check_integer("port", port, minimum=0, maximum=2**16 - 1, why="0 takes any that is free")
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
         check_number("shutdown_timeout", shutdown_timeout, above=0, why="it is in seconds")
-        if (ssl_certfile is None) != (ssl_keyfile is None):
-            raise ValueError("ssl_certfile and ssl_keyfile go together: give both or neither")
+        check_tls_files(ssl_certfile, ssl_keyfile)
         self.host = host
         self.port = port
         self.start_timeout = start_timeout

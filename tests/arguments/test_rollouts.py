@@ -67,9 +67,9 @@ class Cut(LocalEngine):
         return samples
 
 
-async def two_tokens(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+async def first_tokens(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
     """The beginnings of answers."""
-    return [sampler.cut(sample, 2) for sample in await sampler.sample(prompt, size)]
+    return [sampler.cut(sample, 1) for sample in await sampler.sample(prompt, size)]
 
 
 class Infinite(GRPOModule):
@@ -234,7 +234,7 @@ TABLE: dict[type, Rows] = {
     RolloutCallback: {
         "reward": Change(longest),
         "engine": Change(Cut()),
-        "group": Change(two_tokens),
+        "group": Change(first_tokens),
         "sampling": Change(SamplingSpec(**SAMPLING | {"max_new_tokens": 2})),
         "validation_sampling": Change(SamplingSpec(**SAMPLING)),
         "success_threshold": Change(
