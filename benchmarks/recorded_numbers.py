@@ -255,7 +255,9 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
 
     def with_text(make: Callable[..., Callable[[], dict[str, Any]]]) -> dict[str, Any]:
         data = rlhfkit.SFTDataModule(**texts, micro_batch_size=4 // int(os.environ.get("RANKS", "1")), max_length=48)
-        result: dict[str, Any] = make(ptx_coef=0.3, rows={"pretraining_data": data})()
+        result: dict[str, Any] = make(
+            parts=[part("pretraining_loss.PretrainingLoss", coef=0.3)], rows={"pretraining_data": data}
+        )()
         return result
 
     return {

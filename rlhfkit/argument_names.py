@@ -78,6 +78,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "ref_model": ("reference",),
     "neftune_noise_alpha": ("parts=[NEFTune(alpha=)]",),
     "ref_model_sync_steps": ("parts=[MovingReference(steps=)]",),
+    "ptx_coef": ("parts=[PretrainingLoss(coef=)]",),
     "ref_model_mixup_alpha": ("parts=[MovingReference(alpha=)]",),
     "vf_coef": ("value_coef",),
     "cliprange_value": ("value_clip",),

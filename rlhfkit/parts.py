@@ -155,6 +155,14 @@ class Part(Callback):
         """A term of the loss beside the policy loss, exact over the optimizer step; may be called more than once."""
         raise NotImplementedError
 
+    def auxiliary_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
+        """A loss of its own beside the module's, for modules that learn from their own samples; called once.
+
+        It is added whatever :meth:`loss` of the module is, after :meth:`observe`, and is no part of the policy loss.
+        Its metrics are logged as means over micro-batches.
+        """
+        raise NotImplementedError
+
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
         """Metrics of a micro-batch, averaged over its tokens; called once, after the loss. State may change here."""
         raise NotImplementedError

@@ -354,6 +354,13 @@ class PretrainingSource(Protocol):
 
 
 @runtime_checkable
+class LearnsFromText(Protocol):
+    """A module, or a part of one, that learns from the pretraining text of its DataModule."""
+
+    learns_from_text: bool
+
+
+@runtime_checkable
 class MixedDataset(Protocol):
     """A data set that combines others; per-example values that are computed before training are computed for each."""
 

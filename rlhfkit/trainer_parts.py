@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from rlhfkit.protocols import ComparesGroups, ExperienceSource, UsesGreedyRewards
+from rlhfkit.protocols import ComparesGroups, ExperienceSource, LearnsFromText, UsesGreedyRewards
 
 if TYPE_CHECKING:
     import lightning as L
@@ -47,6 +47,12 @@ def needs_greedy_rewards(trainer: L.Trainer) -> bool:
     """Return whether the Trainer's LightningModule compares samples with greedy answers."""
     module = trainer.lightning_module
     return isinstance(module, UsesGreedyRewards) and module.needs_greedy_rewards
+
+
+def learns_from_text(trainer: L.Trainer) -> bool:
+    """Return whether the Trainer's LightningModule, or a part of it, learns from pretraining text."""
+    learners = [trainer.lightning_module, *callbacks_of(trainer)]
+    return any(isinstance(one, LearnsFromText) and one.learns_from_text for one in learners)
 
 
 def epochs_of(trainer: L.Trainer) -> int:

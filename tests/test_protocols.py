@@ -21,6 +21,7 @@ from rlhfkit import (
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
 from rlhfkit.datamodules.tokenization.mixture import MixedExamples
 from rlhfkit.modules.optimizers import Muon
+from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.trainer_parts import experience_source_of, learner_of, prompts_of
 
 
@@ -46,6 +47,7 @@ CASES = [
     (protocols.ChecksPrompts, PromptDataModule),
     (protocols.ChecksColumns, PromptDataModule),
     (protocols.PretrainingSource, PromptDataModule),
+    (protocols.LearnsFromText, PretrainingLoss),
     (protocols.ExperienceSource, RolloutCallback),
     (protocols.MixedDataset, MixedExamples),
     (protocols.RLHFStrategy, RLHFDeepSpeedStrategy),

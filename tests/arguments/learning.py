@@ -80,7 +80,7 @@ def texts(**arguments: Any) -> SFTDataModule:
     return SFTDataModule(rows, **{"micro_batch_size": 2, "validation_data": rows[:2]} | arguments)
 
 
-def data_for(kind: str, around: Mapping[str, Any]) -> L.LightningDataModule:
+def data_for(kind: str) -> L.LightningDataModule:
     """Four rows in micro-batches of two."""
     rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "y" * (i % 3 + 1)} for i in range(4)]
     sizes: dict[str, Any] = {"micro_batch_size": 2}
@@ -94,8 +94,7 @@ def data_for(kind: str, around: Mapping[str, Any]) -> L.LightningDataModule:
         return StepwiseDataModule(steps, validation_data=steps[:2], **sizes)
     if kind == "prompts":
         prompts = [{"prompt": f"{i}+{i}="} for i in range(8)]
-        text = texts(micro_batch_size=4) if around.get("text") else None
-        return PromptDataModule(prompts, rollout_batch_size=4, micro_batch_size=4, pretraining_data=text)
+        return PromptDataModule(prompts, rollout_batch_size=4, micro_batch_size=4)
     return texts()
 
 
@@ -165,7 +164,7 @@ def learn(
         data: See :func:`data_for`.
         kind: Of module.
         arguments: Its arguments; ``@name`` stands for a folder, ``argument.field`` for a field of options.
-        around: ``text``: mix text in; ``epochs``: other than 1.
+        around: ``epochs``: other than 1.
         built: Only build it.
     """
     with tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
@@ -198,7 +197,7 @@ def learn(
                 accelerator="cpu", devices=1, max_epochs=epochs, logger=False, enable_checkpointing=False,
                 enable_progress_bar=False, enable_model_summary=False, default_root_dir=own, callbacks=callbacks,
             )  # fmt: skip
-            trainer.fit(module, data_for(data, around))
+            trainer.fit(module, data_for(data))
         except (ValueError, TypeError, RuntimeError) as error:
             return {"error": str(error).replace(own, "")}
         files = sorted(str(file.relative_to(place).parent) for file in place.rglob("*") if file.is_file())

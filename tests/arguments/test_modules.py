@@ -101,7 +101,6 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "kl_in_reward": Change("token", given=KL),
     "entropy_coef": Change(0.1),
     "parts": Change([f"{Watches.__module__}.Watches"]),
-    "ptx_coef": Change(0.3, given={"ptx_coef": 0.1}, around={"text": True}),
     "correction": Change("tis"),
     "proximal": Change("log-linear"),
     "kl_clamp": Change(1e-6, given=KL, around={"epochs": 2}),

@@ -166,7 +166,7 @@ def put_together(folder: Path, kind: type, given: dict[str, Any], around: Mappin
     }
 
 
-TEXT = Unseen("learned only with a ptx_coef: tests/arguments/test_modules.py")
+TEXT = Unseen("learned from only with PretrainingLoss: tests/modules/parts")
 SAME_NUMBERS = "the same samples, "
 PROMPTS: Rows = {
     "data": Change("@others.jsonl"),

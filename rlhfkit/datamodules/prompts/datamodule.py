@@ -23,7 +23,7 @@ from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.chat import SpecialTokensInText
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
 from rlhfkit.datamodules.tokenization.sources import Source, describe, no_loader, read_rows
-from rlhfkit.trainer_parts import experience_source_of
+from rlhfkit.trainer_parts import experience_source_of, learns_from_text
 from rlhfkit.validation import check_integer
 
 
@@ -97,8 +97,8 @@ class PromptDataModule(TextDataModule):
             answer_extractor: Applied to each value of the answer column.
             validation_data: The validation prompts, in the same columns; all are used, and metrics are logged per
                 source too.
-            pretraining_data: Text for modules with a ``ptx_coef``: ``micro_batch_size`` of its examples beside each
-                micro-batch of samples. Not a stream.
+            pretraining_data: Text for :class:`~rlhfkit.modules.parts.pretraining_loss.PretrainingLoss`:
+                ``micro_batch_size`` of its examples beside each micro-batch of samples. Not a stream.
             split: Split of ``data``, if it has several.
             validation_split: Split of ``validation_data``, if it has several.
             subset: Configuration of a hub data set.
@@ -225,10 +225,17 @@ class PromptDataModule(TextDataModule):
         """Open the data and check it; a second call does nothing.
 
         Raises:
-            ValueError: If a column is missing, a prompt is too long, there are fewer prompts than a batch needs, or
-                ``max_tokens_per_micro_batch`` meets a Trainer that counts micro-batches.
+            ValueError: If a column is missing, a prompt is too long, there are fewer prompts than a batch needs,
+                ``max_tokens_per_micro_batch`` meets a Trainer that counts micro-batches, or nothing learns from
+                ``pretraining_data``.
         """
         trainer = self.trainer
+        unread = trainer is not None and self.pretraining_data is not None and not learns_from_text(trainer)
+        if unread and stage == "fit":
+            raise ValueError(
+                "PromptDataModule(pretraining_data=...) gives text that nothing learns from: give the module "
+                "parts=[PretrainingLoss(0.05)], of rlhfkit.modules.parts.pretraining_loss (0.05 in OpenRLHF)"
+            )
         if trainer is not None and self.max_tokens_per_micro_batch is not None and stage == "fit":
             check_trainer(trainer)
         tokenizer = self._load_tokenizer()

@@ -36,7 +36,6 @@ from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
-from rlhfkit.modules.on_policy.update.pretraining_text import PretrainingTextModule
 from rlhfkit.parts import Part, Stage, arrange, describe, overriding, part_name
 from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
@@ -65,12 +64,12 @@ class ModuleStep(Part):
         return rows if found is None else found
 
 
-class OnPolicyModule(PretrainingTextModule, AdvantageModule):
+class OnPolicyModule(AdvantageModule):
     """A policy that learns from its own samples.
 
     A subclass overrides :meth:`advantages`, or a function is passed in. The loss is a policy loss (PPO's by default),
-    optionally with a KL penalty towards the initial model, an entropy bonus, and the cross-entropy of pretraining text;
-    a subclass overrides :meth:`loss` for another one.
+    optionally with a KL penalty towards the initial model, and what parts add; a subclass overrides :meth:`loss` for
+    another one.
 
     Args:
         model: Folder or hub name of the policy.
@@ -104,8 +103,7 @@ class OnPolicyModule(PretrainingTextModule, AdvantageModule):
             names and, as in a configuration file, ``{"class_path": ..., "init_args": {...}}``. ``print(module)`` shows
             what they do when.
         **kwargs: See :class:`~rlhfkit.modules.on_policy.advantages.AdvantageModule`,
-            :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`, :class:`PolicyModule`, and
-            :class:`~rlhfkit.modules.on_policy.update.pretraining_text.PretrainingTextModule`.
+            :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`, and :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or has no effect beside the others.
@@ -113,6 +111,8 @@ class OnPolicyModule(PretrainingTextModule, AdvantageModule):
 
     weighing: Sequence[Callable[..., tuple[Tensor, Mapping[str, Any]]]] = ()
     """:meth:`Part.weigh` of the parts that override it."""
+    auxiliary_losses: Sequence[Callable[..., LossOutput]] = ()
+    """:meth:`Part.auxiliary_loss` of the parts that override it."""
     approximations: Sequence[Callable[..., Tensor]] = ()
     """:meth:`Part.old_logprobs` of the part that overrides it."""
 
@@ -256,6 +256,7 @@ class OnPolicyModule(PretrainingTextModule, AdvantageModule):
         """Attach the parts, and sort them into what is called when."""
         super()._assemble()
         self.weighing = overriding(self.parts, "weigh")
+        self.auxiliary_losses = overriding(self.parts, "auxiliary_loss")
         self.approximations = overriding(self.parts, "old_logprobs")
         if len(self.approximations) > 1:
             names = [part_name(part) for part in self.parts if overriding([part], "old_logprobs")]
@@ -311,7 +312,8 @@ class OnPolicyModule(PretrainingTextModule, AdvantageModule):
         loss = [self.policy_loss.name.rpartition(".")[-1]]
         penalty = self.kl_coef and self.kl_in_reward is None
         loss += ["KL penalty"] if penalty else []
-        loss += [part_name(part) for part in self.parts if overriding([part], "term")]
+        for method in ("term", "auxiliary_loss"):
+            loss += [part_name(part) for part in self.parts if overriding([part], method)]
         return describe(self.order, loss)
 
     def build_policy(self) -> nn.Module:
@@ -469,11 +471,11 @@ class OnPolicyModule(PretrainingTextModule, AdvantageModule):
         observed: dict[str, Any] = {}
         for observe in self.observers:
             observed |= observe(batch, out, self.old_logprobs(batch, out))
-        loss, means = result.loss, {}
-        if self.ptx_coef:
-            text_loss = self.pretraining_loss()
-            loss = loss + self.ptx_coef * text_loss
-            means["ptx/loss"] = text_loss.detach()
+        loss = result.loss
+        means: dict[str, Any] = {}
+        for auxiliary_loss in self.auxiliary_losses:
+            added = auxiliary_loss(batch, out)
+            loss, means = loss + added.loss, {**means, **added.metrics}
         self.log_means({"loss": loss.detach()} | means)
         metrics = {**result.metrics, **observed, **self.rollout_metrics(batch, out)}
         self.log_metrics(metrics, batch.action_mask.sum())

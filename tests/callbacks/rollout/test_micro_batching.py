@@ -21,6 +21,7 @@ from callbacks.rollout.capped_runs import Watch, capped
 from rlhfkit import PPOModule, PromptDataModule, SFTDataModule
 from rlhfkit.callbacks.rollout.micro_batching import plan_iteration
 from rlhfkit.data import Experience, IterationShape, Prompt, Sample
+from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 
 
 class PlainPPO(PlainSGD, PPOModule):
@@ -175,7 +176,7 @@ def test_pretraining_text_is_numbered_over_the_run_and_counted_per_update(tmp_pa
     def trained(after: int = 0, resume: str | None = None) -> tuple[Any, Watch, Texts]:
         arguments, watch, texts = capped(30), Watch(tmp_path / "text.ckpt", after), Texts()
         arguments["data_arguments"]["pretraining_data"] = SFTDataModule(words, text="text", micro_batch_size=2)
-        arguments["module_arguments"] = {"ptx_coef": 0.2}
+        arguments["module_arguments"] = {"parts": [PretrainingLoss(0.2)]}
         trainer, module, data, _ = capped_runs.run(tmp_path, callbacks=[texts, watch], **arguments)
         trainer.fit(module, data, ckpt_path=resume)
         return module, watch, texts

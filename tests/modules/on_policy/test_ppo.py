@@ -187,7 +187,6 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
         ({"advantages": "rloo_advantages", "lam": 0.9, "critic_lam": 1.0}, "lam would have no effect"),
         ({"length_adaptive_alpha": 0.05, "lam": 0.9, "critic_lam": 1.0}, "lam would have no effect"),
         ({"bootstrap_truncated": True, "mask_truncated": True}, "bootstrap_truncated would have no effect"),
-        ({"ptx_coef": -0.1}, "ptx_coef"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

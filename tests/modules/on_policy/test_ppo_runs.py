@@ -1,6 +1,6 @@
 """PPO with all options: split over micro-batches or ranks, stopped and resumed, it is the same run.
 
-Covers ppo.py, update/pretraining_text.py and datamodules/prompts/pretraining.py.
+Covers ppo.py, parts/pretraining_loss.py and datamodules/prompts/pretraining.py.
 """
 
 from itertools import pairwise
@@ -15,9 +15,19 @@ from strategies import ranks
 from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModule
+from rlhfkit import (
+    LoRA,
+    LossOutput,
+    OnlineDPOModule,
+    PPOModule,
+    RolloutCallback,
+    SamplingSpec,
+    SFTDataModule,
+    SFTModule,
+)
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
+from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
 
 from .ppo_cases import PlainPPO
@@ -36,12 +46,12 @@ def has_stopped(module: PPOModule) -> bool:
 
 
 SHAPING = [one.plain() for one in (MissingEndPenalty(0.1), NormalizeRewards(), ClipRewards(2.0))]
+TEXT = PretrainingLoss(0.2).plain()
 EVERYTHING: dict[str, Any] = {
-    "ptx_coef": 0.2, "parts": [*control(5e-3), *SHAPING], "kl_coef": 0.05, "normalize_values": True,
-    "entropy_coef": 1e-3,
+    "parts": [*control(5e-3), *SHAPING, TEXT], "kl_coef": 0.05, "normalize_values": True, "entropy_coef": 1e-3,
 }  # fmt: skip
 
-STOPS_EARLY = [*control(1e-3), *SHAPING]
+STOPS_EARLY = [*control(1e-3), *SHAPING, TEXT]
 
 
 def text(micro_batch_size: int = 2, rows: int = 21) -> SFTDataModule:
@@ -118,7 +128,7 @@ def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, sh
 
 def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_has_its_own(tmp_path: Path) -> None:
     trainer, module, data, rollouts = run(
-        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "parts": [*control(), *SHAPING]}, max_epochs=2
+        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "parts": [*control(), *SHAPING, TEXT]}, max_epochs=2
     )
     trainer.fit(module, data)
     assert not hasattr(module, "reference")
@@ -154,17 +164,45 @@ def test_text_comes_in_whole_steps_and_every_pass_has_another_order(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("coef", "given", "message"),
-    [(0.1, None, "there is none: give PromptDataModule"), (0.0, text(), "nothing learns from: set ptx_coef")],
+    ("parts", "given", "message"),
+    [
+        ([TEXT], None, "there is none: give PromptDataModule"),
+        ([], text(), r"nothing learns from: give the module parts=\[PretrainingLoss"),
+    ],
 )
-def test_text_without_a_weight_and_a_weight_without_text_are_errors(
-    tmp_path: Path, coef: float, given: Any, message: str
+def test_text_without_its_loss_and_its_loss_without_text_are_errors(
+    tmp_path: Path, parts: Any, given: Any, message: str
 ) -> None:
     trainer, module, data, _ = setup_run(
-        tmp_path, module=PPOModule, module_arguments={"ptx_coef": coef}, data_arguments={"pretraining_data": given}
+        tmp_path, module=PPOModule, module_arguments={"parts": parts}, data_arguments={"pretraining_data": given}
     )
     with pytest.raises(ValueError, match=message):
         trainer.fit(module, data)
+
+
+def test_the_loss_of_text_is_refused_where_nothing_is_sampled_and_with_a_bad_weight() -> None:
+    with pytest.raises(ValueError, match="is for modules that learn from their own samples, and SFTModule does not"):
+        SFTModule("anywhere", parts=[PretrainingLoss(0.1)]).attach_parts()
+    with pytest.raises(ValueError, match=r"PretrainingLoss\.coef"):
+        PretrainingLoss(-0.1)
+
+
+class OwnLoss(OnlineDPOModule):
+    """A loss of a user's own, which calls no other."""
+
+    def loss(self, batch: Any, out: Any) -> LossOutput:
+        return LossOutput(0.0 * out.logprobs.sum(), {})
+
+
+def test_text_is_learned_from_beside_any_loss(tmp_path: Path) -> None:
+    for module in (OwnLoss, OnlineDPOModule):
+        trainer, made, data, _ = setup_run(
+            tmp_path, module=module, module_arguments={"parts": [TEXT]}, data_arguments={"pretraining_data": text(8)}
+        )
+        trainer.fit(made, data)
+        assert trainer.callback_metrics["ptx/loss"] > 0
+        if module is OwnLoss:
+            torch.testing.assert_close(trainer.callback_metrics["loss"], 0.2 * trainer.callback_metrics["ptx/loss"])
 
 
 class Momentum(PPOModule):
@@ -182,7 +220,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "two models": {
-        "ptx_coef": 0, "parts": control(), "normalize_values": False, "lr": 0.05,
+        "parts": control(), "normalize_values": False, "lr": 0.05,
     },
     "everything": {"parts": STOPS_EARLY, "lr": 0.05, "critic_lr": 0.02, "critic_warmup_steps": 1},
     "shared backbone": {"parts": STOPS_EARLY, "lr": 0.05, "shared_backbone": True},

@@ -15,6 +15,7 @@ from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModul
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.models import load_causal_lm, policy_output, scalar_output
 from rlhfkit.models.heads import add_value_head, load_scalar_model
+from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.rollout import ModuleWeights
 
 from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainPPO, check_moved_alike, text_loss
@@ -32,7 +33,7 @@ def test_three_iterations_with_text_on_a_shared_backbone_are_the_loop_by_hand(tm
     trainer, module, data, _ = setup_run(
         tmp_path,
         module=PlainPPO,
-        module_arguments=ARGUMENTS | {"critic_lr": 0.05, "shared_backbone": True, "ptx_coef": 0.3},
+        module_arguments=ARGUMENTS | {"critic_lr": 0.05, "shared_backbone": True, "parts": [PretrainingLoss(0.3)]},
         data_arguments={
             "rollout_batch_size": 4, "micro_batch_size": 4, "pretraining_data": text_data(shuffle=False)
         },

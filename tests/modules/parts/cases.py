@@ -21,7 +21,7 @@ from torch import Tensor
 
 import rlhfkit.modules.parts
 from modules.on_policy.ppo_cases import PlainPPO
-from rlhfkit import Experience, PolicyOutput, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import Experience, PolicyOutput, Prompt, RolloutCallback, Sample, SamplingSpec, SFTDataModule
 from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
@@ -29,6 +29,7 @@ from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
+from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
@@ -83,6 +84,8 @@ class Case:
     of_rows: tuple[str, ...] = ()
     """Metrics over all tokens of packed rows, in which a prompt that samples share stands once: not the same where
     micro-batches have other samples."""
+    text: Callable[[int], SFTDataModule] | None = None
+    """Makes the text that it learns from beside samples, for a number of ranks."""
 
 
 async def distant_engine(prompt: Prompt, size: int, sampler: Any) -> list[Sample]:
@@ -110,12 +113,13 @@ def fit(folder: Path, case: Case, *, parts: list[Part] | None = None, ckpt: Path
     world = trainer.get("devices", 1)
     if case.model is not None:
         folder = make_model(folder, case.model)
+    text = {} if case.text is None or parts == [] else {"pretraining_data": case.text(world)}
     made, module, data, _ = setup_run(
         folder,
         module=case.kind,
         module_arguments={"lr": LR, **RATES.get(case.kind, {}), "parts": [case.make()] if parts is None else parts}
         | case.module,
-        data_arguments={"micro_batch_size": 8 // world} | case.data,
+        data_arguments={"micro_batch_size": 8 // world} | text | case.data,
         rollouts=RolloutCallback(digits, sampling=case.sampling, group=case.group),
         **trainer,
     )
@@ -256,6 +260,55 @@ def moving_reference_formula(folder: Path) -> None:
         torch.testing.assert_close(value, 0.75 * start + 0.25 * policy, rtol=1e-5, atol=1e-7)
 
 
+def short_texts(world: int) -> SFTDataModule:
+    """Texts of different lengths, eight in an update."""
+    rows = [{"text": "ab " * (1 + row % 4) + str(row)} for row in range(20)]
+    return SFTDataModule(rows, text="text", micro_batch_size=4 // world)
+
+
+def pretraining_formula(folder: Path) -> None:
+    """With nothing else to learn from, steps of SGD on the mean of minus the log-probs of an update's tokens."""
+    from transformers import AutoModelForCausalLM
+
+    seen: list[list[Tensor]] = []
+
+    class Texts(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            text = trainer.datamodule.pretraining_batch(trainer.fit_loop.total_batch_idx)
+            rows = zip(text.input_ids, text.attention_mask, strict=True)
+            seen.append([ids[mask] for ids, mask in rows])
+
+    def no_reward(samples: Any) -> list[float]:
+        return [0.0] * len(samples)
+
+    case = CASES["PretrainingLoss"]
+    rollouts = RolloutCallback(no_reward, sampling=case.sampling)
+    trainer, module, data, _ = setup_run(
+        folder,
+        module=PlainGRPO,
+        module_arguments={"lr": LR, "parts": [case.make()]},
+        data_arguments={"pretraining_data": short_texts(1)},
+        rollouts=rollouts,
+        callbacks=[Texts()],
+    )
+    trainer.fit(module, data)
+    policy: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    assert len(seen) == 8
+    losses = []
+    for update in range(4):
+        rows = [*seen[2 * update], *seen[2 * update + 1]]
+        words = [policy(row[None]).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None]) for row in rows]
+        loss = -torch.cat(words).mean()
+        losses.append(float(loss.detach()))
+        for parameter, gradient in zip(
+            policy.parameters(), torch.autograd.grad(0.3 * loss, list(policy.parameters())), strict=True
+        ):
+            parameter.data -= LR * gradient
+    torch.testing.assert_close(float(trainer.callback_metrics["ptx/loss"]), sum(losses[2:]) / 2, rtol=1e-5, atol=0)
+    for name, value in module.policy.named_parameters():
+        torch.testing.assert_close(value.double(), dict(policy.named_parameters())[name], rtol=1e-4, atol=1e-6)
+
+
 UNSCALED = {"advantage_scale": "none"}
 ENDS = SamplingSpec(group_size=4, max_new_tokens=8, stop=tuple("aeiouAEIOU"))  # of some answers, others are cut off
 CASES: dict[str, Case] = {
@@ -304,6 +357,7 @@ CASES: dict[str, Case] = {
     ),
     "StopEarly": Case(lambda: StopEarly(1e-3), stop_early_formula, metrics=("policy/kl_early_stopped",)),
     "MovingReference": Case(lambda: MovingReference(2, alpha=0.25), moving_reference_formula, {"kl_coef": 5.0}),
+    "PretrainingLoss": Case(lambda: PretrainingLoss(0.3), pretraining_formula, metrics=("ptx/loss",), text=short_texts),
     "EntropyTarget": Case(
         lambda: EntropyTarget(100.0, step=0.02), entropy_target_formula, metrics=("policy/entropy_coef",)
     ),
