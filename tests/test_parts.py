@@ -243,7 +243,7 @@ def test_two_parts_of_one_class_keep_two_states_and_a_resumed_run_continues(tmp_
     for name, value in weights(straight).items():
         assert torch.equal(value, weights(resumed)[name]), name
     loaded = GRPOModule.load_from_checkpoint(tmp_path / "saved.ckpt")
-    assert [part.plain() for part in loaded.parts[1:]] == [part.plain() for part in again]  # after GroupAdvantages
+    assert [part.plain() for part in loaded.parts[2:]] == [part.plain() for part in again]  # after those of the module
 
 
 def test_print_shows_what_happens_when(model: str) -> None:
@@ -253,7 +253,8 @@ def test_print_shows_what_happens_when(model: str) -> None:
         "| loss: dapo_loss + KL penalty + Counter"
     )
     assert line in repr(module)
-    assert [repr(part) for part in module.parts][:3] == ["GroupAdvantages()", "MaskTruncated()", "Counter()"]
+    own = ["GroupAdvantages()", "MaskTruncated()", "EngineMismatch()"]
+    assert [repr(part) for part in module.parts][:4] == [*own, "Counter()"]
     assert "MODELS Critic -> CREDIT GAE, WhitenAdvantages, Returns | loss: ppo_loss" in repr(
         PPOModule(model, kl_coef=0.0)
     )
@@ -273,7 +274,7 @@ model:
       init_args: {{function: test_parts.halve_own, stage: CREDIT, reads: [advantages]}}
 """
     made = parser.instantiate_classes(parser.parse_string(text)).model
-    assert [part.plain() for part in made.parts[1:]] == [  # after GroupAdvantages
+    assert [part.plain() for part in made.parts[2:]] == [  # after those of the module
         Counter(3.0).plain(),
         Prepare(halve).plain(),
         Prepare(halve_own, Stage.CREDIT, reads=["advantages"]).plain(),

@@ -34,7 +34,6 @@ from rlhfkit.modules.on_policy.advantages import AdvantageModule
 from rlhfkit.modules.on_policy.functions import PolicyLoss
 from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
-from rlhfkit.modules.on_policy.update.engine_mismatch import mismatch_metrics
 from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
 from rlhfkit.parts import Part, Stage, arrange, describe, overriding, part_name
 from rlhfkit.roles import FrozenModel, ModelPool
@@ -183,6 +182,9 @@ class OnPolicyModule(AdvantageModule):
             from rlhfkit.modules.parts.old_policy import RouterReplay
 
             self.own_parts.append(RouterReplay())
+        from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
+
+        self.own_parts.append(EngineMismatch())
         self.first_pass = FirstPassLogprobs()
         """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
         self.attach_parts()
@@ -477,7 +479,7 @@ class OnPolicyModule(AdvantageModule):
             added = auxiliary_loss(batch, out)
             loss, means = loss + added.loss, {**means, **added.metrics}
         self.log_means({"loss": loss.detach()} | means)
-        metrics = {**result.metrics, **observed, **self.rollout_metrics(batch, out)}
+        metrics = {**result.metrics, **observed, **self.policy_metrics(batch, out)}
         self.log_metrics(metrics, batch.action_mask.sum())
         return loss
 
@@ -555,12 +557,9 @@ class OnPolicyModule(AdvantageModule):
         return self.with_router_loss(result, out.router_aux_loss, batch.action_mask)
 
     @torch.no_grad()
-    def rollout_metrics(self, batch: Experience, out: PolicyOutput) -> dict[str, Tensor]:
-        """Entropy, and the mismatch of the log-probs of engine and trainer for the same policy and tokens.
-
-        NaN if the engine knows no log-probs (see ``RolloutEngine.configure_logprobs``).
-        """
-        metrics = mismatch_metrics(self.old_logprobs(batch, out), batch)
+    def policy_metrics(self, batch: Experience, out: PolicyOutput) -> dict[str, Tensor]:
+        """The policy's entropy and, where experts are replayed, the share of choices that would be others now."""
+        metrics: dict[str, Tensor] = {}
         if out.entropy is not None:
             metrics["policy/entropy"] = mean_metric(out.entropy, batch.action_mask)
         if out.rerouted is not None:

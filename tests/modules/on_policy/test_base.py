@@ -1,6 +1,6 @@
 """Arguments of modules that learn from their own samples, against the loss functions called by hand.
 
-Covers base.py, objective.py, update/engine_mismatch.py, grpo.py and presets.py.
+Covers base.py, objective.py, grpo.py and presets.py.
 """
 
 import dataclasses

@@ -25,6 +25,7 @@ from rlhfkit import Experience, PolicyOutput, Prompt, RolloutCallback, Sample, S
 from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
+from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.moving_reference import MovingReference
@@ -47,7 +48,13 @@ from .credit_cases import (
     warmup_formula,
     whiten_formula,
 )
-from .filter_cases import correction_formula, off_policy_formula, rejection_formula, top_entropy_formula
+from .filter_cases import (
+    correction_formula,
+    mismatch_formula,
+    off_policy_formula,
+    rejection_formula,
+    top_entropy_formula,
+)
 from .kl_control_cases import kl_target_formula, stop_early_formula
 from .old_policy_cases import log_linear_formula, router_replay_formula
 from .reward_cases import (
@@ -84,6 +91,8 @@ class Case:
     of_rows: tuple[str, ...] = ()
     """Metrics over all tokens of packed rows, in which a prompt that samples share stands once: not the same where
     micro-batches have other samples."""
+    always: bool = False
+    """Whether the module makes one itself, which only logs."""
     text: Callable[[int], SFTDataModule] | None = None
     """Makes the text that it learns from beside samples, for a number of ranks."""
 
@@ -310,6 +319,10 @@ def pretraining_formula(folder: Path) -> None:
 
 
 UNSCALED = {"advantage_scale": "none"}
+MISMATCHES = tuple(
+    f"rollout_corr/{name}"
+    for name in ("logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "untruncated_eff_sample_size")
+)
 ENDS = SamplingSpec(group_size=4, max_new_tokens=8, stop=tuple("aeiouAEIOU"))  # of some answers, others are cut off
 CASES: dict[str, Case] = {
     "RewardModel": Case(
@@ -332,6 +345,7 @@ CASES: dict[str, Case] = {
         group=distant_engine,
     ),
     "Correction": Case(lambda: Correction({"high": 0.9}), correction_formula),
+    "EngineMismatch": Case(EngineMismatch, mismatch_formula, metrics=MISMATCHES, always=True),
     "GroupAdvantages": Case(lambda: GroupAdvantages("none"), group_formula),
     "AdvantagesBy": Case(lambda: AdvantagesBy(Half, {"factor": 0.25}), advantages_by_formula),
     "TokenCredit": Case(lambda: TokenCredit(0.5), credit_formula),

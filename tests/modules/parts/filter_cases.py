@@ -1,12 +1,14 @@
-"""Formulas of the parts that weight tokens, by hand."""
+"""Formulas of the parts that weight tokens, and of what they are measured by, by hand."""
 
 import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from rlhfkit.modules.parts.correction import Correction
+from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 
 
@@ -74,3 +76,33 @@ def correction_formula(folder: Path) -> None:
         torch.testing.assert_close(float(found[row, step]), min(math.exp(difference), 2.0))
     of_rows, _ = weights(Correction({"level": "sequence", "high": None, "mode": "none"}), batch, out, old)
     torch.testing.assert_close(of_rows[:, 0].tolist(), [math.exp(one) for one in sums])
+
+
+def mismatch_formula(folder: Path) -> None:
+    """Means over the tokens that the engine gave a log-prob, without replayed answers; NaN where there is none."""
+    batch, out, old = inputs()
+    batch.rollout_logprobs[0, 1] = math.nan
+    part = EngineMismatch()
+
+    def measured() -> dict[str, float]:
+        return {name.split("/")[1]: float(value) for name, value in part.observe(batch, out, old).items()}
+
+    def expected(rows: list[int]) -> dict[str, float]:
+        gaps = [
+            float(old[row, step] - batch.rollout_logprobs[row, step])
+            for row, step in batch.action_mask.nonzero().tolist()
+            if row in rows and not math.isnan(batch.rollout_logprobs[row, step])
+        ]
+        ratios = [math.exp(gap) for gap in gaps]
+        return {
+            "logprob_abs_diff_mean": sum(map(abs, gaps)) / len(gaps),
+            "logprob_abs_diff_max": max(map(abs, gaps)),
+            "k3_kl": sum(ratio - 1 - gap for ratio, gap in zip(ratios, gaps, strict=True)) / len(gaps),
+            "untruncated_eff_sample_size": sum(ratios) ** 2 / (len(gaps) * sum(ratio**2 for ratio in ratios)),
+        }
+
+    assert measured() == pytest.approx(expected([0, 1]), rel=1e-5)
+    batch.replayed = torch.tensor([False, True])
+    assert measured() == pytest.approx(expected([0]), rel=1e-5)
+    batch.rollout_logprobs[:] = math.nan
+    assert all(math.isnan(value) for value in measured().values())
