@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
@@ -34,7 +35,6 @@ from rlhfkit.modules.on_policy.advantages import AdvantageModule
 from rlhfkit.modules.on_policy.functions import PolicyLoss
 from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
 from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
-from rlhfkit.modules.on_policy.update.first_pass import FirstPassLogprobs
 from rlhfkit.parts import Part, Stage, arrange, describe, overriding, part_name
 from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
@@ -185,8 +185,6 @@ class OnPolicyModule(AdvantageModule):
         from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
 
         self.own_parts.append(EngineMismatch())
-        self.first_pass = FirstPassLogprobs()
-        """Old log-probs of later epochs over an iteration, where no forward pass is made for them."""
         self.attach_parts()
 
     def _check_combinations(self) -> None:
@@ -253,6 +251,15 @@ class OnPolicyModule(AdvantageModule):
             return False
         self.add_part(Correction("tis"))
         return True
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The parts, with one that keeps old log-probs for later epochs over an iteration, where there are any."""
+        if epochs_of(self.trainer) > 1 and self.recomputes_old_logprobs:
+            from rlhfkit.modules.parts.old_policy import FirstPass
+
+            if not any(isinstance(part, FirstPass) for part in self.parts):
+                self.add_part(FirstPass())
+        return super().configure_callbacks()
 
     def _assemble(self) -> None:
         """Attach the parts, and sort them into what is called when."""
@@ -397,7 +404,6 @@ class OnPolicyModule(AdvantageModule):
         without a summary, its rows are the whole iteration. The rewards of the returned copy are those before
         parts of ``Stage.SHAPE`` changed them, for the log.
         """
-        self.first_pass.reset()
         scored = experience
         for begin in self._begin:
             begin(experience)
@@ -430,7 +436,7 @@ class OnPolicyModule(AdvantageModule):
         """Add what the policy before the iteration makes of its tokens, where that is needed. A collective.
 
         The first update uses its own log-probs as old ones. Later epochs over the iteration need those of all rows:
-        they are computed here, or :attr:`first_pass` keeps them where an epoch is one update. Parts that read the
+        they are computed here, or a part keeps them where an epoch is one update. Parts that read the
         entropy before the updates need a forward pass over all rows.
         """
         updates = experience.update if experience.iteration is None else experience.iteration.update  # of all ranks
@@ -463,12 +469,7 @@ class OnPolicyModule(AdvantageModule):
 
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch of an iteration."""
-        keeps = self._trainer is not None and self.recomputes_old_logprobs
-        if keeps:
-            batch = self.first_pass.complete(batch, self.trainer, batch_idx)
         out = self.policy_output(batch)
-        if keeps:
-            self.first_pass.keep(batch, out.logprobs, self.trainer, batch_idx)
         result = self.total_loss(batch, out)
         observed: dict[str, Any] = {}
         for observe in self.observers:
@@ -568,21 +569,3 @@ class OnPolicyModule(AdvantageModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Do nothing: ``RolloutCallback`` generates, scores and logs."""
-
-    def on_train_epoch_end(self) -> None:
-        """Forget the old log-probs of the iteration that was trained on."""
-        super().on_train_epoch_end()
-        self.first_pass.reset()
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save old log-probs that later epochs of the iteration need."""
-        super().on_save_checkpoint(checkpoint)
-        if kept := self.first_pass.state_dict():
-            checkpoint["first_pass_logprobs"] = kept
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with the iteration's old log-probs."""
-        super().on_load_checkpoint(checkpoint)
-        self.first_pass.load_state_dict(checkpoint.get("first_pass_logprobs", {}))

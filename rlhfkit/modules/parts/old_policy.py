@@ -1,5 +1,9 @@
-"""``LogLinear`` and ``RouterReplay``: what later updates of an iteration know of the policy before it."""
+"""``FirstPass``, ``LogLinear``, ``RouterReplay``: what later updates of an iteration know of the policy before it."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
 import torch
 from torch import Tensor
 
@@ -8,6 +12,50 @@ from rlhfkit.losses import log_linear_proximal_logprobs
 from rlhfkit.models import PolicyOutput, unwrap
 from rlhfkit.models.routing import attach_routing
 from rlhfkit.parts import Part, part_name
+from rlhfkit.trainer_parts import epochs_of
+
+
+class FirstPass(Part):
+    """Keeps what the policy gave the tokens of an iteration before its first update, without a forward pass for it.
+
+    Where an epoch of the iteration is one optimizer update, the log-probs that the first epoch trains with are those of
+    the old policy, and every later epoch has the same micro-batches in the same order. With several updates an epoch,
+    micro-batches have old log-probs that were computed before the iteration, and nothing is kept. Modules make one
+    where ``PromptDataModule(epochs_per_iteration=...)`` is above 1.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+        self._place, self._epoch = 0, 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Experience, batch_idx: int) -> None:
+        """Add old log-probs to a micro-batch of a later epoch that has none."""
+        if batch_idx == 0:  # an iteration before it may have been interrupted
+            self._kept = {}
+        per_epoch = int(trainer.num_training_batches) // epochs_of(trainer)
+        self._epoch, self._place = divmod(batch_idx, per_epoch)
+        if self._epoch and batch.old_logprobs is None:
+            batch.old_logprobs = self._kept[self._place].to(batch.action_mask.device)
+
+    def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
+        """Keep the log-probs with which the first epoch trains on a micro-batch, if later ones need them."""
+        trainer = self.module.trainer
+        updates = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
+        if not self._epoch and batch.old_logprobs is None and updates == epochs_of(trainer) > 1:
+            self._kept[self._place] = out.logprobs.detach()
+        return {}
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Forget the iteration that was trained on."""
+        self._kept = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept, by the number of the micro-batch; none outside of an iteration."""
+        return {"kept": {place: logprobs.cpu() for place, logprobs in self._kept.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with it."""
+        self._kept = dict(state["kept"])
 
 
 class LogLinear(Part):

@@ -1,6 +1,6 @@
 """Several epochs over an iteration (``PromptDataModule(epochs_per_iteration=...)``).
 
-Covers ``modules/on_policy/update/first_pass.py``.
+Covers ``FirstPass`` of ``modules/parts/old_policy.py``.
 """
 
 import copy

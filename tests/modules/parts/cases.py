@@ -29,7 +29,7 @@ from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.moving_reference import MovingReference
-from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
+from rlhfkit.modules.parts.old_policy import FirstPass, LogLinear, RouterReplay
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
@@ -56,7 +56,7 @@ from .filter_cases import (
     top_entropy_formula,
 )
 from .kl_control_cases import kl_target_formula, stop_early_formula
-from .old_policy_cases import log_linear_formula, router_replay_formula
+from .old_policy_cases import first_pass_formula, log_linear_formula, router_replay_formula
 from .reward_cases import (
     clip_formula,
     mask_formula,
@@ -91,8 +91,9 @@ class Case:
     of_rows: tuple[str, ...] = ()
     """Metrics over all tokens of packed rows, in which a prompt that samples share stands once: not the same where
     micro-batches have other samples."""
+    trainer: dict[str, Any] = field(default_factory=dict)
     always: bool = False
-    """Whether the module makes one itself, which only logs."""
+    """Whether the module makes one itself."""
     text: Callable[[int], SFTDataModule] | None = None
     """Makes the text that it learns from beside samples, for a number of ranks."""
 
@@ -130,7 +131,7 @@ def fit(folder: Path, case: Case, *, parts: list[Part] | None = None, ckpt: Path
         | case.module,
         data_arguments={"micro_batch_size": 8 // world} | text | case.data,
         rollouts=RolloutCallback(digits, sampling=case.sampling, group=case.group),
-        **trainer,
+        **case.trainer | trainer,
     )
     made.fit(module, data, ckpt_path=ckpt)
     return made, module
@@ -357,6 +358,13 @@ CASES: dict[str, Case] = {
     "Returns": Case(lambda: Returns(0.9, 0.5), returns_formula, kind=PlainPPO),
     "ValueLoss": Case(lambda: ValueLoss(0.5, clip=1e-3), value_loss_formula, kind=PlainPPO),
     "CriticWarmup": Case(lambda: CriticWarmup(2), warmup_formula, kind=PlainPPO),
+    "FirstPass": Case(
+        FirstPass,
+        first_pass_formula,
+        data={"epochs_per_iteration": 2},
+        trainer={"accumulate_grad_batches": 4},  # an epoch is one update
+        always=True,
+    ),
     "LogLinear": Case(LogLinear, log_linear_formula),
     "RouterReplay": Case(
         RouterReplay,

@@ -10,7 +10,30 @@ from tiny_models import tiny_mixture
 
 from rlhfkit import GRPOModule
 from rlhfkit.models import policy_output
-from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
+from rlhfkit.modules.parts.old_policy import FirstPass, LogLinear, RouterReplay
+from rlhfkit.parts import Part
+
+
+def first_pass_formula(folder: Path) -> None:
+    """In the second epoch a micro-batch's old log-probs are those that the policy gave it in the first."""
+    from .cases import CASES, fit
+
+    given: list[torch.Tensor] = []
+    taken: list[torch.Tensor] = []
+
+    class Watch(Part):
+        def observe(self, batch: Any, out: Any, old: Any) -> dict[str, Any]:
+            given.append(out.logprobs.detach())
+            taken.append(old)
+            return {}
+
+    fit(folder, CASES["FirstPass"], parts=[FirstPass(), Watch()])
+    assert len(given) == 16  # two iterations of two epochs of four micro-batches
+    for first in (0, 8):
+        for place in range(first, first + 4):
+            assert torch.equal(taken[place], given[place])
+            assert torch.equal(taken[place + 4], given[place])
+            assert not torch.equal(taken[place + 4], given[place + 4])
 
 
 def log_linear_formula(folder: Path) -> None:
