@@ -230,8 +230,8 @@ class PromptDataModule(TextDataModule):
                 ``pretraining_data``.
         """
         trainer = self.trainer
-        unread = trainer is not None and self.pretraining_data is not None and not learns_from_text(trainer)
-        if unread and stage == "fit":
+        fitting = trainer if stage == "fit" else None
+        if fitting is not None and self.pretraining_data is not None and not learns_from_text(fitting):
             raise ValueError(
                 "PromptDataModule(pretraining_data=...) gives text that nothing learns from: give the module "
                 "parts=[PretrainingLoss(0.05)], of rlhfkit.modules.parts.pretraining_loss (0.05 in OpenRLHF)"
