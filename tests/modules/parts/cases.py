@@ -387,7 +387,7 @@ CASES: dict[str, Case] = {
 
 
 def all_parts() -> dict[str, type[Part]]:
-    """The classes of ``rlhfkit/modules/parts``, without those that others derive from."""
+    """The classes of ``rlhfkit/modules/parts``, without those that others of the package derive from; tests may."""
     found: dict[str, type[Part]] = {}
     for file in pkgutil.iter_modules(rlhfkit.modules.parts.__path__):
         home = importlib.import_module(f"rlhfkit.modules.parts.{file.name}")
@@ -396,7 +396,7 @@ def all_parts() -> dict[str, type[Part]]:
                 inspect.isclass(kind)
                 and issubclass(kind, Part)
                 and kind.__module__ == home.__name__
-                and not kind.__subclasses__()
+                and not any(one.__module__.startswith("rlhfkit.") for one in kind.__subclasses__())
             ):
                 found[name] = kind
     return found
