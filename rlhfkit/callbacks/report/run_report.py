@@ -75,6 +75,7 @@ class RunReport(Callback):
         ] = {}  # samples whose tokens are looked at, on all ranks, and where they begin
         self._seen: dict[tuple[int, int], dict[str, list[float | None]]] = {}
         self._continued: Path | None = None  # the page of the run that is continued
+        self._page = Path(path)  # under the run's folder once that is known
         self._step = -1
         self._ended: tuple[L.Trainer, int] | None = None  # the epoch whose last hooks run, until the next one begins
 
@@ -86,7 +87,7 @@ class RunReport(Callback):
             return
         self.saved, self._ended, self._step = None, None, -1
         folder = Path(trainer.log_dir or ".")  # a collective: every rank asks
-        self.saved_path = folder / self.path
+        self._page = folder / self.path
         rollouts = rollouts_of(trainer)
         self.data = RunData(self.name or f"{type(pl_module).__name__}, {folder.resolve().name}")
         self.data.axis = "step" if rollouts is None else "iteration"
@@ -224,7 +225,7 @@ class RunReport(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Add the metrics of a validation."""
-        if not trainer.sanity_checking and trainer.training is not None and trainer.state.fn == "fit":
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._add(trainer, self._x(trainer), lambda name: name.startswith("val/"))
 
     def _add(self, trainer: L.Trainer, x: int, wanted: Any) -> None:
@@ -254,7 +255,7 @@ class RunReport(Callback):
         self.data.facts = facts(trainer, self.times, state)
         self.times.collect(trainer, elsewhere=state == "finished")
         self.data.timeline = self.times.as_json()
-        self.saved = write_page(self.saved_path, [self.data])
+        self.saved = write_page(self._page, [self.data])
         self.times.written = time.monotonic()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
