@@ -2,6 +2,7 @@
 # make test    lint, types and every capability once (in WORKERS processes)
 # make test-all    the same, then all other tests: what CI runs
 # make test-versions    SUITES with the oldest versions that are allowed and with the newest
+# make docs    the site, in build/site (DOCS_COMMAND=serve shows it at http://127.0.0.1:8000)
 # make gpu-check   all that only a GPU can show, in BUDGET=540 seconds; CHECK=tests/gpu/test_heads.py for a part (GPU_PYTHON=python)
 # The first two install what they need into .venv first, with Python 3.11 and nothing else.
 
@@ -13,6 +14,7 @@ WORKERS ?= 2
 GPU_PYTHON ?= python
 CHECK ?=
 BUDGET ?= 540
+DOCS_COMMAND ?= build
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
@@ -32,7 +34,7 @@ $(1)/bin/python $(PIP_INSTALL) --no-deps torch==$(2)+cpu 2>/dev/null \
 	|| $(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(CPU_INDEX) torch==$(2)+cpu
 endef
 
-.PHONY: demo test test-all quick-tests test-versions lint bench gpu-check install clean
+.PHONY: demo docs test test-all quick-tests test-versions lint bench gpu-check install clean
 
 install: $(INSTALLED)
 
@@ -83,6 +85,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/python -m mkdocs $(DOCS_COMMAND)
 
 bench: $(INSTALLED)
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done

@@ -264,12 +264,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
-def test_index_links_every_page() -> None:
-    index = ROOT / "docs" / "index.md"
-    linked = set(LINK.findall(index.read_text(encoding="utf-8")))
-    assert {page.name for page in index.parent.glob("*.md")} - linked == {"index.md"}
-
-
 def test_a_call_that_does_not_fit_is_found() -> None:
     """The checks themselves: arguments of base classes, of nobody, and missing ones."""
 
