@@ -24,7 +24,6 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
-from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 """Divergences of :func:`distillation_loss`."""
@@ -35,7 +34,6 @@ LOG_ZERO = -1e4
 """Stands for log 0: its exponential is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf is NaN."""
 
 
-@share_arguments(AGGREGATION_ARGUMENTS)
 def distillation_loss(
     student: Tensor,
     teacher: Tensor,
@@ -65,6 +63,8 @@ def distillation_loss(
     Args:
         student: (B, T, V) logits or log-probs on the next-token axis.
         teacher: (B, T, V) the same for the teacher, detached here; or (B, T, K) log-probs of ``teacher_ids``.
+        mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
+            included.
         divergence: One of the three, or a function of the log-probs ``(log p, log q)``, (..., V) each, to (...).
         temperature: τ > 0 by which both logits are divided. Gradients shrink with ``1/τ²``; Hinton undoes that by a
             factor ``τ²``, TRL and this loss do not.
@@ -73,12 +73,19 @@ def distillation_loss(
         teacher_ids: (B, T, K) distinct token ids of ``teacher``; entries of log-prob ``-inf`` are ignored.
         remainder: With K < V, ``bucket`` makes all other tokens one category, which keeps a true divergence;
             ``renormalize`` compares the conditional distributions over the K tokens.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
         chunk_size: Tokens compared at a time, recomputed in backward: memory is a few times ``chunk_size * V`` besides
             the inputs and the student's gradient. All at once when ``None``.
 
     Returns:
         The loss with metric ``distillation/divergence``, nats per token of this micro-batch. Tokens of probability 0
         count with a log-prob of -1e4.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     token_loss = token_divergence(
         student,
@@ -158,7 +165,6 @@ def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor
     return select(teacher, mask) - select(student, mask)
 
 
-@share_arguments(AGGREGATION_ARGUMENTS)
 def on_policy_distillation_loss(
     logprobs: Tensor,
     teacher_logprobs: Tensor,
@@ -182,11 +188,20 @@ def on_policy_distillation_loss(
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the student, with gradient.
         teacher_logprobs: (B, T) the same under the teacher.
+        mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
+            included.
         rollout_logprobs: (B, T) under the policy that sampled; ``logprobs`` itself when ``None`` (ρ = 1).
         log_ratio_clamp: Limit of the log-ratio in nats, beyond which the gradient is 0; no limit when ``None``.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with metric ``distillation/reverse_kl``, the mean of ``log p - log q`` (nats per token).
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_same_shape(rollout_logprobs=rollout_logprobs, logprobs=logprobs)
     if log_ratio_clamp is not None and not log_ratio_clamp > 0.0:

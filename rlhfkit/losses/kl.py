@@ -18,7 +18,6 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
-from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of :func:`kl_estimate`."""
@@ -95,7 +94,6 @@ def kl_estimate(
     return estimate
 
 
-@share_arguments(AGGREGATION_ARGUMENTS)
 def kl_loss(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -116,13 +114,22 @@ def kl_loss(
     Args:
         logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient.
         ref_logprobs: (B, T) under the reference, detached here.
+        mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
+            included.
         coef: ``β`` ≥ 0. With 0 the KL is measured and has no gradient.
         estimator: ``k1`` (whose gradient has mean 0 unless weighted), ``k2`` or ``k3``.
         clamp: Limit of the estimate in nats; off by default.
         importance_weight: (B, T) ratio ``π/π_behaviour`` to multiply by; not detached.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with metric ``policy/ref_kl``, the mean of ``kl_t`` (nats per token).
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     if not coef >= 0.0:
         raise ValueError(f"coef must be 0 or more, got {coef}")

@@ -14,11 +14,9 @@ from rlhfkit.losses.aggregation import (
     full_precision,
     select,
 )
-from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import exp_mean_metric, mean_metric
 
 
-@share_arguments(AGGREGATION_ARGUMENTS)
 def cross_entropy_loss(
     logprobs: Tensor,
     mask: Tensor,
@@ -36,10 +34,18 @@ def cross_entropy_loss(
     Args:
         logprobs: (B, T) log-probs of the labels, ``logprobs[:, t]`` belongs to token ``t + 1``. Masked entries may hold
             anything, NaN included.
+        mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
+            included.
         aggregation: How the token losses become one number; ``token-mean`` as in TRL, OpenRLHF and Transformers.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with metrics ``sft/nll`` (nats per trained token) and ``sft/perplexity`` (its exponential).
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_same_shape(logprobs=logprobs, mask=mask)
     negative = -select(full_precision(logprobs), mask)
@@ -47,7 +53,6 @@ def cross_entropy_loss(
     return LossOutput(loss, _metrics(negative, mask))
 
 
-@share_arguments(AGGREGATION_ARGUMENTS)
 def dft_loss(
     logprobs: Tensor,
     mask: Tensor,
@@ -65,10 +70,18 @@ def dft_loss(
 
     Args:
         logprobs: (B, T) log-probs of the labels on the next-token axis.
+        mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
+            included.
         aggregation: How the token losses become one number; ``token-mean`` as in the paper's code and TRL.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with metrics ``sft/nll`` and ``sft/perplexity`` of the unweighted cross-entropy.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_same_shape(logprobs=logprobs, mask=mask)
     negative = -select(full_precision(logprobs), mask)

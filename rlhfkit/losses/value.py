@@ -13,11 +13,9 @@ from rlhfkit.losses.aggregation import (
     masked_moments,
     select,
 )
-from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import sums_metric
 
 
-@share_arguments(AGGREGATION_ARGUMENTS)
 def value_loss(
     values: Tensor,
     old_values: Tensor | None,
@@ -41,11 +39,18 @@ def value_loss(
         returns: (B, T) targets, detached here.
         mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
         clip: ``ε`` > 0 in units of the return, 0.5 in OpenRLHF and verl, 0.2 in TRL; ``None``: plain regression.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with metrics ``value/clip_fraction`` (tokens whose clipped error is the larger), ``value/mean``,
         ``value/error`` (mean of ``(V - R)²``) and ``value/explained_variance`` (``1 - Var(R - V) / Var(R)``; 0 where
         the returns do not vary).
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     if clip is not None and not clip > 0.0:

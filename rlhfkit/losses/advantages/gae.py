@@ -13,10 +13,8 @@ from torch import Tensor
 from rlhfkit.losses.advantages.group import as_advantages, by_group
 from rlhfkit.losses.advantages.rewards import token_rewards
 from rlhfkit.losses.aggregation import check_same_shape, full_precision, select
-from rlhfkit.losses.arguments import ADVANTAGE_ARGUMENTS, share_arguments
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -39,11 +37,16 @@ def gae(
     Args:
         rewards: (B, T) per token.
         values: (B, T) the critic's before the iteration; ``values[:, t]`` is the state in which token t+1 is chosen.
+        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
+        gamma: ``γ`` in [0, 1].
         lam: ``λ`` in [0, 1], or (B,) one per sequence.
         last_values: (B,) value of the state after the last action of truncated answers; 0 when ``None``.
 
     Returns:
         Advantages and returns, (B, T) detached, in at least float32; 0 outside the mask.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_same_shape(rewards=rewards, values=values, mask=mask)
     _check_unit("gamma", gamma)
@@ -93,7 +96,6 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
     return (1.0 - 1.0 / reach.clamp(min=1.0)).clamp(min=0.0)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     """Sum of the rewards from each token on, discounted per action.
 
@@ -101,9 +103,14 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
 
     Args:
         rewards: (B, T) per token.
+        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
+        gamma: ``γ`` in [0, 1].
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_same_shape(rewards=rewards, mask=mask)
     _check_unit("gamma", gamma)
@@ -135,7 +142,6 @@ def turn_ends(mask: Tensor) -> Tensor:
     return chosen & ~following
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def turn_advantages(
     experience: RewardedTurns, *, gamma: float = 1.0, scale_std: bool = True, eps: float = 1e-4
 ) -> Tensor:
@@ -152,6 +158,8 @@ def turn_advantages(
     Args:
         experience: The iteration, of all ranks.
         gamma: ``γ`` in [0, 1], per turn; 1 in DeepSeekMath.
+        scale_std: Divide by the standard deviation; OpenRLHF's ``no_std_norm`` is false.
+        eps: ``ε`` ≥ 0; TRL's 1e-4.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask, for missing rewards, and in a group whose turns have

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import check_same_shape
-from rlhfkit.losses.arguments import ADVANTAGE_ARGUMENTS, share_arguments
 
 AdvantageScale = Literal["group", "batch", "none"]
 """Divisor of centred rewards in :func:`group_advantages`."""
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = "group", eps: float = 1e-4) -> Tensor:
     """Advantage of a sample over the other samples of its prompt, as in GRPO.
 
@@ -32,11 +30,15 @@ def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = 
 
     Args:
         rewards: (B,), NaN where missing. The whole batch: every row of a group must be in it.
+        group: (B,) integer ids, equal for samples of one prompt.
         scale: ``group``, ``batch`` or ``none``.
         eps: ``ε``; 1e-4 in TRL, 1e-6 in verl, 1e-9 in OpenRLHF.
 
     Returns:
         (B,) in at least float32; 0 for missing rewards and for groups with fewer than two.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     if scale not in get_args(AdvantageScale):
         raise ValueError(f"scale must be one of {', '.join(get_args(AdvantageScale))}, got {scale!r}")
@@ -50,7 +52,6 @@ def group_advantages(rewards: Tensor, group: Tensor, *, scale: AdvantageScale = 
     return as_advantages(advantages, groups.varied, rewards)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     """Reward minus the mean reward of the *other* samples of the prompt: an unbiased baseline.
 
@@ -61,16 +62,19 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
     Args:
         rewards: (B,), NaN where missing, which the others' mean leaves out.
+        group: (B,) integer ids, equal for samples of one prompt.
 
     Returns:
         (B,) in at least float32; 0 for missing rewards and for groups with fewer than two.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     groups = by_group(rewards, group)
     others = groups.sum(groups.rewards) - groups.rewards
     return as_advantages(groups.rewards - others / (groups.members - 1).clamp(min=1), groups.varied, rewards)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def gpg_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     """Reward minus the mean of its group, scaled up for the samples that have no gradient.
 
@@ -82,16 +86,19 @@ def gpg_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
     Args:
         rewards: (B,), NaN where missing; such samples are counted neither in B nor in M.
+        group: (B,) integer ids, equal for samples of one prompt.
 
     Returns:
         (B,) in at least float32; 0 for missing rewards and for groups of equal ones.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     groups = by_group(rewards, group)
     scale = groups.present.sum().to(groups.rewards.dtype) / groups.varied.sum().clamp(min=1)
     return as_advantages(scale * groups.centred, groups.varied, rewards)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     """Reward minus the baseline of least gradient variance: the mean reward weighted with the lengths.
 
@@ -100,10 +107,15 @@ def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     On-policy optimal baseline, Hao et al. (2025, arXiv:2505.23585), for squared gradients that grow with the length.
 
     Args:
+        rewards: (B,), NaN where missing.
+        group: (B,) integer ids, equal for samples of one prompt.
         lengths: (B,) tokens of each answer.
 
     Returns:
         (B,) in at least float32; 0 for missing rewards.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_same_shape(rewards=rewards, lengths=lengths)
     groups = by_group(rewards, group)
@@ -113,7 +125,6 @@ def opo_advantages(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     return as_advantages(groups.rewards - baseline, groups.varied, rewards)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """ReMax: reward minus that of the greedy answer to the same prompt, which costs one more answer per prompt.
 
@@ -123,17 +134,20 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     is unbiased, with a single sample per prompt too. verl's ``remax``.
 
     Args:
+        rewards: (B,), NaN where missing.
         greedy_rewards: (B,) reward of the greedy answer to each sample's prompt, NaN where missing.
 
     Returns:
         (B,) in at least float32; 0 where either reward is missing.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_same_shape(rewards=rewards, greedy_rewards=greedy_rewards)
     missing = rewards.isnan() | greedy_rewards.isnan()
     return as_advantages(precise(rewards) - precise(greedy_rewards), ~missing, rewards)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def gdpo_advantages(
     rewards: Tensor, group: Tensor, *, weights: Sequence[float] | Tensor | None = None, eps: float = 1e-4
 ) -> Tensor:
@@ -146,10 +160,15 @@ def gdpo_advantages(
 
     Args:
         rewards: (B, K), NaN where missing, which is skipped in the sum.
+        group: (B,) integer ids, equal for samples of one prompt.
         weights: K numbers; all 1 when ``None``.
+        eps: ``ε`` ≥ 0; TRL's 1e-4.
 
     Returns:
         (B,) in at least float32; 0 for rows without any reward and for groups in which no reward varies.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be (B, K), one column per reward, got {tuple(rewards.shape)}")
@@ -166,7 +185,6 @@ def gdpo_advantages(
     return as_advantages((total - mean) / (std + eps), varied, rewards)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
     """Advantage for the best sample of each group only, by its distance to the second best.
 
@@ -175,11 +193,16 @@ def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool 
     The gradient of the expected maximum, pass@n, Tang et al. (2025, arXiv:2503.19595); verl's ``grpo_passk``.
 
     Args:
+        rewards: (B,), NaN where missing.
+        group: (B,) integer ids, equal for samples of one prompt.
         normalize: Divide by the standard deviation, as verl's default.
         eps: ``ε``; verl's 1e-6.
 
     Returns:
         (B,) in at least float32.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     _check_eps(eps)
     groups = by_group(rewards, group)
@@ -191,7 +214,6 @@ def best_of_group_advantages(rewards: Tensor, group: Tensor, *, normalize: bool 
     return as_advantages(advantages, first & alone & groups.varied, rewards)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
     """Advantage when at least one of k answers has to be right, from n ≥ k samples with right or wrong.
 
@@ -203,10 +225,14 @@ def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
 
     Args:
         rewards: (B,), NaN where missing; right is more than 0.
+        group: (B,) integer ids, equal for samples of one prompt.
         k: Answers allowed, at least 1.
 
     Returns:
         (B,) in at least float32; 0 where all groups of k succeed or all fail, and for groups of fewer than k.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")

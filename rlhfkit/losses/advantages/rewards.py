@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlhfkit.losses.advantages.group import precise
 from rlhfkit.losses.aggregation import check_same_shape, full_precision, scalar_like, select
-from rlhfkit.losses.arguments import ADVANTAGE_ARGUMENTS, share_arguments
 
 
 def last_action_mask(mask: Tensor) -> Tensor:
@@ -23,7 +22,6 @@ def last_action_mask(mask: Tensor) -> Tensor:
     return chosen & (after == 1)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def token_rewards(
     rewards: Tensor,
     mask: Tensor,
@@ -42,6 +40,10 @@ def token_rewards(
 
     Args:
         rewards: (B,); NaN, a missing one, counts as 0.
+        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
+        kl: (B, T) KL estimate to the reference, see :func:`kl_estimate`; detached here. Masked entries may hold
+            anything.
+        kl_coef: ``β`` ≥ 0; OpenRLHF's is 0.01, TRL's 0.05.
         earned: (B, T), the part of ``rewards`` that each token earned, detached here. The environment's tokens add to
             the action before them, or to the last action if there is none.
 
@@ -94,7 +96,6 @@ def clip_rewards(rewards: Tensor, *, low: float = -10.0, high: float = 10.0) -> 
     return rewards.clamp(low, high)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) -> Tensor:
     """Reward of answers cut off by the length limit, as in ProRL v2.
 
@@ -105,6 +106,7 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) ->
 
     Args:
         rewards: (B,), NaN where missing, which stays.
+        truncated: (B,) bool, true when generation stopped at the length limit.
         coef: At most 1; 1 changes nothing.
 
     Returns:
@@ -123,7 +125,6 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) ->
     return torch.where(truncated.bool(), punished, rewards)
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 1.0) -> Tensor:
     """Subtract a penalty from the reward of answers that were cut off before they ended.
 
@@ -133,6 +134,7 @@ def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 
 
     Args:
         rewards: (B,), NaN where missing, which stays.
+        truncated: (B,) bool, true when generation stopped at the length limit.
         penalty: 0 or more; 0 changes nothing.
 
     Returns:

@@ -6,10 +6,8 @@ from torch import Tensor
 from rlhfkit.losses.advantages.gae import actions_first, back_in_place
 from rlhfkit.losses.advantages.group import by_group, precise
 from rlhfkit.losses.aggregation import check_same_shape, full_precision, select
-from rlhfkit.losses.arguments import ADVANTAGE_ARGUMENTS, share_arguments
 
 
-@share_arguments(ADVANTAGE_ARGUMENTS)
 def optimal_token_advantages(rewards: Tensor, group: Tensor, mask: Tensor, logprobs: Tensor) -> Tensor:
     """Reward minus the baseline of least gradient variance of each position (optimal token baseline, OTB).
 
@@ -23,10 +21,15 @@ def optimal_token_advantages(rewards: Tensor, group: Tensor, mask: Tensor, logpr
 
     Args:
         rewards: (B,), NaN where missing. The whole batch: every row of a group must be in it.
+        group: (B,) integer ids, equal for samples of one prompt.
+        mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
         logprobs: (B, T) under the policy that sampled; where NaN, ``π(y)`` counts as 0.
 
     Returns:
         (B, T) detached, in at least float32; 0 outside the mask, for missing rewards, and for groups of equal ones.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_same_shape(mask=mask, logprobs=logprobs)
     groups = by_group(rewards, group)

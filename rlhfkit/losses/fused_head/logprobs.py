@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhfkit.losses.arguments import HEAD_ARGUMENTS, share_arguments
 from rlhfkit.losses.fused_head.compiled import CompiledTiles, can_compile
 from rlhfkit.losses.fused_head.tiles import (
     LogitTransform,
@@ -44,7 +43,6 @@ class LogprobsOutput(NamedTuple):
     entropy: Tensor | None
 
 
-@share_arguments(HEAD_ARGUMENTS)
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -69,7 +67,14 @@ def linear_logprobs(
     gather it again before backward.
 
     Args:
+        hidden: (..., H) final hidden states; select the tokens you need first, every row costs 2·V·H operations.
+        weight: (V, H) of the head, or of the tied embedding.
+        targets: (...) int64 token ids in [0, V).
+        bias: (V,).
+        temperature: The sampling temperature, which divides the logits; 1 by default.
         entropy: Also compute the entropy, with gradient.
+        logit_softcap: Cap of Gemma 2's final logits; none by default.
+        logit_scale: Factor on the head's output (Cohere); 1 by default.
         chunk: Vocabulary entries per tile, which does not change the result; chosen by the tile's size when ``None``.
 
     Returns:

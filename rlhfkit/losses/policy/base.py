@@ -23,7 +23,6 @@ from rlhfkit.losses.aggregation import (
     masked_sum,
     select,
 )
-from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import max_metric
 
 RatioLevel = Literal["token", "sequence", "sequence-sum"]
@@ -85,7 +84,6 @@ def per_token(values: Tensor, like: Tensor, name: str) -> Tensor:
     return (values.unsqueeze(-1) if values.dim() == 1 else values).expand(batch, steps)
 
 
-@share_arguments(POLICY_ARGUMENTS)
 def policy_tokens(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -95,6 +93,17 @@ def policy_tokens(
     log_ratio_clamp: float | None = 20.0,
 ) -> PolicyTokens:
     """Check, cast to float32, mask and detach the inputs of a policy loss.
+
+    Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
+            to token t + 1.
+        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
+            update); detached here.
+        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
+        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
+            tensors may hold anything, NaN included.
+        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
+            no gradient. No limit when ``None``.
 
     Raises:
         ValueError: If shapes do not fit or the clamp is not positive.
@@ -169,7 +178,6 @@ def clip_fractions(low: Tensor, high: Tensor, mask: Tensor) -> dict[str, Tensor]
     }
 
 
-@share_arguments(POLICY_ARGUMENTS)
 def policy_loss_output(
     token_loss: Tensor,
     tokens: PolicyTokens,
@@ -185,11 +193,20 @@ def policy_loss_output(
     Args:
         token_loss: (B, T).
         tokens: The inputs of the loss.
+        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
+            here.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
         metrics: Further metrics to return.
 
     Returns:
         The loss with ``policy/approx_kl`` (k3), ``policy/ppo_kl`` (k1, verl's name), ``policy/ratio_mean`` and
         ``policy/ratio_max`` of the token ratio, and the given metrics.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     if weights is not None:
         spread = per_token(full_precision(weights.detach()), token_loss, "weights")

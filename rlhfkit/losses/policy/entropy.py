@@ -12,7 +12,6 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
-from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 
 
 def top_entropy_mask(
@@ -50,7 +49,6 @@ def top_entropy_mask(
     return mask.bool() & (kept >= threshold)
 
 
-@share_arguments(AGGREGATION_ARGUMENTS)
 def entropy_bonus(
     entropy: Tensor,
     mask: Tensor,
@@ -69,10 +67,19 @@ def entropy_bonus(
     Args:
         entropy: (B, T) of the next-token distribution at the sampling temperature, nats, with gradient
             (``linear_logprobs(..., entropy=True)``).
+        mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
+            included.
         coef: ``c``; positive raises the entropy. With 0 the entropy is only measured.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with metric ``policy/entropy``, the mean of ``H_t``.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     bonus = aggregate(entropy, mask, aggregation, denominator, max_length=max_length)
     mean = masked_mean(full_precision(entropy.detach()), mask)

@@ -8,7 +8,6 @@ be the ``policy_loss`` of a module. B are sequences, T tokens on the next-token 
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput
-from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.policy.base import (
     RatioLevel,
     check_clip,
@@ -20,7 +19,6 @@ from rlhfkit.losses.policy.base import (
 )
 
 
-@share_arguments(POLICY_ARGUMENTS)
 def ppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -49,15 +47,36 @@ def ppo_loss(
     three policies see :func:`decoupled_ppo_loss`.
 
     Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
+            to token t + 1.
+        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
+            update); detached here.
+        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
+        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
+            tensors may hold anything, NaN included.
         clip_low: ``ε_low`` in [0, 1]; 0.2 in all published variants.
         clip_high: ``ε_high`` ≥ 0; 0.2 in PPO, 0.28 in DAPO.
+        dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
+        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
+            no gradient. No limit when ``None``.
+        delta: ``δ`` ≥ 1 + ``ε_high``, upper bound of the unclipped ratio; off by default, 4 in INTELLECT-2.
+        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
+            here.
         aggregation: How the token losses become one number; ``token-mean`` as in OpenRLHF and verl.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        ratio_level: ``token``; ``sequence``: the geometric mean of the ratios of a sequence, as in
+            :func:`gspo_loss`; ``sequence-sum``: their product, as in :func:`rloo_loss`.
 
     Returns:
         The loss with metrics ``policy/clip_fraction`` (and ``_low``, ``_high``: tokens that lost their gradient at
         either bound), ``policy/approx_kl`` (k3 of old to new), ``policy/ppo_kl`` (k1, under verl's name),
         ``policy/ratio_mean``, ``policy/ratio_max``; with ``dual_clip`` also ``policy/dual_clip_fraction``, tokens of
         negative advantage whose ratio is above ``c`` (verl's ``pg_clipfrac_lower``).
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_clip(clip_low, clip_high, dual_clip, delta)
     tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)

@@ -14,7 +14,6 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
-from rlhfkit.losses.arguments import POLICY_ARGUMENTS, share_arguments
 from rlhfkit.losses.importance_sampling import CorrectionLevel, CorrectionMode, importance_weights
 from rlhfkit.losses.policy.base import (
     PolicyTokens,
@@ -29,7 +28,6 @@ from rlhfkit.losses.policy.base import (
 from rlhfkit.losses.policy.ppo import ppo_loss
 
 
-@share_arguments(POLICY_ARGUMENTS)
 def decoupled_ppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -60,16 +58,34 @@ def decoupled_ppo_loss(
     :func:`log_linear_proximal_logprobs`.
 
     Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
+            to token t + 1.
         old_logprobs: (B, T) under the proximal policy, the policy before this iteration; detached here.
+        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
+        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
+            tensors may hold anything, NaN included.
         rollout_logprobs: (B, T) the engine's, under the policies that sampled; where NaN (not given), the weight is 1.
         level: ``token``, ``sequence`` or ``geometric``, see :func:`importance_weights`.
         mode: ``truncate``, ``clip``, ``mask`` or ``none``, see :func:`importance_weights`.
         low: Lower bound of ``w_t``; none when ``None``.
         high: Upper bound of ``w_t``; AReaL's 5.
+        clip_low: ``ε_low`` in [0, 1]: the ratio is clipped at ``1 - ε_low``.
+        clip_high: ``ε_high`` ≥ 0: the ratio is clipped at ``1 + ε_high``.
+        dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
+        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
+            no gradient. No limit when ``None``.
+        delta: ``δ`` ≥ 1 + ``ε_high``, upper bound of the unclipped ratio; off by default, 4 in INTELLECT-2.
         weights: Further factors, (B, T), (B, 1) or (B,), which multiply ``w_t``; detached here.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss` and of :func:`importance_weights`.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     correction = importance_weights(old_logprobs, rollout_logprobs, mask, level=level, mode=mode, low=low, high=high)
     factors = correction.weights
@@ -93,7 +109,6 @@ def decoupled_ppo_loss(
     return LossOutput(surrogate.loss, {**surrogate.metrics, **correction.metrics})
 
 
-@share_arguments(POLICY_ARGUMENTS)
 def dppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -121,17 +136,31 @@ def dppo_loss(
     mismatch of engine and trainer.
 
     Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
+            to token t + 1.
         old_logprobs: (B, T) under the trainer's policy before this iteration, for the metrics and in place of missing
             ``rollout_logprobs``; detached here.
+        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
+        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
+            tensors may hold anything, NaN included.
         rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them; NaN where it gave none.
         mask_low: ``D_low`` in [0, 1]; 0.2 in prime-rl.
         mask_high: ``D_high`` in [0, 1]; 0.2 in prime-rl.
         log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl. It pulls dropped tokens back.
         log_ratio_clamp: Limit of each token's log-ratio in nats, beyond which it has no gradient; none in prime-rl.
+        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
+            here.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
         counts dropped tokens.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     if not (0.0 <= mask_low <= 1.0 and 0.0 <= mask_high <= 1.0):
         raise ValueError(f"mask_low and mask_high bound probabilities, in [0, 1], got {mask_low} and {mask_high}")
@@ -144,7 +173,6 @@ def dppo_loss(
     return _masked_by_difference(inputs, dropped, log_ratio_coef, log_ratio_clamp, weights, reduction)
 
 
-@share_arguments(POLICY_ARGUMENTS)
 def ipo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -169,15 +197,29 @@ def ipo_policy_loss(
     towards ``μ``, this one drops it too. No relative of the preference loss of that name.
 
     Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
+            to token t + 1.
         old_logprobs: (B, T) under the trainer's policy before this iteration, for the metrics and in place of missing
             ``rollout_logprobs``; detached here.
+        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
+        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
+            tensors may hold anything, NaN included.
         rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them; NaN where it gave none.
         threshold: Largest difference of the two probabilities, in [0, 1]; 0.2 in prime-rl.
         log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl.
         log_ratio_clamp: Limit of each token's log-ratio in nats, beyond which it has no gradient; none in prime-rl.
+        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
+            here.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with the metrics of :func:`dppo_loss`.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     if not 0.0 <= threshold <= 1.0:
         raise ValueError(f"threshold bounds a difference of probabilities, in [0, 1], got {threshold}")
@@ -220,7 +262,6 @@ def _masked_by_difference(
     return policy_loss_output(token_loss, measured, weights=weights, metrics=metrics, **reduction)
 
 
-@share_arguments(POLICY_ARGUMENTS)
 def clip_cov_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -248,13 +289,31 @@ def clip_cov_loss(
     on how a step is split.
 
     Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
+            to token t + 1.
+        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
+            update); detached here.
+        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
+        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
+            tensors may hold anything, NaN included.
         fraction: Share of tokens to take the gradient from, in (0, 1].
         covariance_low: Lower bound of the covariance of candidates.
         covariance_high: Upper bound.
+        clip_low: ``ε_low`` in [0, 1]: the ratio is clipped at ``1 - ε_low``.
+        clip_high: ``ε_high`` ≥ 0: the ratio is clipped at ``1 + ε_high``.
         priority: (B, T) random numbers; candidates with the largest are drawn. From torch's generator when ``None``.
+        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
+            here.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss` and ``policy/covariance_fraction``, the share of tokens drawn.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_clip(clip_low, clip_high)
     _check_fraction(fraction)
@@ -282,7 +341,6 @@ def clip_cov_loss(
     )
 
 
-@share_arguments(POLICY_ARGUMENTS)
 def kl_cov_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -305,12 +363,28 @@ def kl_cov_loss(
     on how a step is split.
 
     Args:
+        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
+            to token t + 1.
+        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
+            update); detached here.
+        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
+        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
+            tensors may hold anything, NaN included.
         fraction: Share of tokens to penalise, in (0, 1].
         kl_coef: ``β`` ≥ 0.
+        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
+            here.
+        aggregation: How the token losses become one number, see :func:`aggregate`.
+        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
+            micro-batches that are averaged. The count of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output` and ``policy/covariance_fraction``, the share of tokens
         penalised.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     _check_fraction(fraction)
     if not kl_coef >= 0.0:

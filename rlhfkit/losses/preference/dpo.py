@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import LossOutput, aggregate, check_same_shape, full_precision, masked_mean, select
-from rlhfkit.losses.arguments import PAIR_ARGUMENTS, share_arguments
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 """f-divergences; see :func:`divergence_score`."""
@@ -272,7 +271,6 @@ LossTypes = str | Mapping[str, float] | PairLoss | Mapping[PairLoss, float] | Ma
 """A name from ``PAIR_LOSSES``, a function, or a weighted mixture of both: ``{"sigmoid": 1.0, "sft": 0.5}``."""
 
 
-@share_arguments(PAIR_ARGUMENTS)
 def dpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -303,6 +301,10 @@ def dpo_loss(
     ``loss_type``.
 
     Args:
+        chosen: (B,) summed log-probs of the chosen answers under the policy, see :func:`sequence_logprobs`.
+        rejected: (B,) the same for the rejected answers.
+        ref_chosen: (B,) summed log-probs of the chosen answers under the reference model; detached here.
+        ref_rejected: (B,) the same for the rejected answers.
         beta: β > 0, strength of the tie to the reference; 0.1 as in the paper, TRL and OpenRLHF; far larger for
             ``sigmoid_norm`` (Tülu 3: 5).
         loss_type: A name from ``PAIR_LOSSES``, a function of :class:`PreferencePairs` returning (B,), or a mapping of
@@ -322,6 +324,7 @@ def dpo_loss(
         nll_coef: λ of the negative log-likelihood per token of each chosen answer (iterative RPO, Pang et al., 2024,
             arXiv:2404.19733; OpenRLHF's ``nll_loss_coef``). The loss type ``sft`` averages over all tokens instead.
         reference_free: Take ``π_ref`` as uniform; reference log-probs are then refused.
+        mask: (B,) pairs that count, all when ``None``; the other rows may hold anything.
         denominator: ``D``: pairs of the whole optimizer step divided by the number of micro-batches averaged; the local
             count when ``None``. ``aot`` sorts within the call, so no denominator makes it independent of the split.
 

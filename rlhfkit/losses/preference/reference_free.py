@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import LossOutput, aggregate, check_same_shape, full_precision, masked_mean, select
-from rlhfkit.losses.arguments import PAIR_ARGUMENTS, share_arguments
 from rlhfkit.losses.preference.dpo import preference_metrics, smoothed_logsigmoid_loss
 
 _LARGEST_EXPONENT = 80.0  # as in the KL estimates: e^80 is finite in float32, with room for a product
@@ -19,7 +18,6 @@ CPOLossType = Literal["sigmoid", "hinge", "ipo"]
 """Contrastive terms of :func:`cpo_loss`."""
 
 
-@share_arguments(PAIR_ARGUMENTS)
 def simpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -45,13 +43,27 @@ def simpo_loss(
     beyond that, at 320 nats per token with α = 0.25, has no gradient.
 
     Args:
+        chosen: (B,) summed log-probs of the chosen answers under the policy, see :func:`sequence_logprobs`.
+        rejected: (B,) the same for the rejected answers.
+        chosen_lengths: (B,) completion tokens of the chosen answers, at least 1.
+        rejected_lengths: (B,) the same for the rejected answers.
         beta: β > 0; the paper uses 2.0 to 2.5, its authors report up to 10. (TRL's class default 0.1 is DPO's.)
         gamma: γ ≥ 0, 0.3 to 1.6 in the paper; TRL's ``simpo_gamma``, the authors' ``gamma_beta_ratio`` times ``beta``.
         alpha: α, any sign; 0 is SimPO. No published default: AlphaPO's paper tunes it per model around 0.
+        label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
+        nll_coef: Weight of the negative log-likelihood of the chosen answers, averaged over their tokens.
+        mean_chosen_length: Mean tokens of a chosen answer over the whole optimizer step, for the likelihood term.
+            That of this call when ``None``, which is refused with a ``denominator``.
+        mask: (B,) pairs that count, all when ``None``; the other rows may hold anything.
+        denominator: Pairs of the whole optimizer step, divided by the number of micro-batches that are averaged.
+            The pairs of this call when ``None``.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π / n`` or ``β r``), ``logps/*`` (sums), ``nll_loss`` with
         ``nll_coef``.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     if not gamma >= 0.0:
         raise ValueError(f"gamma must not be negative, got {gamma}")
@@ -62,7 +74,6 @@ def simpo_loss(
     return pairs.output(losses, chosen_reward, rejected_reward, nll_coef, mean_chosen_length, denominator)
 
 
-@share_arguments(PAIR_ARGUMENTS)
 def cpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -86,13 +97,25 @@ def cpo_loss(
     and TRL.
 
     Args:
+        chosen: (B,) summed log-probs of the chosen answers under the policy, see :func:`sequence_logprobs`.
+        rejected: (B,) the same for the rejected answers.
+        chosen_lengths: (B,) completion tokens of the chosen answers, at least 1.
+        rejected_lengths: (B,) the same for the rejected answers.
         beta: β > 0; 0.1 as in the paper and TRL.
         loss_type: Contrastive term: ``sigmoid`` (the paper's), ``hinge`` or ``ipo``.
         label_smoothing: ε in [0, 0.5) for ``sigmoid``.
         nll_coef: λ; 1 as in the paper (TRL's ``cpo_alpha``).
+        mean_chosen_length: Mean tokens of a chosen answer over the whole optimizer step, for the likelihood term.
+            That of this call when ``None``, which is refused with a ``denominator``.
+        mask: (B,) pairs that count, all when ``None``; the other rows may hold anything.
+        denominator: Pairs of the whole optimizer step, divided by the number of micro-batches that are averaged.
+            The pairs of this call when ``None``.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π``), ``logps/*`` and ``nll_loss``.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     if loss_type not in get_args(CPOLossType):
         raise ValueError(f"loss_type must be one of {', '.join(get_args(CPOLossType))}, got {loss_type!r}")
@@ -108,7 +131,6 @@ def cpo_loss(
     return pairs.output(losses, beta * pairs.chosen, beta * pairs.rejected, nll_coef, mean_chosen_length, denominator)
 
 
-@share_arguments(PAIR_ARGUMENTS)
 def orpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -128,10 +150,22 @@ def orpo_loss(
     are infinite and the gradient of TRL's code is NaN. A float64 input stays float64, unlike in TRL.
 
     Args:
+        chosen: (B,) summed log-probs of the chosen answers under the policy, see :func:`sequence_logprobs`.
+        rejected: (B,) the same for the rejected answers.
+        chosen_lengths: (B,) completion tokens of the chosen answers, at least 1.
+        rejected_lengths: (B,) the same for the rejected answers.
         beta: Weight of the odds-ratio term, the paper's λ; 0.1 as in the paper and TRL.
+        mean_chosen_length: Mean tokens of a chosen answer over the whole optimizer step, for the likelihood term.
+            That of this call when ``None``, which is refused with a ``denominator``.
+        mask: (B,) pairs that count, all when ``None``; the other rows may hold anything.
+        denominator: Pairs of the whole optimizer step, divided by the number of micro-batches that are averaged.
+            The pairs of this call when ``None``.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π / n``), ``logps/*`` (sums), ``nll_loss`` and ``log_odds_chosen``.
+
+    Raises:
+        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     pairs = _Pairs(chosen, rejected, chosen_lengths, rejected_lengths, mask, beta, 0.0)
     log_odds = _log_odds(pairs.mean_chosen) - _log_odds(pairs.mean_rejected)

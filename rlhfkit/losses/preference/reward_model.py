@@ -13,7 +13,6 @@ from rlhfkit.losses.aggregation import (
     masked_mean,
     select,
 )
-from rlhfkit.losses.arguments import AGGREGATION_ARGUMENTS, share_arguments
 from rlhfkit.losses.metrics import max_metric, min_metric, sum_metric
 from rlhfkit.losses.preference.dpo import smoothed_logsigmoid_loss
 
@@ -71,7 +70,6 @@ def bradley_terry_loss(
     return LossOutput(aggregate(losses, keep, denominator=denominator), _pair_metrics(chosen, rejected, keep))
 
 
-@share_arguments(AGGREGATION_ARGUMENTS)
 def process_reward_loss(
     logits: Tensor,
     labels: Tensor,
@@ -100,6 +98,7 @@ def process_reward_loss(
         aggregation: How the steps become one number; the mean over all steps by default, as in OpenRLHF.
         denominator: Steps (or answers) of the whole optimizer step, divided by the number of micro-batches that are
             averaged; the steps of this call when ``None``.
+        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
 
     Returns:
         The loss with metrics ``prm/accuracy`` (share of steps whose likelier class is the label; soft labels count as

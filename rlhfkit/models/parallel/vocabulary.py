@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhfkit.losses.arguments import HEAD_ARGUMENTS, share_arguments
 from rlhfkit.losses.fused_head.logprobs import (
     LogprobsOutput,
     head_gradients,
@@ -32,7 +31,6 @@ from rlhfkit.losses.fused_head.tiles import (
 )
 
 
-@share_arguments(HEAD_ARGUMENTS)
 def vocabulary_parallel_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -51,8 +49,15 @@ def vocabulary_parallel_logprobs(
     A collective, as is its backward pass. All ranks give the same arguments, and get the same gradients.
 
     Args:
+        hidden: (..., H) final hidden states; select the tokens you need first, every row costs 2·V·H operations.
+        weight: (V, H) of the head, or of the tied embedding.
+        targets: (...) int64 token ids in [0, V).
         group: Process group whose ranks divide the vocabulary.
+        bias: (V,).
+        temperature: The sampling temperature, which divides the logits; 1 by default.
         entropy: Also compute the entropy, with gradient.
+        logit_softcap: Cap of Gemma 2's final logits; none by default.
+        logit_scale: Factor on the head's output (Cohere); 1 by default.
         chunk: Vocabulary entries per tile, which does not change the result; chosen by the tile's size when ``None``.
 
     Returns:
