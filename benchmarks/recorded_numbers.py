@@ -291,11 +291,13 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "optimal_token_baseline": grpo(advantages="rlhfkit.modules.on_policy.presets.optimal_token_baseline"),
         "ppo": ppo(),
         # Every other option of the modules' own files.
-        "grpo_paper": grpo(**presets.GRPO, kl_clamp=0.5),
-        "kl_weighted": grpo(kl_coef=0.1, kl_importance_weight=True, kl_estimator="k1"),
-        "kl_sequence": grpo(kl_coef=0.1, kl_in_reward="sequence", advantage_scale="none"),
+        "grpo_paper": grpo(**presets.GRPO, parts=[part("kl_penalty.KLPenalty", coef=0.04, clamp=0.5)]),
+        "kl_weighted": grpo(
+            parts=[part("kl_penalty.KLPenalty", coef=0.1, importance_weight=True, estimator="k1")]
+        ),
+        "kl_sequence": grpo(parts=[part("kl_penalty.KLInReward", coef=0.1)], advantage_scale="none"),
         "kl_target_in_reward": grpo(
-            kl_coef=0.1, kl_in_reward="token", parts=control(0.001), gamma=0.9
+            parts=[part("kl_penalty.KLInReward", coef=0.1, place="token"), *control(0.001)], gamma=0.9
         ),
         "early_stop_epochs": grpo(parts=control(None, 0.0005), **epochs),
         "entropy_bonus": grpo(entropy_coef=0.05),

@@ -83,6 +83,10 @@ class Part(Callback):
     ``old_logprobs`` are computed for all rows if any part reads them."""
     writes: tuple[str, ...] = ()
     """Fields of the rows that its ``prepare`` sets. Of two parts that write one field the later one must read it."""
+    temporary: tuple[str, ...] = ()
+    """Columns that it writes for other parts, which are dropped once the iteration is prepared."""
+    loads_reference: bool = False
+    """Whether it calls ``module.reference_model()``, which is then loaded with the policy."""
     outputs: tuple[str, ...] = ()
     """What it needs of the policy's output beside log-probs: ``entropy``; for fine-tuning also ``correct``."""
     number: int = 0
@@ -106,6 +110,10 @@ class Part(Callback):
         if self.module is not None and self.module is not module:
             raise ValueError(f"{type(self).__name__} is a part of another module already: make one for each module")
         self.module = module
+
+    def brings(self) -> Sequence["Part"]:
+        """Parts that it needs beside it: a module makes each unless another part writes the same fields."""
+        return ()
 
     def children(self) -> Mapping[str, Child]:
         """Models that it brings, by their names in the module."""

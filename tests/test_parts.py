@@ -249,12 +249,12 @@ def test_two_parts_of_one_class_keep_two_states_and_a_resumed_run_continues(tmp_
 def test_print_shows_what_happens_when(model: str) -> None:
     module = GRPOModule(model, parts=[Counter(), halve], kl_coef=0.1, mask_truncated=True)
     line = (
-        "SHAPE halve -> POLICY add_logprobs -> CREDIT GroupAdvantages, Counter -> SELECT MaskTruncated "
-        "| loss: dapo_loss + KL penalty + Counter"
+        "SHAPE halve -> POLICY add_logprobs -> MODELS Reference -> CREDIT GroupAdvantages, Counter -> SELECT "
+        "MaskTruncated | loss: dapo_loss + KLPenalty + Counter"
     )
     assert line in repr(module)
-    own = ["GroupAdvantages()", "MaskTruncated()", "EngineMismatch()"]
-    assert [repr(part) for part in module.parts][:4] == [*own, "Counter()"]
+    own = ["GroupAdvantages()", "KLPenalty(coef=0.1)", "MaskTruncated()", "EngineMismatch()", "Reference()"]
+    assert [repr(part) for part in module.parts][:6] == [*own, "Counter()"]
     assert "MODELS Critic -> CREDIT GAE, WhitenAdvantages, Returns | loss: ppo_loss" in repr(
         PPOModule(model, kl_coef=0.0)
     )

@@ -208,6 +208,9 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         A part that was given takes the place of a part of the module that writes the same fields.
         """
         own = [part for part in self.own_parts if not self.replaced & {*part.writes} - {*part.reads}]
+        for part in (needed for one in (*own, *self.given_parts) for needed in one.brings()):
+            if not any({*part.writes} <= {*other.writes} for other in (*own, *self.given_parts)):
+                own.append(part)
         self.parts = [*own, *self.given_parts]
         self._attached = True
         self._assemble()
@@ -343,8 +346,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss uses :meth:`reference_model`; override it to get one."""
-        return False
+        """Whether the loss or a part uses :meth:`reference_model`; override it to get one."""
+        return any(part.loads_reference for part in self.parts)
 
     @property
     def has_reference(self) -> bool:

@@ -86,7 +86,6 @@ REFERENCE: dict[str, Change | Unseen] = {
     "max_tokens_per_forward": Change(8, given={"precompute_ref_log_probs": True}),
 }
 PAIRS: dict[str, Change | Unseen] = {"beta": Change(0.7), "label_smoothing": Change(0.2), "nll_coef": Change(0.5)}
-KL: dict[str, Any] = {"kl_coef": 0.1}
 CONSTANT: dict[str, Any] = {"aggregation": "constant-length", "max_length": 4}
 ON_POLICY: dict[str, Change | Unseen] = {
     "advantages": Change(by_rewards),
@@ -97,14 +96,10 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "aggregation": Change("sequence-mean-token-sum"),
     "max_length": Change(9, given=CONSTANT),
     "kl_coef": Change(0.3),
-    "kl_estimator": Change("k2", given=KL),
-    "kl_in_reward": Change("token", given=KL),
     "entropy_coef": Change(0.1),
     "parts": Change([f"{Watches.__module__}.Watches"]),
     "correction": Change("tis"),
     "proximal": Change("log-linear"),
-    "kl_clamp": Change(1e-6, given=KL, around={"epochs": 2}),
-    "kl_importance_weight": Change(True, given=KL, around={"epochs": 2}),
     "log_entropy": Change(False),
     "router_replay": Unseen("is for mixtures of experts; tests/modules/on_policy/test_router_replay.py"),
     "reward_model": Change("@scorer"),
@@ -119,7 +114,7 @@ GROUPS: dict[str, Change | Unseen] = {
     "whiten_advantages": Change(True),
     "token_level_rewards": Change(True, given={"advantage_scale": "none"}),
 }
-OF_REWARDS = {"advantages", "kl_in_reward", "reward_model"}
+OF_REWARDS = {"advantages", "reward_model"}
 
 
 def rewarded(row: Change | Unseen) -> Change:
@@ -136,11 +131,8 @@ REFUSED: dict[str, Change | Unseen] = {
 AS_KTO = Unseen("handed to the class that it is derived from, which does with it what it does there")
 AS_GRPO = Unseen("handed to OnPolicyModule, which does with it what it does for GRPOModule")
 JSD: dict[str, Any] = {"divergence": "jsd"}
-IN_LOSS: dict[str, Any] = {"kl_in_reward": False}
 PPO: dict[str, Change | Unseen] = {
-    "proximal": Change("log-linear", given=IN_LOSS),
-    "kl_clamp": Change(1e-6, given=IN_LOSS | KL, around={"epochs": 2}),
-    "kl_importance_weight": Change(True, given=IN_LOSS | KL, around={"epochs": 2}),
+    "proximal": Change("log-linear", given={"kl_coef": 0.0}),
     "critic": Change("@other", built=True),
     "shared_backbone": Change(True),
     "critic_lr": Change(1e-3, built=True),
@@ -155,8 +147,6 @@ PPO: dict[str, Change | Unseen] = {
     "whiten_advantages": Change(False),
     "critic_warmup_steps": Change(2),
     "kl_coef": Change(0.3, around={"epochs": 2}),  # in the first iteration the policy is the reference
-    "kl_in_reward": Change(False),
-    "kl_estimator": Change("k2"),
 }
 SCALAR = POLICY | {"head_std": Change(0.5)}
 TABLE: dict[type, tuple[str, Rows]] = {
@@ -246,7 +236,7 @@ TABLE: dict[type, tuple[str, Rows]] = {
     PPOModule: ("prompts", POLICY | ON_POLICY | PPO),
     OnlineDPOModule: (
         "prompts",
-        dict.fromkeys(POLICY | ON_POLICY, AS_GRPO)
+        dict.fromkeys((POLICY | ON_POLICY).keys() - {"kl_coef"}, AS_GRPO)
         | REFUSED
         | PAIRS
         | {
@@ -264,7 +254,7 @@ LEAST_OF: dict[type, dict[str, Any]] = {
     DistillationModule: {"teacher": "@other"},
     OnPolicyDistillationModule: {"teacher": "@other"},
 }
-ABSTRACT = {"PolicyModule", "PreferenceModule", "ReferenceModule", "ScalarModule", "OnPolicyModule", "RewardedModule"}
+ABSTRACT = {"PolicyModule", "PreferenceModule", "ReferenceModule", "ScalarModule", "OnPolicyModule"}
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +292,7 @@ class CuriousDPO(OnlineDPOModule):
 
 def test_hyperparameters_of_a_subclass_are_kept_whatever_their_names() -> None:
     assert CuriousDPO("anywhere", entropy_coef=0.5).hparams["entropy_coef"] == 0.5
-    assert "kl_coef" not in CuriousDPO("anywhere").hparams
+    assert "correction" not in CuriousDPO("anywhere").hparams
 
 
 @pytest.mark.parametrize("kind", TABLE)

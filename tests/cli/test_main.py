@@ -105,14 +105,14 @@ def config(tmp_path: Path) -> Path:
 def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecorder) -> None:
     options = {"clip_high": "0.3", "policy_loss": "gspo_loss", "advantages": "rloo_advantages"}
     part = "{class_path: rlhfkit.modules.parts.kl_control.KLTarget, init_args: {target: 0.1}}"
-    options |= {"kl_coef": "0.01", "kl_in_reward": "sequence", "parts": f"[{part}]"}
+    options |= {"kl_coef": "0.01", "parts": f"[{part}]"}
     chosen = [word for name, value in options.items() for word in (f"--model.init_args.{name}", value)]
     cli = run(["fit", "--config", str(config), *chosen])
     assert cli.trainer.global_step == 2
     assert cli.model.hparams["clip_high"] == 0.3
     assert cli.model.hparams["policy_loss"] == "rlhfkit.losses.policy.sequence.gspo_loss"
     assert cli.model.hparams["advantages"] == "rlhfkit.losses.advantages.group.rloo_advantages"
-    assert cli.model.kl_in_reward == "sequence"
+    assert any(repr(one) == "KLPenalty(coef=0.01)" for one in cli.model.parts)
     assert [one.plain()["init_args"] for one in cli.model.given_parts] == [{"target": 0.1, "horizon": 10000}]
     assert cli.trainer.callbacks[0].engine.max_sequences == 5
     assert any(isinstance(callback, MemoryCheck) for callback in cli.trainer.callbacks)

@@ -17,6 +17,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import DistillationModule, GRPOModule, OnPolicyDistillationModule, VLLMServer
 from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel, frozen_model
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -68,7 +69,7 @@ def test_a_run_with_a_served_reference_is_the_run_with_a_child(
     (tmp_path / "model").symlink_to(folder)
     trained = []
     for reference in (None, ServedModel(**served.plain())):
-        arguments = {"kl_coef": 0.1, "kl_in_reward": True, "reference": reference}
+        arguments = {"parts": [KLInReward(0.1)], "reference": reference}
         trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments)
         trainer.fit(module, datamodule=data)
         assert hasattr(module, "reference") == (reference is None)

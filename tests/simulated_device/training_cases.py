@@ -15,6 +15,7 @@ from step_cases import KINDS, STEP, train
 from torch import Tensor
 
 from rlhfkit import EMA, GRPOModule, LoRA, NonFiniteGuard, OnPolicyDistillationModule, PPOModule
+from rlhfkit.modules.parts.kl_penalty import KLInReward
 from simulated_device import HostWaits, record_host_waits, trainer_arguments
 
 
@@ -88,7 +89,7 @@ def further_settings(folder: Path) -> dict[str, float]:
         "on-policy distillation": (OnPolicyDistillationModule, {"teacher": str(folder / "other")}, {}),
         "penalized in the reward, validated and averaged": (
             GRPOModule,
-            {"kl_coef": 0.1, "kl_in_reward": True, "reward_model": str(folder / "scorer")},
+            {"parts": [KLInReward(0.1).plain()], "reward_model": str(folder / "scorer")},
             {"data_arguments": {"validation_data": validation}, "callbacks": [EMA(decay=0.9, validate=False)]},
         ),
         "a mixture of experts, resumed": (PPOModule, {"router_aux_loss_coef": 0.01}, {}),

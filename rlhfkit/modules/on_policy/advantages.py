@@ -17,11 +17,11 @@ from rlhfkit.modules.on_policy.preparation.local_rows import (
     takes_local_rows,
     warn_of_gathering,
 )
-from rlhfkit.modules.on_policy.preparation.rewards import RewardedModule
+from rlhfkit.modules.on_policy.preparation.placed_models import PlacedModule
 from rlhfkit.parts import Part, part_name
 
 
-class AdvantageModule(RewardedModule):
+class AdvantageModule(PlacedModule):
     """A policy whose rewarded samples get advantages.
 
     Args:
@@ -29,8 +29,8 @@ class AdvantageModule(RewardedModule):
         advantages: Function used in place of :meth:`advantages`, or its name (``"rloo_advantages"``,
             ``"my_package.my_function"``): of the iteration's :class:`~rlhfkit.data.Experience`, or of rewards (N,) and
             group ids (N,), see :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`. Its rewards are those
-            after parts of ``Stage.SHAPE``, minus the KL penalty of the whole answer if that is in the reward.
-        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`.
+            after parts of ``Stage.SHAPE`` and ``Stage.PENALIZE``.
+        **kwargs: See :class:`~rlhfkit.modules.on_policy.preparation.iteration.IterationModule`.
 
     Raises:
         ValueError: If the function has another form.
@@ -148,7 +148,7 @@ class AdvantageModule(RewardedModule):
     def advantages(self, experience: Experience) -> Tensor:
         """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing. May be overridden.
 
-        These are what the parts :attr:`credit` compute. ``experience`` has shaped rewards (:meth:`sample_rewards`), and
+        These are what the parts :attr:`credit` compute. ``experience`` has shaped and penalized rewards, and
         log-probs and values where they are needed. With several ranks an override is given the whole iteration, the
         same on every rank, which is gathered for it; one that is marked with :func:`~rlhfkit.local_rows` is given this
         rank's rows and the summary of all. ``super().advantages(experience)`` works with both.

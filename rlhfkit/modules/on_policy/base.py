@@ -18,10 +18,8 @@ from rlhfkit.losses import (
     Aggregation,
     LossOutput,
     gspo_loss,
-    kl_loss,
     luspo_loss,
     mean_metric,
-    policy_tokens,
     ppo_loss,
     rloo_loss,
     sum_losses,
@@ -29,14 +27,12 @@ from rlhfkit.losses import (
 from rlhfkit.losses.policy.sequence import check_advantages_of_sequences
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import freeze
 from rlhfkit.modules.on_policy.advantages import AdvantageModule
 from rlhfkit.modules.on_policy.functions import PolicyLoss
 from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
-from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.parts import Part, Stage, arrange, describe, overriding, part_name
-from rlhfkit.roles import FrozenModel, ModelPool
+from rlhfkit.roles import FrozenModel, ModelPool, ServedModel
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import epochs_of
 from rlhfkit.validation import check_number
@@ -48,13 +44,22 @@ class ModuleStep(Part):
     Args:
         call: A method of the module, from rows to rows; ``None``: they are not changed.
         stage: When.
+        reads: Fields of the rows that it needs.
         writes: Fields of the rows that it sets.
+        temporary: Those of them that are dropped once the iteration is prepared.
     """
 
     def __init__(
-        self, call: Callable[[Experience], Experience | None], stage: Stage, *, writes: Sequence[str] = ()
+        self,
+        call: Callable[[Experience], Experience | None],
+        stage: Stage,
+        *,
+        reads: Sequence[str] = (),
+        writes: Sequence[str] = (),
+        temporary: Sequence[str] = (),
     ) -> None:
-        self.call, self.stage, self.writes = call, stage, tuple(writes)
+        self.call, self.stage = call, stage
+        self.reads, self.writes, self.temporary = tuple(reads), tuple(writes), tuple(temporary)
         self.label = call.__name__
 
     def prepare(self, rows: Experience) -> Experience:
@@ -66,9 +71,8 @@ class ModuleStep(Part):
 class OnPolicyModule(AdvantageModule):
     """A policy that learns from its own samples.
 
-    A subclass overrides :meth:`advantages`, or a function is passed in. The loss is a policy loss (PPO's by default),
-    optionally with a KL penalty towards the initial model, and what parts add; a subclass overrides :meth:`loss` for
-    another one.
+    A subclass overrides :meth:`advantages`, or a function is passed in. The loss is a policy loss (PPO's by default)
+    and what parts add; a subclass overrides :meth:`loss` for another one.
 
     Args:
         model: Folder or hub name of the policy.
@@ -76,7 +80,7 @@ class OnPolicyModule(AdvantageModule):
         policy_loss: A function of :mod:`rlhfkit.losses`, your own of the same form
             ``(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, or
             its name: ``"gspo_loss"``, ``"my_package.my_loss"``. It gets the arguments that its signature names, also
-            ``rollout_logprobs`` or ``ref_logprobs``, and keeps its own defaults unless another argument differs.
+            ``rollout_logprobs``, and keeps its own defaults unless another argument differs.
         policy_loss_arguments: More keyword arguments of the policy loss.
         clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
@@ -92,22 +96,28 @@ class OnPolicyModule(AdvantageModule):
         proximal: Which log-probs the ratio is taken to in later updates of an iteration: ``"recompute"``: those of the
             policy before it, by a forward pass; ``"log-linear"``: an approximation without one, see
             :class:`~rlhfkit.modules.parts.old_policy.LogLinear`.
-        kl_clamp: Limit in nats of each token's KL in the loss (10 in OpenRLHF, and in verl for k3); ``None``: none.
-        kl_importance_weight: Multiply each token's KL in the loss by its ratio, with its gradient (unbiased off-policy:
-            DeepSeek-V3.2, 2025, arXiv:2512.02556; on in TRL).
+        reference: Where the reference model is, see :class:`~rlhfkit.modules.parts.reference.Reference`: ``None``: a
+            frozen child, or the policy without its adapters, if a part needs one; a :class:`~rlhfkit.roles.ModelPool`:
+            on machines of its own; a :class:`~rlhfkit.roles.ServedModel`: behind a running ``vllm serve``.
+        reward_model: Scores samples, in addition to the callback's reward, see
+            :class:`~rlhfkit.modules.parts.reward_model.RewardModel`: a folder or hub name, a
+            :class:`~rlhfkit.roles.ModelPool`, or a mapping of several by name.
+        reward_weights: Factors of the scores of several reward models, by name; 1 for those that are left out.
+        mask_truncated: Learn nothing from answers that the length limit cut off, see
+            :class:`~rlhfkit.modules.parts.rewards.MaskTruncated`; other parts of that file shape rewards.
         log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
         router_replay: Make a :class:`~rlhfkit.modules.parts.old_policy.RouterReplay`, for mixtures of experts.
         parts: More features, each a :class:`~rlhfkit.Part`, or a function of an iteration's rows
             (:class:`~rlhfkit.data.Experience`) that is called before the updates and changes them; also their dotted
             names and, as in a configuration file, ``{"class_path": ..., "init_args": {...}}``. ``print(module)`` shows
             what they do when.
-        **kwargs: See :class:`~rlhfkit.modules.on_policy.advantages.AdvantageModule`,
-            :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`, and :class:`PolicyModule`.
+        **kwargs: See :class:`~rlhfkit.modules.on_policy.advantages.AdvantageModule` and :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or has no effect beside the others.
     """
 
+    batch_types = (Experience,)
     weighing: Sequence[Callable[..., tuple[Tensor, Mapping[str, Any]]]] = ()
     """:meth:`Part.weigh` of the parts that override it."""
     auxiliary_losses: Sequence[Callable[..., LossOutput]] = ()
@@ -135,14 +145,37 @@ class OnPolicyModule(AdvantageModule):
         entropy_coef: float = 0.0,
         correction: str | Mapping[str, Any] | None = None,
         proximal: Literal["recompute", "log-linear"] = "recompute",
-        kl_clamp: float | None = None,
-        kl_importance_weight: bool = False,
+        reference: ModelPool | ServedModel | None = None,
+        reward_model: str | ModelPool | Mapping[str, str | ModelPool] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+        mask_truncated: bool = False,
         log_entropy: bool = True,
         router_replay: bool = False,
         parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, parts=parts, **kwargs)
+        if reward_model is not None:
+            from rlhfkit.modules.parts.reward_model import RewardModel
+
+            scores = RewardModel(reward_model, reward_weights)
+            self.own_parts.append(scores)
+            self.hparams.update(reward_model=scores.plain()["init_args"]["models"])
+        elif reward_weights:
+            raise ValueError(
+                f"reward_weights are those of reward_model={{name: ...}}, got {dict(reward_weights)} for none"
+            )
+        self.mask_truncated = mask_truncated
+        if mask_truncated:
+            from rlhfkit.modules.parts.rewards import MaskTruncated
+
+            self.own_parts.append(MaskTruncated())
+        if reference is not None:
+            from rlhfkit.modules.parts.reference import Reference
+
+            there = Reference(reference)
+            self.own_parts.append(there)
+            self.hparams.update(reference=there.plain()["init_args"]["pool"])
         check_number("entropy_coef", entropy_coef)
         self.policy_loss = PolicyLoss(
             policy_loss,
@@ -170,12 +203,8 @@ class OnPolicyModule(AdvantageModule):
             from rlhfkit.modules.parts.old_policy import LogLinear
 
             self.own_parts.append(LogLinear())
-        check_number("kl_clamp", kl_clamp, above=0, optional=True)
-        self.kl_clamp = kl_clamp
-        self.kl_importance_weight = kl_importance_weight
         self.log_entropy = log_entropy
         self.hparams.update(policy_loss=self.policy_loss.name)
-        self._check_combinations()
         self._check_loss()
         self.router_replay = router_replay
         if router_replay:
@@ -186,33 +215,16 @@ class OnPolicyModule(AdvantageModule):
 
         self.own_parts.append(EngineMismatch())
         self.attach_parts()
-
-    def _check_combinations(self) -> None:
-        """Refuse combinations in which an argument has no effect, or a wrong one."""
-        in_loss = bool(self.kl_coef) and self.kl_in_reward is None
-        weighted = self.kl_importance_weight or self.policy_loss.arguments.get("kl_importance_weight")
-        if in_loss and self.kl_estimator == "k1" and not weighted:
+        if reference is not None and not any("ref_logprobs" in step.reads for step in self._arranged()):
             raise ValueError(
-                "kl_estimator='k1' in the loss has a gradient of mean 0, which is noise and no penalty: use 'k2' or "
-                "'k3', or kl_in_reward=True, or kl_importance_weight=True"
+                f"reference={type(self.reference_pool).__name__}(...) is a model that nothing asks: give a kl_coef "
+                "(0.01 is OpenRLHF's) or KLPenalty, or leave reference out"
             )
-        given = {"kl_clamp": self.kl_clamp is not None, "kl_importance_weight": self.kl_importance_weight}
-        if not in_loss:
-            own = self.policy_loss.arguments if self.policy_loss.penalizes_kl else {}
-            of_loss = {name: chosen or bool(own.get(name)) for name, chosen in given.items()}
-            refuse_without_effect(of_loss, "a KL penalty that is not in the loss (kl_coef, kl_in_reward)")
-        elif self.policy_loss.penalizes_kl:
-            unknown = {name: chosen and not self.policy_loss.takes(name) for name, chosen in given.items()}
-            refuse_without_effect(unknown, f"{self.policy_loss.name}, which adds the KL penalty and does not take it")
-        twice = [name for name, chosen in given.items() if chosen and name in self.policy_loss.arguments]
-        if twice:
-            raise ValueError(f"{', '.join(twice)} is given twice, to the module and in policy_loss_arguments: keep one")
 
     def _check_loss(self) -> None:
         """Compute the loss of one token, so that bad arguments raise before training."""
         probe = torch.zeros(1, 1)
         batch = dataclasses.replace(two_tokens(), advantages=probe)
-        batch = batch.with_columns(ref_logprobs=probe)
         try:
             OnPolicyModule.loss(self, batch, PolicyOutput(probe, probe))
         except TypeError as error:
@@ -301,26 +313,34 @@ class OnPolicyModule(AdvantageModule):
         """What the module itself does with an iteration, beside its parts; empty steps are left out."""
         by_method = self.overrides_advantages or not any("advantages" in part.writes for part in self.parts)
         steps = [
-            ModuleStep(self.add_logprobs, Stage.POLICY, writes=self.columns_of_models),
+            ModuleStep(
+                self.add_logprobs,
+                Stage.POLICY,
+                writes=("old_logprobs", "entropy", "routing"),
+                temporary=("entropy",),
+            ),
             ModuleStep(self.compute_advantages, Stage.CREDIT, writes=("advantages",)) if by_method else None,
         ]
         return [step for step in steps if step is not None]
 
     @property
-    def columns_of_models(self) -> tuple[str, ...]:
-        """Fields of the rows that :meth:`add_logprobs` sets."""
-        return "old_logprobs", "entropy", "routing", *(["ref_logprobs"] if self.has_reference else [])
+    def needs_old_logprobs(self) -> bool:
+        """Whether the old log-probs of all samples are needed before the first update."""
+        return any("old_logprobs" in part.reads for part in self.parts)
 
     @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether the old log-probs of all samples are needed before the first update, also by a part."""
-        return super().needs_old_logprobs or any("old_logprobs" in part.reads for part in self.parts)
+    def reference_pool(self) -> FrozenModel | None:
+        """The reference model, if it is on machines of its own."""
+        return self.placed_models().get("reference", (None, None))[0]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference model is asked during training, here or elsewhere."""
+        return any("ref_logprobs" in part.writes for part in self.parts)
 
     def extra_repr(self) -> str:
         """What prepares an iteration, in order, and what the loss consists of."""
         loss = [self.policy_loss.name.rpartition(".")[-1]]
-        penalty = self.kl_coef and self.kl_in_reward is None
-        loss += ["KL penalty"] if penalty else []
         for method in ("term", "auxiliary_loss"):
             loss += [part_name(part) for part in self.parts if overriding([part], method)]
         return describe(self.order, loss)
@@ -347,7 +367,7 @@ class OnPolicyModule(AdvantageModule):
 
     def placed_models(self) -> dict[str, tuple[FrozenModel, Role]]:
         """The models on machines of their own, by the name of the role, and what they are asked for."""
-        return super().placed_models() | {name: one for part in self.parts for name, one in part.placed().items()}
+        return {name: one for part in self.parts for name, one in part.placed().items()}
 
     # ------------------------------------------------------------------ what RolloutCallback asks
 
@@ -417,22 +437,9 @@ class OnPolicyModule(AdvantageModule):
             rewards=scored.rewards,
             token_rewards=scored.token_rewards,
             iteration=scored.iteration,
-        ).with_columns(entropy=None)
+        ).with_columns(**{name: None for part in self.order for name in part.temporary})
 
     def add_logprobs(self, experience: Experience) -> Experience:
-        """Add old and reference log-probs where they are needed. A collective."""
-        pool = self.reference_pool
-        asked = None if pool is None else ask(pool, "logprobs", self, experience)  # while the policy computes
-        experience = self.add_old_logprobs(experience)
-        if self.needs_reference:
-            with self.reference_model() as reference:
-                ref_logprobs = self.distributed_logprobs(reference, experience)
-            experience = experience.with_columns(ref_logprobs=ref_logprobs)
-        if asked is not None and pool is not None:
-            experience = experience.with_columns(ref_logprobs=pool_result(asked, pool))
-        return experience
-
-    def add_old_logprobs(self, experience: Experience) -> Experience:
         """Add what the policy before the iteration makes of its tokens, where that is needed. A collective.
 
         The first update uses its own log-probs as old ones. Later epochs over the iteration need those of all rows:
@@ -500,31 +507,19 @@ class OnPolicyModule(AdvantageModule):
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """Compute the policy's loss on one micro-batch of B sequences; override it for another objective."""
         assert batch.advantages is not None
-        mask, old, reduction = batch.action_mask, self.old_logprobs(batch, out), self.aggregation_arguments(batch)
-        reference = batch.columns.get("ref_logprobs")
+        old = self.old_logprobs(batch, out)
         offered: dict[str, Any] = {
             "weights": None,
             "rollout_logprobs": batch.rollout_logprobs,
-            "ref_logprobs": reference,
-            "denominator": reduction["denominator"],
+            "denominator": self.aggregation_arguments(batch)["denominator"],
         }
         metrics: Mapping[str, Tensor] = {}
         for weigh in self.weighing:
             factor, measured = weigh(batch, out, old)
             offered["weights"] = factor if offered["weights"] is None else factor * offered["weights"]
             metrics = {**metrics, **measured}
-        kl_coef = 0.0 if reference is None or self.kl_in_reward is not None else self.kl_coef
-        if self.policy_loss.penalizes_kl:
-            offered |= {"kl_coef": kl_coef, "kl_estimator": self.kl_estimator}
-            offered |= {"kl_clamp": self.kl_clamp} if self.kl_clamp is not None else {}
-            offered |= {"kl_importance_weight": True} if self.kl_importance_weight else {}
-        parts = [self.policy_loss(out.logprobs, old, batch.advantages, mask, **offered)]
-        if reference is not None and not self.policy_loss.penalizes_kl:
-            estimator, more = self.kl_estimator, {"clamp": self.kl_clamp} | reduction
-            if self.kl_importance_weight:
-                more["importance_weight"] = policy_tokens(out.logprobs, old, batch.advantages, mask).ratio
-            parts.append(kl_loss(out.logprobs, reference, mask, coef=kl_coef, estimator=estimator, **more))
-        result = sum_losses(*parts, *(term(batch, out, old) for term in self.terms))
+        policy = self.policy_loss(out.logprobs, old, batch.advantages, batch.action_mask, **offered)
+        result = sum_losses(policy, *(term(batch, out, old) for term in self.terms))
         return LossOutput(result.loss, {**result.metrics, **metrics})
 
     def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from rlhfkit.modules.teachers import (
     check_teacher_tokens,
     load_teacher,
 )
+from rlhfkit.parts import Stage
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import datamodule_of
@@ -211,8 +212,8 @@ class OnPolicyDistillationModule(GRPOModule):
                 "advantages=... of the whole experience would take the place of the teacher's; for the reward's give a "
                 "function of rewards and groups"
             )
-        if self.kl_in_reward is not None and not self.reward_coef:
-            raise ValueError("kl_in_reward needs a reward_coef, or the penalty is lost: use kl_in_reward=False")
+        if any(part.stage == Stage.PENALIZE for part in self.parts) and not self.reward_coef:
+            raise ValueError("KLInReward needs a reward_coef, or the penalty is lost: use KLPenalty")
         if divergence is not None:
             unused = {"distillation_gamma": self.distillation_gamma != 0.0, "router_replay": self.router_replay}
             reason = "which makes no advantages of tokens and replays no choice of experts"
@@ -269,7 +270,7 @@ class OnPolicyDistillationModule(GRPOModule):
     # ------------------------------------------------------------------ before the updates of an iteration
 
     def add_logprobs(self, experience: Experience) -> Experience:
-        """Add old and reference log-probs, and the teacher's unless a divergence runs it beside the student."""
+        """Add old log-probs, and the teacher's unless a divergence runs it beside the student."""
         pool = self.teacher_pool
         asked = None if pool is None else ask(pool, "logprobs", self, experience)  # while the student computes
         experience = super().add_logprobs(experience)

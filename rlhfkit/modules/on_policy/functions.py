@@ -125,7 +125,7 @@ _GIVEN_BY_THE_MODULE = {
     "max_length": "it is the module's max_length=...",
     "denominator": "it is the count of the optimizer step",
     "rollout_logprobs": "they are the engine's",
-    "ref_logprobs": "they are the reference model's, which a kl_coef=... loads",
+    "ref_logprobs": "a KL penalty is a part, KLPenalty, that kl_coef=... makes",
 }
 
 
@@ -185,8 +185,9 @@ class PolicyLoss:
 
     def _check_arguments(self, chosen: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         own = dict(_GIVEN_BY_THE_MODULE)
-        if self.penalizes_kl:
-            own |= {name: f"it is the module's {name}=..." for name in ("kl_coef", "kl_estimator")}
+        if "ref_logprobs" in self._keywords:
+            of_penalty = (name for name in self._keywords if name.startswith("kl_"))
+            own |= dict.fromkeys(of_penalty, "a KL penalty is a part, KLPenalty, that kl_coef=... makes")
         own |= dict.fromkeys(_INPUTS, "it is a tensor of the micro-batch")
         for name in arguments:
             if name in own:
@@ -205,11 +206,6 @@ class PolicyLoss:
     def takes(self, name: str) -> bool:
         """Whether the function is given a keyword argument of this name."""
         return name in self._keywords or (self._takes_more and name in _ALWAYS_GIVEN)
-
-    @property
-    def penalizes_kl(self) -> bool:
-        """Whether the function adds the KL penalty to the reference itself, like :func:`~rlhfkit.losses.grpo_loss`."""
-        return {"ref_logprobs", "kl_coef"} <= self._keywords.keys()
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **offered: Any

@@ -1,7 +1,7 @@
 """``GRPOModule``: group relative policy optimization (Shao et al., 2024, arXiv:2402.03300) and its relatives."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss
@@ -9,9 +9,8 @@ from rlhfkit.models import LoRA
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
-from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.optimizers.schedules import Schedule
-from rlhfkit.parts import Part
+from rlhfkit.parts import Part, make_part
 from rlhfkit.validation import check_number
 
 
@@ -46,9 +45,9 @@ class GRPOModule(OnPolicyModule):
         policy_loss_arguments: More keyword arguments of the policy loss.
         clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
-        kl_coef: Weight of the KL penalty towards the reference; 0 (TRL's default) loads no reference model.
-        kl_in_reward: ``None`` or false: the penalty is in the loss. ``"sequence"`` (or true) subtracts it from the
-            sample's reward, before the baseline (RLOO), ``"token"`` from each token's, after it (REINFORCE++).
+        kl_coef: Weight of a :class:`~rlhfkit.modules.parts.kl_penalty.KLPenalty` towards the initial model, in the
+            loss; 0 (TRL's default) loads no reference model. Another one, or a
+            :class:`~rlhfkit.modules.parts.kl_penalty.KLInReward` (RLOO, REINFORCE++), among ``parts`` takes its place.
         correction: Importance correction for differences between engine and trainer: ``"tis"``, ``"icepop"``, ``"mis"``
             and others of :data:`~rlhfkit.losses.CORRECTION_PRESETS`, or arguments of
             :func:`~rlhfkit.losses.importance_weights`.
@@ -64,14 +63,11 @@ class GRPOModule(OnPolicyModule):
             adapter that ``model`` holds.
         parts: More features, each a :class:`~rlhfkit.Part` or a function of an iteration's rows, see
             :class:`OnPolicyModule`.
-        **kwargs: Loss: see :class:`OnPolicyModule`; rewards and KL: see
-            :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`; model: see :class:`PolicyModule`.
+        **kwargs: Loss and rewards: see :class:`OnPolicyModule`; model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
     """
-
-    default_kl_place: ClassVar[KLPlace] = "sequence"
 
     def __init__(
         self,
@@ -88,7 +84,6 @@ class GRPOModule(OnPolicyModule):
         clip_low: float | None = None,
         clip_high: float | None = None,
         kl_coef: float = 0.0,
-        kl_in_reward: bool | KLPlace | None = None,
         correction: str | Mapping[str, Any] | None = None,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
@@ -115,10 +110,18 @@ class GRPOModule(OnPolicyModule):
         from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
 
         self.credit = [GroupAdvantages(advantage_scale) if advantages is None else AdvantagesBy(advantages)]
-        if of_samples and (token_level_rewards or gamma != 1.0 or (kl_coef and kl_in_reward == "token")):
+        given = [make_part(one) for one in parts]
+        by_token = token_level_rewards or any("token_penalty" in part.writes for part in given)
+        if of_samples and (by_token or gamma != 1.0):
             self.credit.append(TokenCredit(gamma, earned=token_level_rewards))
         if whiten_advantages:
             self.credit.append(WhitenAdvantages())
+        check_number("kl_coef", kl_coef, minimum=0, why="0 is no reference model")
+        if kl_coef:
+            from rlhfkit.modules.parts.kl_penalty import KLPart, KLPenalty
+
+            chosen = any(isinstance(part, KLPart) for part in given)
+            self.own_parts = [] if chosen else [KLPenalty(kl_coef)]
         super().__init__(
             model,
             lr=lr,
@@ -127,8 +130,6 @@ class GRPOModule(OnPolicyModule):
             policy_loss_arguments=policy_loss_arguments,
             clip_low=clip_low,
             clip_high=clip_high,
-            kl_coef=kl_coef,
-            kl_in_reward=kl_in_reward,
             correction=correction,
             weight_decay=weight_decay,
             warmup_steps=warmup_steps,
@@ -136,9 +137,10 @@ class GRPOModule(OnPolicyModule):
             attention=attention,
             gradient_checkpointing=gradient_checkpointing,
             lora=lora,
-            parts=parts,
+            parts=given,
             **kwargs,
         )
+        self.kl_coef = kl_coef
         self.advantage_scale = advantage_scale
         self.gamma = gamma
         self.whiten_advantages = whiten_advantages

@@ -37,11 +37,6 @@ OF_POLICY_LOSSES = (
     "entropy_coef",
     "correction",
     "proximal",
-    "kl_coef",
-    "kl_estimator",
-    "kl_in_reward",
-    "kl_clamp",
-    "kl_importance_weight",
 )
 """Arguments of :class:`OnPolicyModule` that a loss of pairs does not have."""
 
@@ -91,8 +86,8 @@ class OnlineDPOModule(OnPolicyModule):
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters, not the model's own weights, which are then the reference; ``None``: all weights, or the
             adapter that ``model`` holds.
-        **kwargs: Rewards and reference: see :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`;
-            model: see :class:`PolicyModule`. Arguments of policy losses and advantages are refused.
+        **kwargs: Rewards and reference: see :class:`OnPolicyModule`; model: see :class:`PolicyModule`. Arguments of
+            policy losses and advantages are refused.
 
     Raises:
         ValueError: If an argument is out of range or without effect.
@@ -126,10 +121,13 @@ class OnlineDPOModule(OnPolicyModule):
         if refused:
             raise ValueError(f"{', '.join(refused)} has no effect on a loss of pairs, which has a beta: leave it out")
         check_number("beta", beta, above=0)
+        if kwargs.get("reference") is None:
+            from rlhfkit.modules.parts.reference import Reference
+
+            self.own_parts = [Reference()]
         super().__init__(
             model,
             lr=lr,
-            kl_coef=beta,  # there is a reference model wherever there is one for a penalty; the loss has no other
             reward_model=reward_model,
             mask_truncated=mask_truncated,
             weight_decay=weight_decay,
@@ -189,12 +187,13 @@ class OnlineDPOModule(OnPolicyModule):
 
     def steps(self) -> list[Part]:
         """The steps of :class:`OnPolicyModule`, and that only compared samples are learned from."""
-        return [*super().steps(), ModuleStep(self.mask_uncompared, Stage.SELECT, writes=("action_mask",))]
+        return [*super().steps(), self.compared]
 
     @property
-    def has_kl_penalty(self) -> bool:
-        """Return False: ``beta`` is a constant of the loss."""
-        return False
+    def compared(self) -> Part:
+        """That only samples of pairs are learned from, which the loss compares with the reference."""
+        reads = ("ref_logprobs", "action_mask")
+        return ModuleStep(self.mask_uncompared, Stage.SELECT, reads=reads, writes=("action_mask",))
 
     def correct_off_policy(self) -> bool:
         """Return False: the loss has no weights of tokens, so that replayed samples are refused."""

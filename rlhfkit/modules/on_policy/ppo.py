@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -12,7 +12,6 @@ from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
-from rlhfkit.modules.on_policy.preparation.rewards import KLPlace
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.parts import Part, make_part
 from rlhfkit.roles import CriticPool, ModelPool
@@ -63,9 +62,9 @@ class PPOModule(OnPolicyModule):
         policy_loss_arguments: More keyword arguments of the policy loss.
         clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss (0.2).
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss (0.2).
-        kl_coef: Weight of the KL penalty towards the reference (0.01: OpenRLHF's default); 0 loads no reference model.
-        kl_in_reward: ``None``, true or ``"token"``: the penalty is subtracted from the reward of each token;
-            ``"sequence"``: its sum from the reward of the sample; false: it is in the loss.
+        kl_coef: Weight of a :class:`~rlhfkit.modules.parts.kl_penalty.KLInReward` towards the initial model, which
+            subtracts it from the reward of each token (0.01: OpenRLHF's default); 0 loads no reference model. Another
+            one, or a :class:`~rlhfkit.modules.parts.kl_penalty.KLPenalty` in the loss, among ``parts`` takes its place.
         correction: Importance correction for differences between engine and trainer: ``"tis"``, ``"icepop"``, ``"mis"``
             and others of :data:`~rlhfkit.losses.CORRECTION_PRESETS`, or arguments of
             :func:`~rlhfkit.losses.importance_weights`.
@@ -81,14 +80,11 @@ class PPOModule(OnPolicyModule):
             adapter that ``model`` holds.
         parts: More features, each a :class:`~rlhfkit.Part` or a function of an iteration's rows, see
             :class:`OnPolicyModule`.
-        **kwargs: Loss: see :class:`OnPolicyModule`; rewards and KL: see
-            :class:`~rlhfkit.modules.on_policy.preparation.rewards.RewardedModule`; model: see :class:`PolicyModule`.
+        **kwargs: Loss and rewards: see :class:`OnPolicyModule`; model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
     """
-
-    kl_in_reward_by_default: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -114,7 +110,6 @@ class PPOModule(OnPolicyModule):
         clip_low: float | None = None,
         clip_high: float | None = None,
         kl_coef: float = 0.01,
-        kl_in_reward: bool | KLPlace | None = None,
         correction: str | Mapping[str, Any] | None = None,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
@@ -161,8 +156,16 @@ class PPOModule(OnPolicyModule):
         self.credit += [WhitenAdvantages()] if whiten_advantages else []
         self.credit = self.credit if advantages is None else [AdvantagesBy(advantages)]
         of_critic = [part for part in (self.critic_part, self.value_loss) if part not in given]
-        self.own_parts = [*of_critic, parts_of_critic.Returns(gamma, lam if critic_lam is None else critic_lam)]
+        check_number("kl_coef", kl_coef, minimum=0, why="0 is no reference model")
+        self.own_parts = []
+        if kl_coef:
+            from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPart
+
+            chosen = any(isinstance(part, KLPart) for part in given)
+            self.own_parts += [] if chosen else [KLInReward(kl_coef, place="token")]
+        self.own_parts += [*of_critic, parts_of_critic.Returns(gamma, lam if critic_lam is None else critic_lam)]
         self.own_parts += [parts_of_critic.CriticWarmup(critic_warmup_steps)] if critic_warmup_steps else []
+        self.kl_coef = kl_coef
         self.shared_backbone = shared_backbone
         super().__init__(
             model,
@@ -172,8 +175,6 @@ class PPOModule(OnPolicyModule):
             policy_loss_arguments=policy_loss_arguments,
             clip_low=clip_low,
             clip_high=clip_high,
-            kl_coef=kl_coef,
-            kl_in_reward=kl_in_reward,
             correction=correction,
             weight_decay=weight_decay,
             warmup_steps=warmup_steps,
@@ -197,7 +198,7 @@ class PPOModule(OnPolicyModule):
         return self.critic_part.grouped(super().parameter_groups(), self.policy)
 
     def add_logprobs(self, experience: Experience) -> Experience:
-        """Add old and reference log-probs; with a shared backbone the same forward pass gives the values."""
+        """Add old log-probs; with a shared backbone the same forward pass gives the values."""
         shared = self.critic_part.shared
         return super().add_logprobs(self.critic_part.with_logprobs(experience) if shared else experience)
 

@@ -40,6 +40,10 @@ def _preset(**arguments: Any) -> Preset:
     return MappingProxyType(arguments)
 
 
+def _kl(kind: str, **arguments: Any) -> Mapping[str, Any]:
+    return {"class_path": f"rlhfkit.modules.parts.kl_penalty.{kind}", "init_args": arguments}
+
+
 GRPO = _preset(policy_loss="grpo_loss", kl_coef=0.04)
 """The GRPO of the paper: Shao et al. (2024, arXiv:2402.03300)."""
 DR_GRPO = _preset(policy_loss="dr_grpo_loss", advantage_scale="none")
@@ -47,7 +51,7 @@ DR_GRPO = _preset(policy_loss="dr_grpo_loss", advantage_scale="none")
 DAPO = _preset(policy_loss="dapo_loss")
 """Clip-higher and token mean: Yu et al. (2025, arXiv:2503.14476)."""
 RLOO = _preset(
-    policy_loss="rloo_loss", advantages="rloo_advantages", kl_coef=0.05, kl_estimator="k1", kl_in_reward="sequence"
+    policy_loss="rloo_loss", advantages="rloo_advantages", parts=(_kl("KLInReward", coef=0.05, place="sequence"),)
 )
 """Leave-one-out baseline: Ahmadian et al. (2024, arXiv:2402.14740); clip and KL of TRL. The KL penalty is subtracted
 from the reward before the baseline."""
@@ -56,17 +60,14 @@ REINFORCE_PLUS_PLUS = _preset(
     advantages="rlhfkit.modules.on_policy.presets.no_baseline",
     whiten_advantages=True,
     token_level_rewards=True,
-    kl_coef=0.01,
-    kl_estimator="k1",
-    kl_in_reward="token",
+    parts=(_kl("KLInReward", coef=0.01, place="token"),),
 )
 """No groups: Hu et al. (2025, arXiv:2501.03262); ``SamplingSpec(group_size=1)`` works. KL as in OpenRLHF."""
 REINFORCE_PLUS_PLUS_BASELINE = _preset(
     policy_loss="ppo_loss",
     advantages="rlhfkit.modules.on_policy.presets.group_mean_baseline",
     whiten_advantages=True,
-    kl_coef=0.01,
-    kl_estimator="k2",
+    parts=(_kl("KLPenalty", coef=0.01, estimator="k2"),),
 )
 """Group mean as baseline, batch deviation as scale (Hu et al.); KL in the loss, k2, as the authors advise."""
 GPG = _preset(policy_loss="gpg_loss", advantages="gpg_advantages")

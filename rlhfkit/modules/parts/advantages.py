@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import GREEDY_REWARD, Experience
-from rlhfkit.losses import AdvantageScale, discounted_returns, group_advantages
+from rlhfkit.losses import AdvantageScale, discounted_returns, group_advantages, masked_sum, token_rewards
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
 from rlhfkit.parts import Part, Stage
 from rlhfkit.validation import check_number
@@ -43,8 +43,7 @@ class GroupAdvantages(Part):
 
     def prepare(self, rows: Experience) -> Experience:
         """Add them, by comparing the rewards of all ranks."""
-        rewards = self.module.sample_rewards(rows)
-        return with_advantages(rows, self.module.over_iteration(self.estimate, rows, rewards))
+        return with_advantages(rows, self.module.over_iteration(self.estimate, rows, rows.rewards))
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if groups have one sample."""
@@ -62,8 +61,8 @@ class AdvantagesBy(Part):
     Args:
         function: The function, or its name (``"rloo_advantages"``, ``"my_package.my_function"``), see
             :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`; an object with ``__call__`` is one too. Its
-            rewards are those after parts of ``Stage.SHAPE``, minus the KL penalty of the whole answer if that is in the
-            reward.
+            rewards are those after parts of ``Stage.SHAPE`` and ``Stage.PENALIZE``; penalties of tokens are subtracted
+            in sum, unless a :class:`TokenCredit` subtracts them from each.
         arguments: More keyword arguments of the function; of a class, those that it is made with.
 
     Raises:
@@ -72,6 +71,7 @@ class AdvantagesBy(Part):
     """
 
     stage, writes = Stage.CREDIT, ("advantages",)
+    takes_token_penalty = True
 
     def __init__(self, function: GivenAdvantages, arguments: Mapping[str, Any] | None = None) -> None:
         given = AdvantageFunction(function, arguments)
@@ -80,7 +80,7 @@ class AdvantagesBy(Part):
         self.of_samples = given.takes_rewards
         self.reads = ("rewards",)
         self.label = f"AdvantagesBy({given.name})"
-        self._penalizes = True  # with the KL penalty of tokens, which nothing after it subtracts
+        self._penalizes = True  # with penalties of tokens, which nothing after it subtracts
 
     def attach(self, module: Any) -> None:
         """Check that greedy answers' rewards are those of samples."""
@@ -96,7 +96,9 @@ class AdvantagesBy(Part):
     def prepare(self, rows: Experience) -> Experience:
         """Add them. A collective."""
         module, given = self.module, self.estimator
-        rewards = module.penalized_rewards(rows) if self._penalizes else module.sample_rewards(rows)
+        rewards, penalty = rows.rewards, rows.columns.get("token_penalty")
+        if self._penalizes and penalty is not None:
+            rewards = rewards - masked_sum(penalty, rows.action_mask, -1)
         if given.takes_greedy_rewards:
             found = given.compare_with_greedy(rewards, rows.reward_parts[GREEDY_REWARD])
         elif given.takes_rewards:
@@ -128,7 +130,7 @@ class AdvantagesBy(Part):
 class TokenCredit(Part):
     """Spreads the advantage of a sample over its tokens: what is earned from each token on.
 
-    The KL penalty of tokens is subtracted here if it is in their rewards.
+    Penalties of tokens (the column ``token_penalty``) are subtracted here.
 
     Args:
         gamma: Discount of later tokens' rewards, in [0, 1].
@@ -141,6 +143,7 @@ class TokenCredit(Part):
 
     stage, reads, writes = Stage.CREDIT, ("advantages",), ("advantages",)
     of_samples = False
+    takes_token_penalty = True
 
     def __init__(self, gamma: float = 1.0, *, earned: bool = False) -> None:
         check_number("TokenCredit.gamma", gamma, minimum=0, maximum=1)
@@ -153,15 +156,15 @@ class TokenCredit(Part):
         if not all(getattr(part, "of_samples", False) for part in others):
             raise ValueError(
                 "TokenCredit spreads the advantage of a sample over its tokens, and those before it differ between "
-                "tokens: leave gamma, token_level_rewards and kl_in_reward='token' out, or set of_samples = True on "
-                "the part that writes them if they do not"
+                "tokens: leave gamma, token_level_rewards and KLInReward(place='token') out, or set of_samples = True "
+                "on the part that writes them if they do not"
             )
 
     def prepare(self, rows: Experience) -> Experience:
         """Discount what is earned later."""
         assert rows.advantages is not None
         earned = rows.token_rewards if self.earned else None
-        rewards = self.module.token_rewards(rows, rows.advantages[:, 0], earned=earned)
+        rewards = rewards_of_tokens(rows, rows.advantages[:, 0], earned=earned)
         return with_advantages(rows, discounted_returns(rewards, rows.action_mask, gamma=self.gamma))
 
 
@@ -175,6 +178,18 @@ class WhitenAdvantages(Part):
         """Whiten them."""
         assert rows.advantages is not None
         return with_advantages(rows, self.module.whiten(rows, rows.advantages))
+
+
+def rewards_of_tokens(rows: Experience, rewards: Tensor, *, earned: Tensor | None = None) -> Tensor:
+    """(B, T-1) rewards of tokens: the sample's on its last one, minus penalties of tokens; 0 outside the mask.
+
+    Args:
+        rows: Sequences, maybe with a column ``token_penalty``.
+        rewards: (B,), NaN where missing.
+        earned: (B, T-1), the part that each token earned, in the same units; ``None``: the last token earned all.
+    """
+    penalty = rows.columns.get("token_penalty")
+    return token_rewards(rewards, rows.action_mask, kl=penalty, kl_coef=0.0 if penalty is None else 1.0, earned=earned)
 
 
 def with_advantages(rows: Experience, advantages: Tensor) -> Experience:

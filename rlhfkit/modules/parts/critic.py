@@ -28,7 +28,7 @@ from rlhfkit.models.forward import VALUE_HEAD
 from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_model
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optim import skip_update
-from rlhfkit.modules.parts.advantages import with_advantages
+from rlhfkit.modules.parts.advantages import rewards_of_tokens, with_advantages
 from rlhfkit.parts import Child, Part, Stage, overriding
 from rlhfkit.roles import CriticPool, FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
@@ -297,6 +297,7 @@ class GAE(Part):
     """
 
     stage, reads, writes = Stage.CREDIT, ("rewards", "values"), ("advantages",)
+    takes_token_penalty = True
 
     def __init__(self, gamma: float = 1.0, lam: float = 0.95, *, length_adaptive_alpha: float | None = None) -> None:
         check_number("GAE.gamma", gamma, minimum=0, maximum=1)
@@ -309,7 +310,7 @@ class GAE(Part):
         alpha, lam = self.length_adaptive_alpha, self.lam
         lengths = rows.action_mask.sum(-1)
         chosen = lam if alpha is None else length_adaptive_lambda(lengths, alpha=alpha)
-        return with_advantages(rows, estimate(self.module, rows, self.gamma, chosen)[0])
+        return with_advantages(rows, estimate(rows, self.gamma, chosen)[0])
 
 
 class Returns(Part):
@@ -324,6 +325,7 @@ class Returns(Part):
     """
 
     stage, reads, writes = Stage.CREDIT, ("rewards", "values"), ("values", "returns")
+    takes_token_penalty = True
 
     def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
         check_number("Returns.gamma", gamma, minimum=0, maximum=1)
@@ -337,12 +339,12 @@ class Returns(Part):
 
     def prepare(self, rows: Experience) -> Experience:
         """Add them."""
-        return self._critic.own_units(rows, estimate(self.module, rows, self.gamma, self.lam)[1])
+        return self._critic.own_units(rows, estimate(rows, self.gamma, self.lam)[1])
 
 
-def estimate(module: Any, rows: Experience, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+def estimate(rows: Experience, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """(B, T-1) advantages and returns of the rewards of tokens."""
-    rewards = module.token_rewards(rows, module.sample_rewards(rows), earned=rows.token_rewards)
+    rewards = rewards_of_tokens(rows, rows.rewards, earned=rows.token_rewards)
     final = rows.columns.get("final_values")
     last = None if final is None else final.sum(-1)
     return gae(rewards, rows.columns["values"], rows.action_mask, gamma=gamma, lam=lam, last_values=last)

@@ -11,6 +11,7 @@ from rlhfkit.data.types import Experience
 from rlhfkit.losses import kl_estimate
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.optim import skip_update
+from rlhfkit.modules.parts.kl_penalty import KLPart
 from rlhfkit.parts import Part, Stage, overriding
 from rlhfkit.validation import check_integer, check_number
 
@@ -39,14 +40,16 @@ class KLTarget(Part):
         check_integer("KLTarget.horizon", horizon, minimum=1, why="it is in samples")
         self.target = target
         self.horizon = horizon
+        self._penalty: KLPart | None = None
 
     def attach(self, module: Any) -> None:
-        """Check that there is a penalty."""
+        """Find the penalty."""
         super().attach(module)
-        if not module.has_kl_penalty:
+        self._penalty = next((part for part in module.parts if isinstance(part, KLPart)), None)
+        if self._penalty is None:
             raise ValueError(
                 f"KLTarget({self.target}) moves the weight of a KL penalty, and {type(module).__name__} has none here: "
-                "give a kl_coef to start from, or leave it out"
+                "give a kl_coef to start from, or KLPenalty, or leave it out"
             )
 
     def adapted(self, coef: float, kl: float, samples: int) -> float:
@@ -56,21 +59,30 @@ class KLTarget(Part):
 
     def prepare(self, rows: Experience) -> Experience:
         """Move β by the KL of all ranks' tokens."""
-        kl = self.module.mean_of_all(rows, self.module.reference_kl(rows))
-        self.module.kl_coef = self.adapted(self.module.kl_coef, kl, len(rows.summary))
+        penalty, old, reference = self._penalty, rows.old_logprobs, rows.columns["ref_logprobs"]
+        assert penalty is not None
+        assert old is not None
+        kl = kl_estimate(old, reference, estimator=penalty.estimator, mask=rows.action_mask)
+        penalty.coef = self.adapted(penalty.coef, self.module.mean_of_all(rows, kl), len(rows.summary))
         return rows
 
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
         """β."""
-        return {"policy/kl_coef": torch.tensor(self.module.kl_coef)}
+        return {"policy/kl_coef": torch.tensor(self._coef)}
 
     def state_dict(self) -> dict[str, float]:
-        """β, which is the module's ``kl_coef``."""
-        return {"kl_coef": self.module.kl_coef}
+        """β."""
+        return {"coef": self._coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue with it."""
-        self.module.kl_coef = state["kl_coef"]
+        assert self._penalty is not None
+        self._penalty.coef = state["coef"]
+
+    @property
+    def _coef(self) -> float:
+        assert self._penalty is not None
+        return self._penalty.coef
 
 
 class StopEarly(Part):

@@ -49,8 +49,13 @@ from rlhfkit.losses import cispo_loss as lifted_cispo_loss
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.parts.advantages import AdvantagesBy
 from rlhfkit.modules.parts.correction import Correction
+from rlhfkit.modules.parts.critic import GAE
+from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
 from rlhfkit.modules.parts.rewards import MaskTruncated
+from rlhfkit.parts import Stage
+from rlhfkit.roles import ModelPool
 
 
 def my_estimator(rewards: Tensor, group: Tensor) -> Tensor:
@@ -91,9 +96,20 @@ def experience(seed: int = 0) -> Experience:
 
 def loss_of(module: GRPOModule, batch: Experience, out: PolicyOutput) -> Tensor:
     """Loss from rewards, computed by the module."""
-    advantages = module.advantages(batch)
-    batch.advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(batch.action_mask)
-    return module.loss(batch, out).loss
+    return module.loss(credited(module, batch), out).loss
+
+
+def credited(module: OnPolicyModule, batch: Experience) -> Experience:
+    """Rows with penalties and advantages, computed by the module's parts."""
+    for part in module.order:
+        if part.stage in (Stage.PENALIZE, Stage.CREDIT):
+            batch = part.prepare(batch)
+    return batch
+
+
+def penalizes(module: OnPolicyModule) -> bool:
+    """Whether the module asks a reference."""
+    return any("ref_logprobs" in part.reads for part in module.parts)
 
 
 def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
@@ -153,7 +169,7 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     batch = experience()
     batch.reward_parts = {"greedy": torch.tensor([0.5, 0.5, 0.5, 0.1, 0.1, 0.1])}
     assert batch.old_logprobs is not None
-    if not module.hparams["kl_coef"]:
+    if not penalizes(module):
         reference = batch.columns.pop("ref_logprobs")
     logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
     logprobs.requires_grad_()
@@ -184,14 +200,14 @@ def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_th
     batch.reward_parts = {"greedy": torch.full((6,), 0.3)}
     batch.rewards[1], batch.action_mask[1] = torch.nan, False
     batch.truncated[3:5] = True
-    batch = MaskTruncated().prepare(module.compute_advantages(batch))
+    batch = MaskTruncated().prepare(credited(module, batch))
     assert batch.action_mask.any(-1).tolist() == [True, False, True, False, False, True]
     logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
     logprobs.requires_grad_()
     entropy = torch.rand(6, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    kl = {"kl_coef": module.kl_coef, "kl_estimator": module.kl_estimator} if name == "grpo" else {}
+    kl = {"kl_coef": module.kl_coef} if name == "grpo" else {}
     kl |= {"ref_logprobs": batch.columns["ref_logprobs"]} if kl else {}
-    if not module.hparams["kl_coef"]:
+    if not penalizes(module):
         batch.columns.pop("ref_logprobs", None)
     planned = [MicroBatch(rows, update=1) for rows in split]  # the first update has no old log-probs
     made: Any = 0.0
@@ -367,7 +383,7 @@ def test_a_function_of_rewards_is_given_what_it_names_in_any_order() -> None:
 @pytest.mark.parametrize("name", ["rloo_advantages", "rlhfkit.losses.opo_advantages"])
 def test_advantages_may_be_a_function_of_rewards_and_groups_for_every_module(kind: Any, name: str) -> None:
     batch = experience()
-    module = kind("anywhere", advantages=name, kl_coef=0.0)
+    module = kind("anywhere", advantages=name, **({} if kind is OnPolicyModule else {"kl_coef": 0.0}))
     batch.columns = {"values": torch.zeros(6, 6)}
     filled = OnPolicyModule.compute_advantages(module, batch)
     if name == "rloo_advantages":
@@ -387,12 +403,18 @@ def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_
         seen.append(given.rewards)
         return given.rewards
 
-    module = kind("anywhere", advantages=look, kl_coef=0.1, kl_in_reward=True)
-    filled = OnPolicyModule.compute_advantages(module, batch)
+    for place in ("sequence", "token"):
+        given = [KLInReward(0.1, place=place)]  # type: ignore[arg-type]
+        module = kind("anywhere", advantages=look, parts=given, **({"kl_coef": 0.0} if kind is PPOModule else {}))
+        chosen = [part for part in module.order if part.stage == Stage.PENALIZE or type(part) is AdvantagesBy]
+        filled = batch
+        for part in chosen:
+            filled = part.prepare(filled)
     assert batch.old_logprobs is not None
     penalty = 0.1 * ((batch.old_logprobs - batch.columns["ref_logprobs"]) * batch.action_mask).sum(-1)
-    torch.testing.assert_close(seen[0], batch.rewards - penalty)
-    assert torch.equal(filled.rewards, batch.rewards)
+    for rewards in seen:
+        torch.testing.assert_close(rewards, batch.rewards - penalty)
+    assert torch.equal(filled.rewards, batch.rewards)  # of the tokens' penalty, the last
 
 
 def test_ppo_subtracts_the_kl_of_an_answer_from_its_last_token_where_it_is_told_to() -> None:
@@ -404,11 +426,19 @@ def test_ppo_subtracts_the_kl_of_an_answer_from_its_last_token_where_it_is_told_
         ("token", token_rewards(batch.rewards, mask, kl=kl, kl_coef=0.1)),
         ("sequence", token_rewards(batch.rewards - 0.1 * kl.sum(-1), mask)),
     ):
-        module = PPOModule("anywhere", kl_coef=0.1, kl_in_reward=place, lam=1.0, whiten_advantages=False)
-        torch.testing.assert_close(module.advantages(batch), discounted_returns(rewards, mask))
-    assert PPOModule("anywhere").kl_in_reward == "token"
-    assert PPOModule("anywhere", kl_coef=0.0).kl_in_reward is None
-    assert PPOModule("anywhere", kl_in_reward=False).kl_estimator == "k3"
+        penalty = KLInReward(0.1, place=place)  # type: ignore[arg-type]
+        module = PPOModule("anywhere", parts=[penalty], lam=1.0, whiten_advantages=False)
+        gae = next(part for part in module.parts if type(part) is GAE)
+        found = gae.prepare(penalty.prepare(batch)).advantages
+        torch.testing.assert_close(found, discounted_returns(rewards, mask))
+
+    def penalties(module: Any) -> list[Any]:
+        return [part.plain()["init_args"] for part in module.parts if isinstance(part, KLInReward | KLPenalty)]
+
+    assert penalties(PPOModule("anywhere")) == [{"coef": 0.01, "place": "token", "estimator": "k1"}]
+    assert penalties(PPOModule("anywhere", kl_coef=0.0)) == []
+    given = KLPenalty(0.2)
+    assert penalties(PPOModule("anywhere", parts=[given])) == [given.plain()["init_args"]]
 
 
 def test_the_kl_penalty_of_rloo_is_part_of_the_reward_that_is_left_out() -> None:
@@ -430,10 +460,16 @@ def test_the_kl_penalty_of_rloo_is_part_of_the_reward_that_is_left_out() -> None
         old_logprobs=old,
         columns={"ref_logprobs": old - 0.5 * (torch.arange(4) == 0)[:, None]},
     )
-    advantages = GRPOModule("anywhere", **presets.RLOO).advantages(batch)
+
+    def advantages_of(**arguments: Any) -> Tensor:
+        found = credited(GRPOModule("anywhere", **arguments), batch).advantages
+        assert found is not None
+        return found
+
+    advantages = advantages_of(**presets.RLOO)[:, 0]
     # Ahmadian et al.: reward 0.75 0 1 0, each minus the mean of the other three.
     assert advantages.tolist() == pytest.approx([5 / 12, -7 / 12, 3 / 4, -7 / 12], abs=1e-6)
-    per_token = GRPOModule("anywhere", **presets.RLOO | {"kl_in_reward": "token"}).advantages(batch)
+    per_token = advantages_of(**presets.RLOO | {"parts": [KLInReward(0.05, place="token")]})
     assert per_token[0].mean().item() == pytest.approx(2 / 3 - 0.25 * 11 / 20, abs=1e-6)  # 0.529
 
 
@@ -484,6 +520,11 @@ def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
     assert names <= inspect.signature(kind).parameters.keys()
 
 
+def penalty(name: str, **arguments: Any) -> dict[str, Any]:
+    """A KL penalty as in YAML."""
+    return {"class_path": f"rlhfkit.modules.parts.kl_penalty.{name}", "init_args": arguments}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -499,16 +540,17 @@ def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
         ({"advantages": "rloo"}, "did you mean 'rloo_advantages'"),
         ({"advantages": my_estimator, "advantage_scale": "none"}, "advantage_scale would have no effect beside"),
         ({"advantages": shorter_is_better, "gamma": 0.9}, "gamma would have no effect beside advantages"),
-        ({"kl_in_reward": True}, r"kl_in_reward=True .* kl_coef=0 .* give a kl_coef"),
-        ({"kl_in_reward": "answer", "kl_coef": 0.1}, "'token' or 'sequence', got 'answer'"),
-        ({"kl_estimator": "k1", "kl_coef": 0.1}, r"gradient of mean 0.*use 'k2' or 'k3', or kl_in_reward=True"),
-        ({"kl_estimator": "k2"}, "kl_estimator='k2' says how the KL penalty is estimated"),
+        ({"parts": [penalty("KLInReward", coef=0.1, place="answer")]}, "'sequence' or 'token', got 'answer'"),
+        ({"parts": [penalty("KLPenalty", coef=0.1, estimator="k1")]}, "gradient of mean 0.*'k3', or importance_weight"),
+        ({"parts": [penalty("KLPenalty", coef=0.1), penalty("KLInReward", coef=0.1)]}, "a module has one KL penalty"),
+        ({"parts": [penalty("KLPenalty", coef=0.0)]}, r"KLPenalty\.coef must be a finite number above 0"),
+        ({"reference": ModelPool("elsewhere")}, r"reference=ModelPool\(...\) is a model that nothing asks"),
         ({"correction": "tiss"}, "correction must be one of tis"),
         ({"gamma": 1.5}, "gamma must be a finite number of at least 0 and at most 1, got 1.5"),
         ({"clip_low": -1.0}, "clip_low"),
         ({"aggregation": "mean"}, "mean"),
         ({"aggregation": "constant-length"}, "max_length"),
-        ({"kl_estimator": "k9", "kl_coef": 0.1}, "k9"),
+        ({"parts": [penalty("KLPenalty", coef=0.1, estimator="k9")]}, "k9"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

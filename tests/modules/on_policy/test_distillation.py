@@ -29,6 +29,7 @@ from rlhfkit import (
     SamplingSpec,
 )
 from rlhfkit.losses import group_advantages
+from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.rewards import ClipRewards
 
 datasets = LazyModule("datasets")
@@ -257,7 +258,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
             "correction would have no effect beside divergence='jsd' without a",
         ),
         ({"divergence": "jsd", "policy_loss": "sapo_loss"}, "policy_loss would have no effect beside divergence"),
-        ({"kl_coef": 0.1, "kl_in_reward": True}, "kl_in_reward needs a reward_coef"),
+        ({"parts": [KLInReward(0.1)]}, "KLInReward needs a reward_coef"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

@@ -28,6 +28,7 @@ from rlhfkit.losses import (
 )
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.parts.kl_penalty import KLPenalty
 
 from .test_base import experience
 
@@ -142,7 +143,8 @@ def test_the_default_loss_of_grpo_is_dapos_and_that_of_ppo_is_ppos() -> None:
     batch.columns.pop("ref_logprobs", None)
     inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
     for kind, clip_high in ((GRPOModule, 0.28), (PPOModule, 0.2), (OnPolicyModule, 0.2)):
-        made = kind("anywhere", kl_coef=0.0).loss(batch, PolicyOutput(logprobs, None)).loss
+        arguments = {} if kind is OnPolicyModule else {"kl_coef": 0.0}
+        made = kind("anywhere", **arguments).loss(batch, PolicyOutput(logprobs, None)).loss
         assert torch.equal(made, ppo_loss(*inputs, clip_low=0.2, clip_high=clip_high, denominator=TOKENS).loss)
 
 
@@ -165,7 +167,7 @@ def test_dppo_sees_the_engines_log_probs_in_the_first_update_too() -> None:
     assert float(same.metrics["policy/clip_fraction"]) == 0.0
 
 
-def test_a_loss_with_a_kl_penalty_of_its_own_makes_it_and_others_have_it_added() -> None:
+def test_the_kl_penalty_is_added_to_any_policy_loss_as_grpo_loss_adds_it() -> None:
     batch, logprobs = prepared()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
@@ -173,9 +175,9 @@ def test_a_loss_with_a_kl_penalty_of_its_own_makes_it_and_others_have_it_added()
         (logprobs, batch.old_logprobs, batch.advantages, batch.action_mask),
         batch.columns["ref_logprobs"],
     )
-    weighted = {"policy_loss": "grpo_loss", "policy_loss_arguments": {"kl_importance_weight": True}}
+    weighted = {"policy_loss": "grpo_loss", "parts": [KLPenalty(0.3, importance_weight=True)]}
     knobs: dict[str, Any] = {"ref_logprobs": reference, "kl_coef": 0.3, "denominator": SEQUENCES}
-    got = through(GRPOModule("anywhere", kl_coef=0.3, **weighted), batch, logprobs)
+    got = through(GRPOModule("anywhere", **weighted), batch, logprobs)
     expected = grpo_loss(*inputs, kl_importance_weight=True, **knobs).loss
     for mine, theirs in zip(got, value_and_gradient(expected, logprobs), strict=True):
         assert torch.equal(mine, theirs)
@@ -269,7 +271,7 @@ def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
         ({"policy_loss": "cispo_loss", "clip_low": 0.2}, r"cispo_loss does not take clip_low; it takes ratio_min"),
         ({"policy_loss_arguments": {"ratio_max": 5.0}}, r"dapo_loss does not take ratio_max; it takes clip_low"),
         ({"policy_loss_arguments": {"denominator": 5.0}}, "must not have denominator: it is the count"),
-        ({"policy_loss_arguments": {"kl_coef": 0.1}}, "must not have kl_coef: it is the module's"),
+        ({"policy_loss_arguments": {"kl_coef": 0.1}}, "must not have kl_coef: a KL penalty is a part"),
         ({"policy_loss_arguments": {"clip_low": 0.1}, "clip_low": 0.2}, "clip_low is given twice"),
         ({"policy_loss": "dr_grpo_loss"}, "max_length"),
         ({"policy_loss": "dppo_loss", "correction": "tis"}, "would count them twice"),

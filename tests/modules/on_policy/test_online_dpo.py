@@ -131,7 +131,6 @@ def test_it_learns_from_a_judge_of_pairs(tmp_path: Path) -> None:
 
 def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
     for arguments, message in (
-        ({"kl_coef": 0.1}, "kl_coef=0.1 has no effect"),
         ({"correction": "tis"}, "correction='tis' has no effect"),
         ({"proximal": "log-linear"}, "proximal='log-linear' has no effect"),
         (

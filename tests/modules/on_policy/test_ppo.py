@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhfkit import Experience, PPOModule, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model, scalar_output
 from rlhfkit.modules.parts.kl_control import KLTarget
+from rlhfkit.modules.parts.kl_penalty import KLInReward
+from rlhfkit.modules.parts.reference import Reference
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
 from rlhfkit.rewards import ModelReward
 
@@ -95,13 +97,17 @@ def test_the_critic_learns_the_returns_of_the_kl_coefficient_that_the_advantages
     )
     module.critic = torch.nn.Identity()
     module.add_logprobs = lambda experience: experience
+    for part in module.parts:
+        if isinstance(part, Reference):
+            part.prepare = lambda rows: rows  # type: ignore[method-assign]
     module.distributed_forward = lambda *arguments: rows.where(batch.action_mask, 0.0)
     prepared = module.prepare(batch)
     assert prepared.advantages is not None
     torch.testing.assert_close(
         prepared.columns["returns"], (prepared.advantages + prepared.columns["values"]).where(batch.action_mask, 0.0)
     )
-    assert module.kl_coef == pytest.approx(0.5 * 1.2)  # of the next iteration
+    penalty = next(part for part in module.parts if isinstance(part, KLInReward))
+    assert penalty.coef == pytest.approx(0.5 * 1.2)  # of the next iteration
 
 
 def test_reward_rises_and_the_critic_explains_it(tmp_path: Path) -> None:
@@ -179,7 +185,7 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
         ({"shared_backbone": True, "critic": "elsewhere"}, "leave critic and critic_warmup_steps out"),
         ({"shared_backbone": True, "critic_warmup_steps": 1}, "leave critic and critic_warmup_steps out"),
         (
-            {"shared_backbone": True, "proximal": "log-linear", "kl_in_reward": False},
+            {"shared_backbone": True, "proximal": "log-linear", "kl_coef": 0.0},
             "proximal would have no effect beside shared_backbone",
         ),
         ({"shared_backbone": True, "router_replay": True}, "router_replay would have no effect"),

@@ -28,6 +28,7 @@ from rlhfkit.losses import (
 )
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.parts.kl_control import StopEarly
+from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy, nth_largest_of_all
 
 REJECTION = {"level": "token", "divergence": "k2", "high": 0.02}
@@ -145,7 +146,8 @@ def test_the_kl_of_the_loss_is_clamped_and_weighted_with_any_policy_loss(policy_
     batch, logprobs, _ = prepared()
     logprobs.requires_grad_()
     arguments: dict[str, Any] = {"kl_coef": 0.3, "kl_clamp": 0.01, "kl_importance_weight": True}
-    module = GRPOModule("anywhere", policy_loss=policy_loss, aggregation="token-mean", **arguments)
+    penalty = KLPenalty(0.3, clamp=0.01, importance_weight=True)
+    module = GRPOModule("anywhere", policy_loss=policy_loss, aggregation="token-mean", parts=[penalty])
     made = module.loss(batch, PolicyOutput(logprobs, None)).loss
     expected = grpo_loss(
         logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, ref_logprobs=batch.columns["ref_logprobs"],
@@ -209,16 +211,14 @@ def penalizing_loss(
         ({"parts": [filtering("TopEntropy", fraction=1.5)]}, "TopEntropy.fraction"),
         ({"parts": [filtering("OffPolicyMask", threshold=-1.0)]}, "OffPolicyMask.threshold"),
         ({"parts": [filtering("Rejection", level="word", high=1.0)]}, "level must be one of"),
-        ({"kl_clamp": 10.0}, "kl_clamp would have no effect"),
-        ({"kl_importance_weight": True, "kl_coef": 0.1, "kl_in_reward": True}, "would have no effect"),
-        ({"policy_loss_arguments": {"kl_clamp": 10.0}}, "kl_clamp would have no effect"),
-        ({"policy_loss": penalizing_loss, "kl_coef": 0.1, "kl_clamp": 10.0}, "kl_clamp would have no effect beside"),
+        ({"policy_loss_arguments": {"kl_clamp": 10.0}}, "must not have kl_clamp: a KL penalty is a part"),
+        ({"policy_loss": penalizing_loss}, "does not take what it is given.*ref_logprobs"),
         (
             {"policy_loss": "vespo_loss", "correction": "seq-tis", "parts": [filtering("TopEntropy", fraction=0.2)]},
             "vespo_loss multiplies the weights",
         ),
         ({"proximal": "older"}, "proximal must be recompute or log-linear"),
-        ({"proximal": "log-linear", "kl_coef": 0.1, "kl_in_reward": True}, "use proximal='recompute'"),
+        ({"proximal": "log-linear", "parts": [KLInReward(0.1)]}, "use proximal='recompute'"),
         ({"proximal": "log-linear", "parts": [StopEarly(0.1)]}, "use proximal='recompute'"),
     ],
 )

@@ -28,9 +28,11 @@ from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, Val
 from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
+from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
 from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.modules.parts.old_policy import FirstPass, LogLinear, RouterReplay
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
+from rlhfkit.modules.parts.reference import Reference
 from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
@@ -55,7 +57,13 @@ from .filter_cases import (
     rejection_formula,
     top_entropy_formula,
 )
-from .kl_control_cases import kl_target_formula, stop_early_formula
+from .kl_control_cases import (
+    kl_in_reward_formula,
+    kl_penalty_formula,
+    kl_target_formula,
+    reference_formula,
+    stop_early_formula,
+)
 from .old_policy_cases import first_pass_formula, log_linear_formula, router_replay_formula
 from .reward_cases import (
     clip_formula,
@@ -374,6 +382,18 @@ CASES: dict[str, Case] = {
         of_rows=("policy/rerouted_fraction",),
     ),
     "EntropyBonus": Case(lambda: EntropyBonus(0.1), entropy_bonus_formula),
+    "Reference": Case(lambda: Reference(None), reference_formula, {"kl_coef": 0.1}, always=True),
+    "KLPenalty": Case(
+        lambda: KLPenalty(0.5, estimator="k2", clamp=0.1, importance_weight=True),
+        kl_penalty_formula,
+        metrics=("policy/ref_kl",),
+    ),
+    "KLInReward": Case(
+        lambda: KLInReward(0.5, place="sequence", estimator="k3"),
+        kl_in_reward_formula,
+        UNSCALED,
+        metrics=("policy/ref_kl",),
+    ),
     "KLTarget": Case(
         lambda: KLTarget(1e-3, horizon=100), kl_target_formula, {"kl_coef": 0.1}, metrics=("policy/kl_coef",)
     ),

@@ -1,4 +1,4 @@
-"""The formulas of ``KLTarget`` and ``StopEarly``, from the log-probs of the policies of a run."""
+"""The formulas of KL penalties and their control, by hand and from the log-probs of the policies of a run."""
 
 import copy
 from pathlib import Path
@@ -11,11 +11,20 @@ from rl_runs import digits, setup_run
 from torch import Tensor
 
 from modules.on_policy.ppo_cases import logprobs_of
+from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.losses import kl_estimate
+from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.parts.advantages import GroupAdvantages
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
+from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
 
 LIMIT = 2e-2
+
+
+def coefficient(module: Any) -> float:
+    """That of the module's KL penalty."""
+    return next(part.coef for part in module.parts if isinstance(part, KLPenalty))
 
 
 class Watch(L.Callback):
@@ -104,7 +113,7 @@ def kl_target_formula(folder: Path) -> None:
             rollouts = trainer.callbacks[0]
             batch = rollouts.experience
             kl = kl_estimate(batch.old_logprobs, batch.columns["ref_logprobs"], estimator="k3", mask=batch.action_mask)
-            seen.append((float(kl.sum() / batch.action_mask.sum()), pl_module.kl_coef))
+            seen.append((float(kl.sum() / batch.action_mask.sum()), coefficient(pl_module)))
 
     arguments = {"kl_coef": 0.1, "parts": [KLTarget(1e-3, horizon=100)], "lr": 1e-2}
     trainer, module, data, _ = setup_run(folder, module_arguments=arguments, callbacks=[Keep()], max_epochs=3)
@@ -116,4 +125,59 @@ def kl_target_formula(folder: Path) -> None:
     assert seen[0][1] < 0.1 < seen[-1][1]  # no distance at first, then more than wanted
     assert float(trainer.callback_metrics["policy/kl_coef"]) == pytest.approx(seen[-1][1])
     trainer.save_checkpoint(folder / "run.ckpt")
-    assert GRPOModule.load_from_checkpoint(folder / "run.ckpt").kl_coef == module.kl_coef
+    assert coefficient(GRPOModule.load_from_checkpoint(folder / "run.ckpt")) == coefficient(module)
+
+
+def reference_formula(folder: Path) -> None:
+    """Log-probs of the policy as it was loaded, for every token of an iteration."""
+    from transformers import AutoModelForCausalLM
+
+    arguments = {"kl_coef": 0.1, "lr": 1e-2}
+    trainer, module, data, rollouts = setup_run(folder, module_arguments=arguments)
+    trainer.fit(module, data)
+    start = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    rows = rollouts.experience
+    assert rows is not None
+    assert float((rows.old_logprobs - rows.columns["ref_logprobs"]).abs().max()) > 1e-3  # the policy has moved
+    for row, sample in enumerate(rollouts.samples):
+        found = rows.columns["ref_logprobs"][row][rows.action_mask[row]]
+        with torch.no_grad():
+            torch.testing.assert_close(found, logprobs_of(start, sample).float(), rtol=1e-4, atol=1e-5)
+
+
+def kl_penalty_formula(folder: Path) -> None:
+    """Ratio times k2, at most 0.1 of each token, as a share of the step's mean."""
+    part, rows = KLPenalty(0.5, estimator="k2", clamp=0.1, importance_weight=True), experience()
+    GRPOModule("no/model", parts=[part])
+    rows.advantages, old, mask = rows.rewards[:, None].expand(6, 6), rows.old_logprobs, rows.action_mask
+    assert old is not None
+    logprobs = (old + 0.4 * torch.randn(6, 6, generator=torch.Generator().manual_seed(7))).requires_grad_()
+    found = part.term(rows, PolicyOutput(logprobs, None), old)
+    total = torch.zeros(())
+    for row, step in mask.nonzero().tolist():
+        difference = logprobs[row, step] - rows.columns["ref_logprobs"][row, step]
+        kl = (difference.square() / 2).clamp(max=0.1)
+        total = total + (logprobs[row, step] - old[row, step]).exp() * kl
+    expected = 0.5 * total / 20  # of 40 tokens in two micro-batches
+    torch.testing.assert_close(found.loss, expected, rtol=1e-5, atol=0)
+    pairs = (torch.autograd.grad(loss, logprobs)[0] for loss in (found.loss, expected))
+    torch.testing.assert_close(*pairs)
+    torch.testing.assert_close(found.metrics["policy/ref_kl"], total.detach() / int(mask.sum()))
+
+
+def kl_in_reward_formula(folder: Path) -> None:
+    """The sum of an answer's KL, or that of each token as a column; k3 of the policy before the iteration."""
+    rows = experience()
+    assert rows.old_logprobs is not None
+    difference = rows.columns["ref_logprobs"] - rows.old_logprobs
+    kl = torch.where(rows.action_mask, difference.exp() - 1 - difference, 0.0)
+    part = KLInReward(0.5, place="sequence", estimator="k3")
+    GRPOModule("no/model", parts=[part])
+    torch.testing.assert_close(part.prepare(rows).rewards, rows.rewards - 0.5 * kl.sum(-1))
+    of_tokens = KLInReward(0.5, place="token", estimator="k3")
+    PPOModule("no/model", parts=[of_tokens])
+    found = of_tokens.prepare(rows)
+    assert found.rewards is rows.rewards
+    torch.testing.assert_close(found.columns["token_penalty"], 0.5 * kl)
+    with pytest.raises(ValueError, match="no part gives tokens what each has earned"):
+        GRPOModule("no/model", parts=[KLInReward(0.5, place="token"), GroupAdvantages()])

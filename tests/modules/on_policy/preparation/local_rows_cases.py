@@ -32,6 +32,7 @@ from rlhfkit.losses import gdpo_advantages, opo_advantages, pass_at_k_advantages
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.parts.kl_control import KLTarget
+from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPart
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards, StopProperly
 
 SEQUENCES, GROUP = 24, 4
@@ -124,11 +125,11 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     "moving kl": (GRPOModule, {"kl_coef": 0.5, "parts": [KLTarget(0.21, horizon=100).plain()]}),
     "lengths": (GRPOModule, {"advantages": opo_advantages}),
     "pass at k": (GRPOModule, {"advantages": functools.partial(pass_at_k_advantages, k=2)}),
-    "reward model": (GRPOModule, {"reward_model": "reward", "kl_coef": 0.1, "kl_in_reward": "sequence"}),
+    "reward model": (GRPOModule, {"reward_model": "reward", "parts": [KLInReward(0.1).plain()]}),
     "ppo": (PPOModule, {"lam": 0.9, "kl_coef": 0.3, "parts": [KLTarget(0.01, horizon=100).plain()]}),
     "ppo, normalized values": (
         PPOModule,
-        {"normalize_values": True, "kl_coef": 0.3, "kl_in_reward": "sequence", "parts": SHAPING},
+        {"normalize_values": True, "parts": [KLInReward(0.3).plain(), *SHAPING]},
     ),
     "ppo, shared backbone": (PPOModule, {"shared_backbone": True, "advantages": opo_advantages}),
     "ppo, overridden": (Whitened, {}),
@@ -141,11 +142,11 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     "function of own rows": (GRPOModule, {"advantages": several_rewards_of_all}),
     "partial function of tokens": (
         GRPOModule,
-        {"advantages": functools.partial(by_token, scale=2.0), "kl_coef": 0.1, "kl_in_reward": "sequence"},
+        {"advantages": functools.partial(by_token, scale=2.0), "parts": [KLInReward(0.1).plain()]},
     ),
     "processed rewards in the summary": (
         GRPOModule,
-        {"advantages": above_average, "parts": SHAPING, "kl_coef": 0.1, "kl_in_reward": "sequence"},
+        {"advantages": above_average, "parts": [KLInReward(0.1).plain(), *SHAPING]},
     ),
     "overridden": (Shifted, {"parts": [*SHAPING, above_worst]}),
     "overridden for own rows": (ShiftedLocally, {"parts": [*SHAPING, AboveWorst().plain()]}),
@@ -242,7 +243,7 @@ def prepare(name: str, folder: Path, trainer: L.Trainer, take: Callable[[Experie
         "iterations": iterations,
         "states": [part.state_dict() for part in module.parts],
         "return moments": module.critic_part.moments.plain() if isinstance(module, PPOModule) else [],
-        "kl_coef": module.kl_coef,
+        "kl_coef": next((part.coef for part in module.parts if isinstance(part, KLPart)), 0.0),
         "passes": passes,
     }
 

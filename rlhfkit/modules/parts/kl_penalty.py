@@ -1,0 +1,154 @@
+"""``KLPenalty`` and ``KLInReward``: what keeps the policy near the reference, in the loss or in the rewards.
+
+Both bring a :class:`~rlhfkit.modules.parts.reference.Reference`, log ``policy/ref_kl`` in nats per token, and have a
+coefficient that :class:`~rlhfkit.modules.parts.kl_control.KLTarget` moves.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlhfkit.data.types import Experience
+from rlhfkit.losses import KLEstimator, LossOutput, kl_estimate, kl_loss, masked_mean, masked_sum, policy_tokens
+from rlhfkit.models import PolicyOutput
+from rlhfkit.parts import Part, Stage
+from rlhfkit.validation import check_number
+
+
+class KLPart(Part):
+    """What both penalties have: a coefficient, an estimator, and the reference that they bring."""
+
+    coef: float
+    """Weight of the penalty now."""
+    estimator: KLEstimator
+
+    def brings(self) -> Sequence[Part]:
+        """A reference."""
+        from rlhfkit.modules.parts.reference import Reference
+
+        return [Reference()]
+
+    def attach(self, module: Any) -> None:
+        """Check that it is the only one."""
+        super().attach(module)
+        penalties = [type(part).__name__ for part in module.parts if isinstance(part, KLPart)]
+        if len(penalties) > 1:
+            raise ValueError(f"a module has one KL penalty, got {' and '.join(penalties)}: leave one of them out")
+
+    def _check(self, coef: float) -> None:
+        check_number(f"{type(self).__name__}.coef", coef, above=0, why="without a penalty leave it out")
+        probe = torch.zeros(1, 1)
+        kl_estimate(probe, probe, estimator=self.estimator, mask=probe == 0)
+
+
+class KLPenalty(KLPart):
+    """Adds the KL to the reference to the policy loss, see :func:`~rlhfkit.losses.kl_loss`.
+
+    It has the policy loss's aggregation, and is not multiplied by weights of tokens. ``GRPOModule(kl_coef=0.04)`` makes
+    one; one among ``parts`` takes the place of the module's.
+
+    Args:
+        coef: Weight (0.04 in the GRPO paper, arXiv:2402.03300).
+        estimator: ``k2`` or ``k3`` (GRPO's); ``k1``, whose gradient has mean 0, with ``importance_weight`` only.
+        clamp: Limit in nats of each token's KL (10 in OpenRLHF, and in verl for k3); ``None``: none.
+        importance_weight: Multiply each token's KL by its ratio, with its gradient (unbiased off-policy: DeepSeek-V3.2,
+            2025, arXiv:2512.02556; on in TRL).
+
+    Raises:
+        ValueError: If an argument is out of range, or the module has another KL penalty.
+    """
+
+    reads = ("ref_logprobs",)
+
+    def __init__(
+        self,
+        coef: float,
+        *,
+        estimator: KLEstimator = "k3",
+        clamp: float | None = None,
+        importance_weight: bool = False,
+    ) -> None:
+        self.coef, self.estimator, self.clamp, self.importance_weight = coef, estimator, clamp, importance_weight
+        self._check(coef)
+        check_number("KLPenalty.clamp", clamp, above=0, optional=True)
+        if estimator == "k1" and not importance_weight:
+            raise ValueError(
+                "estimator='k1' in the loss has a gradient of mean 0, which is noise and no penalty: use 'k2' or "
+                "'k3', or importance_weight=True, or KLInReward"
+            )
+
+    def term(self, batch: Experience, out: PolicyOutput, old: Tensor) -> LossOutput:
+        """The penalty."""
+        mask, ratio = batch.action_mask, None
+        if self.importance_weight:
+            assert batch.advantages is not None
+            ratio = policy_tokens(out.logprobs, old, batch.advantages, mask).ratio
+        return kl_loss(
+            out.logprobs,
+            batch.columns["ref_logprobs"],
+            mask,
+            coef=self.coef,
+            estimator=self.estimator,
+            clamp=self.clamp,
+            importance_weight=ratio,
+            **self.module.aggregation_arguments(batch),
+        )
+
+
+class KLInReward(KLPart):
+    """Subtracts the KL of the policy before the iteration to the reference from rewards.
+
+    ``PPOModule(kl_coef=0.01)`` makes one of tokens; one among ``parts`` takes the place of the module's.
+
+    Args:
+        coef: Weight (0.01: OpenRLHF's, 0.05: TRL's).
+        place: ``sequence``: the answer's total, from the reward of the sample, before the baseline (RLOO; TRL's, and
+            verl's for estimators that compare samples). ``token``: from the reward of each token (InstructGPT,
+            OpenRLHF's default for PPO), after any baseline of its sample.
+        estimator: ``k1`` (InstructGPT), ``k2`` or ``k3``.
+
+    Raises:
+        ValueError: If an argument is out of range, the module has another KL penalty, or none of its parts gives tokens
+            what each has earned.
+    """
+
+    stage, temporary = Stage.PENALIZE, ("token_penalty",)
+    reads = ("rewards", "old_logprobs", "ref_logprobs")
+
+    def __init__(
+        self, coef: float, *, place: Literal["sequence", "token"] = "sequence", estimator: KLEstimator = "k1"
+    ) -> None:
+        if place not in ("sequence", "token"):
+            raise ValueError(f"KLInReward.place must be 'sequence' or 'token', got {place!r}")
+        self.coef, self.place, self.estimator = coef, place, estimator
+        self.writes = ("rewards",) if place == "sequence" else ("token_penalty",)
+        self._check(coef)
+
+    def attach(self, module: Any) -> None:
+        """Check that the penalty of tokens is not lost."""
+        super().attach(module)
+        takes = [part for part in module.parts if getattr(part, "takes_token_penalty", False)]
+        if self.place == "token" and not takes and not module.overrides_advantages:
+            raise ValueError(
+                "KLInReward(place='token') penalizes each token, and no part gives tokens what each has earned: add "
+                "TokenCredit (rlhfkit.modules.parts.advantages), or use place='sequence'"
+            )
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Subtract it, or add the column ``token_penalty``, (B, T-1) in units of the reward."""
+        old, reference, mask = rows.old_logprobs, rows.columns["ref_logprobs"], rows.action_mask
+        assert old is not None
+        kl = kl_estimate(old, reference, estimator=self.estimator, mask=mask)
+        if self.place == "token":
+            return rows.with_columns(token_penalty=self.coef * kl)
+        return dataclasses.replace(rows, rewards=rows.rewards - self.coef * masked_sum(kl, mask, -1))
+
+    @torch.no_grad()
+    def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
+        """The KL of the policy now."""
+        mask = batch.action_mask
+        kl = kl_estimate(out.logprobs, batch.columns["ref_logprobs"], estimator=self.estimator, mask=mask)
+        return {"policy/ref_kl": masked_mean(kl, mask)}
