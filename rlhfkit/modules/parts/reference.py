@@ -15,7 +15,7 @@ class Reference(Part):
 
     Parts that read ``ref_logprobs``, such as a KL penalty, bring one; give it to say where the model is::
 
-        GRPOModule("sft", parts=[KLPenalty(0.01), Reference(ModelPool("sft", resources={"GPU": 1}))])
+        GRPOModule("sft", kl_coef=0.01, parts=[Reference(ModelPool("sft", resources={"GPU": 1}))])
 
     Args:
         pool: ``None``: a frozen child of the module, or the policy without its adapters. A
