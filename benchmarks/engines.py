@@ -140,10 +140,10 @@ def measure(millions: int, engines: int, dtype: torch.dtype, repeats: int) -> di
                 seconds.append(time.perf_counter() - start)
             sampling = SamplingSpec(group_size=1, max_new_tokens=8)
             (sample,) = pool.generate([Prompt(index=0, token_ids=[5, 6, 7])], sampling, iteration=0)
-            ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+            ids = torch.tensor([sample.all_token_ids.tolist()])
             with torch.no_grad():
                 logprobs = model(ids).logits[0, 2:-1].float().log_softmax(-1)
-            expected = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            expected = logprobs.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
             difference = float((expected - torch.tensor(sample.logprobs)).abs().max())
         finally:
             pool.close()

@@ -136,7 +136,7 @@ def missing_reward(samples: Sequence[Any]) -> list[float | None]:
 def token_reward(samples: Sequence[Any]) -> list[float]:
     """``reward``, of which every even digit earns its part."""
     for sample in samples:
-        parts = [1 / 6 if chr(int(token) + 30) in "02468" else 0.0 for token in sample.token_ids]
+        parts = [1 / 6 if chr(int(token) + 30) in "02468" else 0.0 for token in sample.token_ids.tolist()]
         sample.token_rewards = parts
     return reward(samples)
 

@@ -124,7 +124,7 @@ def run_ours(
     if vllm:
         engine = VLLMPool(device="cpu", kv_cache_gib=0.5, max_model_len=2 * (options.prompt_tokens + length))
     rollouts = RolloutCallback(
-        lambda samples: [sum(sample.token_ids) % 97 / 97 for sample in samples],
+        lambda samples: [sum(sample.token_ids.tolist()) % 97 / 97 for sample in samples],
         engine=engine,
         sampling=SamplingSpec(group_size=options.group, max_new_tokens=length, min_new_tokens=length),
         max_staleness=staleness,

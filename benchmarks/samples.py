@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.data import Experience, Prompt, Sample, decode_together
+from rlhfkit.data import Experience, Prompt, Sample, decode_texts
 from rlhfkit.models.load import text_decoder
 from rlhfkit.rewards import ExactMatch, SubprocessReward
 
@@ -199,7 +199,7 @@ def main() -> None:
 
     def arrays() -> list[Sample]:
         return [
-            Sample.from_arrays(prompts[row // 8], row % 8, finish_reason="stop", reward=1.0, **columns)
+            Sample(prompts[row // 8], row % 8, finish_reason="stop", reward=1.0, **columns)
             for row, columns in enumerate(rows)
         ]
 
@@ -219,8 +219,8 @@ def main() -> None:
     decoder = text_decoder(tokenizer)
 
     def decode() -> list[str]:
-        with decode_together(samples, decoder):
-            return [sample.text for sample in samples]
+        decode_texts(samples, decoder)
+        return [sample.text for sample in samples]
 
     def batch_decode() -> list[str]:
         return list(tokenizer.batch_decode([sample.token_ids for sample in listed], skip_special_tokens=True))

@@ -90,7 +90,7 @@ class Keep(L.Callback):
         rollouts = RolloutCallback.of(trainer)
         if not rollouts.inside_collected_iteration:
             return
-        self.tokens.append([one.token_ids for one in samples_of_all_ranks(rollouts)])
+        self.tokens.append([one.token_ids.tolist() for one in samples_of_all_ranks(rollouts)])
         experience = rollouts.experience
         assert experience is not None
         self.rows.append(len(experience))

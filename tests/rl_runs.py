@@ -149,7 +149,7 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
                     trainer.save_checkpoint(saved)  # noqa: B023
 
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-                tokens.extend(sample.token_ids for sample in samples_of_all_ranks(rollouts))  # noqa: B023
+                tokens.extend(sample.token_ids.tolist() for sample in samples_of_all_ranks(rollouts))  # noqa: B023
 
             def on_train_end(self, trainer: Any, pl_module: Any) -> None:
                 from rlhfkit.rollout import ModuleWeights

@@ -97,7 +97,7 @@ def test_an_engine(project: Path) -> None:
     rollouts = RolloutCallback(digits, engine=rollouts.engine, sampling=rollouts.sampling)  # random digits differ
     fit(project, rollouts=rollouts)
     assert rollouts.engine.version == 4
-    assert len({tuple(sample.token_ids) for sample in rollouts.samples}) == 32
+    assert len({tuple(sample.token_ids.tolist()) for sample in rollouts.samples}) == 32
 
 
 def test_a_module(project: Path) -> None:

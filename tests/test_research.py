@@ -42,7 +42,7 @@ class PlainNash(PlainSGD, NashMDModule):
 
 def logprob(model: Any, sample: Sample) -> Tensor:
     """Scalar float64, log-prob of the answer at the temperature of sampling."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    ids = torch.tensor([sample.all_token_ids.tolist()])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / TEMPERATURE
     count = len(sample.token_ids)
     return logits.log_softmax(-1)[-count:].gather(-1, ids[0, -count:, None]).sum()
@@ -53,7 +53,7 @@ def judged(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
     found: list[float | None] = []
     for first, second in pairs:
         kind = (first.prompt.index + 1) % 5
-        graded = 0.5 + 0.125 * (first.token_ids[0] % 3 - second.token_ids[0] % 3)
+        graded = 0.5 + 0.125 * (first.token_ids.tolist()[0] % 3 - second.token_ids.tolist()[0] % 3)
         found.append(None if kind == 0 else 0.5 if kind == 1 else graded)
     return found
 
@@ -82,8 +82,8 @@ def by_hand(folder: Path, samples: list[Sample], *, nash: bool) -> tuple[dict[st
         total, count = torch.zeros((), dtype=torch.float64), 0
         for first in range(16 * update, 16 * update + 16, 2):
             ours, theirs = samples[first : first + 2]
-            assert min(ours.versions) >= 0
-            assert set(theirs.versions) == {-1}
+            assert min(ours.versions.tolist()) >= 0
+            assert set(theirs.versions.tolist()) == {-1}
             if ours.reward is None or (not nash and ours.reward == theirs.reward):
                 continue
             count += 1
@@ -150,7 +150,7 @@ def test_they_learn_from_a_judge(tmp_path: Path, nash: bool) -> None:
         max_epochs=12,
     )
     trainer.fit(module, data)
-    ours = [sample for sample in rollouts.samples if sample.versions[0] >= 0]
+    ours = [sample for sample in rollouts.samples if sample.versions.tolist()[0] >= 0]
     assert len(ours) == 32
     assert sum(digits(ours)) / len(ours) > 0.3  # 0.1 at the start
 

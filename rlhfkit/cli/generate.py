@@ -166,7 +166,7 @@ def _carried_columns(rows: PromptRows, prompt: str, columns: Sequence[str] | Non
 
 def _sample_line(sample: Sample, text: str, token_ids: bool) -> dict[str, Any]:
     """Return the columns to add for one completion."""
-    logprob = sum(sample.logprobs)
+    logprob = sum(sample.logprobs.tolist())
     line: dict[str, Any] = {
         "completion": text,
         "index": sample.prompt.index,
@@ -175,5 +175,5 @@ def _sample_line(sample: Sample, text: str, token_ids: bool) -> dict[str, Any]:
         "logprob": None if math.isnan(logprob) else logprob,
     }
     if token_ids:
-        line |= {"prompt_ids": sample.prompt.token_ids, "completion_ids": sample.token_ids}
+        line |= {"prompt_ids": sample.prompt.token_ids.tolist(), "completion_ids": sample.token_ids.tolist()}
     return line

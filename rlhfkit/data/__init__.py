@@ -1,6 +1,6 @@
-"""Records and batching: prompts, samples, experience, micro-batches and loaders; loads torch and nothing else.
+"""Records and batching: prompts, samples, experience, micro-batches and loaders; loads torch and NumPy, nothing else.
 
-May import: torch, ``validation.py``.
+May import: torch, NumPy, ``validation.py``.
 Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing/`` and ``loaders/``.
 """
 
@@ -18,8 +18,7 @@ from rlhfkit.data.formats.unpaired import (
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.data.packing import IterationShape, MicroBatch, balanced_partition, iteration_shape, plan_micro_batches
-from rlhfkit.data.sample_texts import decode_together
-from rlhfkit.data.types import Experience, FinishReason, Prompt, Sample
+from rlhfkit.data.types import Experience, FinishReason, Prompt, Sample, decode_texts
 
 __all__ = [
     "DistilledBatch",
@@ -53,7 +52,7 @@ __all__ = [
     "collate_stepwise",
     "collate_tokens",
     "collate_unpaired",
-    "decode_together",
+    "decode_texts",
     "iteration_shape",
     "plan_micro_batches",
 ]

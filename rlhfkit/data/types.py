@@ -1,8 +1,18 @@
 """The records of reinforcement learning: ``Prompt`` -> ``Sample`` -> ``Experience``.
 
 Tokenised input, one completion of it from the engine (no padding), and a batch of samples as tensors, to which modules
-add old log-probs and advantages. Prompts and samples keep what they have per token in arrays
-(:mod:`rlhfkit.data.token_arrays`): reading such a field makes a **new list**, so change it by setting it.
+add old log-probs and advantages. What prompts and samples know of each token are **read-only NumPy arrays**; lists and
+tensors that are given or set become arrays, and copies of a record share them:
+
+========================  ==================================================================  ===============
+Field                     Type                                                                Bytes per token
+========================  ==================================================================  ===============
+token ids, versions       int32; int64 if one does not fit                                    4
+log-probs, rewards        float32 if that holds every number exactly, else float64            4 or 8
+masks                     bool                                                                1
+========================  ==================================================================  ===============
+
+Join them with :func:`numpy.concatenate`: ``+`` of arrays adds numbers.
 
 Per-token fields of an ``Experience`` are on the **next-token axis** of length T - 1, where entry ``t`` belongs to token
 ``t + 1``; it includes prompt tokens, masks select.
@@ -10,34 +20,20 @@ Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhfkit.data.batch import PaddedBatch, row_field, rows_field, step_field, steps_field
 from rlhfkit.data.iteration import IterationSummary
-from rlhfkit.data.sample_texts import Decode, TextDecoder, decode_when_read
-from rlhfkit.data.token_arrays import (
-    BOOLEANS,
-    FLOATS,
-    INTEGERS,
-    RUNS,
-    Runs,
-    concatenate,
-    ones,
-    restore_state,
-    store_as_arrays,
-    stored,
-    stored_state,
-    zeros,
-)
 
-if TYPE_CHECKING:
-    from rlhfkit.data.token_arrays import Booleans, Floats, Integers
-
+PerToken: TypeAlias = NDArray[Any] | Any
+"""A number for each token: read as a read-only array, set as an array, a list, or a tensor."""
 FinishReason = Literal["stop", "length", "abort"]
 GREEDY_REWARD = "greedy"
 """Name among the ``reward_parts`` of a sample of the reward of the greedy answer to its prompt (ReMax)."""
@@ -46,9 +42,100 @@ GREEDY_REWARD = "greedy"
 OTHER_MODEL = -1
 """Version of tokens that another model than the policy sampled (:class:`~rlhfkit.rollout.ReferenceSamples`)."""
 
+DECODED_TOKENS = 65_536
+"""Tokens whose texts are decoded in one call, about: tokenizers take lists, which are large."""
 
-@dataclass(slots=True)
-class Prompt:
+
+def _integers(values: NDArray[Any]) -> NDArray[Any]:
+    """Copy as int32, or as int64 if one does not fit."""
+    if len(values) and not np.can_cast(values.dtype, np.int64):
+        raise TypeError(f"whole numbers are wanted, got {values.dtype}")
+    bounds = np.iinfo(np.int32)
+    narrow = not len(values) or bool(bounds.min <= values.min() and values.max() <= bounds.max)
+    return values.astype(np.int32 if narrow else np.int64)
+
+
+def _floats(values: NDArray[Any]) -> NDArray[Any]:
+    """Copy as float32 if that holds each number exactly, or as float64."""
+    if not np.can_cast(values.dtype, np.float64):
+        raise TypeError(f"numbers are wanted, got {values.dtype}")
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    return narrow if bool(((narrow == values) | np.isnan(narrow)).all()) else values.astype(np.float64)
+
+
+def _booleans(values: NDArray[Any]) -> NDArray[Any]:
+    """Copy as booleans; numbers other than 0 are true."""
+    return values.astype(np.bool_)
+
+
+_PER_TOKEN: dict[str, tuple[Callable[[NDArray[Any]], NDArray[Any]], tuple[type, ...]]] = {
+    "token_ids": (_integers, (np.int32, np.int64)),
+    "versions": (_integers, (np.int32, np.int64)),
+    "logprobs": (_floats, (np.float32, np.float64)),
+    "token_rewards": (_floats, (np.float32, np.float64)),
+    "action_mask": (_booleans, (np.bool_,)),
+}
+"""How fields per token are copied, and the types that they have then."""
+
+
+def _per_token(name: str, values: Any) -> NDArray[Any]:
+    """Return one number per token as a read-only array of the field's type, a copy unless it is one already."""
+    compact, types = _PER_TOKEN[name]
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    array: NDArray[Any] = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"one number per token is wanted, got shape {array.shape}")
+    # A view would keep what it is a view of, such as memory of Ray's.
+    kept = array is values and array.flags.owndata and not array.flags.writeable and array.dtype.type in types
+    array = array if kept else compact(array)
+    array.flags.writeable = False
+    return array
+
+
+class Record:
+    """What prompts and samples share: fields per token become arrays, whenever they are set."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; raises TypeError or ValueError if it has a number per token, and the value has not."""
+        if name in _PER_TOKEN and value is not None:
+            try:
+                value = _per_token(name, value)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{type(self).__name__}.{name}: {error}") from error
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal; NaN equals NaN in arrays."""
+        if type(other) is not type(self):
+            return NotImplemented
+        pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))  # type: ignore[arg-type]  # a dataclass
+        return all(
+            np.array_equal(one, two, equal_nan=True)
+            if isinstance(one, np.ndarray) and isinstance(two, np.ndarray)
+            else bool(one == two)
+            for one, two in pairs
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """All fields by name, with lists in place of arrays, and records as dictionaries too."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]  # a dataclass
+        return {
+            name: value.tolist()
+            if isinstance(value, np.ndarray)
+            else value.plain()
+            if isinstance(value, Record)
+            else value
+            for name, value in values.items()
+        }
+
+
+@dataclass(slots=True, eq=False)
+class Prompt(Record):
     """A tokenised prompt.
 
     Example::
@@ -57,164 +144,115 @@ class Prompt:
 
     Attributes:
         index: Row in the data set; unique, and part of the seed of each of its samples.
-        token_ids: Input of the engine. Text is never tokenised a second time. Each read makes a new list.
+        token_ids: (T,) int32, input of the engine. Text is never tokenised a second time.
         text: The prompt as text, for rewards and logs.
         answer: The reference answer, if the data has one.
         metadata: All other columns of the row, by name.
     """
 
     index: int
-    token_ids: list[int]
+    token_ids: PerToken
     text: str = ""
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, without making a list."""
-        return len(stored(self, "token_ids"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is stored, for pickle and copies."""
-        return stored_state(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled or copied prompt."""
-        restore_state(self, state)
+        """Number of tokens."""
+        return len(self.token_ids)
 
 
-@dataclass(slots=True)
-class Sample:
+@dataclass(slots=True, eq=False)
+class Sample(Record):
     """One completion of a prompt, exactly as sampled, and its reward.
-
-    Fields per token can be set as lists, arrays, or tensors, and are read as lists, a **new one** each time:
-    ``sample.token_ids.append(9)`` changes nothing. :attr:`num_tokens` and :attr:`version_runs` make none.
 
     Attributes:
         prompt: What was completed; of an episode whose environment began the conversation, with the tokens of that.
         sample_index: Position in the group of the prompt, 0 .. group_size - 1.
-        token_ids: Tokens after the prompt, including the end-of-sequence token when it was sampled.
-        logprobs: Log-prob of each token under the policy at the sampling temperature, before truncation (top-p and the
-            like); NaN where the engine gives none.
-        versions: Policy version (optimizer updates so far) that sampled each token; :data:`OTHER_MODEL`: another model
-            did.
+        token_ids: (T,) int32, tokens after the prompt, including the end-of-sequence token when it was sampled.
+        logprobs: (T,) float32, log-prob of each token under the policy at the sampling temperature, before truncation
+            (top-p and the like); NaN where the engine gives none.
+        versions: (T,) int32, policy version (optimizer updates so far) that sampled each token; :data:`OTHER_MODEL`:
+            another model did.
         finish_reason: ``stop``: the model ended it; ``length``: a limit did; ``abort``: an error or a time limit.
-        action_mask: True where the policy chose the token, false where an environment wrote it; ``None``: the policy
-            chose all.
-        text: The completion as text, without special tokens; decoded when it is read, after :meth:`decode_with`.
+        action_mask: (T,) bool, true where the policy chose the token, false where an environment wrote it; ``None``:
+            the policy chose all.
+        text: The completion as text, without special tokens, see :func:`decode_texts`.
         reward: Total reward; ``None``: could not be scored, the sample is not trained on.
         reward_parts: Components of the reward by name, before weighting.
-        token_rewards: The part of ``reward`` earned at each token (turns of an episode, steps of a solution); the
-            remainder belongs to the last action. ``None``: all of it does.
+        token_rewards: (T,) float32, the part of ``reward`` earned at each token (turns of an episode, steps of a
+            solution); the remainder belongs to the last action. ``None``: all of it does.
         info: Further facts about the sample (turns of an episode, why it ended); numbers are logged as means.
         replayed: Whether it was sampled for an earlier iteration, see :class:`~rlhfkit.ReplayBuffer`.
     """
 
     prompt: Prompt
     sample_index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    token_ids: PerToken
+    logprobs: PerToken
+    versions: PerToken
     finish_reason: FinishReason
-    action_mask: list[bool] | None = None
+    action_mask: PerToken | None = None
     text: str = ""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
-    token_rewards: list[float] | None = None
+    token_rewards: PerToken | None = None
     info: dict[str, Any] = field(default_factory=dict)
     replayed: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the per-token fields have one length."""
-        found = {name: stored(self, name) for name in _SAMPLE_ENCODINGS}
+        """Check what was given."""
+        self.check_lengths()
+
+    def check_lengths(self) -> None:
+        """Raise ValueError unless what there is per token has one length."""
+        found = {name: getattr(self, name) for name in _PER_TOKEN}
         lengths = {name: len(values) for name, values in found.items() if values is not None}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"the per-token lists of a Sample must have one length, got {lengths}")
-
-    @classmethod
-    def from_arrays(
-        cls,
-        prompt: Prompt,
-        sample_index: int,
-        *,
-        token_ids: "Integers",
-        logprobs: "Floats",
-        finish_reason: FinishReason,
-        versions: "Integers | None" = None,
-        version_runs: Iterable[tuple[int, int]] = (),
-        action_mask: "Booleans | None" = None,
-        token_rewards: "Floats | None" = None,
-        **fields: Any,
-    ) -> Self:
-        """Make a sample of arrays or tensors, which are copied without making lists.
-
-        Args:
-            prompt: What was completed.
-            sample_index: Position in the group.
-            token_ids: (T,) integers.
-            logprobs: (T,) numbers.
-            finish_reason: Why the completion ended.
-            versions: (T,) integers; or give ``version_runs``.
-            version_runs: The same as ``(version, number of tokens)`` in order.
-            action_mask: (T,) booleans; ``None``: the policy chose all.
-            token_rewards: (T,) numbers; ``None``: the last action earned all.
-            **fields: Other fields.
-
-        Raises:
-            ValueError: If the lengths differ.
-        """
-        fields |= {
-            "token_ids": token_ids,
-            "logprobs": logprobs,
-            "versions": Runs.of(version_runs) if versions is None else versions,
-            "action_mask": action_mask,
-            "token_rewards": token_rewards,
-        }
-        return cls(prompt, sample_index, finish_reason=finish_reason, **fields)
+            raise ValueError(f"what a Sample has per token must have one length, got {lengths}")
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens after the prompt."""
-        return len(stored(self, "token_ids"))
+        return len(self.token_ids)
 
     @property
     def num_action_tokens(self) -> int:
         """Number of tokens that the policy chose."""
-        mask = stored(self, "action_mask")
-        return self.num_tokens if mask is None else sum(mask)
+        return self.num_tokens if self.action_mask is None else int(self.action_mask.sum())
+
+    @property
+    def all_token_ids(self) -> NDArray[Any]:
+        """(P + T,) tokens of the prompt and after it, a new array."""
+        return np.concatenate([self.prompt.token_ids, self.token_ids])
+
+    @property
+    def chosen(self) -> NDArray[Any]:
+        """(T,) bool, the action mask, also where it is ``None``."""
+        return np.ones(self.num_tokens, np.bool_) if self.action_mask is None else self.action_mask
 
     @property
     def version_runs(self) -> list[tuple[int, int]]:
         """``versions`` as ``(version, number of tokens)`` of each run of equal ones, in order."""
-        runs: Runs = stored(self, "versions")
-        return runs.pairs
-
-    def decode_with(self, decode: Decode) -> None:
-        """Let ``text`` be decoded whenever it is read, by a tokenizer's ``batch_decode`` or the like; nothing is kept.
-
-        Pickled samples have their text. :func:`~rlhfkit.data.sample_texts.decode_together` decodes many at once.
-        """
-        self.text = cast(str, TextDecoder(decode))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is stored, with the text, for pickle and copies."""
-        return stored_state(self) | {"text": self.text}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled or copied sample."""
-        restore_state(self, state)
+        begins = np.flatnonzero(np.diff(self.versions)) + 1
+        return [(int(run[0]), len(run)) for run in np.split(self.versions, begins) if len(run)]
 
 
-_SAMPLE_ENCODINGS = {
-    "token_ids": INTEGERS,
-    "logprobs": FLOATS,
-    "versions": RUNS,
-    "action_mask": BOOLEANS,
-    "token_rewards": FLOATS,
-}
-store_as_arrays(Prompt, {"token_ids": INTEGERS})
-store_as_arrays(Sample, _SAMPLE_ENCODINGS)
-decode_when_read(Sample, "text")
+def decode_texts(samples: Sequence[Sample], decode: Callable[[list[list[int]]], Sequence[str]]) -> None:
+    """Set the ``text`` of samples from their tokens, many in one call.
+
+    Args:
+        samples: Whose texts to set; texts that they have are replaced.
+        decode: Writes token ids of several sequences as texts, such as a tokenizer's ``batch_decode``.
+    """
+    waiting: list[Sample] = []
+    for place, sample in enumerate(samples):
+        waiting.append(sample)
+        if sum(each.num_tokens for each in waiting) >= DECODED_TOKENS or place == len(samples) - 1:
+            texts = decode([each.token_ids.tolist() for each in waiting])
+            for each, text in zip(waiting, texts, strict=True):
+                each.text = text
+            waiting = []
 
 
 @dataclass(kw_only=True)
@@ -335,17 +373,30 @@ class Experience(PaddedBatch):
         if not samples:
             raise ValueError("an Experience needs at least one sample, got none")
         for sample in samples:
+            sample.check_lengths()  # fields may have been set since
             if not sample.prompt.num_tokens:
                 raise ValueError(f"prompt {sample.prompt.index} has no tokens; every prompt needs at least one")
         prompts = torch.tensor([sample.prompt.num_tokens for sample in samples])[:, None]
         ends = prompts + torch.tensor([sample.num_tokens for sample in samples])[:, None]
         batch, length = len(samples), int(ends.max())
         attention_mask = torch.arange(length) < ends
-        texts = [stored(part, "token_ids") for sample in samples for part in (sample.prompt, sample)]
+        texts = [tokens for sample in samples for tokens in (sample.prompt.token_ids, sample.token_ids)]
         input_ids = torch.zeros(batch, length, dtype=torch.int64)
-        input_ids.masked_scatter_(attention_mask, concatenate(texts, torch.int64))
-        steps = (torch.arange(1, length) >= prompts) & attention_mask[:, 1:]  # of completions
-        chosen, logprobs, versions, token_rewards = _joined(samples)
+        input_ids.masked_scatter_(attention_mask, torch.from_numpy(np.concatenate(texts)).long())
+        completed = (torch.arange(1, length) >= prompts) & attention_mask[:, 1:]
+
+        def placed(columns: Iterable[PerToken], dtype: torch.dtype) -> Tensor:
+            values = torch.from_numpy(np.concatenate(list(columns))).to(dtype)
+            return torch.zeros(completed.shape, dtype=dtype).masked_scatter_(completed, values)
+
+        chosen = placed((sample.chosen for sample in samples), torch.bool)
+        logprobs = placed((sample.logprobs for sample in samples), torch.float32)
+        versions = placed((sample.versions for sample in samples), torch.int64)
+        earned = [sample.token_rewards for sample in samples]
+        known = [
+            np.zeros(sample.num_tokens, np.float32) if values is None else values
+            for sample, values in zip(samples, earned, strict=True)
+        ]
         scored = torch.tensor([sample.reward is not None for sample in samples])[:, None]
         names = sorted({name for sample in samples for name in sample.reward_parts})
         rewards = [math.nan if sample.reward is None else float(sample.reward) for sample in samples]
@@ -353,9 +404,9 @@ class Experience(PaddedBatch):
         return cls(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            action_mask=_placed(chosen, steps) & (scored | before_rewards),
-            rollout_logprobs=_placed(torch.where(chosen, logprobs, 0.0), steps),
-            versions=_placed(torch.where(chosen, versions, -1), steps, fill=-1),
+            action_mask=chosen & (scored | before_rewards),
+            rollout_logprobs=torch.where(chosen, logprobs, 0.0),
+            versions=torch.where(chosen, versions, -1),
             rewards=torch.tensor(rewards, dtype=torch.float32),
             group=torch.tensor([sample.prompt.index for sample in samples]),
             sample_index=torch.tensor([sample.sample_index for sample in samples]),
@@ -363,28 +414,6 @@ class Experience(PaddedBatch):
             update=torch.zeros(batch, dtype=torch.int64),
             replayed=torch.tensor([sample.replayed for sample in samples]),
             reward_parts={name: torch.tensor(column, dtype=torch.float32) for name, column in parts.items()},
-            token_rewards=None if token_rewards is None else _placed(token_rewards, steps),
+            token_rewards=placed(known, torch.float32) if any(values is not None for values in earned) else None,
             temperature=temperature,
         )
-
-
-def _joined(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Action mask, log-probs, versions and rewards of the tokens of all completions in order, (sum of T,) each."""
-    masks = [stored(sample, "action_mask") for sample in samples]
-    chosen = [ones(sample.num_tokens) if mask is None else mask for sample, mask in zip(samples, masks, strict=True)]
-    runs: list[Runs] = [stored(sample, "versions") for sample in samples]
-    versions = concatenate([each.values for each in runs], torch.int64)
-    lengths = concatenate([each.lengths for each in runs], torch.int64)
-    earned = [stored(sample, "token_rewards") for sample in samples]
-    given = [zeros(sample.num_tokens) if each is None else each for sample, each in zip(samples, earned, strict=True)]
-    return (
-        concatenate(chosen, torch.bool),
-        concatenate([stored(sample, "logprobs") for sample in samples], torch.float32),
-        versions.repeat_interleave(lengths),
-        concatenate(given, torch.float32) if any(each is not None for each in earned) else None,
-    )
-
-
-def _placed(values: Tensor, steps: Tensor, fill: float = 0) -> Tensor:
-    """(B, T-1) tensor with values, in order, where ``steps`` is true, and ``fill`` elsewhere."""
-    return torch.full(steps.shape, fill, dtype=values.dtype).masked_scatter_(steps, values)

@@ -135,7 +135,7 @@ class Episode:
         tokenizer = self.observations.tokenizer
         text = tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
         raw_text = tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
-        return Action(turn, list(sampled.token_ids), text, raw_text, sampled.finish_reason)
+        return Action(turn, sampled.token_ids.tolist(), text, raw_text, sampled.finish_reason)
 
     def _record_reward(self, step: Step) -> None:
         self._steps.append(dict(step.info))
@@ -196,7 +196,7 @@ class Episode:
         last = trajectory.last_action.token_ids if trajectory.last_action is not None else []
         sample = trajectory.sample(finish, {})
         sample.info |= {
-            "reward": sum(sample.token_rewards or ()) if whole else None,
+            "reward": sum(trajectory.rewards.values()) if whole else None,
             "ended": ended,
             "turns": trajectory.turns,
             "failed": ended in ("time", "error"),

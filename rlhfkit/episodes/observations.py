@@ -95,7 +95,7 @@ class ObservationTokenizer:
 
     def _without_stop(self, tail: str, turn: Sample) -> str:
         """Remove the end-of-turn token if it was sampled."""
-        if turn.finish_reason != "stop" or not turn.token_ids:
+        if turn.finish_reason != "stop" or not turn.num_tokens:
             return tail
         last = self.tokenizer.decode(turn.token_ids[-1:], skip_special_tokens=False)
         space, found, rest = tail.partition(last)

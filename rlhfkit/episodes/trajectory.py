@@ -25,7 +25,7 @@ class Trajectory:
     @property
     def context(self) -> list[int]:
         """All token ids, prompt included, that the engine reads next."""
-        return self.prompt.token_ids + self.token_ids
+        return [*self.prompt.token_ids.tolist(), *self.token_ids]
 
     @property
     def num_action_tokens(self) -> int:
@@ -34,10 +34,10 @@ class Trajectory:
 
     def add_action(self, sampled: Sample) -> None:
         """Append what the policy sampled."""
-        self.token_ids += sampled.token_ids
-        self.logprobs += sampled.logprobs
-        self.versions += sampled.versions
-        self.action_mask += [True] * len(sampled.token_ids)
+        self.token_ids += sampled.token_ids.tolist()
+        self.logprobs += sampled.logprobs.tolist()
+        self.versions += sampled.versions.tolist()
+        self.action_mask += [True] * sampled.num_tokens
         self.turns += 1
         self.last_action = sampled
 

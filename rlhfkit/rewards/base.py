@@ -26,7 +26,6 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from rlhfkit.data.token_arrays import stored
 from rlhfkit.data.types import Sample
 from rlhfkit.validation import check_number
 
@@ -378,25 +377,23 @@ def evaluate(
 
     Arguments and errors are those of :func:`score_samples`; ``timeout`` applies to each async reward.
     """
-    before = _fingerprints(samples)
+    before = [_token_ids(sample) for sample in samples]
     results = {name: _call(name, reward, samples, warn_after) for name, reward in rewards.items()}
     waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
     if waiting:
         results |= _wait(waiting, timeout, len(samples))
-    after = _fingerprints(samples)
-    if after != before:
-        changed = next(place for place, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
-        raise ValueError(
-            f"reward {' or '.join(map(repr, rewards))} has changed the token ids of sample {changed} (prompt "
-            f"{samples[changed].prompt.index}), which would be trained on: work on a copy, which sample.token_ids is"
-        )
+    for place, (sample, had) in enumerate(zip(samples, before, strict=True)):
+        if any(one is not other for one, other in zip(_token_ids(sample), had, strict=True)):
+            raise ValueError(
+                f"reward {' or '.join(map(repr, rewards))} has changed the token ids of sample {place} (prompt "
+                f"{sample.prompt.index}), which would be trained on: work on a copy of the sample (dataclasses.replace)"
+            )
     return {name: _checked(name, result, samples) for name, result in results.items()}
 
 
-def _fingerprints(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Hashes of the token ids, to notice a reward that sets others."""
-    prompts = {id(sample.prompt): hash(stored(sample.prompt, "token_ids").tobytes()) for sample in samples}
-    return [(prompts[id(sample.prompt)], hash(stored(sample, "token_ids").tobytes())) for sample in samples]
+def _token_ids(sample: Sample) -> tuple[Any, Any]:
+    """The arrays of prompt and completion, which are read-only, to notice a reward that sets others."""
+    return sample.prompt.token_ids, sample.token_ids
 
 
 def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: float) -> Any:

@@ -151,17 +151,17 @@ class ModelReward:
         known = self._loaded.config.get_text_config().vocab_size
         texts = self._tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
         for sample, text in zip(samples, texts, strict=True):
-            if not sample.token_ids and not sample.prompt.token_ids:
+            if not sample.num_tokens and not sample.prompt.num_tokens:
                 raise ValueError(
                     f"a sample of prompt {sample.prompt.index} has no token ids: tell ModelReward how to write it, "
                     "text=lambda sample: ..."
                 )
-            if text != sample.text or max(sample.prompt.token_ids + sample.token_ids) >= known:
+            if text != sample.text or int(sample.all_token_ids.max()) >= known:
                 raise ValueError(
                     f"{self.model} has another tokenizer than the policy: it reads {text[:40]!r} where "
                     f"{sample.text[:40]!r} was sampled. Tell ModelReward how to write a sample, text=lambda sample: ..."
                 )
-        return [sample.prompt.token_ids + sample.token_ids for sample in samples]
+        return [sample.all_token_ids.tolist() for sample in samples]
 
 
 class StepTokens:
@@ -250,7 +250,7 @@ class ProcessModelReward(ModelReward):
 
     def examples(self, samples: Sequence[Sample]) -> list[TokenExample]:
         """Return what the model reads, with the last token of each step marked."""
-        starts = [0 if self.text is not None else len(sample.prompt.token_ids) for sample in samples]
+        starts = [0 if self.text is not None else sample.prompt.num_tokens for sample in samples]
         read = super().examples(samples)
         return [self._in_steps(one.input_ids, start) for one, start in zip(read, starts, strict=True)]
 

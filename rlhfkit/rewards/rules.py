@@ -299,8 +299,8 @@ class RepetitionPenalty:
 def _policy_tokens(sample: Sample) -> list[list[int]]:
     """The tokens that the policy chose, turn by turn: no n-gram lies across what an environment wrote."""
     if sample.action_mask is None:
-        return [sample.token_ids]
-    runs = groupby(zip(sample.token_ids, sample.action_mask, strict=True), key=itemgetter(1))
+        return [sample.token_ids.tolist()]
+    runs = groupby(zip(sample.token_ids.tolist(), sample.action_mask, strict=True), key=itemgetter(1))
     return [[token for token, _ in run] for chosen, run in runs if chosen]
 
 

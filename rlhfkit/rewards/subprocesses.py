@@ -6,7 +6,6 @@ killed. Both use :class:`~rlhfkit.rewards.sandbox.SandboxPool`; samples go there
 JSON.
 """
 
-import dataclasses
 import importlib.util
 import logging
 import math
@@ -365,12 +364,7 @@ def _work(reward: str | Reward, name: str, timeout: float, **options: Any) -> Wo
 
 def _plain(sample: Sample) -> dict[str, Any]:
     """Return a sample as dictionaries, since unpickling the class would import torch in the child process."""
-    return _fields(sample) | {"prompt": _fields(sample.prompt)}
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
+    return sample.plain()
 
 
 def _checked(outcome: CallResult, count: int) -> CallResult:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
-from rlhfkit.data.types import Prompt, Sample
+from rlhfkit.data.types import Prompt, Sample, decode_texts
 from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.partial_rollouts import IterationPartials, ResumableStream
@@ -425,8 +425,6 @@ def sample_all(stream: GroupStream, prompts: Sequence[Prompt], *, tokenizer: Any
 
 
 def with_texts(samples: list[Sample], tokenizer: Any) -> list[Sample]:
-    """Let the texts of samples be decoded when they are read, and return the samples."""
-    decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
-    for sample in samples:
-        sample.decode_with(decode)
+    """Set the texts of samples, and return the samples."""
+    decode_texts(samples, partial(tokenizer.batch_decode, skip_special_tokens=True))
     return samples

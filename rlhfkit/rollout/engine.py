@@ -452,11 +452,11 @@ class RolloutEngine(Protocol):
 def check_context(prompts: Iterable[Prompt], max_new_tokens: int, context: int) -> None:
     """Raise RequestError if a prompt is empty or, with ``max_new_tokens``, exceeds ``context`` tokens."""
     for prompt in prompts:
-        if not prompt.token_ids:
+        if not prompt.num_tokens:
             raise RequestError(f"prompt {prompt.index} has no tokens; every prompt needs at least one")
-        if len(prompt.token_ids) + max_new_tokens > context:
+        if prompt.num_tokens + max_new_tokens > context:
             raise RequestError(
-                f"prompt {prompt.index} has {len(prompt.token_ids)} tokens and max_new_tokens is {max_new_tokens}, but "
+                f"prompt {prompt.index} has {prompt.num_tokens} tokens and max_new_tokens is {max_new_tokens}, but "
                 f"the model's context is {context}: shorten the prompts (PromptDataModule(max_prompt_length=...)) or "
                 "lower SamplingSpec(max_new_tokens=...)"
             )
@@ -478,4 +478,4 @@ def check_requests(prompts: Sequence[Prompt], sampling: SamplingSpec, *, context
     check_tokens("SamplingSpec.stop_token_ids", sampling.stop_token_ids, vocabulary)
     check_context(prompts, sampling.max_new_tokens, context)
     for prompt in prompts:
-        check_tokens(f"prompt {prompt.index}", prompt.token_ids, vocabulary)
+        check_tokens(f"prompt {prompt.index}", prompt.token_ids.tolist(), vocabulary)

@@ -14,13 +14,13 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from rlhfkit.data.types import OTHER_MODEL, Prompt, Sample
-from rlhfkit.rollout.collector import sample_all
+from rlhfkit.data.types import OTHER_MODEL, PerToken, Prompt, Sample
+from rlhfkit.rollout.collector import sample_all, with_texts
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, sample_seed
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.event_loop import EventLoopThread, run_in_thread
@@ -152,7 +152,7 @@ class GroupSampler:
         """
         if hint:
             ids = self.tokenizer.encode(hint, add_special_tokens=False)
-            prompt = dataclasses.replace(prompt, token_ids=[*prompt.token_ids, *ids])
+            prompt = dataclasses.replace(prompt, token_ids=_joined(prompt.token_ids, ids))
         repeat = self._repeat(("sample", attempt, id(engine)))
         first = attempt == 0 and repeat == 0
         index = prompt.index if first else request_index(prompt.index, "sample", attempt, repeat)
@@ -176,17 +176,17 @@ class GroupSampler:
                 f"the sample has {len(stem)} tokens, and SamplingSpec(max_new_tokens={self.sampling.max_new_tokens}) "
                 "leaves no room to continue it: cut() it before, or raise max_new_tokens"
             )
-        context = [*sample.prompt.token_ids, *stem]
+        context = sample.all_token_ids
         tails = await self._ask(sample.prompt, context, self.context_index(context), count, room, None)
-        mask = _mask(sample) if trained else [False] * len(stem)
-        logprobs = sample.logprobs if trained else [0.0] * len(stem)
+        mask = sample.chosen if trained else np.zeros(len(stem), np.bool_)
+        logprobs = sample.logprobs if trained else np.zeros(len(stem), np.float32)
         return self.with_texts(
             dataclasses.replace(
                 tail,
-                token_ids=stem + tail.token_ids,
-                logprobs=logprobs + tail.logprobs,
-                versions=sample.versions + tail.versions,
-                action_mask=mask + [True] * tail.num_tokens,
+                token_ids=_joined(stem, tail.token_ids),
+                logprobs=_joined(logprobs, tail.logprobs),
+                versions=_joined(sample.versions, tail.versions),
+                action_mask=_joined(mask, [True] * tail.num_tokens),
             )
             for tail in tails
         )
@@ -196,11 +196,11 @@ class GroupSampler:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         longer = dataclasses.replace(
             sample,
-            token_ids=sample.token_ids + ids,
-            logprobs=sample.logprobs + [0.0] * len(ids),
-            versions=sample.versions + [self.version] * len(ids),
-            action_mask=_mask(sample) + [False] * len(ids),
-            token_rewards=None if sample.token_rewards is None else sample.token_rewards + [0.0] * len(ids),
+            token_ids=_joined(sample.token_ids, ids),
+            logprobs=_joined(sample.logprobs, [0.0] * len(ids)),
+            versions=_joined(sample.versions, [self.version] * len(ids)),
+            action_mask=_joined(sample.chosen, [False] * len(ids)),
+            token_rewards=None if sample.token_rewards is None else _joined(sample.token_rewards, [0.0] * len(ids)),
         )
         return self.with_texts([longer])[0]
 
@@ -252,9 +252,9 @@ class GroupSampler:
         """
         return await self._stream.batcher(engine).ask(prompt, sampling, iteration=self.iteration)
 
-    def context_index(self, context: Sequence[int]) -> int:
+    def context_index(self, context: PerToken) -> int:
         """Return what goes into the seeds of a request in place of the prompt's index; other for each repetition."""
-        digest = hashlib.blake2b(repr(list(context)).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(repr(np.asarray(context).tolist()).encode(), digest_size=8).hexdigest()
         return request_index(self.prompt.index, digest, self._repeat(digest))
 
     def leave_to_branches(self) -> None:
@@ -269,11 +269,8 @@ class GroupSampler:
         return self._stream.requesters.one_more()
 
     def with_texts(self, samples: Any) -> list[Sample]:
-        """Let the texts of samples be decoded when they are read, and return the samples."""
-        decode, listed = partial(self.tokenizer.batch_decode, skip_special_tokens=True), list(samples)
-        for sample in listed:
-            sample.decode_with(decode)
-        return listed
+        """Set the texts of samples, and return the samples."""
+        return with_texts(list(samples), self.tokenizer)
 
     # ------------------------------------------------------------------ internals
 
@@ -285,7 +282,7 @@ class GroupSampler:
     async def _ask(
         self,
         prompt: Prompt,
-        context: list[int],
+        context: PerToken,
         index: int,
         count: int,
         max_new_tokens: int,
@@ -314,8 +311,9 @@ class GroupSampler:
         return self.with_texts(samples)
 
 
-def _mask(sample: Sample) -> list[bool]:
-    return [True] * sample.num_tokens if sample.action_mask is None else sample.action_mask
+def _joined(values: PerToken, more: PerToken) -> PerToken:
+    """Numbers per token, one after the other; a list takes the type of the array before it."""
+    return np.concatenate([values, np.asarray(more, dtype=values.dtype if isinstance(more, list) else None)])
 
 
 class GroupRunner:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.sample_state import sample_from_state, sample_state
@@ -141,7 +143,7 @@ class IterationPartials:
         return [
             [dataclasses.replace(sample, prompt=prompt) for sample in groups[prompt.index]]
             for prompt in prompts
-            if prompt.index in groups and groups[prompt.index][0].prompt.token_ids == prompt.token_ids
+            if prompt.index in groups and np.array_equal(groups[prompt.index][0].prompt.token_ids, prompt.token_ids)
         ]
 
     def keep(self, ranks: dict[int, int], groups: Iterable[list[Sample]]) -> None:
@@ -164,9 +166,9 @@ def continued(begun: Sample, sample: Sample) -> Sample:
     return Sample(
         begun.prompt,
         begun.sample_index,
-        begun.token_ids + sample.token_ids,
-        begun.logprobs + sample.logprobs,
-        begun.versions + sample.versions,
+        np.concatenate([begun.token_ids, sample.token_ids]),
+        np.concatenate([begun.logprobs, sample.logprobs]),
+        np.concatenate([begun.versions, sample.versions]),
         sample.finish_reason,
     )
 

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rlhfkit.data.types import Prompt, Sample
@@ -46,9 +46,7 @@ def save_samples(path: Path, samples: Iterable[Sample]) -> None:
     partial = path.with_name(path.name + ".tmp")
     with partial.open("w") as file:
         for sample in samples:
-            plain = {field.name: getattr(sample, field.name) for field in fields(sample)}
-            plain["prompt"] = {field.name: getattr(sample.prompt, field.name) for field in fields(sample.prompt)}
-            file.write(json.dumps(plain, default=str) + "\n")
+            file.write(json.dumps(sample.plain(), default=str) + "\n")
     partial.replace(path)
 
 
@@ -151,7 +149,8 @@ class ReplayEngine(RolloutEngine):
 
 def _begins_with(sample: Sample, prompt: Prompt) -> bool:
     """Whether a sample is of this prompt, perhaps with a hint behind it, or an environment wrote its beginning."""
-    return sample.prompt.token_ids[: prompt.num_tokens] == prompt.token_ids or _is_episode(sample)
+    begins = np.array_equal(sample.prompt.token_ids[: prompt.num_tokens], prompt.token_ids)
+    return begins or _is_episode(sample)
 
 
 def _is_episode(sample: Sample) -> bool:

@@ -1,13 +1,12 @@
 """Samples as tensors and plain values, for checkpoints."""
 
 import json
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
 
-from rlhfkit.data.token_arrays import as_tensor, stored
 from rlhfkit.data.types import Prompt, Sample
 
 
@@ -18,11 +17,10 @@ def sample_state(sample: Sample) -> dict[str, Any]:
     """
     prompt = sample.prompt
     loose = {"answer": prompt.answer, "metadata": prompt.metadata, "info": sample.info}
-    runs = stored(sample, "versions")
-    tensors = {name: stored(sample, name) for name in ("token_ids", "logprobs", "action_mask", "token_rewards")}
-    tensors |= {"prompt_ids": stored(prompt, "token_ids"), "versions": runs.values, "version_lengths": runs.lengths}
+    names = ("token_ids", "logprobs", "versions", "action_mask", "token_rewards")
+    arrays = {name: getattr(sample, name) for name in names} | {"prompt_ids": prompt.token_ids}
     return {
-        **{name: None if values is None else _copied(values) for name, values in tensors.items()},
+        **{name: None if values is None else torch.from_numpy(np.array(values)) for name, values in arrays.items()},
         "index": prompt.index,
         "prompt_text": prompt.text,
         "sample_index": sample.sample_index,
@@ -37,15 +35,15 @@ def sample_state(sample: Sample) -> dict[str, Any]:
 def sample_from_state(state: Mapping[str, Any]) -> Sample:
     """Inverse of :func:`sample_state`."""
     loose = json.loads(state["loose"])
-    ids = state["prompt_ids"].tolist()
+    ids = state["prompt_ids"]
     prompt = Prompt(state["index"], ids, state["prompt_text"], answer=loose["answer"], metadata=loose["metadata"])
-    return Sample.from_arrays(
+    return Sample(
         prompt,
         state["sample_index"],
         token_ids=state["token_ids"],
         logprobs=state["logprobs"],
+        versions=state["versions"],
         finish_reason=state["finish_reason"],
-        version_runs=zip(state["versions"].tolist(), state["version_lengths"].tolist(), strict=True),
         action_mask=state["action_mask"],
         token_rewards=state["token_rewards"],
         text=state["text"],
@@ -53,7 +51,3 @@ def sample_from_state(state: Mapping[str, Any]) -> Sample:
         reward_parts=dict(state["reward_parts"]),
         info=loose["info"],
     )
-
-
-def _copied(values: "array[Any]") -> Tensor:
-    return as_tensor(values).clone()

@@ -234,7 +234,14 @@ def played(folder: Path, kind: type, arguments: Mapping[str, Any], around: Mappi
 def written(sample: Sample) -> Any:
     """All of a sample but times."""
     info = {key: sample.info.get(key) for key in ("ended", "reward", "turns", "error", "unused_tokens")}
-    return sample.prompt.token_ids, sample.token_ids, sample.action_mask, sample.finish_reason, sample.reward, info
+    return (
+        sample.prompt.token_ids.tolist(),
+        sample.token_ids.tolist(),
+        sample.chosen.tolist(),
+        sample.finish_reason,
+        sample.reward,
+        info,
+    )
 
 
 def inside(made: Any) -> dict[str, Any]:

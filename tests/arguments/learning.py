@@ -71,8 +71,12 @@ def prepare(folder: Path) -> None:
 def scored(samples: Sequence[Sample]) -> list[float]:
     """Each token earns something, and the whole answer something else."""
     for sample in samples:
-        sample.token_rewards = [token % 7 / 7 for token in sample.token_ids]
-    return [sum(sample.token_rewards or ()) + len(set(sample.token_ids)) / 3 for sample in samples]
+        sample.token_rewards = [token % 7 / 7 for token in sample.token_ids.tolist()]
+    return [
+        sum([] if sample.token_rewards is None else sample.token_rewards.tolist())
+        + len(set(sample.token_ids.tolist())) / 3
+        for sample in samples
+    ]
 
 
 def texts(**arguments: Any) -> SFTDataModule:

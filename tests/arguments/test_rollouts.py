@@ -91,7 +91,13 @@ class Samples(L.Callback):
 
 
 def written(sample: Sample) -> Any:
-    return (sample.prompt.token_ids, sample.prompt.answer, sample.token_ids, sample.finish_reason, sample.reward)
+    return (
+        sample.prompt.token_ids.tolist(),
+        sample.prompt.answer,
+        sample.token_ids.tolist(),
+        sample.finish_reason,
+        sample.reward,
+    )
 
 
 @pytest.fixture(scope="module")

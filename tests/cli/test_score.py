@@ -52,7 +52,7 @@ def test_rewards_see_what_they_see_in_training(tmp_path: Path) -> None:
     assert [line["reward"] for line in run(tmp_path / "out.jsonl", reward=spy)] == [1.0, 2.0, 3.0]
     last = seen[2]
     assert (last.prompt.index, last.sample_index, last.finish_reason, last.text) == (5, 2, "length", "402")
-    assert (last.prompt.token_ids, last.prompt.text, last.prompt.answer) == ([1, 2], "17+25=", "42")
+    assert (last.prompt.token_ids.tolist(), last.prompt.text, last.prompt.answer) == ([1, 2], "17+25=", "42")
     assert last.prompt.metadata["answer"] == "so #### 42"
 
 

@@ -97,7 +97,7 @@ def everything(**_: Any) -> dict[str, Any]:
         summary = whole.summarize()
         summary.update = torch.arange(total)
         experience.rows = rows
-        earned = any(one.token_rewards for one in samples)
+        earned = any(one.token_rewards is not None for one in samples)
         own = exchange_rows(experience, summary, source, wanted, token_rewards=earned)
         mine = wanted[rank]
         expected = dataclasses.replace(whole, update=summary.update).select(mine)

@@ -34,7 +34,7 @@ class Recorded:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         samples: list[Sample] = self.engine.generate(prompts, sampling, iteration=iteration)
         self.calls.append(len(prompts))
-        self.seen += [(list(sample.prompt.token_ids), list(sample.token_ids)) for sample in samples]
+        self.seen += [(sample.prompt.token_ids.tolist(), sample.token_ids.tolist()) for sample in samples]
         return samples
 
 

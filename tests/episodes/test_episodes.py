@@ -57,10 +57,10 @@ def run_episodes(engine: Recorded) -> Iterator[Callable[..., list[Sample]]]:
 
 def turns(sample: Sample) -> list[tuple[list[int], list[int]]]:
     """What the policy had read and what it said then, turn by turn, from the record alone."""
-    everything, found, said = list(sample.prompt.token_ids), [], []
+    everything, found, said = sample.prompt.token_ids.tolist(), [], []
     assert sample.action_mask is not None
     for token, chosen, following in zip(
-        sample.token_ids, sample.action_mask, [*sample.action_mask[1:], False], strict=True
+        sample.token_ids.tolist(), sample.action_mask.tolist(), [*sample.action_mask.tolist()[1:], False], strict=True
     ):
         if chosen:
             said.append(token)
@@ -102,10 +102,10 @@ def test_what_is_recorded_is_what_the_engine_saw_and_said_at_every_turn(
 @pytest.mark.parametrize("environment", [Counting, Chatting])
 def test_logprobs_are_those_of_the_whole_sequence(run_episodes: Any, engine: Recorded, environment: Any) -> None:
     for sample in run_episodes(environment):
-        scored = engine.score([sample.prompt.token_ids + sample.token_ids])[0][len(sample.prompt.token_ids) - 1 :]
+        scored = engine.score([sample.all_token_ids.tolist()])[0][len(sample.prompt.token_ids) - 1 :]
         assert sample.action_mask is not None
         for chosen, logprob, expected, version in zip(
-            sample.action_mask, sample.logprobs, scored, sample.versions, strict=True
+            sample.action_mask.tolist(), sample.logprobs.tolist(), scored, sample.versions.tolist(), strict=True
         ):
             assert logprob == (pytest.approx(expected, abs=1e-4) if chosen else 0.0)
             assert version == 0
@@ -113,7 +113,7 @@ def test_logprobs_are_those_of_the_whole_sequence(run_episodes: Any, engine: Rec
 
 def test_a_conversation_reads_as_its_template_writes_it(run_episodes: Any) -> None:
     (sample,) = run_episodes(Chatting, prompts_of(["2+2"]), SamplingSpec(group_size=1, max_new_tokens=4))
-    text = tiny_tokenizer().decode(sample.prompt.token_ids + sample.token_ids)
+    text = tiny_tokenizer().decode(sample.all_token_ids.tolist())
     first, second, third = (tiny_tokenizer().decode(said).removesuffix("<eos>") for _, said in turns(sample))
     assert text.removesuffix("<eos>") == (
         f"[s]!<eos>\n[u]2+2<eos>\n[a]{first}<eos>\n[u]no 0<eos>\n[a]{second}<eos>\n[u]no 1<eos>\n[a]{third}"
@@ -126,8 +126,8 @@ def test_rewards_lie_where_they_were_earned_and_add_up(run_episodes: Any) -> Non
     for sample in samples:
         assert sample.token_rewards is not None
         ends = [len(read) + len(said) - len(sample.prompt.token_ids) - 1 for read, said in turns(sample)]
-        assert [sample.token_rewards[end] for end in ends] == [1.0, 2.0, 4.0]
-        assert sum(sample.token_rewards) == sample.reward == sample.info["reward"] == 7.0
+        assert [sample.token_rewards.tolist()[end] for end in ends] == [1.0, 2.0, 4.0]
+        assert sum(sample.token_rewards.tolist()) == sample.reward == sample.info["reward"] == 7.0
         assert sample.reward_parts == {"episode": 7.0}
         assert sample.info["steps"] == [{"turn": 0}, {"turn": 1}, {"turn": 2}]
         assert (sample.info["turns"], sample.info["ended"], sample.info["failed"]) == (3, "done", False)
@@ -157,7 +157,10 @@ def test_samples_of_other_engines_are_no_episodes() -> None:
 
 
 def comparable(samples: list[Sample]) -> list[Any]:
-    return [(sample.prompt.index, sample.sample_index, sample.token_ids, sample.action_mask) for sample in samples]
+    return [
+        (sample.prompt.index, sample.sample_index, sample.token_ids.tolist(), sample.action_mask.tolist())
+        for sample in samples
+    ]
 
 
 def test_episodes_do_not_depend_on_what_else_is_played(run_episodes: Any) -> None:
@@ -191,7 +194,7 @@ def test_limits_cut_off_and_keep_what_was_earned(run_episodes: Any, options: Any
         assert (sample.info["ended"], sample.info["turns"]) == (ended, turn_count)
         assert sample.reward == [1.0, 3.0, 7.0][turn_count - 1]
         assert len(sample.prompt.token_ids) + len(sample.token_ids) <= options.get("max_episode_tokens", 128)
-        assert sample.action_mask[-1]  # type: ignore[index]  # nothing that nobody answered
+        assert sample.action_mask.tolist()[-1]  # type: ignore[index]  # nothing that nobody answered
         if ended != "done":
             assert sample.finish_reason == "length"
     score_samples(EnvironmentReward(truncated="mask"), samples)
@@ -224,11 +227,11 @@ def test_an_environment_that_fails_loses_its_own_episode_only(
     for sample, right in zip(samples, good, strict=True):
         fault = sample.prompt.answer
         if fault is None:
-            assert sample.token_ids == right.token_ids
+            assert sample.token_ids.tolist() == right.token_ids.tolist()
             assert sample.reward == 7.0
             continue
         assert sample.reward is None
-        assert sample.token_ids == right.token_ids[: len(sample.token_ids)]
+        assert sample.token_ids.tolist() == right.token_ids.tolist()[: len(sample.token_ids)]
         if fault == "no judgement":
             assert (sample.info["ended"], sample.info["failed"]) == ("done", False)
             continue
@@ -333,7 +336,9 @@ def test_streams_wait_as_long_as_told_and_sample_for_several_iterations(run_epis
     while len(groups) < 4:
         groups += [group for stream in streams for group in stream.collect(1, wait=0.05)]
     groups.sort(key=lambda group: group[0].prompt.index)
-    assert [sample.token_ids for group in groups for sample in group] == [sample.token_ids for sample in expected]
+    assert [sample.token_ids.tolist() for group in groups for sample in group] == [
+        sample.token_ids.tolist() for sample in expected
+    ]
     for stream in streams:
         assert stream.collect(1, wait=60.0) == []  # nothing is left to wait for
         stream.close()

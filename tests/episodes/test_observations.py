@@ -29,7 +29,7 @@ def test_a_turn_and_an_observation_are_what_the_template_writes(style: str, know
     prompt = observations.encode_conversation([question])
     behind = observations.encode_observation([further], turn, conversation=[question] if known else None)
     whole = tokenizer.apply_chat_template([question, answer, further], tokenize=False, add_generation_prompt=True)
-    written = tokenizer.decode(prompt + turn.token_ids + behind, clean_up_tokenization_spaces=False)
+    written = tokenizer.decode(prompt + turn.token_ids.tolist() + behind, clean_up_tokenization_spaces=False)
     if style == "deepseek_r1":  # which begins each turn with <think> and drops that from earlier ones
         assert whole.count("<think>") == 1
         whole = whole.replace(said, f"<think>\n{said}", 1)
@@ -56,7 +56,7 @@ def test_thoughts_that_the_template_would_now_drop_stay_as_they_were_sampled() -
         add_generation_prompt=True,
     )
     assert "one and one" not in rewritten
-    seen = tokenizer.decode(observations.encode_conversation([question]) + turn.token_ids + behind)
+    seen = tokenizer.decode(observations.encode_conversation([question]) + turn.token_ids.tolist() + behind)
     assert seen == rewritten.replace("assistant\n2", "assistant\n<think>\none and one\n</think>\n\n2")
 
 

@@ -169,6 +169,6 @@ def test_the_policy_reads_results_as_the_template_writes_them(runner: GroupRunne
     runner.function.environment = lambda: ToolEnvironment([multiply], tool_call_parser=parse)
     samples = runner.generate(prompts_of(["a", "b"]), SamplingSpec(group_size=2, max_new_tokens=4), iteration=0)
     for sample in samples:
-        assert "<eos>\n[t]8<eos>\n[a]" in tiny_tokenizer().decode(sample.token_ids)
+        assert "<eos>\n[t]8<eos>\n[a]" in tiny_tokenizer().decode(sample.token_ids.tolist())
         assert sample.info["steps"] == [{"tool_calls": 1, "tool_errors": 0}, {}]
         assert sample.info["environment_tokens"] in (10, 11)  # an end that was sampled is not written again

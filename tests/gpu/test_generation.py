@@ -34,7 +34,7 @@ def prompts(device: str) -> list[Prompt]:
 
 
 def tokens_of(engine: LocalEngine, device: str, sampling: SamplingSpec) -> list[list[int]]:
-    return [list(sample.token_ids) for sample in engine.generate(prompts(device), sampling, iteration=0)]
+    return [sample.token_ids.tolist() for sample in engine.generate(prompts(device), sampling, iteration=0)]
 
 
 @pytest.mark.parametrize("case", SAMPLINGS)
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_the_cpu_and_greedy_ones_of_transformers(device: str
     assert found == tokens_of(other, device, sampling)
     if case == "greedy":
         for prompt, answer in zip(prompts(device), found, strict=True):
-            ids = torch.tensor([list(prompt.token_ids)], device=device)
+            ids = torch.tensor([prompt.token_ids.tolist()], device=device)
             own = model.generate(ids, max_new_tokens=size, do_sample=False, attention_mask=torch.ones_like(ids))
             assert own[0, ids.shape[1] :].tolist() == answer
 
@@ -60,10 +60,10 @@ def test_sampled_log_probs_are_those_of_a_forward_pass(
     engine, _ = engine_on(device, tiny_model(tmp_path), dtype)
     sampling = SamplingSpec(group_size=4, max_new_tokens=64 if device == "cuda" else 12)
     samples = engine.generate(prompts(device), sampling, iteration=0)
-    scores = engine.score([[*sample.prompt.token_ids, *sample.token_ids] for sample in samples])
+    scores = engine.score([[*sample.prompt.token_ids.tolist(), *sample.token_ids.tolist()] for sample in samples])
     apart = [
         abs(one - other)
         for sample, score in zip(samples, scores, strict=True)
-        for one, other in zip(sample.logprobs, score[-len(sample.token_ids) :], strict=True)
+        for one, other in zip(sample.logprobs.tolist(), score[-len(sample.token_ids) :], strict=True)
     ]
     figures("mean difference in nats", sum(apart) / len(apart), bound)

@@ -64,7 +64,7 @@ def test_where_states_and_weights_are_changes_no_bit(
         trainer, module, data, callback = grpo(tmp_path / str(number), device, rollouts=rollouts)
         trainer.fit(module, data)
         ends.append(weights(module))
-        samples.append([list(sample.token_ids) for sample in callback.samples])
+        samples.append([sample.token_ids.tolist() for sample in callback.samples])
     assert samples[0] == samples[1]
     figures("weights", difference(ends[1], {key: value.cpu() for key, value in ends[0].items()}), 0.0)
 

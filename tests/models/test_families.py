@@ -133,7 +133,9 @@ def test_samples_of_the_local_engine_have_the_trainers_log_probs(family: Family,
     engine.load(ModuleWeights(model), version=0)
     prompts = [Prompt(index, prompt) for index, prompt in enumerate(PROMPTS[1:])]
     samples = engine.generate(prompts, SamplingSpec(group_size=2, max_new_tokens=5, seed=3), iteration=0)
-    batch = Experience.from_samples([sample(0, one.prompt.token_ids, one.token_ids) for one in samples])
+    batch = Experience.from_samples(
+        [sample(0, one.prompt.token_ids.tolist(), one.token_ids.tolist()) for one in samples]
+    )
     with torch.no_grad():
         out = policy_output(model, batch, batch.action_mask)
     theirs = torch.cat([torch.tensor(one.logprobs) for one in samples])

@@ -39,7 +39,7 @@ class Drifting(LocalEngine):
         samples = super().generate(*arguments, **options)
         for sample in samples:
             shift = 0.02 * (sample.sample_index - 1) + 0.01 * (sample.prompt.index % 3)
-            sample.logprobs = [logprob + shift for logprob in sample.logprobs]
+            sample.logprobs = [logprob + shift for logprob in sample.logprobs.tolist()]
         return samples
 
 

@@ -24,7 +24,7 @@ def test_the_environments_rewards_are_the_reward() -> None:
     samples = [episode(0.75), episode(None, finish="abort", failed=True), episode(-1.0, finish="length")]
     score_samples(EnvironmentReward(), samples)
     assert [sample.reward for sample in samples] == [0.75, None, -1.0]
-    assert samples[0].token_rewards == [0.25, 0.0, 0.5]
+    assert samples[0].token_rewards.tolist() == [0.25, 0.0, 0.5]
     score_samples(EnvironmentReward(truncated="mask"), samples)
     assert [sample.reward for sample in samples] == [0.75, None, None]
 

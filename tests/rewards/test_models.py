@@ -55,7 +55,7 @@ def by_transformers(folder: Path, rows: Sequence[list[int]]) -> list[float]:
 @pytest.mark.parametrize("tokens", [16384, 12, 1])
 def test_scores_are_the_classifiers_on_the_sampled_tokens(folder: Path, tokens: int) -> None:
     given = samples()
-    raw = by_transformers(folder, [sample.prompt.token_ids + sample.token_ids for sample in given])
+    raw = by_transformers(folder, [sample.all_token_ids.tolist() for sample in given])
     reward = ModelReward(str(folder / "reward"), normalized=False, max_tokens_per_forward=tokens, device="cpu")
     assert reward(given) == pytest.approx(raw, abs=1e-5)
     score_samples(ModelReward(str(folder / "reward"), device="cpu"), given)
@@ -82,7 +82,7 @@ def test_another_tokenizer_is_found_out(folder: Path) -> None:
     with pytest.raises(ValueError, match="another tokenizer than the policy: it reads '11' where 'eleven' was sampled"):
         reward(given)
     given = samples()
-    given[2].token_ids = [*given[2].token_ids[:-1], 40_000]
+    given[2].token_ids = [*given[2].token_ids.tolist()[:-1], 40_000]
     with pytest.raises(ValueError, match="another tokenizer than the policy"):
         reward(given)
     prompt = Prompt(3, [], "1+1=")

@@ -43,12 +43,12 @@ def missing(given: Sequence[Sample]) -> list[float]:
 
 
 def changing(given: Sequence[Sample]) -> list[float]:
-    given[1].token_ids = [*given[1].token_ids, 9]
+    given[1].token_ids = [*given[1].token_ids.tolist(), 9]
     return [0.0] * len(given)
 
 
 def changing_prompts(given: Sequence[Sample]) -> list[float]:
-    given[0].prompt.token_ids = [9, *given[0].prompt.token_ids[1:]]
+    given[0].prompt.token_ids = [9, *given[0].prompt.token_ids.tolist()[1:]]
     return [0.0] * len(given)
 
 

@@ -25,7 +25,7 @@ def of_group(samples: Sequence[Sample]) -> list[float]:
 async def tokens(samples: Sequence[Sample]) -> list[float]:
     """The last token, from whole samples."""
     assert all(isinstance(sample, Sample) for sample in samples)
-    return [float(sample.token_ids[-1]) + sample.logprobs[-1] for sample in samples]
+    return [float(sample.token_ids.tolist()[-1]) + sample.logprobs.tolist()[-1] for sample in samples]
 
 
 def obedient(samples: Sequence[Sample]) -> list[float | None]:

@@ -59,7 +59,7 @@ def run(engine: Any, group: Any, folder: str, sampling: SamplingSpec = SAMPLING)
 
 
 def tokens(samples: Sequence[Sample]) -> list[list[int]]:
-    return [sample.token_ids for sample in samples]
+    return [sample.token_ids.tolist() for sample in samples]
 
 
 # ------------------------------------------------------------------ functions of this file, as users write them
@@ -107,11 +107,11 @@ def test_a_function_that_only_samples_gives_what_the_engine_gives(engine: Counte
     expected = engine.generate(prompts(), SAMPLING, iteration=3)
     samples = run(engine, default, folder)
     assert tokens(samples) == tokens(expected)
-    assert [sample.logprobs for sample in samples] == [sample.logprobs for sample in expected]
+    assert [sample.logprobs.tolist() for sample in samples] == [sample.logprobs.tolist() for sample in expected]
     assert [(one.prompt.index, one.sample_index, one.prompt.text) for one in samples] == [
         (10 + place, index, TEXTS[place]) for place in range(3) for index in range(4)
     ]
-    assert samples[0].text == tiny_tokenizer().decode(samples[0].token_ids, skip_special_tokens=True)
+    assert samples[0].text == tiny_tokenizer().decode(samples[0].token_ids.tolist(), skip_special_tokens=True)
 
 
 def test_what_all_functions_wait_for_is_one_call(engine: Counted, folder: str) -> None:
@@ -144,16 +144,16 @@ def test_a_hint_is_read_and_not_trained_on(engine: Counted, folder: str) -> None
     hint = tiny_tokenizer().encode("?!", add_special_tokens=False)
     for sample in run(engine, hinted, folder):
         plain = prompts()[sample.prompt.index - 10]
-        assert sample.prompt.token_ids == [*plain.token_ids, *hint]
+        assert sample.prompt.token_ids.tolist() == [*plain.token_ids.tolist(), *hint]
         check_logprobs(engine, sample)
 
 
 def check_logprobs(engine: Any, sample: Sample) -> None:
     """Those of trained tokens are the model's of the whole sequence, all others 0."""
-    scored = engine.score([sample.prompt.token_ids + sample.token_ids])[0][sample.prompt.num_tokens - 1 :]
-    mask = sample.action_mask or [True] * sample.num_tokens
+    scored = engine.score([sample.all_token_ids.tolist()])[0][sample.prompt.num_tokens - 1 :]
+    mask = sample.chosen.tolist()
     expected = [score if chosen else 0.0 for score, chosen in zip(scored, mask, strict=True)]
-    assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+    assert sample.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -170,8 +170,8 @@ def test_a_continuation_begins_with_what_it_continues_and_has_the_length_that_is
         assert (stem.num_tokens, stem.finish_reason) == (3, "length")
         assert len(set(map(tuple, tokens(others)))) > 1
         for sample in others:
-            assert sample.token_ids[:3] == stem.token_ids
-            assert sample.action_mask == [trained] * 3 + [True] * (sample.num_tokens - 3)
+            assert sample.token_ids.tolist()[:3] == stem.token_ids.tolist()
+            assert sample.action_mask.tolist() == [trained] * 3 + [True] * (sample.num_tokens - 3)
             assert sample.num_tokens <= 8
             assert sample.num_tokens == 8 or sample.finish_reason == "stop"
             check_logprobs(engine, sample)
@@ -185,10 +185,10 @@ def test_a_conversation_reads_what_was_appended_and_learns_what_the_policy_said(
         return [sample for answer in answers for sample in answer]
 
     for sample in run(engine, conversation, folder, dataclasses.replace(SAMPLING, max_new_tokens=16)):
-        said = tiny_tokenizer().decode(sample.token_ids[:2], skip_special_tokens=True)
+        said = tiny_tokenizer().decode(sample.token_ids.tolist()[:2], skip_special_tokens=True)
         assert sample.text[len(said) :].startswith(f"<{said}>")
         assert sample.action_mask is not None
-        assert sample.action_mask.index(True, 2) - sample.action_mask.index(False) == len(said) + 2
+        assert sample.action_mask.tolist().index(True, 2) - sample.action_mask.tolist().index(False) == len(said) + 2
         check_logprobs(engine, sample)
 
 
@@ -198,9 +198,9 @@ def test_a_given_text_ends_properly_and_has_no_policy(engine: Counted, folder: s
 
     for sample in run(engine, taught, folder)[3::4]:
         assert sample.text == "42"
-        assert sample.token_ids[-1] == tiny_tokenizer().eos_token_id
-        assert all(map(math.isnan, sample.logprobs))
-        assert set(sample.versions) == {-1}
+        assert sample.token_ids.tolist()[-1] == tiny_tokenizer().eos_token_id
+        assert all(map(math.isnan, sample.logprobs.tolist()))
+        assert set(sample.versions.tolist()) == {-1}
         assert (sample.sample_index, sample.finish_reason) == (3, "stop")
 
 

@@ -104,7 +104,10 @@ def test_samples_that_are_cut_anywhere_and_continued_are_those_that_are_not(
     again = keyed([*found, *rest(stream)])
     assert again.keys() == whole.keys()
     for key, sample in again.items():
-        assert (sample.token_ids, sample.finish_reason) == (whole[key].token_ids, whole[key].finish_reason)
+        assert (sample.token_ids.tolist(), sample.finish_reason) == (
+            whole[key].token_ids.tolist(),
+            whole[key].finish_reason,
+        )
         torch.testing.assert_close(
             torch.tensor(sample.logprobs), torch.tensor(whole[key].logprobs), rtol=0, atol=2e-5
         )  # a prefix is computed in one pass
@@ -129,14 +132,14 @@ def test_prefixes_keep_versions_and_log_probs_and_what_follows_has_those_of_the_
     for key, sample in keyed(rest(stream)).items():
         before = cut[key].num_tokens if key in cut else 0
         if before:
-            assert sample.token_ids[:before] == cut[key].token_ids
-            assert sample.logprobs[:before] == cut[key].logprobs  # bit for bit
+            assert sample.token_ids.tolist()[:before] == cut[key].token_ids.tolist()
+            assert sample.logprobs.tolist()[:before] == cut[key].logprobs.tolist()  # bit for bit
         continued += bool(before) and sample.num_tokens > before
-        assert sample.versions == [4] * before + [5] * (sample.num_tokens - before)
-        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        assert sample.versions.tolist() == [4] * before + [5] * (sample.num_tokens - before)
+        ids = torch.tensor([sample.all_token_ids.tolist()])
         logprobs = models[1](input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         own = logprobs[len(sample.prompt.token_ids) - 1 + before :]
-        torch.testing.assert_close(torch.tensor(sample.logprobs[before:]), own, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(sample.logprobs.tolist()[before:]), own, rtol=0, atol=1e-5)
     assert continued >= 3
 
 
@@ -150,7 +153,7 @@ def test_what_another_sampling_has_no_place_for_is_sampled_anew(
     stream.resume([begun])
     (group,) = rest(stream)
     assert [sample.sample_index for sample in group] == [0, 1]
-    assert all(sample.token_ids != [7] * 4 for sample in group)
+    assert all(sample.token_ids.tolist() != [7] * 4 for sample in group)
 
 
 def group(index: int, tokens: int) -> list[Sample]:
@@ -185,7 +188,7 @@ def test_a_run_that_is_resumed_continues_what_it_would_have_continued_on_any_num
                 assert [partial.rank_of(prompt) for prompt in wanted] == (ranks if first < 20 else [None] * 5)
                 for begun in partial.begun(wanted):
                     (sample,) = begun
-                    assert (sample.prompt.token_ids, sample.logprobs, sample.reward) == (
+                    assert (sample.prompt.token_ids.tolist(), sample.logprobs.tolist(), sample.reward) == (
                         [6],
                         [-0.25] * sample.num_tokens,
                         None,

@@ -70,11 +70,11 @@ def prompts() -> list[Prompt]:
 
 
 def tokens(samples: Sequence[Sample]) -> list[list[int]]:
-    return [sample.token_ids for sample in samples]
+    return [sample.token_ids.tolist() for sample in samples]
 
 
 def others(samples: Sequence[Sample]) -> list[Sample]:
-    return [sample for sample in samples if set(sample.versions) == {-1}]
+    return [sample for sample in samples if set(sample.versions.tolist()) == {-1}]
 
 
 def their_sampling(count: int = 1) -> SamplingSpec:
@@ -88,9 +88,9 @@ def test_a_group_is_the_policys_samples_and_then_the_references(world: World, ru
     assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [
         (10 + place, index) for place in range(3) for index in range(3)
     ]
-    assert [sample.versions[0] for sample in samples] == [7, 7, -1] * 3
+    assert [sample.versions.tolist()[0] for sample in samples] == [7, 7, -1] * 3
     theirs = others(samples)
-    assert all(math.isnan(value) for sample in theirs for value in sample.logprobs)
+    assert all(math.isnan(value) for sample in theirs for value in sample.logprobs.tolist())
     ours = [sample for sample in samples if sample not in theirs]
     expected = world.alone(reference=False).generate(
         prompts(), SamplingSpec(group_size=2, max_new_tokens=7, temperature=0.7, seed=5), iteration=4
@@ -108,7 +108,10 @@ def test_equal_models_do_not_give_equal_answers(world: World) -> None:
     same = GroupRunner(policy, group)
     same.configure(tiny_tokenizer(), None, world.folder)
     samples = same.generate(prompts(), SamplingSpec(group_size=2, max_new_tokens=7), iteration=0)
-    assert all(ours.token_ids != theirs.token_ids for ours, theirs in zip(samples[::2], samples[1::2], strict=True))
+    assert all(
+        ours.token_ids.tolist() != theirs.token_ids.tolist()
+        for ours, theirs in zip(samples[::2], samples[1::2], strict=True)
+    )
     same.close()
 
 
@@ -134,8 +137,8 @@ def test_a_mixture_is_sampled_from_the_normalized_product_of_both_distributions(
         generator = torch.Generator().manual_seed(
             sample_seed(spec.seed, 4, sample.prompt.index, sample.sample_index - 1)
         )
-        drawn, text = torch.rand(7, dtype=torch.float64, generator=generator), list(sample.prompt.token_ids)
-        for uniform, token in zip(drawn, sample.token_ids, strict=False):
+        drawn, text = torch.rand(7, dtype=torch.float64, generator=generator), sample.prompt.token_ids.tolist()
+        for uniform, token in zip(drawn, sample.token_ids.tolist(), strict=False):
             with torch.no_grad():
                 ids = torch.tensor([text])
                 chances = [

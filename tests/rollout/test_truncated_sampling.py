@@ -93,7 +93,7 @@ def test_logprobs_are_those_of_the_whole_distribution(tmp_path: Path, arguments:
     size = 1 if arguments.get("temperature") == 0 else 4
     spec = SamplingSpec(group_size=size, max_new_tokens=30, **arguments)
     for sample in engine.generate([Prompt(0, [7, 9, 30])], spec, iteration=0):
-        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        ids = torch.tensor([sample.all_token_ids.tolist()])
         expected = (model(input_ids=ids).logits[0, 2:-1] / (spec.temperature or 1.0)).log_softmax(-1)
         expected = expected.gather(-1, ids[0, 3:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=2e-5)
@@ -161,11 +161,11 @@ def test_penalties_follow_their_formula(tmp_path: Path) -> None:
     )  # fmt: skip
     prompts = [Prompt(0, [7, 9, 30]), Prompt(1, [11, 12])]
     for sample in engine.generate(prompts, spec, iteration=0):
-        before = list(sample.prompt.token_ids)
-        for place, token in enumerate(sample.token_ids):
+        before = sample.prompt.token_ids.tolist()
+        for place, token in enumerate(sample.token_ids.tolist()):
             logits = model(input_ids=torch.tensor([before])).logits[0, -1].tolist()
             for seen in set(before):
-                count = sample.token_ids[:place].count(seen)
+                count = sample.token_ids.tolist()[:place].count(seen)
                 logits[seen] = logits[seen] / 1.4 if logits[seen] > 0 else logits[seen] * 1.4
                 logits[seen] -= 0.6 * count + 0.3 * (count > 0)
             assert token == max(range(len(logits)), key=logits.__getitem__)

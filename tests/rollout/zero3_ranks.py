@@ -104,7 +104,7 @@ def sampled_difference(policy: Any, pool: Any) -> float:
     spec = SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.5)
     (made,) = pool.generate([Prompt(index=0, token_ids=[5, 9, 40 + dist.get_rank()])], spec, iteration=0)
     gathered: list[Any] = [None] * RANKS
-    dist.all_gather_object(gathered, (list(made.token_ids), list(made.logprobs)))
+    dist.all_gather_object(gathered, (made.token_ids.tolist(), made.logprobs.tolist()))
     worst = 0.0
     for rank, (token_ids, logprobs) in enumerate(gathered):  # a forward pass is a collective
         ids = torch.tensor([[5, 9, 40 + rank, *token_ids]])
@@ -116,7 +116,7 @@ def sampled_difference(policy: Any, pool: Any) -> float:
 
 def tokens_of(samples: list[Any]) -> list[list[int]]:
     """Token ids of samples."""
-    return [list(sample.token_ids) for sample in samples]
+    return [sample.token_ids.tolist() for sample in samples]
 
 
 class EachRankItsShare:

@@ -297,7 +297,7 @@ def shown_prompt(prompt: Prompt) -> dict[str, Any]:
 
 def shown_sample(sample: Sample, advantage: float | None, tokenizer: Any) -> dict[str, Any]:
     """What the page shows of a sample."""
-    tokens = sample.token_ids
+    tokens = sample.token_ids.tolist()
     return {
         "begin": sample.prompt.num_tokens - 1,  # on the axis of next tokens
         "tokens": [tokenizer.decode([token]) for token in tokens[:MOST_TOKENS]],

@@ -12,13 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import lightning as L
-import numpy as np
 
 from rlhfkit.callbacks.rollout.source import Ask
 from rlhfkit.callbacks.rollout.timing import Timing
-from rlhfkit.data.sample_texts import decode_together
-from rlhfkit.data.token_arrays import stored
-from rlhfkit.data.types import Experience, Prompt, Sample
+from rlhfkit.data.types import Experience, Prompt, Sample, decode_texts
 from rlhfkit.protocols import AsksWhileSampling, HasModelLimits
 from rlhfkit.rank_store import RankLog, rank_store
 from rlhfkit.rewards.base import Reward, part_names, score_samples, tell_progress
@@ -307,15 +304,14 @@ class GroupCollector:
     # ------------------------------------------------------------------ score
 
     def score(self, trainer: L.Trainer, samples: list[Sample], iteration: int, rank_log: RankLog) -> None:
-        """Set rewards of this rank's samples, and let them have texts."""
+        """Set texts and rewards of this rank's samples."""
         check_samples(samples, policy_of(trainer), self.engine)
         decode = partial(policy_of(trainer).tokenizer.batch_decode, skip_special_tokens=True)
         if self.runner is not None:
             samples = self.runner.unscored(samples)
-        with decode_together(samples, decode):
-            timed = nullcontext() if self.reward is None else self.timing.record("score", iteration)
-            with timed:
-                rank_log.call(lambda: self.ask_reward(trainer, samples))
+        with nullcontext() if self.reward is None else self.timing.record("score", iteration):
+            rank_log.call(lambda: decode_texts(samples, decode))
+            rank_log.call(lambda: self.ask_reward(trainer, samples))
         if policy_of(trainer).scores_samples and any("model" in sample.reward_parts for sample in samples):
             raise ValueError(
                 "a part of RolloutCallback(reward=...) is called 'model', as the score of the module's reward_model "
@@ -408,7 +404,7 @@ def check_samples(samples: Sequence[Sample], module: object, engine: RolloutEngi
     """Raise RuntimeError if an engine has returned a token that the module's model does not know."""
     known = module.vocabulary_size if isinstance(module, HasModelLimits) else None
     for sample in samples if known is not None else ():
-        tokens = np.asarray(stored(sample, "token_ids"))
+        tokens = sample.token_ids
         wrong = tokens[(tokens < 0) | (tokens >= known)]
         if len(wrong):
             raise RuntimeError(

@@ -102,9 +102,9 @@ class WeightSynchronizer:
     def remember(self, samples: Sequence[Sample]) -> None:
         """Take one of the samples of this rank for later probes."""
         for sample in samples:
-            prompt = sample.prompt.token_ids
-            if len(sample.token_ids) >= _PROBE_LENGTH and len(prompt) + len(sample.token_ids) <= _SAMPLED_LENGTH:
-                self._sampled = ([*prompt, *sample.token_ids], len(prompt))
+            prompt = sample.prompt.num_tokens
+            if sample.num_tokens >= _PROBE_LENGTH and prompt + sample.num_tokens <= _SAMPLED_LENGTH:
+                self._sampled = (sample.all_token_ids.tolist(), prompt)
                 return
 
     def _why_copied(self, trainer: L.Trainer) -> str | None:

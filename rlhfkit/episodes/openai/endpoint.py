@@ -249,11 +249,13 @@ class OpenAIEndpoint:
         assert sampled is not None  # a turn has an answer
         tokenizer, logprobs = self.observations.tokenizer, None
         if request.logprobs:
-            texts = [tokenizer.decode([token]) for token in sampled.token_ids]
+            texts = [tokenizer.decode([token]) for token in sampled.token_ids.tolist()]
             logprobs = [
                 {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
                 # OpenAI's API uses -9999 for unknown log-probs; NaN is not valid JSON.
-                for text, logprob in zip(texts, (-9999.0 if isnan(p) else p for p in sampled.logprobs), strict=True)
+                for text, logprob in zip(
+                    texts, (-9999.0 if isnan(p) else p for p in sampled.logprobs.tolist()), strict=True
+                )
             ]
         return chat_completion(
             turn.reply,

@@ -187,7 +187,7 @@ class ChatSession:
         raw = tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
         calls = []
         if request.offered_tools is not None:
-            action = Action(len(self.turns), list(sampled.token_ids), text, raw, sampled.finish_reason)
+            action = Action(len(self.turns), sampled.token_ids.tolist(), text, raw, sampled.finish_reason)
             parsed = [one for one in self.tool_call_parser(action) if not one.error]
             calls = [one.typed(partial(_types_of, request.offered_tools, one.name)) for one in parsed]
         return assistant_message(text, calls, request_id, before=text_before_calls(text, raw))

@@ -69,21 +69,10 @@ class OpenRLHFFormat:
 
 def sample_to_json(sample: Sample, *, columns: Sequence[str] | None = None) -> dict[str, Any]:
     """Return a sample as plain JSON values, with these columns of the prompt's metadata (``None``: all)."""
-    prompt = sample.prompt
-    return {
-        "prompt": {
-            "index": prompt.index,
-            "token_ids": prompt.token_ids,
-            "text": prompt.text,
-            "answer": prompt.answer,
-            "metadata": {name: value for name, value in prompt.metadata.items() if columns is None or name in columns},
-        },
-        "sample_index": sample.sample_index,
-        "token_ids": sample.token_ids,
-        "action_mask": sample.action_mask,
-        "finish_reason": sample.finish_reason,
-        "text": sample.text,
-    }
+    plain = sample.plain()
+    metadata = {name: value for name, value in sample.prompt.metadata.items() if columns is None or name in columns}
+    names = ("prompt", "sample_index", "token_ids", "action_mask", "finish_reason", "text")
+    return {name: plain[name] for name in names} | {"prompt": plain["prompt"] | {"metadata": metadata}}
 
 
 def encode_request(wire_format: WireFormat, samples: Sequence[Sample]) -> bytes:

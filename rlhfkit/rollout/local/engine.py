@@ -409,7 +409,7 @@ class LocalStream:
     def _sample(self, made: FinishedRow) -> tuple[int, Sample]:
         """The place of a row's prompt, and the sample."""
         place, index = self._batch[made.row]
-        return place, Sample.from_arrays(
+        return place, Sample(
             self._prompts[place],
             index,
             token_ids=made.token_ids,

@@ -173,7 +173,7 @@ class Decoding:
         self._uniforms = self._all_uniforms[self._alive.to(self._device)]
         rows = self._alive.tolist()
         made = self._completions(self._alive, step)
-        texts = [(*self._prompts[row].token_ids, *tokens) for row, tokens in zip(rows, made, strict=True)]
+        texts = [(*self._prompts[row].token_ids.tolist(), *tokens) for row, tokens in zip(rows, made, strict=True)]
         distinct = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         return list(distinct), torch.tensor([distinct[text] for text in texts])
 
@@ -181,7 +181,7 @@ class Decoding:
         """Tokens of some rows' completions so far."""
         made = self._tokens[rows, :steps].tolist()
         begun = (self._begun.get(row) for row in rows.tolist())
-        return [new if old is None else old.token_ids + new for old, new in zip(begun, made, strict=True)]
+        return [new if old is None else [*old.token_ids.tolist(), *new] for old, new in zip(begun, made, strict=True)]
 
     def _penalized(self, logits: Tensor, short: Tensor) -> Tensor | None:
         """(B, V) the logits to sample from, where they differ: by penalties, or by tokens that some rows must not have.
@@ -194,7 +194,7 @@ class Decoding:
             if self._penalties is None:
                 self._penalties = Penalties(self._prompts, self._sampling, logits)
                 for row, sample in self._begun.items():
-                    self._penalties.count(row, sample.token_ids)
+                    self._penalties.count(row, sample.token_ids.tolist())
             penalized = self._penalties.apply(logits, self._alive.to(self._device))
         if self._forbidden is not None and bool(short.any()) and not bool(short.all()):
             penalized = logits.float() if penalized is None else penalized
@@ -235,7 +235,7 @@ class Decoding:
         if row in self._begun:
             sample = self._begun[row]
             tokens = torch.cat([torch.tensor(sample.token_ids, dtype=torch.int64), tokens])
-            logprobs = torch.cat([torch.tensor(sample.logprobs), logprobs])
+            logprobs = torch.cat([torch.tensor(sample.logprobs, dtype=torch.float32), logprobs])
             versions = torch.cat([torch.tensor(sample.versions, dtype=torch.int64), versions])
         return FinishedRow(row, tokens, logprobs, versions, reason)
 

@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
+import numpy as np
+
 from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, check_requests
 from rlhfkit.rollout.errors import EngineError
@@ -146,11 +148,11 @@ def _to_sample(prompt: Prompt, index: int, completion: Completion, *, cut: bool)
     token_ids, logprobs, finish, runs = completion
     if finish not in ("stop", "length") and not (cut and finish == CUT):
         raise EngineError(f"the engine ended sample {index} of prompt {prompt.index} with {finish!r}")
-    return Sample.from_arrays(
+    return Sample(
         prompt,
         index,
         token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=cast("FinishReason", finish),
-        version_runs=runs,
+        versions=np.repeat([version for version, _ in runs], np.array([count for _, count in runs], dtype=np.int64)),
     )

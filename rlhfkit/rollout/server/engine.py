@@ -357,13 +357,13 @@ class VLLMServer(RolloutEngine):
                 f"the server ended a completion after {len(token_ids)} of {sampling.max_new_tokens} tokens, a limit of "
                 "its own: start it with --generation-config vllm"
             )
-        return Sample.from_arrays(
+        return Sample(
             prompt,
             index,
             token_ids=np.array(token_ids, dtype=np.int32),
             logprobs=np.array(logprobs if knows_logprobs else [math.nan] * len(token_ids), dtype=np.float32),
             finish_reason="stop" if finish == "stop" else "length",
-            version_runs=[(version, len(token_ids))],
+            versions=np.full(len(token_ids), version),
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -116,8 +116,8 @@ def sample_request(
     ``stops`` are the model's end-of-sequence tokens; ``begun`` is what the sample continues.
     """
     form = {"regex": spec.regex} if spec.regex is not None else {"json": spec.json_schema}
-    before = [] if begun is None else begun.token_ids
-    return prompt.token_ids + before, {
+    before = [] if begun is None else begun.token_ids.tolist()
+    return prompt.token_ids.tolist() + before, {
         "n": 1,
         "temperature": spec.temperature,
         "top_p": spec.top_p,

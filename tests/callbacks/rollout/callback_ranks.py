@@ -115,7 +115,9 @@ def selected(folder: Path, strategy: str, engine: LocalEngine) -> list[tuple[int
     arguments = {"reward_model": str(folder / "reward")}
     trainer, module, data, _ = prepare(folder, strategy, rollouts=rollouts, module_arguments=arguments, max_epochs=1)
     trainer.fit(module, data)
-    return [(sample.prompt.index, sample.token_ids, sample.reward) for sample in samples_of_all_ranks(rollouts)]
+    return [
+        (sample.prompt.index, sample.token_ids.tolist(), sample.reward) for sample in samples_of_all_ranks(rollouts)
+    ]
 
 
 def small_buckets(monkey: Any = source) -> None:

@@ -101,7 +101,7 @@ class Look(L.Callback):
         self.digest = ""
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.tokens += [list(sample.token_ids) for sample in self.rollouts.samples]
+        self.tokens += [sample.token_ids.tolist() for sample in self.rollouts.samples]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         strategy, total = trainer.strategy, hashlib.sha256()

@@ -88,7 +88,9 @@ class Keep(L.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         rollouts = RolloutCallback.of(trainer)
         samples = samples_of_all_ranks(rollouts)
-        self.iterations.append([(one.prompt.index, one.sample_index, one.token_ids, one.reward) for one in samples])
+        self.iterations.append(
+            [(one.prompt.index, one.sample_index, one.token_ids.tolist(), one.reward) for one in samples]
+        )
         self.own = [len(rollouts.samples), len(rollouts.experience), len(samples)]  # type: ignore[arg-type]
 
 

@@ -41,7 +41,9 @@ class Watch(L.Callback):
         samples = samples_of_all_ranks(RolloutCallback.of(trainer))
         self.prompts.append(list(dict.fromkeys(sample.prompt.index for sample in samples)))
         self.rewards.append(sum(sample.reward or 0.0 for sample in samples) / len(samples))
-        self.ages.append(sorted({self._version - version for sample in samples for version in sample.versions}))
+        self.ages.append(
+            sorted({self._version - version for sample in samples for version in sample.versions.tolist()})
+        )
 
 
 def run(folder: Path, staleness: int, **arguments: Any) -> tuple[Any, Any, RolloutCallback, Watch]:
@@ -184,17 +186,17 @@ def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) ->
     assert trainer.callback_metrics["rollout/staleness"] == 1.0  # half of the tokens are two updates old
     assert trainer.callback_metrics["rollout/mixed_fraction"] == 1.0
     expected = [[0] * 8, [0] * 4 + [2] * 4, [2] * 4 + [4] * 4, [4] * 4 + [6] * 4]
-    assert [sample.versions for sample in training.samples[::32]] == expected
+    assert [sample.versions.tolist() for sample in training.samples[::32]] == expected
     worst, elsewhere = 0.0, 0.0
     for sample in training.samples:
-        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        ids = torch.tensor([sample.all_token_ids.tolist()])
         first = len(sample.prompt.token_ids) - 1
-        for version in set(sample.versions):
+        for version in set(sample.versions.tolist()):
             with torch.no_grad():
                 logits = training.policies[version](input_ids=ids).logits[0, :-1]
             logprobs = logits.log_softmax(-1)
             difference = logprobs.gather(-1, ids[0, 1:, None])[first:, 0] - torch.tensor(sample.logprobs)
-            own = torch.tensor(sample.versions) == version
+            own = torch.tensor(sample.versions.tolist()) == version
             worst = max(worst, float(difference[own].abs().max()))
             elsewhere = max([elsewhere, *difference[~own].abs().tolist()])
     assert worst <= 2e-5

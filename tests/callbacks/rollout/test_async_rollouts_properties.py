@@ -149,9 +149,11 @@ def play(
             filled = ahead.collect(Ask(trainer, iteration, WANTED, SPEC))
             assert len(ahead._jobs.pending) <= staleness  # what waits, besides what is trained on
         samples = [sample for group in filled.groups for sample in group]
-        assert all(iteration - staleness <= each <= iteration for sample in samples for each in sample.versions)
-        assert {sample.token_ids[1] for sample in samples} == {iteration}  # the seeds of this iteration
-        assert in_flight or all(len(set(sample.versions)) == 1 for sample in samples)
+        assert all(
+            iteration - staleness <= each <= iteration for sample in samples for each in sample.versions.tolist()
+        )
+        assert {sample.token_ids.tolist()[1] for sample in samples} == {iteration}  # the seeds of this iteration
+        assert in_flight or all(len(set(sample.versions.tolist())) == 1 for sample in samples)
         trained.append([group[0].prompt.index for group in filled.groups])
         data.set_cursor(filled.after)
         if ahead is not None and iteration in stops:  # killed, and resumed from a checkpoint of this moment
@@ -194,7 +196,7 @@ def test_iterations_side_by_side_train_on_the_same_prompts_whatever_ends_first(
     decided: set[tuple[int, int]] = set()
 
     def score(samples: Sequence[Sample]) -> list[float]:
-        decided.update((sample.token_ids[1], sample.prompt.index) for sample in samples)
+        decided.update((sample.token_ids.tolist()[1], sample.prompt.index) for sample in samples)
         return reward(samples)
 
     whole, end = play(StreamingEngine(seeds[0]), staleness, iterations, in_flight=in_flight, select=select, score=score)

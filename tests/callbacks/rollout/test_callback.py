@@ -35,7 +35,7 @@ class Recorder(L.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         rollouts = trainer.callbacks[0]
         self.versions.append((trainer.global_step, rollouts.engine.version))
-        self.tokens += [sample.token_ids for sample in rollouts.samples]
+        self.tokens += [sample.token_ids.tolist() for sample in rollouts.samples]
 
 
 class Watched(GRPOModule):

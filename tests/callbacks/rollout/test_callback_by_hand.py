@@ -79,7 +79,7 @@ def test_first_step_is_the_policy_gradient_of_the_scored_samples(tmp_path: Path,
     for group in groups.values():
         mean = sum(sample.reward for sample in group) / len(group)  # type: ignore[misc]
         for sample in group:
-            chosen = logprobs_of(model, sample.prompt.token_ids + sample.token_ids)[-len(sample.token_ids) :]
+            chosen = logprobs_of(model, sample.all_token_ids.tolist())[-len(sample.token_ids) :]
             weight = {
                 "token-mean": 1 / tokens,
                 "sequence-mean-token-mean": 1 / (len(scored) * len(sample.token_ids)),
@@ -158,19 +158,19 @@ def test_validation_never_samples_from_the_weights_of_an_earlier_run(tmp_path: P
     trainer, module, data, rollouts = setup_run(tmp_path)
     data.validation_data, data.validation_split = data.data, "train"
     trainer.validate(module, data, verbose=False)
-    first = [sample.token_ids for sample in rollouts.validation_samples]
+    first = [sample.token_ids.tolist() for sample in rollouts.validation_samples]
     trainer.validate(module, data, verbose=False)
-    assert [sample.token_ids for sample in rollouts.validation_samples] == first
+    assert [sample.token_ids.tolist() for sample in rollouts.validation_samples] == first
     with torch.no_grad():
         for parameter in module.policy.parameters():
             parameter.mul_(-1.5)
     trainer.validate(module, data, verbose=False)
     second = rollouts.validation_samples
-    assert [sample.token_ids for sample in second] != first
+    assert [sample.token_ids.tolist() for sample in second] != first
     model = module.policy.eval()
     with torch.no_grad():  # what was sampled is greedy under the weights of now
-        ids = torch.tensor([second[0].prompt.token_ids])
-        assert model(input_ids=ids).logits[0, -1].argmax() == second[0].token_ids[0]
+        ids = torch.tensor([second[0].prompt.token_ids.tolist()])
+        assert model(input_ids=ids).logits[0, -1].argmax() == second[0].token_ids.tolist()[0]
 
 
 def test_a_part_of_the_reward_that_is_missing_is_left_out_of_its_mean(tmp_path: Path) -> None:

@@ -95,5 +95,7 @@ def test_groups_without_signal_are_drawn_again_and_episodes_replayed(tmp_path: P
     )  # fmt: skip
     prompts = list({id(sample.prompt): sample.prompt for sample in recorded.samples}.values())
     again = replayed.engine.generate(prompts, SAMPLING, iteration=0)
-    assert [sample.token_rewards for sample in again] == [sample.token_rewards for sample in recorded.samples]
+    assert [sample.token_rewards.tolist() for sample in again] == [
+        sample.token_rewards.tolist() for sample in recorded.samples
+    ]
     assert EnvironmentReward()(again) == [sample.reward for sample in recorded.samples]

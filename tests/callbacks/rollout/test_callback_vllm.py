@@ -94,20 +94,20 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
     data = PromptDataModule(prompts_file(tmp_path), answer="answer", rollout_batch_size=8, micro_batch_size=32)
     trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, correction="tis"), data)
 
-    mixed = [sample for sample in samples if len(set(sample.versions)) > 1]
+    mixed = [sample for sample in samples if len(set(sample.versions.tolist())) > 1]
     assert mixed
-    assert all(sample.versions == sorted(sample.versions) for sample in samples)
-    assert {version for sample in mixed for version in sample.versions} <= set(policies)
+    assert all(sample.versions.tolist() == sorted(sample.versions.tolist()) for sample in samples)
+    assert {version for sample in mixed for version in sample.versions.tolist()} <= set(policies)
     worst, elsewhere = 0.0, 0.0
     for sample in mixed:
-        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        ids = torch.tensor([sample.all_token_ids.tolist()])
         first = len(sample.prompt.token_ids) - 1
-        for version in set(sample.versions):
+        for version in set(sample.versions.tolist()):
             with torch.no_grad():
                 logits = policies[version](input_ids=ids).logits[0, :-1]
             logprobs = logits.log_softmax(-1)
             difference = logprobs.gather(-1, ids[0, 1:, None])[first:, 0] - torch.tensor(sample.logprobs)
-            own = torch.tensor(sample.versions) == version
+            own = torch.tensor(sample.versions.tolist()) == version
             worst = max(worst, float(difference[own].abs().max()))
             elsewhere = max(elsewhere, float(difference[~own].abs().max()))
     assert worst <= 2e-5

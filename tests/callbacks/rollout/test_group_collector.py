@@ -33,7 +33,7 @@ def fitted(tmp_path: Path, reward: Any, **arguments: Any) -> tuple[Any, RolloutC
 
 
 def identity(samples: Sequence[Sample]) -> list[tuple[int, int, list[int]]]:
-    return [(sample.prompt.index, sample.sample_index, sample.token_ids) for sample in samples]
+    return [(sample.prompt.index, sample.sample_index, sample.token_ids.tolist()) for sample in samples]
 
 
 def test_dynamic_sampling_selects_by_the_scores_of_a_reward_model_among_the_children(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_group_function_reads_texts_and_changes_training_only(tmp_path: Path) 
         tries = [await sampler.sample(prompt, size, attempt=attempt) for attempt in (0, 1)]
         iterations.append(sampler.iteration)
         texts.extend(sample.text for sample in tries[0])
-        decoded.extend(tiny_tokenizer().decode(one.token_ids, skip_special_tokens=True) for one in tries[0])
+        decoded.extend(tiny_tokenizer().decode(one.token_ids.tolist(), skip_special_tokens=True) for one in tries[0])
         return [max(pair, key=lambda one: sum(map(str.isdigit, one.text))) for pair in zip(*tries, strict=True)]
 
     found = {}
@@ -226,7 +226,7 @@ def test_a_token_that_the_model_does_not_know_is_named_with_its_prompt(tmp_path:
     class Foreign(LocalEngine):
         def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
             samples = super().generate(prompts, sampling, iteration=iteration)
-            samples[5].token_ids = [*samples[5].token_ids[:-1], 500]
+            samples[5].token_ids = [*samples[5].token_ids.tolist()[:-1], 500]
             return samples
 
     rollouts = RolloutCallback(digits, sampling=SAMPLING, engine=Foreign())

@@ -118,10 +118,10 @@ def test_dropped_groups_are_continued_also_by_a_resumed_run(tmp_path: Path) -> N
             sample = found.get((begun.prompt.index, begun.sample_index))
             if sample is not None:
                 count = begun.num_tokens
-                assert sample.token_ids[:count] == begun.token_ids
-                assert sample.logprobs[:count] == begun.logprobs
-                assert sample.versions[:count] == begun.versions
-                mixed += len(set(sample.versions)) > 1
+                assert sample.token_ids.tolist()[:count] == begun.token_ids.tolist()
+                assert sample.logprobs.tolist()[:count] == begun.logprobs.tolist()
+                assert sample.versions.tolist()[:count] == begun.versions.tolist()
+                mixed += len(set(sample.versions.tolist())) > 1
     assert mixed > 3
     for batch in (6, 8):
         _, resumed, _, rest = run(tmp_path, ckpt_path=str(tmp_path / f"{batch}.ckpt"), partial=True)

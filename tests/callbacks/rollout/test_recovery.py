@@ -58,7 +58,10 @@ def run(folder: Path, engine: Any, *, group: Any = None, validate: bool = False,
     class Look(L.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             seen.append(
-                (trainer.global_step, [(one.prompt.index, one.token_ids) for one in samples_of_all_ranks(rollouts)])
+                (
+                    trainer.global_step,
+                    [(one.prompt.index, one.token_ids.tolist()) for one in samples_of_all_ranks(rollouts)],
+                )
             )
 
     data: dict[str, Any] = {"rollout_batch_size": 8, "micro_batch_size": 8}
@@ -97,7 +100,9 @@ def test_sampling_ahead_begins_anew_with_the_same_prompts(tmp_path: Path, loses_
     again, _, rollouts = run(tmp_path, engine, **options)
     assert [[index for index, _ in rows] for _, rows in again] == [[index for index, _ in rows] for _, rows in seen]
     assert not engine.lost
-    assert all(min(sample.versions) >= 2 for sample in rollouts.samples)  # of the last iteration: one older at most
+    assert all(
+        min(sample.versions.tolist()) >= 2 for sample in rollouts.samples
+    )  # of the last iteration: one older at most
 
 
 def test_an_error_without_hope_ends_the_run(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ class TestThreeRanks:
         files = samples_files(folder / "dump_3", 1)
         assert [path.name for path in files] == [f"iteration_000001.rank_{rank}_of_3.jsonl" for rank in range(3)]
         found = sorted(
-            (one.prompt.index, one.sample_index, one.token_ids) for path in files for one in load_samples(path)
+            (one.prompt.index, one.sample_index, one.token_ids.tolist()) for path in files for one in load_samples(path)
         )
         expected = [(prompt, place, ids) for prompt, place, ids, _ in three[0]["plain"]["iterations"][1]]
         assert found == sorted(expected)

@@ -34,7 +34,7 @@ class Samples(RolloutCallback):
     def share(self, collected):  # type: ignore[no-untyped-def]
         shared = super().share(collected)
         first: Sample = shared.samples[0]
-        self.kept = [*getattr(self, "kept", []), [*first.prompt.token_ids, *first.token_ids]]
+        self.kept = [*getattr(self, "kept", []), [*first.prompt.token_ids.tolist(), *first.token_ids.tolist()]]
         return shared
 
 

@@ -34,8 +34,8 @@ class Keep(L.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         rollouts = RolloutCallback.of(trainer)
         samples = samples_of_all_ranks(rollouts)
-        self.report["tokens"].append([(one.prompt.index, one.sample_index, one.token_ids) for one in samples])
-        self.report["versions"].append([sorted({version for one in samples for version in one.versions})])
+        self.report["tokens"].append([(one.prompt.index, one.sample_index, one.token_ids.tolist()) for one in samples])
+        self.report["versions"].append([sorted({version for one in samples for version in one.versions.tolist()})])
         self.report["probes"].append(rollouts.weight_synchronizer.difference)
         self.report["sync_bytes"] = rollouts.weight_synchronizer.metrics["rollout/sync_bytes"]
         self.report["own"].append(len(rollouts.samples))

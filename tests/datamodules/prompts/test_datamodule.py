@@ -57,7 +57,7 @@ def test_gsm8k_row_works_as_it_is(write_rows: Write) -> None:
     prompt = module(write_rows([row]), rollout_batch_size=1).next_prompts(1)[0]
     assert prompt.answer == "18"
     assert prompt.text == row["question"]
-    assert tiny_tokenizer().decode(prompt.token_ids) == row["question"]
+    assert tiny_tokenizer().decode(prompt.token_ids.tolist()) == row["question"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_chat_template_is_used_when_the_tokenizer_has_one(write_rows: Write) -> 
     def text(**options: Any) -> str:
         prompt = module(path, tokenizer=tokenizer, shuffle=False, **options).next_prompts(1)[0]
         assert prompt.text == "0+1="
-        return tokenizer.decode(prompt.token_ids)
+        return tokenizer.decode(prompt.token_ids.tolist())
 
     assert text() == "<user>0+1=<assistant>"
     assert text(system="Think.") == "<system>Think.<user>0+1=<assistant>"
@@ -115,7 +115,7 @@ def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
     ]
     path = write_rows([{"chat": messages}])
     prompt = module(path, prompt="chat", answer=None, tokenizer=tokenizer, rollout_batch_size=1).next_prompts(1)[0]
-    assert prompt.text == tokenizer.decode(prompt.token_ids) == "<user>a<assistant>b<user>c<assistant>"
+    assert prompt.text == tokenizer.decode(prompt.token_ids.tolist()) == "<user>a<assistant>b<user>c<assistant>"
     with pytest.raises(ValueError, match="row 0, holds chat messages, but the tokenizer has no chat template"):
         module(path, prompt="chat", answer=None, rollout_batch_size=1)
 
@@ -139,7 +139,7 @@ def test_texts_and_chat_messages_may_be_in_one_column() -> None:
             shuffle=False,
         )
         data.setup("fit")
-        found = [tokenizer.decode(prompt.token_ids) for prompt in data.next_prompts(3)]
+        found = [tokenizer.decode(prompt.token_ids.tolist()) for prompt in data.next_prompts(3)]
         assert found == ["<unk>a", "<user>b<assistant>", "<unk>c"]
 
 
@@ -149,7 +149,7 @@ def test_end_of_sequence_that_the_tokenizer_appends_is_taken_off(write_rows: Wri
         single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
     )
     prompt = module(write_rows(ROWS), tokenizer=tokenizer, shuffle=False).next_prompts(1)[0]
-    assert tokenizer.convert_ids_to_tokens(prompt.token_ids) == ["<pad>", "0", "+", "1", "="]
+    assert tokenizer.convert_ids_to_tokens(prompt.token_ids.tolist()) == ["<pad>", "0", "+", "1", "="]
 
 
 # -- cursor ------------------------------------------------------------------------------------------------------------

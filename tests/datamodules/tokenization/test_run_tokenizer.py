@@ -109,12 +109,12 @@ def test_all_turns_of_an_episode_are_in_the_template_of_the_data(tmp_path: Path,
     trainer.fit(module, data)
     sample = callback.samples[0]
     assert sample.action_mask is not None
-    turns = "".join("a" if chosen else "e" for chosen in sample.action_mask)
+    turns = "".join("a" if chosen else "e" for chosen in sample.action_mask.tolist())
     first, last = turns.index("e"), turns.rindex("e") + 1
     mark = "#" if where == "row" else ""
     number = sample.prompt.index
-    assert data_tokens(sample.prompt.token_ids) == f"[{mark}user: {number}+{number}=][{mark}assistant: "
-    assert data_tokens(sample.token_ids[first:last]) == f"][{mark}user: again][{mark}assistant: "
+    assert data_tokens(sample.prompt.token_ids.tolist()) == f"[{mark}user: {number}+{number}=][{mark}assistant: "
+    assert data_tokens(sample.token_ids.tolist()[first:last]) == f"][{mark}user: again][{mark}assistant: "
     module.save_pretrained(tmp_path / "export")
     exported = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert exported.chat_template == (OTHER if where == "row" else TEMPLATE)
@@ -233,8 +233,8 @@ def test_engines_stop_where_the_tokenizer_of_the_run_says(model: str) -> None:
     samples = engine.generate(
         [Prompt(0, [5, 6])], SamplingSpec(group_size=16, max_new_tokens=64, temperature=2.0), iteration=0
     )
-    assert {bracket} < {sample.token_ids[-1] for sample in samples if sample.finish_reason == "stop"} | {0}
-    assert all(bracket not in sample.token_ids[:-1] for sample in samples)
+    assert {bracket} < {sample.token_ids.tolist()[-1] for sample in samples if sample.finish_reason == "stop"} | {0}
+    assert all(bracket not in sample.token_ids.tolist()[:-1] for sample in samples)
     engine.close()
     engine.start(model, dtype=torch.float32, load_weights=True)  # another run, with the model's own
     assert bracket not in engine._stops

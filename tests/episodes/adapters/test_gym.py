@@ -84,7 +84,7 @@ def test_a_policy_plays(tmp_path: Path) -> None:
     runner.close()
     assert len(samples) == 8
     assert {sample.info["ended"] for sample in samples} <= {"done", "turns"}
-    assert all(sum(sample.token_rewards or []) == sample.info["reward"] for sample in samples)
+    assert all(sum(sample.token_rewards) == sample.info["reward"] for sample in samples)
 
 
 def test_what_is_no_environment_is_refused() -> None:

@@ -78,19 +78,19 @@ def test_samples_are_what_the_engine_saw(runner: GroupRunner) -> None:
     assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for sample in samples:
         assert sample.prompt.text in ("1+1=", "abc")  # for rewards, as it was
-        last = sample.token_ids[-sample.action_mask[::-1].index(False) :]  # type: ignore[index, union-attr]
-        everything = sample.prompt.token_ids + sample.token_ids
+        last = sample.token_ids.tolist()[-sample.action_mask.tolist()[::-1].index(False) :]  # type: ignore[index, union-attr]
+        everything = sample.all_token_ids.tolist()
         assert (everything[: -len(last)], last) in seen
         assert sample.info["turns"] == 2
-        text = tiny_tokenizer().decode(sample.token_ids, skip_special_tokens=True)
+        text = tiny_tokenizer().decode(sample.token_ids.tolist(), skip_special_tokens=True)
         assert sample.reward == len(text) - len("\n[u]?\n[a]")
 
 
 def test_samples_do_not_depend_on_how_many_agents_run_at_once(runner: GroupRunner) -> None:
     prompts = prompts_of(["1", "22", "333"])
-    whole = [sample.token_ids for sample in run(runner, talker, prompts)]
-    assert [sample.token_ids for sample in run(runner, talker, prompts, concurrency=1)] == whole
-    assert [sample.token_ids for sample in run(runner, talker, prompts[2:])] == whole[4:]
+    whole = [sample.token_ids.tolist() for sample in run(runner, talker, prompts)]
+    assert [sample.token_ids.tolist() for sample in run(runner, talker, prompts, concurrency=1)] == whole
+    assert [sample.token_ids.tolist() for sample in run(runner, talker, prompts[2:])] == whole[4:]
 
 
 def test_agents_that_ask_several_things_at_once_are_as_reproducible(runner: GroupRunner) -> None:
@@ -107,7 +107,9 @@ def test_agents_that_ask_several_things_at_once_are_as_reproducible(runner: Grou
     delays = 0
     first = run(runner, crowd, prompts_of(["1"]))
     delays = 1
-    assert [sample.token_ids for sample in run(runner, crowd, prompts_of(["1"]))] == [s.token_ids for s in first]
+    assert [sample.token_ids.tolist() for sample in run(runner, crowd, prompts_of(["1"]))] == [
+        s.token_ids.tolist() for s in first
+    ]
     assert {sample.info["trajectories"] for sample in first} == {3}
 
 
@@ -137,7 +139,7 @@ def test_agents_that_fail_lose_their_own_episode_only(runner: GroupRunner) -> No
         "no judgement": ("done", "stop", None, 1),
         "talks on": ("turns", "length", None, 1),  # and was answered with an error, which it did not catch
     }
-    assert samples[2].token_ids == []
+    assert samples[2].token_ids.tolist() == []
     assert "sent no request" in samples[2].info["error"]
     with pytest.raises(GroupError, match=r"all 4 episodes failed.*LookupError: lost"):
         run(runner, agent, prompts_of(["raises", "raises"]))
@@ -205,11 +207,11 @@ def test_an_agent_and_episodes_on_real_vllm_engines(vllm_pool: Any, vllm_model: 
     assert not any(sample.info["failed"] for sample in samples)
     said = [(read, last) for read, last in recorded.seen]
     for sample in samples:
-        everything = sample.prompt.token_ids + sample.token_ids
-        last = sample.token_ids[-sample.action_mask[::-1].index(False) :]  # type: ignore[index, union-attr]
+        everything = sample.all_token_ids.tolist()
+        last = sample.token_ids.tolist()[-sample.action_mask.tolist()[::-1].index(False) :]  # type: ignore[index, union-attr]
         assert (everything[: -len(last)], last) in said
         expected = vllm_pool.score([everything])[0][len(sample.prompt.token_ids) - 1 :]
-        for chosen, logprob, other in zip(sample.action_mask, sample.logprobs, expected, strict=True):  # type: ignore[arg-type]
+        for chosen, logprob, other in zip(sample.action_mask.tolist(), sample.logprobs.tolist(), expected, strict=True):  # type: ignore[arg-type]
             assert logprob == (pytest.approx(other, abs=1e-4) if chosen else 0.0)
     episodes.close()
     agents.close()

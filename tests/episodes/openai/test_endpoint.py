@@ -84,11 +84,11 @@ def test_a_conversation_is_recorded_as_the_engine_saw_it(session: Any, engine: R
         )
         messages.append({"role": "user", "content": [{"type": "text", "text": "and "}, {"type": "text", "text": "?"}]})
     sample = recorded.sample("stop", 0.5, {})
-    read = list(sample.prompt.token_ids)
+    read = sample.prompt.token_ids.tolist()
     said: list[int] = []
     turns = []
     for token, chosen, following in zip(
-        sample.token_ids, sample.action_mask, [*sample.action_mask[1:], False], strict=True
+        sample.token_ids.tolist(), sample.action_mask.tolist(), [*sample.action_mask.tolist()[1:], False], strict=True
     ):
         read.append(token)
         said += [token] * chosen
@@ -97,18 +97,18 @@ def test_a_conversation_is_recorded_as_the_engine_saw_it(session: Any, engine: R
             said = []
     assert turns == engine.seen
     assert len(turns) == 3
-    assert turns[-1][1] == sample.token_ids[-len(turns[-1][1]) :]
+    assert turns[-1][1] == sample.token_ids.tolist()[-len(turns[-1][1]) :]
     assert answer.usage.prompt_tokens == len(turns[-1][0])
     assert answer.usage.completion_tokens == len(turns[-1][1])
-    written = tiny_tokenizer().decode(sample.prompt.token_ids)
+    written = tiny_tokenizer().decode(sample.prompt.token_ids.tolist())
     assert written == "[s]!<eos>\n[u]1+1=<eos>\n[a]"
-    assert sample.token_rewards[-1] == sum(sample.token_rewards) == 0.5
+    assert sample.token_rewards.tolist()[-1] == sum(sample.token_rewards.tolist()) == 0.5
     assert sample.info == {
         "turns": 3, "trajectories": 1, "unused_tokens": 0, "last_text": answer.choices[0].message.content,
-        "environment_tokens": sample.action_mask.count(False),
+        "environment_tokens": sample.action_mask.tolist().count(False),
     }  # fmt: skip
-    scored = engine.score([sample.prompt.token_ids + sample.token_ids])[0][len(sample.prompt.token_ids) - 1 :]
-    for chosen, logprob, expected in zip(sample.action_mask, sample.logprobs, scored, strict=True):
+    scored = engine.score([sample.all_token_ids.tolist()])[0][len(sample.prompt.token_ids) - 1 :]
+    for chosen, logprob, expected in zip(sample.action_mask.tolist(), sample.logprobs.tolist(), scored, strict=True):
         assert logprob == (pytest.approx(expected, abs=1e-4) if chosen else 0.0)
 
 
@@ -129,8 +129,8 @@ def test_retries_branches_and_other_conversations_are_told_apart(
     sample = recorded.sample("stop", None, {})
     assert sample.info["trajectories"] == 3
     assert sample.info["turns"] == 2
-    every = sum(len(turn.trajectory.last_action.token_ids) for turn in recorded.turns)
-    assert sample.info["unused_tokens"] == every - sum(sample.action_mask) > 0
+    every = sum(len(turn.trajectory.last_action.token_ids.tolist()) for turn in recorded.turns)
+    assert sample.info["unused_tokens"] == every - sum(sample.action_mask.tolist()) > 0
     with pytest.raises(openai.BadRequestError, match="the episode has used its 4 turns"):
         ask(client, [USER])
     assert recorded.limit == "turns"
@@ -158,7 +158,7 @@ def test_streams_and_logprobs_say_the_same(session: Any) -> None:
     assert end.choices[0].finish_reason in ("stop", "length")
     text = "".join(chunk.choices[0].delta.content for chunk in said)
     sampled = recorded.turns[0].trajectory.last_action
-    assert text == tiny_tokenizer().decode(sampled.token_ids, skip_special_tokens=True)
+    assert text == tiny_tokenizer().decode(sampled.token_ids.tolist(), skip_special_tokens=True)
     answer = ask(client, [USER], logprobs=True, max_tokens=3)
     assert [one.logprob for one in answer.choices[0].logprobs.content] == recorded.turns[1].trajectory.logprobs
     assert answer.usage.completion_tokens <= 3

@@ -39,7 +39,7 @@ class Keep(L.Callback):
 
 def logprobs_of(model: Any, sample: Sample, temperature: float = 1.0) -> Tensor:
     """(n,) log-probs of the sample's tokens, from the definition."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    ids = torch.tensor([sample.all_token_ids.tolist()])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None])[-len(sample.token_ids) :, 0]
@@ -57,7 +57,7 @@ def text_loss(model: Any, texts: Sequence[list[int]]) -> Tensor:
 
 def values_of(backbone: Any, head: Any, sample: Sample) -> Tensor:
     """(n,) values of the states in which the sample's tokens were chosen, from a backbone and the head's weight."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    ids = torch.tensor([sample.all_token_ids.tolist()])
     hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
     return (hidden.double() @ head.weight[0].double())[-len(sample.token_ids) - 1 : -1]
 

@@ -36,7 +36,9 @@ ONE = SamplingSpec(group_size=1, max_new_tokens=8)
 
 def lengthy(samples: Sequence[Sample]) -> list[float]:
     """Digits and tokens, so that rewards differ."""
-    return [value + sum(sample.token_ids) / 1000 for sample, value in zip(samples, digits(samples), strict=True)]
+    return [
+        value + sum(sample.token_ids.tolist()) / 1000 for sample, value in zip(samples, digits(samples), strict=True)
+    ]
 
 
 class Greedy(L.Callback):
@@ -52,7 +54,7 @@ class Greedy(L.Callback):
         policy = copy.deepcopy(pl_module.policy).eval()
         expected = {}
         for sample in rollouts.samples:
-            tokens = list(sample.prompt.token_ids)
+            tokens = sample.prompt.token_ids.tolist()
             while len(tokens) < sample.prompt.num_tokens + 8:
                 with torch.no_grad():
                     tokens.append(int(policy(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -97,7 +99,7 @@ class Asking(Environment):
     asked: ClassVar[list[tuple[int, list[int]]]] = []
 
     def reset(self, prompt: Prompt) -> list[dict[str, str]]:
-        self.asked.append((prompt.index, prompt.token_ids))
+        self.asked.append((prompt.index, prompt.token_ids.tolist()))
         return [{"role": "user", "content": f"Now {prompt.text}"}]
 
     def step(self, action: Action) -> Step:
@@ -201,7 +203,7 @@ class Forgetful(LocalEngine):
         samples = super().generate(prompts, sampling, iteration=iteration)
         for sample in samples:
             if iteration == 1 and sample.sample_index == 1:
-                sample.logprobs = [self.value, *sample.logprobs[1:]]
+                sample.logprobs = [self.value, *sample.logprobs.tolist()[1:]]
         return samples
 
 

@@ -51,7 +51,7 @@ def sampling(size: int = 4, tokens: int = 6) -> SamplingSpec:
 
 def distributions(model: Any, sample: Sample) -> tuple[Tensor, Tensor]:
     """(n, V) log-probs where the sample's tokens were chosen, at the temperature of sampling; and the (n,) tokens."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    ids = torch.tensor([sample.all_token_ids.tolist()])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / TEMPERATURE
     return logits.log_softmax(-1)[-len(sample.token_ids) :], ids[0, -len(sample.token_ids) :]
 
@@ -202,7 +202,7 @@ def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
         )
         prompts = PromptDataModule(datasets.Dataset.from_list(rows), rollout_batch_size=8, micro_batch_size=8 // world)
         trainer.fit(module, prompts)
-        results.append([sample.token_ids for sample in samples_of_all_ranks(rollouts)])
+        results.append([sample.token_ids.tolist() for sample in samples_of_all_ranks(rollouts)])
     return results
 
 

@@ -304,7 +304,7 @@ def test_a_run_gives_the_loss_what_its_own_engine_said(tmp_path: Path, preset: M
     trainer, module, data, rollouts = setup_run(tmp_path, module=Listen, module_arguments=dict(preset), max_epochs=1)
     given.clear()  # of the module's own trial
     trainer.fit(module, data)
-    said = sorted(round(value, 6) for sample in rollouts.samples for value in sample.logprobs)
+    said = sorted(round(value, 6) for sample in rollouts.samples for value in sample.logprobs.tolist())
     heard = sorted(round(value, 6) for logprobs, mask in given for value in logprobs[mask].tolist())
     assert heard == pytest.approx(said, abs=2e-6)
     assert (preset is presets.DECOUPLED_PPO) == ("rollout_corr/is_mean" in trainer.callback_metrics)

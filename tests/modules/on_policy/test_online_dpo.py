@@ -43,7 +43,7 @@ def uneven(samples: Sequence[Sample]) -> list[float | None]:
     """Groups with ties, with one that is all alike, and with a sample that cannot be scored."""
     rewards: list[float | None] = []
     for sample in samples:
-        value = (sample.token_ids[0] + 3 * sample.sample_index) % 4
+        value = (sample.token_ids.tolist()[0] + 3 * sample.sample_index) % 4
         rewards.append(None if value == 3 else float(value))
     by_prompt = sorted({sample.prompt.index for sample in samples})
     return [
@@ -53,7 +53,7 @@ def uneven(samples: Sequence[Sample]) -> list[float | None]:
 
 def logprob(model: Any, sample: Sample) -> Tensor:
     """Scalar float64, log-prob of the answer at the temperature of sampling."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    ids = torch.tensor([sample.all_token_ids.tolist()])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / TEMPERATURE
     count = len(sample.token_ids)
     return logits.log_softmax(-1)[-count:].gather(-1, ids[0, -count:, None]).sum()

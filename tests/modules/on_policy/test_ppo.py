@@ -30,7 +30,7 @@ from .test_base import experience
 def digits_as_they_come(samples: Sequence[Sample]) -> list[float]:
     """An eighth for each digit, as rewards of tokens; the rest of the reward is for the length."""
     for sample in samples:
-        tokens = [chr(token + 29) for token in sample.token_ids]  # of the tiny tokenizer
+        tokens = [chr(token + 29) for token in sample.token_ids.tolist()]  # of the tiny tokenizer
         sample.token_rewards = [character.isdigit() / 8 for character in tokens]
     return [score + len(sample.token_ids) / 10 for sample, score in zip(samples, digits(samples), strict=True)]
 
@@ -47,7 +47,7 @@ class Shaped:
         mean, std = statistics.fmean(self.seen), statistics.stdev(self.seen)
         rewards = []
         for sample, total in zip(samples, totals, strict=True):
-            earned = torch.tensor(sample.token_rewards, dtype=torch.float64) / std
+            earned = torch.tensor(sample.token_rewards.tolist(), dtype=torch.float64) / std
             earned[-1] += min(max((total - mean) / std, -1.5), 1.5) - float(earned.sum())
             rewards.append(earned)
         return rewards

@@ -245,7 +245,7 @@ class Sums(L.Callback):
                 sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)
         self.sums.append(sums)
         self.still.append(has_stopped(pl_module) or trainer.global_step <= pl_module.hparams["critic_warmup_steps"])
-        self.tokens = [sample.token_ids for sample in samples_of_all_ranks(trainer.callbacks[0])]
+        self.tokens = [sample.token_ids.tolist() for sample in samples_of_all_ranks(trainer.callbacks[0])]
 
 
 def train_on_ranks(folder: Path, strategy: str | None, world: int) -> dict[str, Any]:

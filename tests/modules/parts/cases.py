@@ -110,7 +110,7 @@ async def distant_engine(prompt: Prompt, size: int, sampler: Any) -> list[Sample
     """Samples of an engine whose log-probs of every third token differ from the trainer's by 0.3 nats."""
     samples: list[Sample] = await sampler.sample(prompt, size)
     for sample in samples:
-        pairs = zip(sample.token_ids, sample.logprobs, strict=True)
+        pairs = zip(sample.token_ids.tolist(), sample.logprobs.tolist(), strict=True)
         sample.logprobs = [logprob - 0.3 * (token % 3 == 0) for token, logprob in pairs]
     return samples
 

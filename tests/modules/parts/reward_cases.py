@@ -107,7 +107,7 @@ def reward_model_formula(folder: Path) -> None:
     plain = AutoModelForSequenceClassification.from_pretrained(reward_folder())
     scores = []
     for sample in rollouts.samples:
-        tokens = torch.tensor([[*sample.prompt.token_ids, *sample.token_ids]])
+        tokens = torch.tensor([[*sample.prompt.token_ids.tolist(), *sample.token_ids.tolist()]])
         with torch.no_grad():
             hidden = plain.base_model(tokens).last_hidden_state[0, -1]
             scores.append((float(plain.score(hidden)) - 0.5) / 2.0)

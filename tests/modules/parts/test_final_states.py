@@ -17,7 +17,7 @@ from rlhfkit.modules.parts.critic import with_final_states
 
 def states_of(module: Any, sample: Sample) -> Tensor:
     """(n + 1,) values of the states in which the sample's tokens were chosen, and of that after the last one."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    ids = torch.tensor([sample.all_token_ids.tolist()])
     if module.shared_backbone:
         trunk, head = module.policy.base_model, module.policy.get_submodule("value_head")
     else:

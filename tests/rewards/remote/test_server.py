@@ -202,9 +202,15 @@ def test_a_sample_needs_its_text_only_and_clients_of_openrlhf_are_served(post: A
     [
         ({}, "Object missing required field `samples`"),
         ({"samples": [{"text": "x"}]}, "samples[0]: Object missing required field `prompt`"),
-        ({"samples": [{"prompt": {}, "token_ids": ["1"]}]}, "samples[0].token_ids[0]: Expected `int`, got `str`"),
-        ({"samples": [{"prompt": {}, "token_ids": [3, -1]}]}, "samples[0].token_ids[1]: Expected `int` >= 0"),
-        ({"samples": [{"prompt": {}, "token_ids": [2**31]}]}, "samples[0].token_ids[0]: Expected `int` <= 2147483647"),
+        (
+            {"samples": [{"prompt": {}, "token_ids": ["1"]}]},
+            "samples[0].token_ids.tolist()[0]: Expected `int`, got `str`",
+        ),
+        ({"samples": [{"prompt": {}, "token_ids": [3, -1]}]}, "samples[0].token_ids.tolist()[1]: Expected `int` >= 0"),
+        (
+            {"samples": [{"prompt": {}, "token_ids": [2**31]}]},
+            "samples[0].token_ids.tolist()[0]: Expected `int` <= 2147483647",
+        ),
         ({"samples": [{"prompt": {"index": -1}}]}, "samples[0].prompt.index: Expected `int` >= 0"),
         ({"samples": [{"prompt": {}, "reward": 1.0}]}, "samples[0]: Object contains unknown field `reward`"),
         ({"samples": [{"prompt": {}, "token_ids": [1], "action_mask": []}]}, "the per-token lists"),

@@ -45,7 +45,7 @@ def engine(folder: Path, model: torch.nn.Module) -> Iterator[LocalEngine]:
 
 def dense(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
     """The trainer's log-probs of a sample's tokens."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    ids = torch.tensor([sample.all_token_ids.tolist()])
     logprobs = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None])[len(sample.prompt.token_ids) - 1 :, 0]
 
@@ -60,7 +60,7 @@ def test_without_a_trainer_it_serves_the_models_own_weights(folder: Path, engine
     assert alone.version == 0
     sampling = SamplingSpec(group_size=2, max_new_tokens=8)
     made = [other.generate(prompts(), sampling, iteration=0) for other in (alone, engine)]
-    assert [sample.token_ids for sample in made[0]] == [sample.token_ids for sample in made[1]]
+    assert [sample.token_ids.tolist() for sample in made[0]] == [sample.token_ids.tolist() for sample in made[1]]
 
 
 @torch.no_grad()
@@ -71,15 +71,15 @@ def test_logprobs_of_sampled_tokens_are_the_trainers(
     spec = SamplingSpec(group_size=3, max_new_tokens=30, temperature=temperature)
     for sample in engine.generate(prompts(), spec, iteration=0):
         torch.testing.assert_close(torch.tensor(sample.logprobs), dense(model, sample, temperature), rtol=0, atol=2e-5)
-        assert set(sample.versions) == {7}
+        assert set(sample.versions.tolist()) == {7}
 
 
 def test_greedy_is_transformers_greedy(engine: LocalEngine, model: torch.nn.Module) -> None:
     spec = SamplingSpec(group_size=1, max_new_tokens=12, temperature=0.0)
     for sample in engine.generate(prompts(), spec, iteration=0):
-        ids = torch.tensor([sample.prompt.token_ids])
+        ids = torch.tensor([sample.prompt.token_ids.tolist()])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert sample.token_ids == expected[0, ids.shape[1] :].tolist()
+        assert sample.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(engine: LocalEngine, folder: Path, model: torch.nn.Module) -> None:
@@ -87,9 +87,9 @@ def test_a_sample_does_not_depend_on_its_neighbours(engine: LocalEngine, folder:
     together = engine.generate(prompts(), spec, iteration=3)
     by_three = started(folder, model, max_sequences=3).generate(prompts(), spec, iteration=3)
     backwards = engine.generate(prompts(TEXTS[::-1]), spec, iteration=3)
-    assert [sample.token_ids for sample in together] == [sample.token_ids for sample in by_three]
+    assert [sample.token_ids.tolist() for sample in together] == [sample.token_ids.tolist() for sample in by_three]
     groups = [backwards[first : first + 4] for first in range(0, 16, 4)][::-1]
-    assert [s.token_ids for s in together] == [s.token_ids for group in groups for s in group]
+    assert [s.token_ids.tolist() for s in together] == [s.token_ids.tolist() for group in groups for s in group]
 
 
 def test_order_and_identity_of_samples(engine: LocalEngine) -> None:
@@ -100,16 +100,18 @@ def test_order_and_identity_of_samples(engine: LocalEngine) -> None:
 def test_samples_of_a_group_and_of_iterations_differ(engine: LocalEngine) -> None:
     spec = SamplingSpec(group_size=4, max_new_tokens=20)
     first, second = (engine.generate(prompts(["a"]), spec, iteration=i) for i in (0, 1))
-    assert len({tuple(sample.token_ids) for sample in [*first, *second]}) == 8
+    assert len({tuple(sample.token_ids.tolist()) for sample in [*first, *second]}) == 8
 
 
 def test_tokens_come_with_their_probability(folder: Path, model: torch.nn.Module) -> None:
     """First tokens of 4,000 samples against the model's own distribution (chi-square, 99.9 %)."""
     engine = started(folder, model, max_sequences=4000)
     made = engine.generate(prompts(["a"]), SamplingSpec(group_size=4000, max_new_tokens=1), iteration=0)
-    counts = torch.bincount(torch.tensor([sample.token_ids[0] for sample in made]), minlength=128)
+    counts = torch.bincount(torch.tensor([sample.token_ids.tolist()[0] for sample in made]), minlength=128)
     with torch.no_grad():
-        expected = model(input_ids=torch.tensor([prompts(["a"])[0].token_ids])).logits[0, -1].softmax(-1) * 4000
+        expected = (
+            model(input_ids=torch.tensor([prompts(["a"])[0].token_ids.tolist()])).logits[0, -1].softmax(-1) * 4000
+        )
     often = expected >= 5
     merged = torch.cat([counts[often].float(), counts[~often].sum()[None]])
     wanted = torch.cat([expected[often], expected[~often].sum()[None]])
@@ -123,9 +125,9 @@ def test_stop_token_ends_a_sample_and_belongs_to_it(engine: LocalEngine) -> None
     stopped = [sample for sample in made if sample.finish_reason == "stop"]
     assert stopped
     eos = tiny_tokenizer().eos_token_id
-    assert all(sample.token_ids[-1] == eos and eos not in sample.token_ids[:-1] for sample in stopped)
+    assert all(sample.token_ids.tolist()[-1] == eos and eos not in sample.token_ids.tolist()[:-1] for sample in stopped)
     others = [sample for sample in made if sample.finish_reason == "length"]
-    assert all(len(sample.token_ids) == 60 and eos not in sample.token_ids for sample in others)
+    assert all(len(sample.token_ids) == 60 and eos not in sample.token_ids.tolist() for sample in others)
 
 
 def test_min_new_tokens_forbids_early_stops(engine: LocalEngine) -> None:
@@ -137,9 +139,9 @@ def test_stop_text_ends_a_sample(engine: LocalEngine) -> None:
     spec = SamplingSpec(group_size=16, max_new_tokens=40, stop=("a", "e"))
     tokenizer = tiny_tokenizer()
     for sample in engine.generate(prompts(["1+2="]), spec, iteration=0):
-        text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        text = tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
         assert not set(text[:-1]) & {"a", "e"}
-        assert (sample.finish_reason == "stop") == (text[-1:] in ("a", "e") or sample.token_ids[-1] == 1)
+        assert (sample.finish_reason == "stop") == (text[-1:] in ("a", "e") or sample.token_ids.tolist()[-1] == 1)
 
 
 def test_score_is_the_trainers(engine: LocalEngine, model: torch.nn.Module) -> None:

@@ -82,16 +82,16 @@ def test_every_token_has_the_log_prob_of_its_own_version(folder: Path, models: l
     engine.start(str(folder), dtype=torch.float32)
     engine.load(ModuleWeights(models[0]), version=0)
     samples = engine.generate(prompts(), SamplingSpec(group_size=3, max_new_tokens=24), iteration=0)
-    assert any(set(sample.versions) == {0, 1, 2} for sample in samples)
+    assert any(set(sample.versions.tolist()) == {0, 1, 2} for sample in samples)
     for sample in samples:
-        assert sample.versions == ([0] * 8 + [1] * 8 + [2] * 8)[: len(sample.token_ids)]
-        ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+        assert sample.versions.tolist() == ([0] * 8 + [1] * 8 + [2] * 8)[: len(sample.token_ids)]
+        ids = torch.tensor([sample.all_token_ids.tolist()])
         first = len(sample.prompt.token_ids) - 1
         everyones = [
             model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[first:, 0]
             for model in models
         ]
-        own = torch.stack([everyones[version][place] for place, version in enumerate(sample.versions)])
+        own = torch.stack([everyones[version][place] for place, version in enumerate(sample.versions.tolist())])
         torch.testing.assert_close(torch.tensor(sample.logprobs), own, rtol=0, atol=2e-5)
     # The policies are far apart: the log-probs of another version would not have passed.
     assert float((everyones[0] - everyones[1]).abs().mean()) > 0.1
@@ -105,7 +105,7 @@ def test_weights_that_are_the_same_change_nothing(folder: Path, models: list[tor
     engine.load(ModuleWeights(models[0]), version=0)
     swapped = engine.generate(prompts(), spec, iteration=1)
     plain = started(folder, models[0]).generate(prompts(), spec, iteration=1)
-    assert [sample.token_ids for sample in swapped] == [sample.token_ids for sample in plain]
+    assert [sample.token_ids.tolist() for sample in swapped] == [sample.token_ids.tolist() for sample in plain]
 
 
 def test_a_load_that_fails_ends_what_is_being_generated(folder: Path, models: list[torch.nn.Module]) -> None:
@@ -158,8 +158,8 @@ def test_a_stream_gives_every_group_once_and_the_shortest_first(
     groups += collected(stream, 2)
     assert sorted(group[0].prompt.index for group in groups) == [0, 1, 2, 3]
     by_index = sorted(groups, key=lambda group: group[0].prompt.index)
-    assert [(s.sample_index, s.token_ids) for group in by_index for s in group] == [
-        (s.sample_index, s.token_ids) for s in expected
+    assert [(s.sample_index, s.token_ids.tolist()) for group in by_index for s in group] == [
+        (s.sample_index, s.token_ids.tolist()) for s in expected
     ]
     if max_sequences == 128:  # side by side, so whatever is complete first comes first
         longest = [max(len(sample.token_ids) for sample in group) for group in groups[:3]]
@@ -247,7 +247,7 @@ def test_finished_masks_change_no_bit(
     for finished in (True, False):
         monkeypatch.setattr(engine, "_finished_masks", finished)
         samples = engine.generate(texts, SamplingSpec(group_size=3, max_new_tokens=20), iteration=0)
-        found.append([(list(sample.token_ids), list(sample.logprobs)) for sample in samples])
+        found.append([(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples])
     assert found[0] == found[1]
 
 

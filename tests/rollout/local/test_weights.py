@@ -105,7 +105,7 @@ def lasting(policy: nn.Module) -> DrainableWeights:
 
 
 def tokens(engine: LocalEngine) -> list[list[int]]:
-    return [sample.token_ids for sample in engine.generate([Prompt(0, [5, 6, 7])], SPEC, iteration=0)]
+    return [sample.token_ids.tolist() for sample in engine.generate([Prompt(0, [5, 6, 7])], SPEC, iteration=0)]
 
 
 def test_a_policy_that_was_trained_since_is_noticed(folder: Path, policy: nn.Module) -> None:

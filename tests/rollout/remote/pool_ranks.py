@@ -51,7 +51,7 @@ class ToyPool(RemoteEnginePool):
         self.manager = toy_manager(self.num_engines, dist.get_world_size(), recovery_timeout=5.0)
 
     def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
-        return request(prompt.token_ids[0], seconds=prompt.token_ids[0] / 10)
+        return request(prompt.token_ids.tolist()[0], seconds=prompt.token_ids.tolist()[0] / 10)
 
 
 def open_pool(num_engines: int = 1) -> tuple[int, ToyPool]:
@@ -81,7 +81,7 @@ def each_asks(folder: Path | None = None) -> dict[str, Any]:
     dist.barrier()  # rank 0 ends the engine
     pool.close()
     closed, _ = raised(lambda: pool.score([[1, 2, 3]]))
-    return {"tokens": [sample.token_ids for sample in samples], "scores": scores, "closed": closed}
+    return {"tokens": [sample.token_ids.tolist() for sample in samples], "scores": scores, "closed": closed}
 
 
 class RankOnRay:
@@ -120,7 +120,9 @@ def lose_an_engine(rank: int, pool: ToyPool) -> dict[str, Any]:
     groups = [group for _ in range(4) for group in stream.collect(1)]
     nothing_left = stream.collect(1) == []
     stream.close()
-    own = sorted((sample.prompt.index, sample.sample_index, *sample.token_ids) for one in groups for sample in one)
+    own = sorted(
+        (sample.prompt.index, sample.sample_index, *sample.token_ids.tolist()) for one in groups for sample in one
+    )
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (own, nothing_left))
     return {"begun": begun, "samples": everyones}
@@ -155,7 +157,7 @@ def an_engine_and_a_rank_die(folder: Path) -> dict[str, Any]:
             break
         time.sleep(0.1)
     return report | {
-        "tokens": sample.token_ids,
+        "tokens": sample.token_ids.tolist(),
         "started": started,
         "aborted": aborted,
         "counted": counted,

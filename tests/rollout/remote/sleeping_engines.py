@@ -167,7 +167,7 @@ class SleepingPool(RemoteEnginePool):
 
     def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
         seed = sample_seed(sampling.seed, iteration, prompt.index, index)
-        return prompt.token_ids, {"tokens": sampling.max_new_tokens, "seed": seed, "fails": self.fails}
+        return prompt.token_ids.tolist(), {"tokens": sampling.max_new_tokens, "seed": seed, "fails": self.fails}
 
     def close(self) -> None:
         self.version = None
@@ -215,12 +215,12 @@ def merged(*logs: Events) -> list[str]:
 
 def parity(samples: Sequence[Sample]) -> list[float]:
     """A reward that a stand-in's tokens can get."""
-    return [float(sum(sample.token_ids) % 3) for sample in samples]
+    return [float(sum(sample.token_ids.tolist()) % 3) for sample in samples]
 
 
 def rarely(samples: Sequence[Sample]) -> list[float]:
     """A reward that is the same for all samples of most groups, which teach nothing."""
-    return [float(sum(sample.token_ids) % 13 == 0) for sample in samples]
+    return [float(sum(sample.token_ids.tolist()) % 13 == 0) for sample in samples]
 
 
 def run(folder: Path, pool: RemoteEnginePool, *, reward: Any = parity, **arguments: Any) -> dict[str, Any]:

@@ -32,7 +32,9 @@ def manager(ray_session: None) -> Iterator[EngineManager]:
 def make_request(prompt: Prompt, index: int, *, iteration: int, begun: Sample | None = None) -> Request:
     """The answer has as many tokens as the iteration's number says; what was begun ends at once."""
     tokens = iteration if begun is None else iteration - begun.num_tokens
-    return request(prompt.token_ids[0], tokens=tokens, seconds=0.0 if begun else prompt.token_ids[0] / 10)
+    return request(
+        prompt.token_ids.tolist()[0], tokens=tokens, seconds=0.0 if begun else prompt.token_ids.tolist()[0] / 10
+    )
 
 
 def open_stream(manager: EngineManager) -> PoolStream:
@@ -83,7 +85,7 @@ def test_one_stream_samples_for_several_iterations_in_the_order_of_submission(ma
     stream.submit([Prompt(0, [2])])
     time.sleep(1.0)
     groups = stream.collect(2, wait=30.0) + stream.collect(2, wait=30.0)
-    assert [(group[0].prompt.index, group[0].token_ids) for group in groups] == [
+    assert [(group[0].prompt.index, group[0].token_ids.tolist()) for group in groups] == [
         (0, [3] * 5),
         (1, [1] * 5),
         (0, [2] * 2),
@@ -125,7 +127,7 @@ def test_streams_of_several_threads_get_what_is_theirs(manager: EngineManager) -
         stream.submit([Prompt(row, [caller]) for row in range(5)])
         found = []
         while groups := stream.collect(2):
-            found += [sample.token_ids for group in groups for sample in group]
+            found += [sample.token_ids.tolist() for group in groups for sample in group]
         stream.close()
         return found
 

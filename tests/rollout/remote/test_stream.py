@@ -30,10 +30,10 @@ def test_groups_come_one_by_one_and_the_rest_is_dropped(vllm_pool: SharedPool, v
         groups += given
     stream.close()
     groups.sort(key=lambda group: group[0].prompt.index)
-    assert [(s.prompt.index, s.sample_index, s.token_ids) for group in groups for s in group] == [
-        (s.prompt.index, s.sample_index, s.token_ids) for s in expected
+    assert [(s.prompt.index, s.sample_index, s.token_ids.tolist()) for group in groups for s in group] == [
+        (s.prompt.index, s.sample_index, s.token_ids.tolist()) for s in expected
     ]
-    assert {version for group in groups for sample in group for version in sample.versions} == {3}
+    assert {version for group in groups for sample in group for version in sample.versions.tolist()} == {3}
 
     # A stream that is closed with requests in flight leaves none behind, neither counted here nor in the engines.
     endless = vllm_pool.stream(SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400), iteration=0)
@@ -45,7 +45,7 @@ def test_groups_come_one_by_one_and_the_rest_is_dropped(vllm_pool: SharedPool, v
     endless.close()
     assert endless.collect(1) == []
     assert [handle.num_requests for handle in manager.handles] == [0, 0]
-    assert vllm_pool.generate(prompts[:1], spec, iteration=5)[0].token_ids == expected[0].token_ids
+    assert vllm_pool.generate(prompts[:1], spec, iteration=5)[0].token_ids == expected[0].token_ids.tolist()
     torch.testing.assert_close(
         torch.tensor(vllm_pool.generate(prompts[:1], spec, iteration=5)[0].logprobs),
         torch.tensor(expected[0].logprobs), rtol=0, atol=1e-5,

@@ -169,7 +169,7 @@ def test_requests_that_failed_for_now_are_repeated_and_give_the_same(
     app.reset()
     app.answer = lambda body, number: completion(body) if number > 2 else Response("busy", 500 + number)
     found = engine.generate([Prompt(0, [5])], SPEC, iteration=0)
-    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+    assert [sample.token_ids.tolist() for sample in found] == [sample.token_ids.tolist() for sample in expected]
     assert app.requests["/v1/completions"] == 4
 
 

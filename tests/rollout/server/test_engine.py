@@ -53,7 +53,7 @@ def test_logprobs_equal_the_trainers_after_each_of_three_updates(server: VLLMSer
             (prompt, index) for prompt in range(4) for index in range(4)
         ]
         assert worst_difference(model, samples) <= EXACT
-        assert {token_version for sample in samples for token_version in sample.versions} == {version}
+        assert {token_version for sample in samples for token_version in sample.versions.tolist()} == {version}
     tokens = [5, 9, 40, 41, 42]
     logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
     expected = logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
@@ -65,7 +65,7 @@ def test_samples_are_those_of_a_pool(server: VLLMServer, vllm_pool: SharedPool, 
     server.load(weights, 4)
     vllm_pool.load(weights, 4)
     of_server, of_pool = (engine.generate(PROMPTS, SPEC, iteration=7) for engine in (server, vllm_pool))
-    assert [sample.token_ids for sample in of_server] == [sample.token_ids for sample in of_pool]
+    assert [sample.token_ids.tolist() for sample in of_server] == [sample.token_ids.tolist() for sample in of_pool]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_penalties_of_vllm_are_those_of_a_local_engine(
     spec = SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.0, **penalties)  # type: ignore[arg-type]
     found, expected = (engine.generate(PROMPTS, spec, iteration=0) for engine in (server, local))
     plain = local.generate(PROMPTS, SamplingSpec(group_size=1, max_new_tokens=24, temperature=0.0), iteration=0)
-    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
-    assert [sample.token_ids for sample in found] != [sample.token_ids for sample in plain]
+    assert [sample.token_ids.tolist() for sample in found] == [sample.token_ids.tolist() for sample in expected]
+    assert [sample.token_ids.tolist() for sample in found] != [sample.token_ids.tolist() for sample in plain]
     # Log-probs are the policy's, before penalties, in both.
     assert max(worst_difference(model, samples) for samples in (found, expected)) <= EXACT
 
@@ -104,12 +104,12 @@ def test_completions_have_the_form_that_was_asked_for_and_unknown_logprobs(
     spec = dataclasses.replace(SPEC, max_new_tokens=40)
     for engine in (server, vllm_pool):
         matching = engine.generate(PROMPTS[:1], dataclasses.replace(spec, regex="[ab]{3}-c"), iteration=0)
-        texts = [tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in matching]
+        texts = [tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True) for sample in matching]
         assert all(re.fullmatch("[ab]{3}-c", text) for text in texts), texts
-        assert all(math.isnan(value) for sample in matching for value in sample.logprobs)
+        assert all(math.isnan(value) for sample in matching for value in sample.logprobs.tolist())
         objects = engine.generate(PROMPTS[:1], dataclasses.replace(spec, json_schema=SCHEMA), iteration=0)
         ended = [sample for sample in objects if sample.finish_reason == "stop"]
-        parsed = [json.loads(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in ended]
+        parsed = [json.loads(tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)) for sample in ended]
         assert parsed
         assert all(value in ({"a": 1}, {"a": 2}) for value in parsed)
         assert not engine.configure_logprobs(dataclasses.replace(spec, regex="a"))

@@ -86,11 +86,11 @@ class Scene:
     def check(self, samples: list[Sample], spec: SamplingSpec = SPEC) -> None:
         """Every token's log-prob is that of the version it says it is of."""
         for sample in samples:
-            for version in set(sample.versions):
-                rows = [i for i, of in enumerate(sample.versions) if of == version]
+            for version in set(sample.versions.tolist()):
+                rows = [i for i, of in enumerate(sample.versions.tolist()) if of == version]
                 logits: Tensor = trainer_logits(self.models[version], sample)
                 expected = logits.log_softmax(-1)
-                chosen = expected.gather(-1, torch.tensor(sample.token_ids)[:, None])[rows, 0]
+                chosen = expected.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None])[rows, 0]
                 assert float((chosen - torch.tensor(sample.logprobs)[rows]).abs().max()) <= EXACT
 
 
@@ -124,8 +124,8 @@ def manager(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def same(samples: list[Sample], others: list[Sample]) -> bool:
     """Whether two runs have made the same tokens of the same samples in the same order."""
-    return [(one.prompt.index, one.sample_index, one.token_ids) for one in samples] == [
-        (one.prompt.index, one.sample_index, one.token_ids) for one in others
+    return [(one.prompt.index, one.sample_index, one.token_ids.tolist()) for one in samples] == [
+        (one.prompt.index, one.sample_index, one.token_ids.tolist()) for one in others
     ]
 
 
@@ -150,7 +150,7 @@ def test_the_engine_started_again_serves_only_after_the_next_load(manager: Scene
     assert manager.handle(0).version == manager.pool.version == 2
     after = manager.pool.generate(PROMPTS, SPEC, iteration=2)
     manager.check(after)
-    assert {version for sample in after for version in sample.versions} == {2}
+    assert {version for sample in after for version in sample.versions.tolist()} == {2}
     manager.pool.score([list(range(10, 60))])  # both engines, compared
 
 
@@ -191,9 +191,9 @@ def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(manager: Scen
     assert manager.pool.version == 4
     assert [manager.handle(engine).version for engine in (0, 1)] == [None, 4]
     manager.check(kept)
-    versions = {version for sample in kept for version in sample.versions}
+    versions = {version for sample in kept for version in sample.versions.tolist()}
     assert versions == {3, 4}
-    assert all(sample.versions == sorted(sample.versions) for sample in kept)
+    assert all(sample.versions.tolist() == sorted(sample.versions.tolist()) for sample in kept)
     manager.check(manager.pool.generate(PROMPTS, SPEC, iteration=5))
 
 
@@ -280,7 +280,7 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(manager: Scen
     assert len(accidents) > 2
     assert set(accidents) & {"kill", "stop"}
     manager.check(samples[::20], spec)
-    assert all(sample.versions == sorted(sample.versions) for sample in samples)
+    assert all(sample.versions.tolist() == sorted(sample.versions.tolist()) for sample in samples)
 
 
 def test_all_engines_dead_is_an_error_that_says_so(manager: Scene) -> None:

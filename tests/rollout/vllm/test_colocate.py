@@ -59,7 +59,7 @@ def test_weights_that_were_kept_serve_again_after_waking(
     assert doing(colocated) == ({State.SERVING}, {False})
     assert colocated.version == 0
     after = colocated.generate(PROMPTS, SPEC, iteration=0)
-    assert [sample.token_ids for sample in after] == [sample.token_ids for sample in before]
+    assert [sample.token_ids.tolist() for sample in after] == [sample.token_ids.tolist() for sample in before]
 
 
 def test_weights_that_were_dropped_are_not_served_before_the_next_load(colocated: SharedPool, vllm_model: Path) -> None:
@@ -78,7 +78,7 @@ def test_weights_that_were_dropped_are_not_served_before_the_next_load(colocated
         colocated.generate(PROMPTS, SPEC, iteration=0)
     colocated.wake()
     assert doing(colocated) == ({State.SERVING}, {False})
-    assert {token.versions[0] for token in colocated.generate(PROMPTS, SPEC, iteration=0)} == {1}
+    assert {token.versions.tolist()[0] for token in colocated.generate(PROMPTS, SPEC, iteration=0)} == {1}
 
 
 def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(

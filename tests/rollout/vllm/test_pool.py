@@ -54,7 +54,7 @@ def train_a_little(model: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def trainer_logits(model: nn.Module, sample: Sample) -> Tensor:
     """(T, V) logits that the completion's tokens were drawn from, computed in one pass without a cache."""
-    ids = torch.tensor([sample.prompt.token_ids + sample.token_ids])
+    ids = torch.tensor([sample.all_token_ids.tolist()])
     return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
 
 
@@ -63,7 +63,7 @@ def worst_difference(model: nn.Module, samples: list[Sample]) -> float:
     worst = 0.0
     for sample in samples:
         logprobs = trainer_logits(model, sample).log_softmax(-1)
-        expected = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        expected = logprobs.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
         worst = max(worst, float((expected - torch.tensor(sample.logprobs)).abs().max()))
     return worst
 
@@ -114,8 +114,8 @@ class TestWeights:
             # The same prompts each time: cached keys and values of old weights would show.
             samples = vllm_pool.generate(prompts, SPEC, iteration=version)
             assert worst_difference(model, samples) <= EXACT
-            assert {token_version for sample in samples for token_version in sample.versions} == {version}
-            assert score_difference(model, vllm_pool, prompts[-1].token_ids) <= EXACT
+            assert {token_version for sample in samples for token_version in sample.versions.tolist()} == {version}
+            assert score_difference(model, vllm_pool, prompts[-1].token_ids.tolist()) <= EXACT
 
     def test_samples_that_are_cut_are_continued_with_the_new_weights(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
@@ -140,12 +140,15 @@ class TestWeights:
         for key, sample in keyed(samples).items():
             before = cut[key].num_tokens if key in cut else 0
             assert sample.num_tokens <= 96
-            assert sample.versions == [0] * before + [1] * (sample.num_tokens - before)
+            assert sample.versions.tolist() == [0] * before + [1] * (sample.num_tokens - before)
             if before:
-                assert (sample.token_ids[:before], sample.logprobs[:before]) == (cut[key].token_ids, cut[key].logprobs)
+                assert (sample.token_ids.tolist()[:before], sample.logprobs.tolist()[:before]) == (
+                    cut[key].token_ids.tolist(),
+                    cut[key].logprobs.tolist(),
+                )
             logprobs = trainer_logits(model, sample).log_softmax(-1)
-            own = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[before:, 0]
-            torch.testing.assert_close(torch.tensor(sample.logprobs[before:]), own, rtol=0, atol=EXACT)
+            own = logprobs.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None])[before:, 0]
+            torch.testing.assert_close(torch.tensor(sample.logprobs.tolist()[before:]), own, rtol=0, atol=EXACT)
         assert all(handle.num_requests == 0 for handle in pool.manager.handles)  # type: ignore[union-attr]
 
     def test_adapters_arrive_merged(self, vllm_pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
@@ -170,7 +173,7 @@ class TestWeights:
                 for name, tensor in super().__iter__():
                     yield name, tensor * 1.05 if name.endswith("layers.1.mlp.up_proj.weight") else tensor
 
-        tokens = prompts[-1].token_ids
+        tokens = prompts[-1].token_ids.tolist()
         assert score_difference(model, pool, tokens) <= EXACT
         pool.load(Tampered(model), 1)
         assert score_difference(model, pool, tokens) > 100 * EXACT
@@ -185,7 +188,7 @@ class TestWeights:
         send_by_hand(EngineHandles(tuple(pool.manager.handles[1:]), 1, "127.0.0.1", 30.0), model)
         pool._sync._connected = ()  # that took engine 1 out of the pool's group
         with pytest.raises(EngineError, match="engines 0 and 1 serve different weights"):
-            pool.score([prompts[-1].token_ids])
+            pool.score([prompts[-1].token_ids.tolist()])
 
     def test_weights_that_are_not_finite_change_nothing(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
@@ -197,7 +200,7 @@ class TestWeights:
         with pytest.raises(ValueError, match=r"not finite .*layers\.1\.mlp\.down_proj\.weight"):
             pool.load(ModuleWeights(diverged), 1)
         assert pool.version == 0
-        assert score_difference(healthy, pool, prompts[-1].token_ids) <= EXACT
+        assert score_difference(healthy, pool, prompts[-1].token_ids.tolist()) <= EXACT
 
     def test_a_transfer_that_breaks_off_serves_nothing_and_the_next_one_heals(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
@@ -268,7 +271,7 @@ class TestSamples:
         assert backwards.keys() == both.keys() == one.keys()
         for others in (backwards, alone, one):
             for key, sample in others.items():
-                assert sample.token_ids == both[key].token_ids
+                assert sample.token_ids.tolist() == both[key].token_ids.tolist()
                 assert torch.allclose(torch.tensor(sample.logprobs), torch.tensor(both[key].logprobs), atol=EXACT)
 
     def test_every_sample_has_a_seed_of_its_own(self, pool: SharedPool, prompts: list[Prompt]) -> None:
@@ -276,21 +279,24 @@ class TestSamples:
         again = keyed(pool.generate(prompts, SPEC, iteration=0))
         later = keyed(pool.generate(prompts, SPEC, iteration=1))
         other = keyed(pool.generate(prompts, SamplingSpec(group_size=4, max_new_tokens=24, seed=1), iteration=0))
-        assert all(again[key].token_ids == first[key].token_ids for key in first)
+        assert all(again[key].token_ids.tolist() == first[key].token_ids.tolist() for key in first)
         for changed in (later, other):
-            assert sum(changed[key].token_ids != first[key].token_ids for key in first) > len(first) * 3 // 4
+            assert (
+                sum(changed[key].token_ids.tolist() != first[key].token_ids.tolist() for key in first)
+                > len(first) * 3 // 4
+            )
         for prompt in prompts:
-            assert len({tuple(first[prompt.index, index].token_ids) for index in range(4)}) > 1
+            assert len({tuple(first[prompt.index, index].token_ids.tolist()) for index in range(4)}) > 1
 
     def test_greedy_equals_the_trainers_greedy(self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
         model = load_trainer_model(vllm_model)
         spec = SamplingSpec(group_size=1, max_new_tokens=20, temperature=0.0)
         for sample in pool.generate(prompts, spec, iteration=0):
-            ids = torch.tensor([sample.prompt.token_ids])
+            ids = torch.tensor([sample.prompt.token_ids.tolist()])
             made = model.generate(  # type: ignore[operator]
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
             )
-            assert sample.token_ids == made[0, ids.shape[1] :].tolist()
+            assert sample.token_ids.tolist() == made[0, ids.shape[1] :].tolist()
 
     @pytest.mark.parametrize(
         "spec",
@@ -311,29 +317,33 @@ class TestSamples:
         if spec.temperature in (0.0, 1.0):
             assert worst_difference(model, samples) <= EXACT
         else:  # vLLM reports log-probs at temperature 1 in this mode, which are no use
-            assert all(math.isnan(logprob) for sample in samples for logprob in sample.logprobs)
+            assert all(math.isnan(logprob) for sample in samples for logprob in sample.logprobs.tolist())
         for sample in samples:
             left = truncate(trainer_logits(model, sample), dataclasses.replace(spec, temperature=spec.temperature or 1))
-            assert left.gather(-1, torch.tensor(sample.token_ids)[:, None]).isfinite().all()
+            assert left.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None]).isfinite().all()
 
     def test_stops_keep_the_token_that_ended_the_completion(self, pool: SharedPool, prompts: list[Prompt]) -> None:
         tokenizer = tiny_tokenizer()
         plain = pool.generate(prompts, SamplingSpec(group_size=8, max_new_tokens=40), iteration=0)
         for sample in plain:
-            ended = sample.token_ids[-1] == tokenizer.eos_token_id
+            ended = sample.token_ids.tolist()[-1] == tokenizer.eos_token_id
             assert sample.finish_reason == ("stop" if ended else "length")
             assert ended or len(sample.token_ids) == 40
-            assert tokenizer.eos_token_id not in sample.token_ids[:-1]
+            assert tokenizer.eos_token_id not in sample.token_ids.tolist()[:-1]
         assert {sample.finish_reason for sample in plain} == {"stop", "length"}
 
-        letter = next(token for token in plain[0].token_ids[8:] if len(tokenizer.decode([token])) == 1)
+        letter = next(token for token in plain[0].token_ids.tolist()[8:] if len(tokenizer.decode([token])) == 1)
         spec = SamplingSpec(group_size=8, max_new_tokens=40, stop_token_ids=(letter,))
         by_token = pool.generate(prompts, spec, iteration=0)
         spec = SamplingSpec(group_size=8, max_new_tokens=40, stop=(tokenizer.decode([letter]),))
         by_text = pool.generate(prompts, spec, iteration=0)
         for sample, token, text in zip(plain, by_token, by_text, strict=True):
-            cut = sample.token_ids.index(letter) + 1 if letter in sample.token_ids else len(sample.token_ids)
-            assert token.token_ids == sample.token_ids[:cut] == text.token_ids
+            cut = (
+                sample.token_ids.tolist().index(letter) + 1
+                if letter in sample.token_ids.tolist()
+                else len(sample.token_ids)
+            )
+            assert token.token_ids.tolist() == sample.token_ids.tolist()[:cut] == text.token_ids.tolist()
             assert token.finish_reason == text.finish_reason
         assert any(len(token.token_ids) < len(sample.token_ids) for sample, token in zip(plain, by_token, strict=True))
 

@@ -104,7 +104,7 @@ class PlainPairs(PlainSGD, OnlineDPOModule):
 
 def first_token(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
     """A judge without ties, as far as two first tokens differ."""
-    return [0.5 + (first.token_ids[0] - second.token_ids[0]) / 256 for first, second in pairs]
+    return [0.5 + (first.token_ids.tolist()[0] - second.token_ids.tolist()[0]) / 256 for first, second in pairs]
 
 
 def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_teacher_elsewhere_gives_the_numbers_of_the_child(tmp_path: Path) -> N
         rollouts = RolloutCallback(
             digits,
             sampling=SamplingSpec(group_size=4, max_new_tokens=8, top_k=8),
-            dynamic_sampling=DynamicSampling(by=lambda sample: float(sum(sample.token_ids))),
+            dynamic_sampling=DynamicSampling(by=lambda sample: float(sum(sample.token_ids.tolist()))),
         )
         trainer, module, data, _ = setup_run(
             tmp_path,

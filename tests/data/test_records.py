@@ -1,4 +1,4 @@
-"""What is stored per token reads as it was set, in few bytes. Covers token_arrays.py and the records of types.py."""
+"""Numbers per token are small read-only arrays that equal what was set, and stack as token by token."""
 
 import copy
 import dataclasses
@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.data.token_arrays import Runs, stored
+from rlhfkit.data import Experience, Prompt, Sample, decode_texts, types
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 NUMBERS = st.floats(allow_nan=False) | st.floats(allow_nan=False, width=32)
@@ -41,25 +40,22 @@ def token_fields(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(deadline=None, max_examples=200)
 @given(token_fields())
-def test_lists_read_as_they_were_set(lists: dict[str, Any]) -> None:
+def test_fields_read_as_they_were_set(lists: dict[str, Any]) -> None:
     sample = Sample(Prompt(3, lists["token_ids"]), 1, **lists, finish_reason="stop", text="so")
     for made in (sample, pickle.loads(pickle.dumps(sample)), copy.deepcopy(sample), dataclasses.replace(sample)):
-        assert made.prompt.token_ids == lists["token_ids"]
-        assert {name: getattr(made, name) for name in lists} == lists
-        assert {name: type(value) for name, value in vars_of(made).items()} == {n: type(v) for n, v in lists.items()}
+        assert made.prompt.token_ids.tolist() == lists["token_ids"]
+        for name, values in lists.items():
+            read = getattr(made, name)
+            assert (None if read is None else read.tolist()) == values
+            assert read is None or (not read.flags.writeable and read.dtype == getattr(sample, name).dtype)
         assert made == sample
         assert repr(made) == repr(sample)
-    assert repr(lists["logprobs"]) in repr(sample)
     assert sample.num_tokens == len(lists["token_ids"])
+    assert sample.all_token_ids.tolist() == lists["token_ids"] * 2
     assert [version for version, count in sample.version_runs for _ in range(count)] == lists["versions"]
-    assert sample.num_action_tokens == sum(lists["action_mask"] or [True] * sample.num_tokens)
+    assert sample.num_action_tokens == sum(sample.chosen) == sum(lists["action_mask"] or [True] * sample.num_tokens)
     if lists["action_mask"] == []:
         assert sample.num_action_tokens == 0
-
-
-def vars_of(sample: Sample) -> dict[str, Any]:
-    names = ("token_ids", "logprobs", "versions", "action_mask", "token_rewards")
-    return {name: getattr(sample, name) for name in names}
 
 
 ARRAYS = [
@@ -71,106 +67,89 @@ ARRAYS = [
 
 @pytest.mark.parametrize("make", ARRAYS, ids=["numpy", "torch", "array"])
 @pytest.mark.parametrize(("integers", "floats"), [("int32", "float32"), ("int64", "float64")])
-def test_arrays_of_any_kind_are_stored_as_lists_are(make: Any, integers: str, floats: str) -> None:
+def test_arrays_of_any_kind_are_kept_as_lists_are(make: Any, integers: str, floats: str) -> None:
     numbers = [-0.5, math.inf, 0.1] if floats == "float64" else [-0.5, 1e-40, -3.0]
     numbers = make(numbers, floats).tolist()
     ids = [5, 2**31 if integers == "int64" else 7, 0]
-    runs = [(4, 2), (4, 0), (5, 1)]
-    given = Sample.from_arrays(
-        Prompt(1, [1]),
-        0,
-        token_ids=make(ids, integers),
-        logprobs=make(numbers, floats),
-        version_runs=runs,
-        finish_reason="length",
-        token_rewards=make(numbers, floats),
-        action_mask=make([1, 0, 1], integers),
-        text="so",
-    )
-    expected = Sample(
-        Prompt(1, [1]), 0, ids, numbers, [4, 4, 5], "length", [True, False, True], "so", token_rewards=numbers
+    given, expected = (
+        Sample(
+            Prompt(1, kind(ids, integers)),
+            0,
+            token_ids=kind(ids, integers),
+            logprobs=kind(numbers, floats),
+            versions=kind([4, 4, 5], integers),
+            finish_reason="length",
+            token_rewards=kind(numbers, floats),
+            action_mask=kind([1, 0, 1], integers),
+            text="so",
+        )
+        for kind in (make, lambda values, _: values)
     )
     assert given == expected
     assert given.version_runs == [(4, 2), (5, 1)]
-    for name in vars_of(given):
-        assert stored(given, name) == stored(expected, name)  # of one type: smaller than what was given where it can be
-    versions = dataclasses.replace(given, versions=make([9, 9, 3], integers))
-    assert versions.versions == [9, 9, 3]
+    for name in ("token_ids", "logprobs", "versions", "action_mask", "token_rewards"):
+        assert (
+            getattr(given, name).dtype == getattr(expected, name).dtype
+        )  # smaller than what was given where it can be
 
 
-def test_arrays_that_may_not_be_written_are_taken_and_later_changes_do_not_reach_the_sample() -> None:
+def test_later_changes_of_what_was_given_do_not_reach_the_sample() -> None:
     ids = numpy.array([3, 4], dtype=numpy.int32)
-    fixed = numpy.array([-0.5, -1.5], dtype=numpy.float32)
+    many = numpy.array([-0.5, -1.5, 0.0], dtype=numpy.float32)
+    fixed = many[:2]
     fixed.flags.writeable = False
-    sample = Sample.from_arrays(
-        Prompt(1, [1]), 0, token_ids=ids, logprobs=fixed, version_runs=[(0, 2)], finish_reason="stop"
-    )
-    ids[0] = 9
-    assert sample.token_ids == [3, 4]
-    assert sample.logprobs == [-0.5, -1.5]
+    sample = Sample(Prompt(1, [1]), 0, ids, fixed, [0, 0], "stop")
+    ids[0], many[0] = 9, 9.0
+    assert sample.token_ids.tolist() == [3, 4]
+    assert sample.logprobs.tolist() == [-0.5, -1.5]
 
 
-def test_a_list_that_was_read_is_a_copy() -> None:
+def test_arrays_cannot_be_changed_and_copies_of_a_record_share_them() -> None:
     sample = Sample(Prompt(1, [1, 2]), 0, [3, 4], [-0.5, -1.5], [0, 0], "stop")
     for read in (sample.token_ids, sample.logprobs, sample.versions, sample.prompt.token_ids):
-        read.append(9)
-    assert sample == Sample(Prompt(1, [1, 2]), 0, [3, 4], [-0.5, -1.5], [0, 0], "stop")
+        with pytest.raises(ValueError, match="read-only"):
+            read[0] = 9
+    assert dataclasses.replace(sample).token_ids is copy.copy(sample).token_ids is sample.token_ids
     sample.token_ids = [7, 8]
-    assert sample.token_ids == [7, 8]
-
-
-def test_copies_share_arrays() -> None:
-    sample = Sample(Prompt(1, [1]), 0, [3], [-0.5], [0], "stop")
-    assert stored(copy.copy(sample), "token_ids") is stored(sample, "token_ids")
+    assert sample.token_ids.tolist() == [7, 8]
+    sample.token_ids = [7, 8, 9]
+    with pytest.raises(ValueError, match=r"one length, got .*'token_ids': 3"):
+        Experience.from_samples([sample])
 
 
 def test_numbers_of_float32_stay_float32_and_others_exact() -> None:
     exact = torch.rand(100).log().tolist()
-    assert stored(Sample(Prompt(1, [1]), 0, [1] * 100, exact, [0] * 100, "stop"), "logprobs").typecode == "f"
+    assert Sample(Prompt(1, [1]), 0, [1] * 100, exact, [0] * 100, "stop").logprobs.dtype == numpy.float32
     unknown = Sample(Prompt(1, [1]), 0, [1, 1], [math.nan, math.nan], [0, 0], "stop")
-    assert stored(unknown, "logprobs").typecode == "f"
-    assert all(map(math.isnan, unknown.logprobs))
-    assert Sample(Prompt(1, [1]), 0, [1], [-0.1], [0], "stop").logprobs == [-0.1]
+    assert unknown.logprobs.dtype == numpy.float32
+    assert numpy.isnan(unknown.logprobs).all()
+    assert Sample(Prompt(1, [1]), 0, [1], [-0.1], [0], "stop").logprobs.tolist() == [-0.1]
+    half = Sample(Prompt(1, [1]), 0, [1], torch.tensor([-0.1], dtype=torch.bfloat16), [0], "stop")
+    assert half.logprobs.dtype == numpy.float32
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"token_ids": ["a"]}, "Sample.token_ids: .*integer"),
-        ({"token_ids": torch.tensor([0.5])}, "Sample.token_ids: whole numbers are wanted, got torch.float32"),
-        ({"logprobs": [None]}, "Sample.logprobs: must be real number"),
+        ({"token_ids": ["a"]}, "Sample.token_ids: whole numbers are wanted, got <U1"),
+        ({"token_ids": torch.tensor([0.5])}, "Sample.token_ids: whole numbers are wanted, got float32"),
+        ({"logprobs": [None]}, "Sample.logprobs: numbers are wanted, got object"),
         ({"logprobs": torch.zeros(1, 1)}, r"Sample.logprobs: one number per token is wanted, got shape \(1, 1\)"),
         ({"token_ids": [2**64]}, "Sample.token_ids"),
+        ({"versions": [0, 0, 0]}, r"one length, got .*'versions': 3"),
     ],
 )
 def test_what_is_no_number_per_token_is_refused(changes: dict[str, Any], message: str) -> None:
     fields = {"token_ids": [1], "logprobs": [0.0], "versions": [0]}
-    with pytest.raises((TypeError, ValueError, OverflowError), match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Sample(Prompt(1, [1]), 0, **(fields | changes), finish_reason="stop")
 
 
-def test_runs_must_cover_the_tokens_and_have_lengths() -> None:
-    with pytest.raises(ValueError, match=r"one length, got .*'versions': 3"):
-        Sample.from_arrays(
-            Prompt(1, [1]), 0, token_ids=[1], logprobs=[0.0], version_runs=[(0, 3)], finish_reason="stop"
-        )
-    with pytest.raises(ValueError, match="at least 0 tokens, got -1"):
-        Runs.of([(0, -1)])
+def test_a_sample_takes_less_than_20_bytes_a_token_and_a_plain_one_13() -> None:
+    def resident_bytes(sample: Sample) -> int:
+        held = [getattr(sample, field.name) for field in dataclasses.fields(sample) if field.name != "prompt"]
+        return sys.getsizeof(sample) + sum(map(sys.getsizeof, held))
 
-
-def resident_bytes(sample: Sample) -> int:
-    """Bytes of a sample, its fields' arrays included, its prompt not."""
-    total = sys.getsizeof(sample)
-    for field in dataclasses.fields(sample):
-        held = stored(sample, field.name)
-        if isinstance(held, Runs):
-            total += sys.getsizeof(held) + sys.getsizeof(held.values) + sys.getsizeof(held.lengths)
-        elif field.name not in ("prompt", "text"):
-            total += sys.getsizeof(held)
-    return total
-
-
-def test_a_sample_takes_less_than_20_bytes_a_token() -> None:
     length = 2048
     logprobs = torch.rand(length).log().tolist()
     sample = Sample(
@@ -181,12 +160,27 @@ def test_a_sample_takes_less_than_20_bytes_a_token() -> None:
         versions=[3] * 1000 + [4] * (length - 1000),
         finish_reason="stop",
         action_mask=[place % 9 > 0 for place in range(length)],
-        token_rewards=[0.1 * (place == 7) for place in range(length)],  # 0.1 is not a number of float32
+        token_rewards=[0.5 * (place == 7) for place in range(length)],
     )
-    assert resident_bytes(sample) <= 20 * length
+    assert resident_bytes(sample) <= 18 * length
     plain = dataclasses.replace(sample, action_mask=None, token_rewards=None)
-    assert resident_bytes(plain) <= 9 * length
-    assert len(pickle.dumps(sample)) <= 20 * length
+    assert resident_bytes(plain) <= 13 * length
+    assert len(pickle.dumps(sample)) <= 18 * length
+
+
+def test_texts_are_those_of_the_tokens_and_many_are_decoded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(types, "DECODED_TOKENS", 3)
+    calls: list[list[list[int]]] = []
+
+    def decode(batch: list[list[int]]) -> list[str]:
+        calls.append(batch)
+        return [" ".join(map(str, token_ids)) for token_ids in batch]
+
+    batch = [Sample(Prompt(1, [1]), index, [index, 7], [0.0] * 2, [0] * 2, "stop", text="old") for index in range(3)]
+    decode_texts(batch, decode)
+    assert [sample.text for sample in batch] == ["0 7", "1 7", "2 7"]
+    assert calls == [[[0, 7], [1, 7]], [[2, 7]]]
+    decode_texts([], decode)
 
 
 def reference(samples: list[Sample]) -> dict[str, torch.Tensor]:
@@ -203,16 +197,16 @@ def reference(samples: list[Sample]) -> dict[str, torch.Tensor]:
     }
     for row, sample in enumerate(samples):
         begin = len(sample.prompt.token_ids)
-        for place, token in enumerate(sample.prompt.token_ids + sample.token_ids):
+        for place, token in enumerate(sample.all_token_ids.tolist()):
             made["input_ids"][row, place] = token
             made["attention_mask"][row, place] = True
         for place in range(len(sample.token_ids)):
             if sample.action_mask is None or sample.action_mask[place]:
                 made["action_mask"][row, begin - 1 + place] = sample.reward is not None
-                made["rollout_logprobs"][row, begin - 1 + place] = sample.logprobs[place]
-                made["versions"][row, begin - 1 + place] = sample.versions[place]
+                made["rollout_logprobs"][row, begin - 1 + place] = float(sample.logprobs[place])
+                made["versions"][row, begin - 1 + place] = int(sample.versions[place])
             if sample.token_rewards is not None:
-                made["token_rewards"][row, begin - 1 + place] = sample.token_rewards[place]
+                made["token_rewards"][row, begin - 1 + place] = float(sample.token_rewards[place])
     return made
 
 
@@ -241,5 +235,5 @@ def test_samples_stack_as_token_by_token(rows: list[tuple[list[int], dict[str, A
 
 def test_fields_are_written_as_json() -> None:
     sample = Sample(Prompt(1, [1, 2]), 0, [3], [-0.5], [4], "stop", [True])
-    plain = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample) if field.name != "prompt"}
-    assert Sample(sample.prompt, **json.loads(json.dumps(plain))) == sample
+    plain = json.loads(json.dumps(sample.plain()))
+    assert Sample(**plain | {"prompt": Prompt(**plain["prompt"])}) == sample
