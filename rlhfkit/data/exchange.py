@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhfkit.data.iteration import IterationSummary
+from rlhfkit.data.jagged import JaggedColumn, real_tokens
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size
 
@@ -63,52 +64,38 @@ def exchange_rows(
     """
     rank, world_size = get_rank(), get_world_size()
     leaving = [rows[source[rows] == rank] for rows in wanted]
-    coming = _by_rank(wanted[rank], source, world_size)
+    coming = [wanted[rank][source[wanted[rank]] == other] for other in range(world_size)]
     place = torch.full((len(summary),), -1)
     place[experience.own_rows] = torch.arange(len(experience))
-    order = place[torch.cat(leaving)]
-    arriving = torch.cat(coming)
-    rows = arriving.sort().values
+    order = place[torch.cat(leaving)].tolist()
+    arriving = torch.cat(coming)  # by the rank that sends them
+    rows, sorted_places = arriving.sort()
     chosen = summary.select(rows)
     longest = max(int(chosen.lengths.max()), 1) if len(rows) else 2  # two tokens: what a model can run
-    attention = torch.arange(longest) < chosen.lengths[:, None]
-    places = torch.searchsorted(rows, arriving).tolist()  # rows arrive by the rank that sent them
 
-    def moved(values: Tensor, *, axis: int, fill: int = 0, sent_as: torch.dtype | None = None) -> Tensor:
-        """Values of the rows that arrive, from those of the rows that this rank had: (B, T), (B, T-1) or with a third
-        axis of several numbers for each token.
-        """
-        sizes = [[int((summary.lengths[each] - axis).sum()) for each in side] for side in (leaving, coming)]
-        numbers = values.shape[2:]
-        sent = torch.empty(0, *numbers, dtype=sent_as or values.dtype)
-        if len(order):  # row by row: an index would copy the padding too
-            ends = (experience.lengths[order] - axis).tolist()
-            pieces = [values[row, :end].to(sent.dtype) for row, end in zip(order.tolist(), ends, strict=True)]
-            sent = torch.cat(pieces)
-            del pieces
-        received = torch.empty(sum(sizes[1]), *numbers, dtype=sent.dtype)
-        dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=group)
-        del sent
-        table = torch.full((len(rows), attention.shape[1] - axis, *numbers), fill, dtype=values.dtype)
-        ends = (summary.lengths[arriving] - axis).tolist()
-        for place, piece in zip(places, torch.split(received, ends), strict=True):
-            table[place, : len(piece)] = piece
-        return table
+    def received(values: Tensor, metadata: Mapping[str, Any]) -> Tensor:
+        """Send the rows of one field, and return those that arrive, padded."""
+        column = JaggedColumn.of(values, metadata, experience.lengths)
+        sent = torch.cat(
+            [column.rows[row] for row in order] or [column.empty if column.shorter else column.empty.int()]
+        )
+        sent = sent.int() if sent.dtype == torch.int16 else sent  # which gloo does not send
+        sizes = [
+            [int((summary.lengths[each] - column.shorter).sum()) for each in divided] for divided in (leaving, coming)
+        ]
+        table = torch.empty(sum(sizes[1]), *sent.shape[1:], dtype=sent.dtype)
+        dist.all_to_all_single(table, sent, sizes[1], sizes[0], group=group)
+        pieces = torch.split(table, (summary.lengths[arriving] - column.shorter).tolist()) if len(arriving) else []
+        return column.padded([pieces[place] for place in sorted_places.tolist()], longest)
 
     if token_rewards and experience.token_rewards is None:
         experience = dataclasses.replace(experience, token_rewards=torch.zeros_like(experience.rollout_logprobs))
-    received = {"attention_mask": attention}
-    for name, (values, metadata) in experience.tensors().items():
-        axis = metadata["axis"]
-        if axis != "row" and name not in received:
-            # Token ids fit; and gloo sends no int16.
-            sent_as = torch.int32 if axis == "token" or values.dtype == torch.int16 else None
-            received[name] = moved(values, axis=int(axis == "step"), fill=metadata.get("fill", 0), sent_as=sent_as)
+    per_token = {
+        name: received(values, metadata)
+        for name, (values, metadata) in experience.tensors().items()
+        if metadata["axis"] != "row" and name != "attention_mask"
+    }
+    per_token["attention_mask"] = real_tokens(chosen.lengths, longest)
     names = ("rewards", "group", "sample_index", "truncated", "update", "replayed", "reward_parts")
     of_rows: dict[str, Any] = {name: getattr(chosen, name) for name in names}
-    return dataclasses.replace(experience.with_tensors(received), **of_rows, rows=rows, iteration=summary)
-
-
-def _by_rank(rows: Tensor, ranks: Tensor, world_size: int) -> list[Tensor]:
-    """Divide rows by the rank that another column has for each."""
-    return [rows[ranks[rows] == rank] for rank in range(world_size)]
+    return dataclasses.replace(experience.with_tensors(per_token), **of_rows, rows=rows, iteration=summary)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.iteration import IterationSummary
+from rlhfkit.data.jagged import JaggedRows
 from rlhfkit.data.packing import (
     IterationShape,
     MicroBatch,
@@ -23,7 +24,6 @@ from rlhfkit.data.packing import (
 )
 from rlhfkit.data.token_cap import PackedForward, PaddedForward, plan_capped_micro_batches
 from rlhfkit.data.types import Experience
-from rlhfkit.data.unpadded import UnpaddedRows
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import mesh_of
 from rlhfkit.trainer_parts import compares_groups, epochs_of, learner_of, prompts_of
@@ -225,7 +225,7 @@ class MicroBatches(Sequence[Experience]):
     """
 
     def __init__(self, experience: Experience, planned: Sequence[MicroBatch], averaged: int, *, group: Any) -> None:
-        self.rows = UnpaddedRows(experience)
+        self.rows = JaggedRows(experience)
         """All rows of this rank."""
         self._planned = planned
         self._averaged = averaged

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhfkit.data.jagged import JaggedRows
 from rlhfkit.data.types import Experience
-from rlhfkit.data.unpadded import UnpaddedRows
 
 
 def experience_of(lengths: list[int], seed: int, **fields: torch.Tensor) -> Experience:
@@ -57,7 +57,7 @@ def assert_equal(found: Experience, expected: Experience) -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99), st.data())
 def test_selected_rows_equal_those_of_the_padded_batch(lengths: list[int], seed: int, data: st.DataObject) -> None:
     batch = experience_of(lengths, seed)
-    kept = UnpaddedRows(batch)
+    kept = JaggedRows(batch)
     chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=5))
     assert len(kept) == len(batch)
     assert_equal(kept.select(chosen), batch.select(chosen))
@@ -69,7 +69,7 @@ def test_columns_of_several_numbers_a_token_are_kept_padded_and_stacked() -> Non
     routing = torch.randint(1, 9, (3, 4, 6), dtype=torch.int16)
     routing[torch.arange(4) >= torch.tensor(lengths)[:, None] - 1] = 0
     whole = experience_of(lengths, 0).with_columns(routing=routing)
-    assert_equal(UnpaddedRows(whole).select([2, 0]), whole.select([2, 0]))
+    assert_equal(JaggedRows(whole).select([2, 0]), whole.select([2, 0]))
     assert_equal(Experience.concat([whole.select([2]), whole.select([0])]), whole.select([2, 0]))
     assert whole.placeholder().columns["routing"].tolist() == [[[0] * 6]]
 
@@ -77,27 +77,21 @@ def test_columns_of_several_numbers_a_token_are_kept_padded_and_stacked() -> Non
 def test_padding_is_the_fill_whatever_it_was() -> None:
     batch = experience_of([2, 4], 0)
     odd = dataclasses.replace(batch, advantages=torch.ones(2, 1).expand(2, 3), versions=batch.versions.clamp(min=7))
-    found = UnpaddedRows(odd).padded()
+    found = JaggedRows(odd).select([0, 1])
     assert found.advantages is not None
     assert found.advantages.tolist() == [[1, 0, 0], [1, 1, 1]]
     assert found.versions[0].tolist() == [odd.versions[0, 0], -1, -1]
 
 
-def test_integers_beyond_32_bits_are_kept() -> None:
-    batch = experience_of([2, 4], 0)
-    batch.versions = torch.where(batch.versions < 0, batch.versions, 2**40)
-    assert_equal(UnpaddedRows(batch).padded(), batch)
-
-
-def test_real_tokens_of_an_iteration_take_17_bytes_and_padding_none() -> None:
-    rows = UnpaddedRows(experience_of([1000, *[10] * 90], 0))
-    held = sum(column.values.untyped_storage().nbytes() for column in rows._columns.values())
-    # input ids 4, action mask 1, rollout log-probs 4, versions 4, advantages 4; the first token has no step.
-    assert held == 17 * 1900 - 13 * 91
+def test_real_tokens_of_an_iteration_take_21_bytes_and_padding_none() -> None:
+    rows = JaggedRows(experience_of([1000, *[10] * 90], 0))
+    held = sum(column.rows[0].untyped_storage().nbytes() for column in rows._columns.values())
+    # input ids 4, action mask 1, rollout log-probs 4, versions 8, advantages 4; the first token has no step.
+    assert held == 21 * 1900 - 17 * 91
 
 
 def test_padding_between_real_tokens_is_an_error() -> None:
     batch = experience_of([3, 4], 0)
     batch.attention_mask = torch.tensor([[False, True, True, True], [True] * 4])
     with pytest.raises(ValueError, match="padding before or between real tokens"):
-        UnpaddedRows(batch)
+        JaggedRows(batch)
