@@ -78,7 +78,7 @@ def test_online_dpo_improves_the_policy_and_draws_curves(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(world, tmp_path / "0")
-    importlib.import_module("online_dpo").main(["--folder", str(tmp_path), "--iterations", "10"])
+    importlib.import_module("online_dpo_arithmetic").main(["--folder", str(tmp_path), "--iterations", "10"])
     [(before, after)] = re.findall(r"before: ([\d.]+)%, after: ([\d.]+)%", capsys.readouterr().out)
     assert float(after) > float(before) + 3
     sampled, heldout = json.loads((tmp_path / "0.json").read_text())

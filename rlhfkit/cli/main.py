@@ -35,6 +35,7 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
 """Other commands: one-line help, and the function that is called (``module:function``)."""
 
 WORD_COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("write a configuration of a method, with comments", "rlhfkit.cli.init:init_command"),
     "estimate": ("memory and time of a configuration, before it runs", "rlhfkit.cli.estimate:estimate_command"),
     "report": ("one page that compares the reports of runs", "rlhfkit.cli.report:report_command"),
 }
@@ -51,8 +52,9 @@ commands:
 {commands}
 
 examples:
-  rlhfkit fit --config run.yaml
-  rlhfkit fit --config run.yaml --model.init_args.lr 1e-6 --trainer.max_epochs 10
+  rlhfkit init grpo                      (writes grpo.yaml; rlhfkit init lists the methods)
+  rlhfkit fit --config grpo.yaml --model.init_args.lr 1e-6 --trainer.max_epochs 10
+  rlhfkit fit --config rlhfkit://grpo    (the same file, where it is)
   rlhfkit estimate --config run.yaml --gpu H100
   rlhfkit fit --model rlhfkit.GRPOModule --data rlhfkit.PromptDataModule --print_config
   rlhfkit fit --help                     (all options; takes a few seconds to load Lightning)
@@ -123,7 +125,9 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
         ConfigurationError: If the configuration alone shows that it cannot run, before anything heavy is imported.
     """
     from rlhfkit.cli.check import check_words
+    from rlhfkit.cli.init import with_files
 
+    arguments = with_files(arguments)
     check_words(arguments)
     import lightning as L
     from lightning.pytorch.cli import LightningCLI

@@ -14,7 +14,7 @@ from rlhfkit.rewards.judges import ChatJudge, PairwiseReward
 from rlhfkit.rewards.math import MathMatch, math_match
 from rlhfkit.rewards.models import ModelReward, ProcessModelReward, StepTokens
 from rlhfkit.rewards.programs.execution import CodeExecution
-from rlhfkit.rewards.programs.python_tool import PythonTool
+from rlhfkit.rewards.programs.python_tool import PythonTool, python
 from rlhfkit.rewards.remote.reward import RemoteReward
 from rlhfkit.rewards.rules import (
     ExactMatch,
@@ -54,6 +54,7 @@ __all__ = [
     "evaluate",
     "exact_match",
     "math_match",
+    "python",
     "reward_metrics",
     "reward_name",
     "score_samples",

@@ -1,6 +1,7 @@
 """``PythonTool``: run Python that the policy has written, in a sandbox, as a tool of its episodes."""
 
 import asyncio
+from functools import cache
 
 from rlhfkit.rewards.programs.evaluation import STARTUP_SECONDS
 from rlhfkit.rewards.programs.execution import CodeExecution
@@ -98,3 +99,21 @@ class PythonTool:
     def close(self) -> None:
         """Stop the processes."""
         self._execution.close()
+
+
+@cache
+def _default_tool() -> PythonTool:
+    return PythonTool()
+
+
+# A PythonTool with its defaults, for configurations: tools: [rlhfkit.rewards.python]. The policy reads this docstring.
+async def python(code: str) -> str:
+    """Run a Python program and return what it prints, or the value of its last line.
+
+    Args:
+        code: The program.
+
+    Returns:
+        What it printed.
+    """
+    return await _default_tool().python(code)
