@@ -16,6 +16,7 @@ from jsonargparse import auto_cli, capture_parser
 
 import rlhfkit
 from rlhfkit.cli.estimate import parser as estimate_parser
+from rlhfkit.cli.init import init_parser, packaged
 from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS, main
 from rlhfkit.cli.report import report_parser
 
@@ -194,11 +195,12 @@ PARTIAL = ("score --reward_model", "fit --print_config", "export --adapter")
 def test_shell_lines_are_parsed_by_the_command_line(
     page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is run; ``run.yaml`` and ``long.yaml`` of the pages are a tutorial's configuration."""
+    """Nothing is run; ``run.yaml`` and ``long.yaml`` of the pages are a tutorial's, ``grpo.yaml`` is the package's."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tutorials").symlink_to(ROOT / "tutorials")
     for name in ("run.yaml", "long.yaml"):
         (tmp_path / name).write_text((ROOT / "tutorials" / "grpo_arithmetic.yaml").read_text())
+    (tmp_path / "grpo.yaml").write_text(packaged("grpo").read_text())
     _, command, *words = shlex.split(line, comments=True)
     if f"{command} {words[0]}" in PARTIAL:
         assert page != "README.md"
@@ -209,8 +211,8 @@ def test_shell_lines_are_parsed_by_the_command_line(
         parser.exit_on_error = False
         parser.parse_args(words)
         return
-    if command == "report":
-        report_parser().parse_args(words)
+    if command in ("report", "init"):
+        (report_parser if command == "report" else init_parser)().parse_args(words)
         return
     if command == "estimate":
         _, words = estimate_parser().parse_known_args(words)
@@ -221,7 +223,7 @@ def test_shell_lines_are_parsed_by_the_command_line(
 
 def test_shell_lines_of_all_kinds_are_found() -> None:
     commands = {shlex.split(line, comments=True)[1] for _, line in SHELL_LINES}
-    assert commands >= {"fit", "estimate", "report", *FUNCTION_COMMANDS} - {"parts"}  # which takes no argument
+    assert commands >= {"fit", "estimate", "report", "init", *FUNCTION_COMMANDS} - {"parts"}  # which takes no argument
     pages = {page for page, _ in SHELL_LINES}
     assert {"README.md", "recipes.md", "main.py", "grpo_arithmetic.yaml", "generate.py"} <= pages
 

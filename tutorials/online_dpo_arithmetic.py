@@ -1,8 +1,8 @@
 """Online DPO on additions: pairs of the policy's own answers, judged as they are made, for several seeds.
 
 Each seed has its own data and its own mediocre start, which supervised fine-tuning makes as in the demo. The judge says
-of two answers which one is nearer to the sum. ``python tutorials/online_dpo_arithmetic.py --seeds 0 1 2`` prints the accuracy on
-held-out additions before and after, and draws the curves of all seeds.
+of two answers which one is nearer to the sum. ``python tutorials/online_dpo_arithmetic.py --seeds 0 1 2`` prints the
+accuracy on held-out additions before and after, and draws the curves of all seeds.
 """
 
 import argparse

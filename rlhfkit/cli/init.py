@@ -48,7 +48,7 @@ def init_parser() -> argparse.ArgumentParser:
         prog="rlhfkit init",
         description="Write a configuration with comments, to edit and run. Without a method, list them.",
     )
-    parser.add_argument("method", nargs="?", help="which one: rlhfkit init shows all")
+    parser.add_argument("method", nargs="?", help="its name, such as grpo")
     parser.add_argument("file", nargs="?", type=Path, help="what is written (default: METHOD.yaml)")
     return parser
 

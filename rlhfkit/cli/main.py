@@ -52,9 +52,9 @@ commands:
 {commands}
 
 examples:
-  rlhfkit init grpo                      (writes grpo.yaml; rlhfkit init lists the methods)
-  rlhfkit fit --config grpo.yaml --model.init_args.lr 1e-6 --trainer.max_epochs 10
-  rlhfkit fit --config rlhfkit://grpo    (the same file, where it is)
+  rlhfkit init grpo run.yaml             # a configuration with comments; rlhfkit init lists the methods
+  rlhfkit fit --config run.yaml --model.init_args.lr 1e-6 --trainer.max_epochs 10
+  rlhfkit fit --config rlhfkit://grpo    # that of the package
   rlhfkit estimate --config run.yaml --gpu H100
   rlhfkit fit --model rlhfkit.GRPOModule --data rlhfkit.PromptDataModule --print_config
   rlhfkit fit --help                     (all options; takes a few seconds to load Lightning)
