@@ -1,4 +1,4 @@
-"""``BackgroundRollouts``: run jobs in threads beside the training loop, and pause them while weights change."""
+"""``BackgroundRollouts``: run jobs in a thread beside the training loop, and pause them while weights change."""
 
 import threading
 import time
@@ -9,38 +9,32 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-Job = Callable[[Callable[[], None]], T]
-"""What is run; it may call its argument to let the next job start beside it."""
-
 
 class BackgroundRollouts(Generic[T]):
-    """Runs numbered jobs in the order of submission, each in a thread called ``name``.
-
-    A job starts when the one before it has ended, or lets it start.
-    """
+    """Runs numbered jobs beside the caller, one after another in the order of submission, in a thread ``name``."""
 
     def __init__(self, name: str = "rollouts") -> None:
         self._name = name
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[int, Job[T]] = OrderedDict()
+        self._waiting: OrderedDict[int, Callable[[], T]] = OrderedDict()
         self._done: dict[int, tuple[T | None, BaseException | None]] = {}
-        self._running: dict[int, bool] = {}  # whether the job lets the next one start
+        self._running: int | None = None
         self._newest = -1  # the newest job that has started
         self._pauses = 0
         self._allowed = -1  # jobs up to this number start even while paused
         self._closed = False
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> Any:
         """Pickle without jobs and thread, for ranks in other processes (on Ray)."""
         return type(self), (self._name,)
 
-    def submit(self, number: int, job: Job[T]) -> None:
+    def submit(self, number: int, job: Callable[[], T]) -> None:
         """Queue a job, unless its number is :attr:`pending`; raises RuntimeError after :meth:`close`."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("these background rollouts were closed")
-            if number in self._done or number in self._waiting or number in self._running:
+            if number in self._done or number in self._waiting or number == self._running:
                 return
             self._waiting[number] = job
             self._start_next()
@@ -58,11 +52,10 @@ class BackgroundRollouts(Generic[T]):
             while number not in self._done:
                 if self._closed:
                     raise RuntimeError(f"these background rollouts were closed while job {number} was waited for")
-                if number not in self._waiting and number not in self._running:
+                if number not in self._waiting and number != self._running:
                     raise KeyError(f"job {number} was never submitted")
                 if not self._changed.wait(deadline - time.monotonic()):
-                    before = ", ".join(map(str, self._running))
-                    state = "still running" if number in self._running else f"waiting behind job {before}"
+                    state = "still running" if number == self._running else f"waiting behind job {self._running}"
                     raise TimeoutError(f"the rollouts of iteration {number} took longer than {timeout:g} s: {state}")
             result, error = self._done.pop(number)
         if error is not None:
@@ -71,7 +64,7 @@ class BackgroundRollouts(Generic[T]):
 
     @contextmanager
     def paused(self, timeout: float, *, agree: Callable[[int], int] = int) -> Iterator[None]:
-        """Wait for the running jobs, and start no other inside; TimeoutError if it takes more than ``timeout`` seconds.
+        """Wait for the running job, and start no other inside; TimeoutError if it takes more than ``timeout`` seconds.
 
         ``agree`` maps the number of the newest started job (-1: none) to that of the last job to run before the pause.
         Processes whose jobs work together agree on the highest number.
@@ -85,10 +78,10 @@ class BackgroundRollouts(Generic[T]):
             with self._changed:
                 self._allowed = max(self._allowed, last)
                 self._start_next()
-                while self._running or self._next_allowed() is not None:
+                while self._running is not None or self._next_allowed() is not None:
                     if not self._changed.wait(deadline - time.monotonic()):
                         raise TimeoutError(
-                            f"the rollouts of iteration {', '.join(map(str, self._running))} did not end within "
+                            f"the rollouts of iteration {self._running} did not end within "
                             f"{timeout:g} s, so that the engine could not be given new weights"
                         )
             yield
@@ -106,56 +99,46 @@ class BackgroundRollouts(Generic[T]):
     def pending(self) -> list[int]:
         """Numbers of the submitted jobs whose results were not collected, in ascending order."""
         with self._changed:
-            return sorted([*self._done, *self._running, *self._waiting])
+            return sorted({*self._done, *self._waiting, *([] if self._running is None else [self._running])})
 
     def clear(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for the running jobs, then forget all; TimeoutError if it takes longer."""
+        """Wait up to ``timeout`` seconds for the running job, then forget all; TimeoutError if it takes longer."""
         with self._changed:
             self._waiting.clear()
-            if not self._changed.wait_for(lambda: not self._running, timeout):
-                running = ", ".join(map(str, self._running))
-                raise TimeoutError(f"the rollouts of iteration {running} did not end within {timeout:g} s")
+            if not self._changed.wait_for(lambda: self._running is None, timeout):
+                raise TimeoutError(f"the rollouts of iteration {self._running} did not end within {timeout:g} s")
             self._done.clear()
 
     def close(self, timeout: float = 60.0) -> None:
-        """Forget all jobs and wait up to ``timeout`` seconds for the running ones. A second call does nothing."""
+        """Forget all jobs and wait up to ``timeout`` seconds for the running one. A second call does nothing."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._done.clear()
             self._changed.notify_all()
-            threads = list(self._threads)
-        deadline = time.monotonic() + timeout
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
 
     def _start_next(self) -> None:
         """Start the next job if it may; the caller holds the lock."""
         self._changed.notify_all()
         number = self._next_allowed()
-        if self._closed or number is None or not all(self._running.values()):
+        if self._closed or number is None or self._running is not None:
             return
         job = self._waiting.pop(number)
-        self._running[number] = False
-        self._newest = max(self._newest, number)
-        thread = threading.Thread(target=self._work, args=(number, job), name=self._name, daemon=True)
-        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
-        thread.start()
+        self._running, self._newest = number, max(self._newest, number)
+        self._thread = threading.Thread(target=self._work, args=(number, job), name=self._name, daemon=True)
+        self._thread.start()
 
-    def _work(self, number: int, job: Job[T]) -> None:
-        def let_next_start() -> None:
-            with self._changed:
-                self._running[number] = True
-                self._start_next()
-
+    def _work(self, number: int, job: Callable[[], T]) -> None:
         result, error = None, None
         try:
-            result = job(let_next_start)
+            result = job()
         except BaseException as raised:  # raised again by result()
             error = raised
         with self._changed:
             if not self._closed:
                 self._done[number] = (result, error)
-            del self._running[number]
+            self._running = None
             self._start_next()

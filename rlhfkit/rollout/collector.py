@@ -67,7 +67,7 @@ class DrawnPrompts(Protocol):
         ...
 
     def requeue(self, prompts: Sequence[Prompt]) -> None:
-        """Put prompts at the front of a later iteration."""
+        """Put prompts at the front of the next iteration."""
         ...
 
     def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
@@ -129,7 +129,7 @@ def collect_groups(
     rounds: bool = False,
     partials: IterationPartials | None = None,
     log: RankLog | None = None,
-    on_drawn: Callable[[], None] | None = None,
+    position: int = 0,
 ) -> CollectedGroups:
     """Draw, generate, score and select until enough groups are accepted, or no more may be sampled.
 
@@ -151,18 +151,18 @@ def collect_groups(
             ``stream`` that is a :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`. ``None``: it is lost.
         log: Of the ranks that collect together, inside its :meth:`~rlhfkit.rank_store.RankLog.run`; ``None``: this
             process alone.
-        on_drawn: Called when the first prompts are submitted.
+        position: Number of the first prompt; prompt n is sampled by rank ``n % world_size``.
 
     Raises:
         ValueError: If there are fewer prompts than wanted groups.
         RuntimeError: If the stream ends before all groups were returned.
     """
     log = log or LocalStore().log("groups")
-    selection = _Selection(wanted, queue, stream, log, most=most, spare=spare, rounds=rounds, partials=partials)
+    selection = _Selection(
+        wanted, queue, stream, log, most=most, spare=spare, rounds=rounds, partials=partials, position=position
+    )
     try:
         selection.begin()
-        if on_drawn is not None:
-            on_drawn()
         while not selection.finished:
             groups = selection.collect()
             if groups and score is not None:
@@ -192,6 +192,7 @@ class _Selection:
         spare: int,
         rounds: bool,
         partials: IterationPartials | None,
+        position: int,
     ) -> None:
         self.wanted = wanted
         self.queue = queue
@@ -205,6 +206,7 @@ class _Selection:
         self.accepted = 0
         self.continued = 0
         self._partials = partials
+        self._position = position
         self._ranks: dict[int, int] = {}  # who samples the group of each drawn prompt
         self._own: dict[int, Group] = {}
         self._submitted = 0  # this rank's groups that were not collected yet
@@ -244,7 +246,7 @@ class _Selection:
         for prompt in prompts:
             rank = None if self._partials is None else self._partials.rank_of(prompt)
             if rank is None:
-                rank = (len(self._ranks) - self.continued) % self.log.store.world_size
+                rank = (self._position + len(self._ranks) - self.continued) % self.log.store.world_size
             else:
                 self.continued += 1
             self._ranks[prompt.index] = rank

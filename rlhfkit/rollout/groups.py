@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -452,9 +453,9 @@ class GroupFunctionStream:
         self.requesters = Requesters()
         self._iteration = iteration
         self._batchers: dict[int, RequestBatcher] = {}
-        self._running: list[concurrent.futures.Future[tuple[list[Sample], bool]]] = []
-        self._finished, self._failed = 0, 0
-        self._first_failure: Sample | None = None
+        self._running: dict[concurrent.futures.Future[tuple[list[Sample], bool]], int] = {}  # by iteration
+        self._finished: Counter[int] = Counter()  # samples by iteration, as those below
+        self._failed: dict[int, list[Sample]] = {}
 
     def batcher(self, engine: RolloutEngine | None) -> RequestBatcher:
         """Return what collects the requests to an engine; ``None``: the policy's."""
@@ -467,15 +468,15 @@ class GroupFunctionStream:
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
         iteration = self._iteration if iteration is None else iteration
-        self._running += [self.runner.loop.submit(self._group(prompt, iteration)) for prompt in prompts]
+        self._running |= {self.runner.loop.submit(self._group(prompt, iteration)): iteration for prompt in prompts}
 
     def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises what :meth:`GroupRunner.generate` raises."""
         if not self._running:
             return []
-        self.runner.loop.wait(self._running, blocked_after=self.runner.function.blocked_after, timeout=wait)
+        self.runner.loop.wait([*self._running], blocked_after=self.runner.function.blocked_after, timeout=wait)
         done = [future for future in self._running if future.done()][:most]
-        self._running = [future for future in self._running if future not in done]
+        iterations = [self._running.pop(future) for future in done]
         try:
             made = [future.result() for future in done]
         except EngineFailedError as failure:
@@ -485,18 +486,19 @@ class GroupFunctionStream:
         for group, scored in made:
             if scored:
                 self.runner.keep_scored(group)
-        self._count([sample for group, _ in made for sample in group])
+        for (group, _), iteration in zip(made, iterations, strict=True):
+            self._finished[iteration] += len(group)
+            self._failed.setdefault(iteration, []).extend(sample for sample in group if sample.info.get("failed"))
+        for iteration in sorted({*iterations}):
+            self._check_failures(iteration)
         return [group for group, _ in made]
 
     def close(self) -> None:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
         for future in self._running:
             future.cancel()
-        self._running = []
-        if self._first_failure is not None:
-            message = "iteration %d: %d of %d episodes failed and are not trained on; the first: %s"
-            log.warning(message, self._iteration, self._failed, self._finished, describe_failure(self._first_failure))
-            self._first_failure = None
+        self._running = {}
+        self._report_failures(math.inf)
 
     async def _group(self, prompt: Prompt, iteration: int) -> tuple[list[Sample], bool]:
         """Return a group, and whether it was scored as it is."""
@@ -514,14 +516,20 @@ class GroupFunctionStream:
         ids = {id(sample) for sample in group}
         return group, any({id(sample) for sample in scored} == ids for scored in sampler.scored)
 
-    def _count(self, samples: Sequence[Sample]) -> None:
-        """Count failures, and raise if all samples are failures: then the environment itself is broken."""
-        failed = [sample for sample in samples if sample.info.get("failed")]
-        self._finished, self._failed = self._finished + len(samples), self._failed + len(failed)
-        self._first_failure = self._first_failure or next(iter(failed), None)
-        if self._first_failure is not None and not self._running and self._failed == self._finished > 1:
-            first, self._first_failure = self._first_failure, None
-            raise GroupError(f"all {self._failed} episodes failed, the first: {describe_failure(first)}")
+    def _check_failures(self, iteration: int) -> None:
+        """Raise if all samples of an iteration are failures, as then the environment itself is broken."""
+        failed = self._failed[iteration]
+        if iteration not in self._running.values() and len(failed) == self._finished[iteration] > 1:
+            del self._failed[iteration]
+            raise GroupError(f"all {len(failed)} episodes failed, the first: {describe_failure(failed[0])}")
+        self._report_failures(iteration)
+
+    def _report_failures(self, before: float) -> None:
+        """Log the failures of earlier iterations, once."""
+        for iteration in sorted(number for number in self._failed if number < before):
+            if failed := self._failed.pop(iteration):
+                message = "iteration %d: %d of %d episodes failed and are not trained on; the first: %s"
+                log.warning(message, iteration, len(failed), self._finished[iteration], describe_failure(failed[0]))
 
 
 def _checked(prompt: Prompt, made: Any) -> list[Sample]:

@@ -40,7 +40,6 @@ class ResumableStream(Protocol):
 class _Dropped:
     """What an iteration has dropped."""
 
-    iteration: int
     ranks: dict[int, int]
     """Which rank has what was made, by the index of the prompt; the same on every rank."""
     groups: dict[int, list[Sample]] = field(default_factory=dict)
@@ -50,8 +49,8 @@ class _Dropped:
 class PartialRollouts:
     """Groups that oversampling has dropped before they were finished (partial rollouts).
 
-    Their prompts come first in the iteration ``ahead`` + 1 later, where their samples are continued instead of sampled
-    anew, by the rank that has them (Kimi k1.5, Kimi Team, 2025, arXiv:2501.12599, section 2.6.2). Every token keeps the
+    Their prompts come first in the next iteration, where their samples are continued instead of sampled anew, by the
+    rank that has them (Kimi k1.5, Kimi Team, 2025, arXiv:2501.12599, section 2.6.2). Every token keeps the
     log-prob and the version of the weights that have sampled it. What was dropped is kept until the iteration that
     continues it was trained on, so that a run that is resumed continues the same. May be used from several threads.
     """
@@ -69,9 +68,9 @@ class PartialRollouts:
         """Restore what was pickled."""
         self._lock, self._dropped = threading.Lock(), state["_dropped"]
 
-    def of(self, iteration: int, ahead: int) -> "IterationPartials":
-        """Return those of one iteration, of which ``ahead`` later ones draw their first prompts before it ends."""
-        return IterationPartials(self, iteration, ahead)
+    def of(self, iteration: int) -> "IterationPartials":
+        """Return those of one iteration."""
+        return IterationPartials(self, iteration)
 
     def found(self, iteration: int) -> tuple[dict[int, int], dict[int, list[Sample]]]:
         """What an iteration continues: the rank of each prompt's group, and the groups that this rank has."""
@@ -79,11 +78,11 @@ class PartialRollouts:
             dropped = self._dropped.get(iteration)
         return ({}, {}) if dropped is None else (dropped.ranks, dropped.groups)
 
-    def keep(self, iteration: int, ahead: int, ranks: dict[int, int], groups: Iterable[list[Sample]]) -> None:
+    def keep(self, iteration: int, ranks: dict[int, int], groups: Iterable[list[Sample]]) -> None:
         """Keep what an iteration drops, in place of what it has dropped before, when it was sampled another time."""
         made = {group[0].prompt.index: group for group in groups}
         with self._lock:
-            self._dropped[iteration + ahead + 1] = _Dropped(iteration, ranks, made)
+            self._dropped[iteration + 1] = _Dropped(ranks, made)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -98,24 +97,18 @@ class PartialRollouts:
     def state_dict(self, iteration: int) -> list[dict[str, Any]]:
         """What this rank needs in a run that is resumed at an iteration, as tensors and plain values."""
         with self._lock:
-            return [
-                {
-                    "iteration": number,
-                    "dropped_in": each.iteration,
-                    "ranks": dict(each.ranks),
-                    "samples": [[sample_state(sample) for sample in group] for group in each.groups.values()],
-                }
-                for number, each in self._dropped.items()
-                # Iterations that are sampled again drop their groups again.
-                if number >= iteration > each.iteration
-            ]
+            dropped = self._dropped.get(iteration)  # what later ones continue is dropped again
+        if dropped is None:
+            return []
+        samples = [[sample_state(sample) for sample in group] for group in dropped.groups.values()]
+        return [{"iteration": iteration, "ranks": dict(dropped.ranks), "samples": samples}]
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, rank: int, world_size: int) -> None:
         """Take what this rank has saved, or, of another number of ranks, what all have: each then takes a part."""
         dropped: dict[int, _Dropped] = {}
         for state in states:
             ranks = {index: saved_by % world_size for index, saved_by in state["ranks"].items()}
-            each = dropped.setdefault(state["iteration"], _Dropped(state["dropped_in"], ranks))
+            each = dropped.setdefault(state["iteration"], _Dropped(ranks))
             for saved in state["samples"]:
                 group = [sample_from_state(sample) for sample in saved]
                 if ranks[group[0].prompt.index] == rank:
@@ -127,10 +120,9 @@ class PartialRollouts:
 class IterationPartials:
     """What one iteration continues, and what it drops."""
 
-    def __init__(self, partials: PartialRollouts, iteration: int, ahead: int) -> None:
+    def __init__(self, partials: PartialRollouts, iteration: int) -> None:
         self._partials = partials
         self._iteration = iteration
-        self._ahead = ahead
 
     def rank_of(self, prompt: Prompt) -> int | None:
         """The rank that has what was made of a prompt's group; ``None``: nothing was made. The same on every rank."""
@@ -154,7 +146,7 @@ class IterationPartials:
             groups: What this rank has made of its own ones; what scoring has added is removed.
         """
         made = [[_unscored(sample) for sample in group] for group in groups if group]
-        self._partials.keep(self._iteration, self._ahead, ranks, made)
+        self._partials.keep(self._iteration, ranks, made)
 
 
 def _unscored(sample: Sample) -> Sample:

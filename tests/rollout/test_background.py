@@ -3,7 +3,6 @@
 import pickle
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -25,8 +24,8 @@ def test_every_job_runs_once_and_in_order_whatever_happens_around_it(actions: li
 
     for action in actions:
         if action == "submit":
-            jobs.submit(submitted, lambda _, number=submitted: job(number))
-            jobs.submit(submitted, lambda _: -1)  # a second one of that number is not run
+            jobs.submit(submitted, lambda number=submitted: job(number))
+            jobs.submit(submitted, lambda: -1)  # a second one of that number is not run
             submitted += 1
         elif action == "collect" and collected < submitted:
             assert jobs.result(collected, timeout=10) == 10 * collected
@@ -57,7 +56,7 @@ def test_who_holds_may_have_jobs_run_first() -> None:
         return number
 
     for number in range(8):
-        jobs.submit(number, lambda _, number=number: job(number))
+        jobs.submit(number, lambda number=number: job(number))
     assert jobs.result(2, timeout=10) == 2  # the third is running or about to
 
     def others_are_at_5(mine: int) -> int:
@@ -76,11 +75,11 @@ def test_who_holds_may_have_jobs_run_first() -> None:
 def test_an_error_is_raised_where_the_result_is_asked_for_and_the_next_job_runs() -> None:
     jobs: BackgroundRollouts[int] = BackgroundRollouts()
 
-    def broken(_: object) -> int:
+    def broken() -> int:
         raise ArithmeticError("the reward is broken")
 
     jobs.submit(0, broken)
-    jobs.submit(1, lambda _: 5)
+    jobs.submit(1, lambda: 5)
     with pytest.raises(ArithmeticError, match="the reward is broken"):
         jobs.result(0, timeout=10)
     assert jobs.result(1, timeout=10) == 5
@@ -90,8 +89,8 @@ def test_an_error_is_raised_where_the_result_is_asked_for_and_the_next_job_runs(
 def test_every_wait_has_a_limit_and_says_what_it_waited_for() -> None:
     jobs: BackgroundRollouts[int] = BackgroundRollouts()
     release = threading.Event()
-    jobs.submit(3, lambda _: int(release.wait(30)))
-    jobs.submit(4, lambda _: 1)
+    jobs.submit(3, lambda: int(release.wait(30)))
+    jobs.submit(4, lambda: 1)
     with pytest.raises(TimeoutError, match=r"iteration 3 took longer than 0\.05 s: still running"):
         jobs.result(3, timeout=0.05)
     with pytest.raises(TimeoutError, match=r"iteration 4 .* waiting behind job 3"):
@@ -104,41 +103,25 @@ def test_every_wait_has_a_limit_and_says_what_it_waited_for() -> None:
     assert jobs.result(4, timeout=10) == 1
     jobs.close()
     with pytest.raises(RuntimeError, match="closed"):
-        jobs.submit(5, lambda _: 1)
+        jobs.submit(5, lambda: 1)
 
 
 def test_a_copy_for_another_process_starts_empty() -> None:
     jobs: BackgroundRollouts[int] = BackgroundRollouts("mine")
-    jobs.submit(0, lambda _: 1)
+    jobs.submit(0, lambda: 1)
     copy = pickle.loads(pickle.dumps(jobs))
     assert copy.pending == []
-    copy.submit(0, lambda _: 2)
+    copy.submit(0, lambda: 2)
     assert (jobs.result(0, timeout=10), copy.result(0, timeout=10)) == (1, 2)
     jobs.close()
     copy.close()
-
-
-def test_a_job_may_let_the_next_one_start_beside_it() -> None:
-    jobs: BackgroundRollouts[int] = BackgroundRollouts()
-    events = [threading.Event() for _ in range(4)]
-
-    def job(let_next_start: Callable[[], None], number: int) -> int:
-        let_next_start()
-        events[number].set()
-        assert events[min(number + 1, 3)].wait(10), "the next job runs beside this one"
-        return number
-
-    for number in range(4):
-        jobs.submit(number, lambda let_next_start, number=number: job(let_next_start, number))
-    assert [jobs.result(number, timeout=10) for number in range(4)] == [0, 1, 2, 3]
-    jobs.close()
 
 
 def test_who_waits_while_another_thread_closes_is_told_so() -> None:
     jobs: BackgroundRollouts[int] = BackgroundRollouts()
     begun, finish, waiting = threading.Event(), threading.Event(), threading.Event()
 
-    def job(_: object) -> int:
+    def job() -> int:
         begun.set()
         finish.wait(10)
         return 1

@@ -147,7 +147,7 @@ def test_nothing_is_lost_or_doubled_on_any_number_of_ranks(
         options = {"wanted": wanted, "teaches": teaches, "spare": spare, "rounds": rounds, "streams": not rounds}
 
         def step(log: RankLog) -> tuple[CollectedGroups, AnyOrder]:
-            partials = dropped[log.store.rank].of(number, 0) if partial and spare else None  # noqa: B023
+            partials = dropped[log.store.rank].of(number) if partial and spare else None  # noqa: B023
             return collect(after, seed, log, partials=partials, **options)  # noqa: B023
 
         results = on_ranks(world_size, step)
@@ -172,8 +172,8 @@ def test_nothing_is_lost_or_doubled_on_any_number_of_ranks(
             assert group[1].num_tokens == 1 + begun_with
         tokens = {}
         for rank, partials in enumerate(dropped):
-            for group in partials.of(number + 1, 0).begun(Prompt(row, [5]) for row in range(TOTAL)):
-                assert partials.of(number + 1, 0).rank_of(group[0].prompt) == rank
+            for group in partials.of(number + 1).begun(Prompt(row, [5]) for row in range(TOTAL)):
+                assert partials.of(number + 1).rank_of(group[0].prompt) == rank
                 tokens[group[0].prompt.index] = max(sample.num_tokens for sample in group)
         again = IterationQueue(
             PromptOrder(TOTAL, seed=2), lambda row: Prompt(row, [5]), PromptCursor.from_state_dict(first.after)

@@ -164,28 +164,28 @@ def test_a_run_that_is_resumed_continues_what_it_would_have_continued_on_any_num
     states = []
     for rank in range(3):
         partials = PartialRollouts()
-        for iteration in range(4):  # with ahead=1, iteration 2 continues what 0 has dropped
+        for iteration in range(4):  # each continues what the one before has dropped
             own = [group(10 * iteration + rank, tokens=2 + iteration)]
-            partials.of(iteration, ahead=1).keep({10 * iteration + each: each for each in range(3)}, own)
+            partials.of(iteration).keep({10 * iteration + each: each for each in range(3)}, own)
         partials.forget(2)
         file = io.BytesIO()
         torch.save(partials.state_dict(2), file)  # a resumed run samples iterations 2 and 3 again
         file.seek(0)
         states.append(torch.load(file, weights_only=True))
     for world_size in (1, 2, 3, 4):
-        found: dict[int, list[int]] = {0: [], 10: []}
+        found: dict[int, list[int]] = {10: []}
         for rank in range(world_size):
             resumed = PartialRollouts()
             shares = [states[saved] for saved in range(rank, 3, world_size)]
             resumed.load_state_dict(
                 [one for each in [states[0], *shares] for one in each], rank=rank, world_size=world_size
             )
-            for first, iteration in ((0, 2), (10, 3), (20, 4), (30, 5)):
+            for first, iteration in ((0, 1), (10, 2), (20, 3), (30, 4)):
                 wanted = [Prompt(first + number, [6]) for number in range(5)]
-                partial = resumed.of(iteration, ahead=1)
+                partial = resumed.of(iteration)
                 assert partial.begun(Prompt(prompt.index, [8]) for prompt in wanted) == []  # of other data
                 ranks = [0 % world_size, 1 % world_size, 2 % world_size, None, None]
-                assert [partial.rank_of(prompt) for prompt in wanted] == (ranks if first < 20 else [None] * 5)
+                assert [partial.rank_of(prompt) for prompt in wanted] == (ranks if first == 10 else [None] * 5)
                 for begun in partial.begun(wanted):
                     (sample,) = begun
                     assert (sample.prompt.token_ids.tolist(), sample.logprobs.tolist(), sample.reward) == (
@@ -193,9 +193,9 @@ def test_a_run_that_is_resumed_continues_what_it_would_have_continued_on_any_num
                         [-0.25] * sample.num_tokens,
                         None,
                     )
-                    assert sample.num_tokens == 2 + iteration - 2
+                    assert sample.num_tokens == 2 + iteration - 1
                     found[first].append(sample.prompt.index - first)
-        assert {first: sorted(indices) for first, indices in found.items()} == {0: [0, 1, 2], 10: [0, 1, 2]}
+        assert {first: sorted(indices) for first, indices in found.items()} == {10: [0, 1, 2]}
 
 
 def test_what_was_begun_in_a_run_is_not_continued_in_the_run_of_another_trainer() -> None:
@@ -206,7 +206,7 @@ def test_what_was_begun_in_a_run_is_not_continued_in_the_run_of_another_trainer(
         rollouts.setup(trainer, None, "predict")  # type: ignore[arg-type]
         assert partials.found(1)[0] == known
         assert pickle.loads(pickle.dumps(partials)).found(1)[0] == known  # as for ranks on Ray
-        partials.of(0, ahead=0).keep({7: 0}, [group(7, tokens=2)])
+        partials.of(0).keep({7: 0}, [group(7, tokens=2)])
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,12 @@ import lightning as L
 from rlhfkit.callbacks.rollout.source import Ask
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.data.types import Experience, Prompt, Sample, decode_texts
-from rlhfkit.protocols import AsksWhileSampling, HasModelLimits
+from rlhfkit.protocols import AsksWhileSampling, HasModelLimits, PromptQueue
 from rlhfkit.rank_store import RankLog, rank_store
 from rlhfkit.rewards.base import Reward, part_names, score_samples, tell_progress
 from rlhfkit.rollout.collector import (
     BatchedGroupStream,
     CollectedGroups,
-    DrawnPrompts,
     Group,
     GroupStream,
     StreamingEngine,
@@ -38,6 +37,7 @@ from rlhfkit.validation import check_number
 
 if TYPE_CHECKING:
     from rlhfkit.rollout.groups import GroupRunner
+    from rlhfkit.rollout.prompt_stream import PromptStream
 
 log = logging.getLogger(__name__)
 
@@ -147,10 +147,8 @@ class GroupCollector:
         ask: Ask,
         *,
         rank_log: RankLog | None = None,
-        queue: DrawnPrompts | None = None,
-        ahead: int = 0,
-        on_drawn: Callable[[], None] | None = None,
-        failure: BaseException | None = None,
+        queue: PromptQueue | None = None,
+        prompts: "PromptStream | None" = None,
     ) -> CollectedGroups:
         """Collect this rank's share of an iteration's groups. Called on every rank; no collective spans it.
 
@@ -158,19 +156,15 @@ class GroupCollector:
             ask: What is asked for.
             rank_log: From :meth:`open_log`; ``None``: opened here.
             queue: Its prompts; ``None``: from the DataModule's cursor on.
-            ahead: Later iterations that draw their first prompts before this one has ended.
-            on_drawn: See :func:`~rlhfkit.rollout.collector.collect_groups`.
-            failure: Raised in place of collecting, with other ranks.
+            prompts: Has groups of later iterations in flight meanwhile; ``None``: none are.
         """
         rank_log = rank_log or self.open_log()
 
-        def step() -> CollectedGroups:
-            if failure is not None:
-                raise failure
-            return self._collect(ask, rank_log, queue, ahead, on_drawn)
-
-        waiting = f"the samples of iteration {ask.iteration}"
-        collected = rank_log.run(step, timeout=self.timeout, waiting_for=waiting)
+        collected = rank_log.run(
+            lambda: self._collect(ask, rank_log, queue or prompts_of(ask.trainer).prompt_queue(), prompts),
+            timeout=self.timeout,
+            waiting_for=f"the samples of iteration {ask.iteration}",
+        )
         if collected.accepted < ask.wanted and ask.trainer.global_rank == 0:
             log.warning(
                 "iteration %d: dynamic_sampling accepted only %d of the %d groups that are needed, of %d that were "
@@ -180,12 +174,7 @@ class GroupCollector:
         return collected
 
     def _collect(
-        self,
-        ask: Ask,
-        rank_log: RankLog,
-        queue: DrawnPrompts | None,
-        ahead: int,
-        on_drawn: Callable[[], None] | None,
+        self, ask: Ask, rank_log: RankLog, queue: PromptQueue, prompts: "PromptStream | None"
     ) -> CollectedGroups:
         trainer, wanted, sampling, iteration = ask.trainer, ask.wanted, ask.sampling, ask.iteration
         selection, early = self.dynamic_sampling, self.scores_early
@@ -194,19 +183,28 @@ class GroupCollector:
         rounds = not self.takes_first_finished or (
             trainer.world_size > 1 and (not self.engine.shared or early is not None)
         )
+        stream: GroupStream
+        if prompts is not None:
+            prompts.begin(iteration, queue, partial(self._stream, sampling, iteration))
+            stream = prompts
+        elif rounds and not self._streams(self.source):
+            stream = BatchedGroupStream(lambda drawn: self.generate(self.source, drawn, sampling, iteration, rank_log))
+        else:
+            stream = self._stream(sampling, iteration)
+        asked = partial(self._ask_early, trainer, sampling, iteration) if self._asks_early else None
         collected = collect_groups(
             wanted,
-            queue or prompts_of(trainer).prompt_queue(),
-            self._stream(trainer, sampling, iteration, rank_log, rounds=rounds),
+            queue if prompts is None else prompts,
+            TimedStream(stream, self.timing, iteration, asked),
             score=lambda samples: self.score(trainer, samples, iteration, rank_log),
             score_together=None if early is None else lambda samples: early.add(trainer, samples, iteration),
             keep=None if selection is None else selection.accepts,
             most=None if selection is None else selection.max_rounds * wanted + spare,
             spare=spare,
             rounds=rounds,
-            partials=None if self.partials is None else self.partials.of(iteration, ahead),
+            partials=None if self.partials is None else self.partials.of(iteration),
             log=rank_log,
-            on_drawn=on_drawn,
+            position=0 if prompts is None else prompts.position,
         )
         if self.greedy_answers is not None:
             self.greedy_answers.add(ask, collected, rank_log)
@@ -246,18 +244,18 @@ class GroupCollector:
         """Whether groups are scored and selected as they finish; otherwise all at once, as rewards are faster so."""
         return self.source.can_stream and (self.dynamic_sampling is not None or bool(self.oversampling))
 
-    def _stream(
-        self, trainer: L.Trainer, sampling: SamplingSpec, iteration: int, rank_log: RankLog, *, rounds: bool
-    ) -> GroupStream:
-        stream: GroupStream
-        if rounds and not self._streams(self.source):
-            stream = BatchedGroupStream(
-                lambda prompts: self.generate(self.source, prompts, sampling, iteration, rank_log)
-            )
-        else:
-            stream = cast(StreamingEngine, self.source).stream(sampling, iteration=iteration)
-        ask = partial(self._ask_early, trainer, sampling, iteration) if self._asks_early else None
-        return TimedStream(stream, self.timing, iteration, ask)
+    def starts_ahead(self, trainer: L.Trainer) -> bool:
+        """Whether groups of later iterations may be in flight beside those of one: what these draw does not depend on
+        rewards, nor on what is finished first.
+        """
+        return (
+            self.source.continuous_batching
+            and not self.oversampling
+            and not prompts_of(trainer).curriculum_uses_rewards
+        )
+
+    def _stream(self, sampling: SamplingSpec, iteration: int) -> GroupStream:
+        return cast(StreamingEngine, self.source).stream(sampling, iteration=iteration)
 
     def _streams(self, source: "RolloutEngine | GroupRunner") -> bool:
         """Whether whole batches are taken from a stream too, which can stop when another rank fails."""

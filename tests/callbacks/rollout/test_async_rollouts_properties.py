@@ -47,7 +47,7 @@ class Engine:
 
 
 class StreamingEngine(Engine):
-    """Runs the groups of several iterations side by side; they end in any order."""
+    """Has the groups of several iterations in flight; they end in any order."""
 
     can_stream = True
     continuous_batching = True
@@ -55,6 +55,7 @@ class StreamingEngine(Engine):
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.streams: list[Stream] = []
+        self.most_pending = 0
 
     @property
     def busy(self) -> bool:  # type: ignore[override]
@@ -70,20 +71,21 @@ class Stream:
 
     def __init__(self, engine: StreamingEngine, iteration: int) -> None:
         self.engine, self.iteration = engine, iteration
-        self.pending: list[Prompt] = []
+        self.pending: list[tuple[Prompt, int]] = []
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
-        self.pending += prompts
+        self.pending += [(prompt, self.iteration if iteration is None else iteration) for prompt in prompts]
+        self.engine.most_pending = max(self.engine.most_pending, len(self.pending))
 
     def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         time.sleep(self.engine.chance.random() * 0.002)
         if not self.pending:
             return []
-        prompt, version = self.engine.chance.choice(self.pending), self.engine.version
-        tokens, versions = [5, self.iteration, 5], [version] * 3
-        group = [Sample(prompt, index, tokens, [0.0] * 3, versions, "stop") for index in range(2)]
-        self.pending.remove(prompt)
-        return [group]
+        one = self.engine.chance.choice(self.pending)
+        self.pending.remove(one)
+        prompt, iteration = one
+        tokens, versions = [5, iteration, 5], [self.engine.version] * 3
+        return [[Sample(prompt, index, tokens, [0.0] * 3, versions, "stop") for index in range(2)]]
 
     def close(self) -> None:
         self.pending.clear()
@@ -91,6 +93,8 @@ class Stream:
 
 class Data:
     """The part of a DataModule that rollouts use."""
+
+    curriculum_uses_rewards = False
 
     def __init__(self) -> None:
         self.order, self.cursor = PromptOrder(TOTAL, seed=4), PromptCursor()
@@ -137,6 +141,7 @@ def play(
     collector = GroupCollector(engine, score, Timing(), DynamicSampling() if select else None)  # type: ignore[arg-type]
     ahead = Ahead(collector, staleness, 30.0, in_flight=in_flight) if staleness else None
     trained: Trained = []
+    drawn = 0
     for iteration in range(iterations):
         trainer.current_epoch = iteration
         if ahead is None:
@@ -152,12 +157,20 @@ def play(
         assert all(
             iteration - staleness <= each <= iteration for sample in samples for each in sample.versions.tolist()
         )
-        assert {sample.token_ids.tolist()[1] for sample in samples} == {iteration}  # the seeds of this iteration
+        # The seeds of this iteration; where groups are in flight beside its own, those of the place in the stream.
+        seeds = range(drawn, drawn + filled.sampled) if engine.continuous_batching and ahead else [iteration * WANTED]
+        assert {sample.token_ids.tolist()[1] for sample in samples} <= {place // WANTED for place in seeds}
+        drawn += filled.sampled
         assert in_flight or all(len(set(sample.versions.tolist())) == 1 for sample in samples)
         trained.append([group[0].prompt.index for group in filled.groups])
         data.set_cursor(filled.after)
+        if ahead is not None:
+            ahead.end_iteration(iteration + 1)
         if ahead is not None and iteration in stops:  # killed, and resumed from a checkpoint of this moment
+            state = ahead.state_dict(iteration + 1)
             ahead.close()
+            ahead.clear()
+            ahead.load_state_dict(state, state, rank=0, world_size=1)
 
     if ahead is not None:
         assert ahead._jobs.pending == []
@@ -193,19 +206,17 @@ def test_a_run_ahead_is_trained_on_what_a_run_that_takes_turns_is(
 def test_iterations_side_by_side_train_on_the_same_prompts_whatever_ends_first(
     staleness: int, in_flight: bool, select: bool, iterations: int, stops: set[int], seeds: tuple[int, int]
 ) -> None:
-    decided: set[tuple[int, int]] = set()
+    used = Counter[int]()
 
     def score(samples: Sequence[Sample]) -> list[float]:
-        decided.update((sample.token_ids.tolist()[1], sample.prompt.index) for sample in samples)
+        used.update(sample.prompt.index for sample in samples if sample.sample_index == 0)
         return reward(samples)
 
     whole, end = play(StreamingEngine(seeds[0]), staleness, iterations, in_flight=in_flight, select=select, score=score)
     stopped, _ = play(StreamingEngine(seeds[1]), staleness, iterations, in_flight=in_flight, select=select, stops=stops)
     assert stopped == whole
-    if not select:
-        assert whole == play(Engine(), 0, iterations)[0]
+    assert whole == play(Engine(), 0, iterations, select=select)[0]
     # Nothing is lost or doubled: what was decided, and what comes next, is every row that the passes went over.
     passes = [PromptOrder(TOTAL, seed=4)._permutation(number) for number in range(end.number + 1)]
     gone_over = [*itertools.chain.from_iterable(passes[:-1]), *passes[-1][: end.offset]]
-    used = Counter(prompt for iteration, prompt in decided if iteration < iterations)
     assert used + Counter(end.postponed) == Counter(gone_over)

@@ -22,7 +22,7 @@ PACKAGE = Path(rlhfkit.__file__).parent
 FEATURES = (
     *(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("callbacks/rollout/parts/*.py")),
     *("rollout/groups.py", "rollout/request_batcher.py", "rollout/event_loop.py", "rollout/reference_samples.py"),
-    *("rollout/background.py", "rollout/prompt_draws.py", "rollout/dynamic_sampling.py", "rollout/replay_buffer.py"),
+    *("rollout/background.py", "rollout/prompt_stream.py", "rollout/dynamic_sampling.py", "rollout/replay_buffer.py"),
     "rollout/partial_rollouts.py",
 )
 
@@ -57,7 +57,7 @@ def entered(folder: Path, **arguments: Any) -> set[str]:
         ({"replay_buffer": ReplayBuffer()}, {"callbacks/rollout/parts/kept_groups.py", "rollout/replay_buffer.py"}),
         (
             {"max_staleness": 1},
-            {"callbacks/rollout/parts/ahead.py", "rollout/background.py", "rollout/prompt_draws.py"},
+            {"callbacks/rollout/parts/ahead.py", "rollout/background.py"},
         ),
     ],
     ids=["plain", "dynamic sampling", "replay", "ahead"],

@@ -1,8 +1,9 @@
-"""``Ahead``: while the trainer learns from one iteration, threads collect the next ones."""
+"""``Ahead``: while the trainer learns from one iteration, a thread collects the next ones."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import lightning as L
 
@@ -14,23 +15,24 @@ from rlhfkit.distributed import gather_objects
 from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.errors import WeightsNeededError
-from rlhfkit.rollout.prompt_draws import OverlappingDraws
+from rlhfkit.rollout.prompt_stream import PromptStream
 from rlhfkit.trainer_parts import prompts_of
 from rlhfkit.validation import check_integer, check_number
 
 
 class Ahead(RolloutPart):
-    """While the trainer learns from iteration i, threads collect up to iteration i + ``max_staleness``.
+    """While the trainer learns from iteration i, a thread collects up to iteration i + ``max_staleness``.
 
     Iteration j is queued when training on iteration ``j - max_staleness`` begins, after its weights were synced, so no
     token is older, and at most ``max_staleness + 1`` iterations exist at a time: (version + max_staleness + 1) batches
     of samples are requested, AReaL's capacity (Fu et al., 2025, arXiv:2505.24298, section 5.1). The DataModule's
     cursor moves after an iteration was trained on, so a run that is interrupted samples anew what was queued.
 
-    With an engine that batches continuously the requests of all these iterations are out at a time, so it is not idle
-    while the longest answers of one are sampled, nor while dynamic sampling replaces its last rejected groups
-    (:class:`~rlhfkit.rollout.prompt_draws.OverlappingDraws` has the order of the prompts). Iterations are still trained
-    on whole and in order: the first to finish would be the short ones, and the others too old.
+    With an engine that batches continuously the groups of all queued iterations are in flight at a time
+    (:class:`~rlhfkit.rollout.prompt_stream.PromptStream`), so it is not idle while the longest answers of one are
+    sampled, and the group that takes the place of a rejected one has begun already. Not so with oversampling, which
+    leaves no longest answers to wait for, nor with an order of prompts that goes by rewards. Iterations are still
+    trained on whole and in order: the first to finish would be the short ones, and the others too old.
 
     A sync waits for the iterations being collected, and queued ones wait for the sync. With ``in_flight`` the engine
     swaps the weights between two tokens instead. ``timeout`` is the seconds that one iteration may take.
@@ -39,6 +41,7 @@ class Ahead(RolloutPart):
         ValueError: If an argument is out of range, or the engine cannot change its weights while it generates.
     """
 
+    name = "ahead"
     overlaps = True
 
     def __init__(
@@ -65,10 +68,13 @@ class Ahead(RolloutPart):
         self.shared_devices = shared_devices
         self._jobs: BackgroundRollouts[CollectedGroups] = BackgroundRollouts()
         self._submitted = -1
-        self._draws: OverlappingDraws | None = None  # the prompts of the jobs
+        self._place: dict[str, Any] = {}  # where the next job's prompts begin
+        self._prompts: PromptStream | None = None  # groups of later jobs, if they may be in flight
+        self._positions: dict[int, int] = {}  # of the first prompt of iterations among all of the run
+        self._failure: BaseException | None = None  # of a job; later ones would have other prompts without it
 
     def wrap_sampling(self, source: Source) -> Source:
-        """Take the place of the collector, which is asked in threads."""
+        """Take the place of the collector, which is asked in a thread."""
         return self
 
     def collect(self, ask: Ask) -> CollectedGroups:
@@ -78,14 +84,12 @@ class Ahead(RolloutPart):
         """
         trainer, iteration = ask.trainer, ask.iteration
         if self._submitted < iteration:
-            # At the DataModule's cursor, at the start of a run or after a resume.
-            self._submitted, self._draws = iteration - 1, self._draw_from_cursor(trainer, iteration)
-        left = float("inf")
+            self._begin(ask)
+        last = iteration + self.max_staleness
         if trainer.max_epochs not in (None, -1):
-            left = trainer.max_epochs - trainer.current_epoch
-        for number in range(self._submitted + 1, iteration + self.max_staleness + 1):
-            if number - iteration < left:
-                self._submit(dataclasses.replace(ask, iteration=number))
+            last = min(last, iteration + trainer.max_epochs - trainer.current_epoch - 1)
+        for number in range(self._submitted + 1, last + 1):
+            self._submit(dataclasses.replace(ask, iteration=number))
         with self.collector.timing.record("wait", iteration):
             try:
                 return self._jobs.result(iteration, self.timeout)
@@ -94,43 +98,47 @@ class Ahead(RolloutPart):
                 self._submitted = -1  # the next call queues this iteration and the ones behind it again
                 raise
 
-    def _draw_from_cursor(self, trainer: L.Trainer, iteration: int) -> OverlappingDraws:
-        """Let iterations draw prompts from the DataModule's cursor on; several at a time if the engine can run them."""
-        data, place = prompts_of(trainer), prompts_of(trainer).prompt_queue().after
-        return OverlappingDraws(
-            lambda: data.prompt_queue(place), first=iteration, ahead=self._ahead, timeout=self.timeout
-        )
-
-    @property
-    def _ahead(self) -> int:
-        """Later iterations that draw their first prompts before an iteration has ended."""
-        return self.max_staleness if self.collector.engine.continuous_batching else 0
+    def _begin(self, ask: Ask) -> None:
+        """Begin at the DataModule's cursor, at the start of a run or after a resume."""
+        trainer, iteration = ask.trainer, ask.iteration
+        data = prompts_of(trainer)
+        self._submitted, self._failure = iteration - 1, None
+        self._place = data.prompt_queue().after
+        self._prompts = None
+        if self.collector.starts_ahead(trainer):
+            self._prompts = PromptStream(
+                data.prompt_queue,
+                wanted=ask.wanted,
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+                position=self._positions.get(iteration, iteration * ask.wanted),
+            )
 
     def _submit(self, ask: Ask) -> None:
-        iteration = ask.iteration
-        # Opened here, as all ranks must open their logs in one order; jobs may overlap.
+        iteration, prompts = ask.iteration, self._prompts
+        # Opened here, as all ranks must open their logs in one order.
         rank_log = self.collector.open_log(keep=self.max_staleness + 3)
-        draws = self._draws
-        assert draws is not None
 
-        def job(let_next_start: Callable[[], None]) -> CollectedGroups:
+        def job() -> CollectedGroups:
+            if self._failure is not None:
+                raise self._failure
             try:
-                collected = self.collector.collect(
-                    ask,
-                    rank_log=rank_log,
-                    queue=draws.queue(iteration),
-                    ahead=self._ahead,
-                    on_drawn=let_next_start if self.collector.engine.continuous_batching else None,
-                    failure=draws.failure,  # the prompts of this job would be those of the iteration that failed
-                )
+                queue = prompts_of(ask.trainer).prompt_queue(self._place)
+                collected = self.collector.collect(ask, rank_log=rank_log, queue=queue, prompts=prompts)
             except BaseException as error:
-                draws.fail(error)
+                self._failure = error
+                if prompts is not None:
+                    prompts.drop()
                 raise
-            draws.finish(iteration)
+            self._place = collected.after
+            if prompts is not None:
+                self._positions[iteration + 1] = prompts.position
             return collected
 
         self._submitted = iteration
         self._jobs.submit(iteration, job)
+        if prompts is not None:
+            prompts.newest = iteration
 
     def updating_weights(self, trainer: L.Trainer) -> AbstractContextManager[None]:
         """A context inside which the engine may be given new weights. A collective."""
@@ -138,13 +146,13 @@ class Ahead(RolloutPart):
 
     @contextmanager
     def paused(self, trainer: L.Trainer) -> Iterator[None]:
-        """Wait for the running job and hold queued ones inside the context. A collective.
+        """Wait for what is being sampled and hold what is queued inside the context. A collective.
 
-        Ranks whose threads collect together stop at the newest iteration that any of them has started.
+        Ranks whose threads collect together stop at the newest iteration of which any has started a group.
         """
 
         def newest_of_all(mine: int) -> int:
-            return max(gather_objects(mine))
+            return max(gather_objects(mine if self._prompts is None else self._submitted))
 
         with self._jobs.paused(self.timeout, agree=newest_of_all):
             yield
@@ -161,7 +169,26 @@ class Ahead(RolloutPart):
         """Return how old the samples are."""
         return staleness_metrics(shared.numbers, version)
 
+    def end_iteration(self, next_iteration: int) -> None:
+        """Forget where earlier iterations began."""
+        self._positions = {number: each for number, each in self._positions.items() if number >= next_iteration}
+
+    def state_dict(self, next_iteration: int) -> list[int]:
+        """How many prompts the run has drawn before ``next_iteration``, which goes into the seeds of what follows."""
+        return [next_iteration, self._positions[next_iteration]] if next_iteration in self._positions else []
+
+    def load_state_dict(self, own: Iterable[int], states: Iterable[int], *, rank: int, world_size: int) -> None:
+        """Count on from there."""
+        numbers = [*own]
+        self._positions = {numbers[0]: numbers[1]} if numbers else {}
+
+    def clear(self) -> None:
+        """Count the prompts of another run anew."""
+        self._positions = {}
+
     def close(self) -> None:
         """Drop what is queued; the next run draws its prompts again."""
         self._jobs.close()
-        self._jobs, self._submitted, self._draws = BackgroundRollouts(), -1, None
+        if self._prompts is not None:
+            self._prompts.drop()
+        self._jobs, self._submitted, self._prompts = BackgroundRollouts(), -1, None
