@@ -104,7 +104,7 @@ def render() -> str:
     for module in _modules(functions):
         members = [name for name, value in functions.items() if value.__module__ == module.__name__]
         parts.append(f"## {_heading(module)}\n\n{_markdown(_first_line(module))}\n")
-        rows = [_function_row(name, functions[name]) for name in _in_source_order(members, functions)]
+        rows = [_function_row(name, functions[name]) for name in vars(module) if name in members]
         parts.append(_table(["Function", "Formula", "Defaults", "Papers"], rows))
         if "dpo_loss" in members:
             parts.append("### Loss types of `dpo_loss`\n\n" + _notation() + "\n")
@@ -181,10 +181,6 @@ def _modules(functions: dict[str, Any]) -> list[ModuleType]:
     return [
         importlib.import_module(name) for name in sorted(names, key=lambda name: (ranks.get(name, len(ORDER)), name))
     ]
-
-
-def _in_source_order(members: list[str], functions: dict[str, Any]) -> list[str]:
-    return sorted(members, key=lambda name: functions[name].__code__.co_firstlineno)
 
 
 def _heading(module: ModuleType) -> str:

@@ -219,7 +219,10 @@ def aggregate(
     if mode not in get_args(Aggregation):
         raise ValueError(f"mode must be one of {', '.join(get_args(Aggregation))}, got {mode!r}")
     if (mode == "constant-length") != (max_length is not None):
-        raise ValueError(f"max_length belongs to mode 'constant-length', got mode {mode!r} and max_length {max_length}")
+        raise ValueError(
+            "max_length belongs to mode 'constant-length', which divides by it (the generation limit in tokens), got "
+            f"mode {mode!r} and max_length {max_length}"
+        )
     if max_length is not None and not max_length > 0:
         raise ValueError(f"max_length must be positive, got {max_length}")
     if isinstance(denominator, (int, float)) and denominator <= 0:

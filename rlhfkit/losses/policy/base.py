@@ -7,8 +7,9 @@ A policy loss of your own takes three calls::
     return policy_loss_output(token_loss, tokens, aggregation="token-mean", denominator=denominator)
 """
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, ParamSpec, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from rlhfkit.losses.aggregation import (
     select,
 )
 from rlhfkit.losses.metrics import max_metric
+
+Arguments = ParamSpec("Arguments")
 
 RatioLevel = Literal["token", "sequence", "sequence-sum"]
 """Level at which the probability ratio is taken, see :meth:`PolicyTokens.ratio_of`."""
@@ -221,3 +224,39 @@ def policy_loss_output(
         "policy/ratio_max": max_metric(ratio, tokens.mask),
     }
     return LossOutput(loss, {**moved, **(metrics or {})})
+
+
+def preset_of(
+    loss: Callable[Arguments, LossOutput], *, fixed: Mapping[str, Any] | None = None, **defaults: Any
+) -> Callable[[Callable[[], None]], Callable[Arguments, LossOutput]]:
+    """Make a function without a body a published variant of a loss: the same with other defaults.
+
+    Args:
+        loss: The loss. It may be a preset itself.
+        fixed: Arguments that the variant sets and does not take.
+        **defaults: Its own defaults of others, by their names.
+
+    Raises:
+        TypeError: If the loss has no argument of such a name.
+    """
+    fixed = dict(fixed or {})
+    signature = inspect.signature(loss)
+    unknown = sorted({*fixed, *defaults} - {*signature.parameters})
+    if unknown:
+        raise TypeError(f"{loss.__name__} has no {', '.join(unknown)}; it has {', '.join(signature.parameters)}")
+    taken = [
+        parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in signature.parameters.items()
+        if name not in fixed
+    ]
+
+    def named(stub: Callable[[], None]) -> Callable[Arguments, LossOutput]:
+        def variant(*tensors: Any, **given: Any) -> LossOutput:
+            return loss(*tensors, **fixed, **{**defaults, **given})
+
+        variant.__name__, variant.__qualname__ = stub.__name__, stub.__qualname__
+        variant.__module__, variant.__doc__ = stub.__module__, stub.__doc__
+        variant.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]  # of any callable
+        return variant
+
+    return named

@@ -6,6 +6,7 @@ from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, 
 from rlhfkit.losses.kl import KLEstimator, kl_loss
 from rlhfkit.losses.policy.base import (
     policy_tokens,
+    preset_of,
 )
 from rlhfkit.losses.policy.ppo import ppo_loss
 
@@ -115,27 +116,8 @@ def grpo_loss(
     return sum_losses(surrogate, penalty)
 
 
-def dapo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = None,
-    log_ratio_clamp: float | None = 20.0,
-    delta: float | None = None,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-    ref_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    kl_importance_weight: bool = False,
-    kl_clamp: float | None = None,
-) -> LossOutput:
+@preset_of(grpo_loss, clip_high=0.28, aggregation="token-mean")
+def dapo_loss() -> None:
     """DAPO: :func:`grpo_loss` with a wider upper clip and a mean over all tokens of the step.
 
     Yu et al. (2025, arXiv:2503.14476, equation 8). The other parts of DAPO are the overlong penalty
@@ -176,48 +158,10 @@ def dapo_loss(
     Raises:
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
-    return grpo_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        log_ratio_clamp=log_ratio_clamp,
-        delta=delta,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        ref_logprobs=ref_logprobs,
-        kl_coef=kl_coef,
-        kl_estimator=kl_estimator,
-        kl_importance_weight=kl_importance_weight,
-        kl_clamp=kl_clamp,
-    )
 
 
-def bnpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    log_ratio_clamp: float | None = 20.0,
-    delta: float | None = None,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "token-mean",
-    max_length: int | None = None,
-    ref_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    kl_importance_weight: bool = False,
-    kl_clamp: float | None = None,
-) -> LossOutput:
+@preset_of(dapo_loss, fixed={"denominator": None}, clip_high=0.2)
+def bnpo_loss() -> None:
     """Batch-normalised token mean: :func:`grpo_loss` averaged over the tokens of this micro-batch alone.
 
     TRL's ``bnpo``, here for comparison: a token weighs more in a micro-batch with few tokens, unlike in
@@ -256,48 +200,10 @@ def bnpo_loss(
     Raises:
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
-    return dapo_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        log_ratio_clamp=log_ratio_clamp,
-        delta=delta,
-        weights=weights,
-        aggregation=aggregation,
-        max_length=max_length,
-        ref_logprobs=ref_logprobs,
-        kl_coef=kl_coef,
-        kl_estimator=kl_estimator,
-        kl_importance_weight=kl_importance_weight,
-        kl_clamp=kl_clamp,
-    )
 
 
-def dr_grpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    log_ratio_clamp: float | None = 20.0,
-    delta: float | None = None,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "constant-length",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-    ref_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    kl_importance_weight: bool = False,
-    kl_clamp: float | None = None,
-) -> LossOutput:
+@preset_of(grpo_loss, aggregation="constant-length")
+def dr_grpo_loss() -> None:
     """Dr.GRPO: :func:`grpo_loss` in which token losses are summed and divided by a constant length.
 
     Liu et al. (2025, arXiv:2503.20783, section 3.1), together with ``group_advantages(..., scale="none")``. The length
@@ -338,25 +244,3 @@ def dr_grpo_loss(
     Raises:
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
-    if aggregation == "constant-length" and max_length is None:
-        raise ValueError("dr_grpo_loss divides by max_length, the generation limit in tokens: give max_length=...")
-    return grpo_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        log_ratio_clamp=log_ratio_clamp,
-        delta=delta,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        ref_logprobs=ref_logprobs,
-        kl_coef=kl_coef,
-        kl_estimator=kl_estimator,
-        kl_importance_weight=kl_importance_weight,
-        kl_clamp=kl_clamp,
-    )

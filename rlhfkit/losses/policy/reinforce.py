@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses.aggregation import Aggregation, LossOutput
-from rlhfkit.losses.policy.base import RatioLevel, clip_fractions, policy_loss_output, policy_tokens
+from rlhfkit.losses.policy.base import RatioLevel, clip_fractions, policy_loss_output, policy_tokens, preset_of
 
 
 def reinforce_loss(
@@ -59,17 +59,8 @@ def reinforce_loss(
     )
 
 
-def gpg_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+@preset_of(reinforce_loss, aggregation="token-mean")
+def gpg_loss() -> None:
     """Group policy gradient: :func:`reinforce_loss` with the mean over all tokens.
 
     Chu et al. (2025, arXiv:2504.02546), with the advantages of :func:`gpg_advantages`, which contain the paper's
@@ -95,16 +86,6 @@ def gpg_loss(
     Raises:
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
-    return reinforce_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-    )
 
 
 def cispo_loss(

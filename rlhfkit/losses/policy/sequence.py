@@ -18,6 +18,7 @@ from rlhfkit.losses.policy.base import (
     per_token,
     policy_loss_output,
     policy_tokens,
+    preset_of,
 )
 from rlhfkit.losses.policy.ppo import ppo_loss
 
@@ -41,20 +42,17 @@ def check_advantages_of_sequences(advantages: Tensor, mask: Tensor, name: str) -
         )
 
 
-def gspo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    log_ratio_clamp: float | None = 20.0,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "sequence-mean-token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+_ONE_CLIP = {"dual_clip": None, "delta": None}
+
+
+@preset_of(
+    ppo_loss,
+    fixed={"ratio_level": "sequence", **_ONE_CLIP},
+    clip_low=3e-4,
+    clip_high=4e-4,
+    aggregation="sequence-mean-token-mean",
+)
+def gspo_loss() -> None:
     """Group sequence policy optimisation: PPO's clip on the length-normalised ratio of the sequence.
 
     ``s = exp(mean_t (log π(y_t) - log π_old(y_t)))``, ``ℓ_t = -min(s A_t, clip(s, 1 - ε_low, 1 + ε_high) A_t)``.
@@ -88,36 +86,10 @@ def gspo_loss(
     Raises:
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
-    return ppo_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        log_ratio_clamp=log_ratio_clamp,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        ratio_level="sequence",
-    )
 
 
-def luspo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    log_ratio_clamp: float | None = 20.0,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "sequence-mean-token-sum",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+@preset_of(gspo_loss, aggregation="sequence-mean-token-sum")
+def luspo_loss() -> None:
     """Length-unbiased GSPO: :func:`gspo_loss` times the length of each sequence.
 
     ``mean_i |y_i| min(s_i A_i, clip(s_i) A_i)``, that is GSPO summed over tokens.
@@ -150,19 +122,6 @@ def luspo_loss(
     Raises:
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
-    return gspo_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        log_ratio_clamp=log_ratio_clamp,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-    )
 
 
 def gspo_token_loss(
@@ -224,20 +183,8 @@ def gspo_token_loss(
     )
 
 
-def rloo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    log_ratio_clamp: float | None = 20.0,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "sequence-mean-token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+@preset_of(ppo_loss, fixed={"ratio_level": "sequence-sum", **_ONE_CLIP}, aggregation="sequence-mean-token-mean")
+def rloo_loss() -> None:
     """RLOO: PPO's clip on the ratio of the probabilities of whole sequences, one term per sequence.
 
     ``s = exp(clamp(Σ_t (log π(y_t) - log π_old(y_t)), ±20))``, ``mean_i -min(s_i A_i, clip(s_i) A_i)``.
@@ -270,20 +217,6 @@ def rloo_loss(
     Raises:
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
-    return ppo_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        log_ratio_clamp=log_ratio_clamp,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        ratio_level="sequence-sum",
-    )
 
 
 def gmpo_loss(
