@@ -36,7 +36,7 @@ from rlhfkit import (
     SFTDataModule,
     SFTModule,
 )
-from rlhfkit.data.recipes import read_lines
+from rlhfkit.cli.jsonl import read_lines
 
 
 def supervised_start(folder: Path, rows: list[dict[str, Any]], epochs: int) -> Path:

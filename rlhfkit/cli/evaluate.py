@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfkit.cli.generate import generate
+from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.score import score
-from rlhfkit.data.recipes import read_lines
 from rlhfkit.data.types import Sample
 from rlhfkit.datamodules import final_answer
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, read_rows

@@ -138,3 +138,9 @@ def progress_bar(
     with Progress(*parts, *times, console=Console(stderr=True), disable=not shown) as progress:
         task = progress.add_task(title, total=total, completed=done)
         yield lambda count: progress.advance(task, count)
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a JSON lines file."""
+    with Path(path).open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

@@ -11,8 +11,8 @@ from tiny_models import tiny_model
 
 from rlhfkit import LocalEngine, Sample, SamplingSpec
 from rlhfkit.cli.evaluate import evaluate
+from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.main import main
-from rlhfkit.data.recipes import read_lines
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rewards import exact_match
 from rlhfkit.rewards.benchmarks import GradedSample, metrics_by_source

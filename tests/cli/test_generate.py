@@ -11,8 +11,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import LocalEngine, Prompt, Sample, SamplingSpec
 from rlhfkit.cli.generate import generate
+from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.main import main
-from rlhfkit.data.recipes import read_lines
 from rlhfkit.models import load_causal_lm
 
 ROWS = [{"question": f"{i}+{i}" + "=" * (i % 3), "answer": str(2 * i), "tags": ["a", "b"]} for i in range(10)]

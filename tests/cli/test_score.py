@@ -10,9 +10,9 @@ from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from rlhfkit import Sample
+from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.main import main
 from rlhfkit.cli.score import score
-from rlhfkit.data.recipes import read_lines
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.rewards import FormatReward, WeightedSum, exact_match
 

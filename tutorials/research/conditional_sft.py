@@ -8,9 +8,9 @@ answers are asked for.
 from collections.abc import Sequence
 
 from recipe_steps import accuracy, fine_tune, scored, start
+from recipes import bin_rewards, condition_prompts
 
 from rlhfkit import SamplingSpec
-from rlhfkit.data.recipes import bin_rewards, condition_prompts
 
 TEMPLATE = "{level}={prompt}"
 """The tokenizer knows digits, + and =. For a real model e.g. ``"{prompt}\\nquality:{level}\\n"``."""

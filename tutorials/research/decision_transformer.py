@@ -11,9 +11,9 @@ from itertools import zip_longest
 from typing import Any
 
 from recipe_steps import accuracy, fine_tune, scored, start
+from recipes import condition_prompts, returns_to_go
 
 from rlhfkit import SamplingSpec
-from rlhfkit.data.recipes import condition_prompts, returns_to_go
 
 TEMPLATE = "{wrong}={prompt}"
 """The return without its sign: the tokenizer knows only digits, + and =."""

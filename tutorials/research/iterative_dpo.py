@@ -8,9 +8,9 @@ arXiv:2404.19733). ``python tutorials/research/iterative_dpo.py`` prints the hel
 from collections.abc import Sequence
 
 from recipe_steps import accuracy, quiet_trainer, scored, start
+from recipes import best_and_worst_pairs
 
 from rlhfkit import DPOModule, PreferenceDataModule, SamplingSpec
-from rlhfkit.data.recipes import best_and_worst_pairs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

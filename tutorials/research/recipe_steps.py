@@ -20,8 +20,8 @@ import transformers
 
 from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.cli.generate import generate
+from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.score import score
-from rlhfkit.data.recipes import read_lines
 from rlhfkit.rewards import exact_match
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of the tutorials

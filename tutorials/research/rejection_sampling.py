@@ -6,9 +6,9 @@
 from collections.abc import Sequence
 
 from recipe_steps import accuracy, fine_tune, scored, start
+from recipes import best_of_n
 
 from rlhfkit import SamplingSpec
-from rlhfkit.data.recipes import best_of_n
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

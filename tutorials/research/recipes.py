@@ -4,14 +4,11 @@ Pure functions on lines, the dictionaries that ``rlhfkit generate`` and ``rlhfki
 used are dropped with a logged count. The resulting rows can be given to a DataModule as a list.
 """
 
-import json
 import logging
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from os import PathLike
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -22,12 +19,6 @@ Line = Mapping[str, Any]
 
 REWARD_TEMPLATE = "{prompt} <rm_score>: {reward:.2f} "
 """OpenRLHF's prompt of conditional SFT."""
-
-
-def read_lines(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Read a JSON lines file."""
-    with Path(path).open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 def _groups(lines: Iterable[Line], group: str, reward: str) -> list[list[Line]]:

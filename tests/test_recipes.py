@@ -1,11 +1,15 @@
-"""Recipes by hand-written examples."""
+"""Functions of tutorials/research/recipes.py by hand-written examples."""
 
 import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhfkit.data.recipes import (
+sys.path.insert(0, str(Path(__file__).parent.parent / "tutorials" / "research"))
+
+from recipes import (
     best_and_worst_pairs,
     best_of_n,
     bin_rewards,
@@ -31,7 +35,7 @@ LINES = [
 
 
 def test_best_of_n_keeps_the_first_of_the_best_in_the_order_of_the_prompts(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "rlhfkit")
+    caplog.set_level(logging.INFO, "recipes")
     assert best_of_n(LINES) == [LINES[2], LINES[3]]
     assert "1 lines have no reward" in caplog.text
     assert "1 of 3 prompts have no completion to keep" in caplog.text
@@ -42,7 +46,7 @@ def test_best_of_n_keeps_the_first_of_the_best_in_the_order_of_the_prompts(caplo
 def test_pairs_are_the_first_best_and_the_first_worst_and_never_a_text_with_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "rlhfkit")
+    caplog.set_level(logging.INFO, "recipes")
     pair = {"prompt": "p3", "chosen": "c", "rejected": "a", "chosen_reward": 2.0, "rejected_reward": 0.5}
     assert best_and_worst_pairs(LINES) == [pair]
     assert "2 of 3 prompts give no pair" in caplog.text
