@@ -138,8 +138,8 @@ class Part(Callback):
     def prepare(self, rows: Experience) -> Experience:
         """Return this rank's rows of the iteration with more in them, as a copy. A collective.
 
-        ``rows.summary`` has rewards, groups and lengths of all ranks' rows, ``self.module.gather_rows(rows, values)``
-        gathers other values of them.
+        ``rows.summary`` has rewards, groups and lengths of all ranks' rows; ``self.module.ranks.gather_rows(rows,
+        values)`` gathers other values of them.
         """
         raise NotImplementedError
 
@@ -250,7 +250,7 @@ class Prepare(Part):
             TypeError: If it returns something else than rows.
             ValueError: If it returns another number of rows.
         """
-        return cast(Experience, self.module.over_visible_rows(self._call, rows, mark=self.function))
+        return cast(Experience, self.module.ranks.changed_by(self._call, rows, mark=self.function))
 
     def _call(self, rows: Experience) -> Experience:
         found = self.function(rows)

@@ -92,9 +92,8 @@ class ExperienceLearner(GenerativeModule, Protocol):
         ...
 
 
-@runtime_checkable
-class AsksWhileSampling(Protocol):
-    """A module with models on machines of their own, which compute for finished groups while others are sampled."""
+class ModelsElsewhere(Protocol):
+    """Models on machines of their own, which compute for finished groups while others are sampled."""
 
     def begin_asking(self, iteration: int) -> bool:
         """Start the models before an iteration's samples; whether there are any. A collective, in the main thread."""
@@ -104,12 +103,22 @@ class AsksWhileSampling(Protocol):
         """Ask about finished samples; ``experience.action_mask`` has all tokens of the policy. From any thread."""
         ...
 
-    def asked_seconds(self) -> Mapping[str, float]:
+    def take_seconds(self) -> Mapping[str, float]:
         """Seconds since the last call that this rank has waited for these models, and that were hidden, by name."""
         ...
 
-    def close_placed(self) -> None:
+    def close(self) -> None:
         """End the models, after a run or an error. Not a collective."""
+        ...
+
+
+@runtime_checkable
+class AsksWhileSampling(Protocol):
+    """A module with models on machines of their own."""
+
+    @property
+    def placed(self) -> ModelsElsewhere:
+        """The models."""
         ...
 
 

@@ -94,7 +94,7 @@ class Keep(L.Callback):
         experience = rollouts.experience
         assert experience is not None
         self.rows.append(len(experience))
-        turns = pl_module._forward_turns(pl_module.policy, experience, None)
+        turns = pl_module.passes.turns(pl_module.policy, experience, None)
         self.turns = [0 if rows is None else int(experience.select(rows).attention_mask.sum()) for rows in turns]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -128,9 +128,9 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
         and module.served_teacher is None
     ):
         frozen["teacher"] = shape(module.teacher_name)
-    if isinstance(module, modules.OnPolicyDistillationModule) and module.teacher_pool is None:
-        names = list(module.domains.names.values())
-        frozen |= {"teacher" + (f" {number}" if number else ""): shape(one) for number, one in enumerate(names)}
+    if isinstance(module, modules.OnPolicyDistillationModule) and module.teacher_part.pool is None:
+        names = enumerate(module.teacher_part.names)
+        frozen |= {"teacher" + (f" {number}" if number else ""): shape(one) for number, one in names}
     if not isinstance(module, modules.OnPolicyModule):
         return roles
     shared = isinstance(module, modules.PPOModule) and module.shared_backbone  # its pass for values gives log-probs too
@@ -145,7 +145,7 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
         else:
             elsewhere[role] = one
     if isinstance(module, modules.OnPolicyDistillationModule):
-        elsewhere["teacher"] = module.teacher_pool
+        elsewhere["teacher"] = module.teacher_part.pool
     base, critic = base_model_name(module.model_name), None
     if isinstance(module, modules.PPOModule):
         home = module.critic_part.model

@@ -11,7 +11,7 @@ from rlhfkit.modules.on_policy.distillation import OnPolicyDistillationModule
 from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.on_policy.online_dpo import OnlineDPOModule
 from rlhfkit.modules.on_policy.ppo import PPOModule
-from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
+from rlhfkit.modules.on_policy.ranks import local_rows
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.bco import BCOModule
 from rlhfkit.modules.preference.dpo import DPOModule

@@ -100,7 +100,7 @@ def test_wrong_words_and_labels_are_refused(folder: Path) -> None:
 def test_without_a_selected_token_all_are_zero(folder: Path) -> None:
     module = ProcessRewardModule(str(folder), words=("+", "-"))
     module.configure_model()
-    from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
+    from rlhfkit.modules.on_policy.forward_passes import two_tokens
 
     nothing = torch.zeros(1, 2, dtype=torch.bool)
     values = word_log_odds(module.policy, two_tokens(), nothing, (3, 4)).values

@@ -1,6 +1,6 @@
 """Models in Ray actors against the same models in this process.
 
-Covers replica.py, pending_rows.py, modules/on_policy/preparation/placed_models.py and
+Covers replica.py, pending_rows.py, modules/on_policy/placed_models.py and
 modules/parts/critic_elsewhere.py.
 One Ray session serves all tests.
 """
@@ -32,7 +32,7 @@ from rlhfkit import (
 )
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
-from rlhfkit.modules.on_policy.preparation.placed_models import wait_for
+from rlhfkit.modules.on_policy.placed_models import wait_for
 from rlhfkit.modules.parts.critic import ValueLoss
 from rlhfkit.rewards import ModelReward
 from rlhfkit.roles import ModelPool, ModelPoolError

@@ -34,7 +34,7 @@ LIMITS: dict[str, dict[str, int]] = {
     "8 more tokens of a batch of LocalEngine": {"rollout/local/generator.py": 8},
     "a batch of LocalEngine without its tokens": {"rollout/local/generator.py": 11},
     # The log-probs are copied to the host once for each model.
-    "preparing an iteration: two forward passes over it": {"modules/on_policy/preparation/iteration.py": 2},
+    "preparing an iteration: two forward passes over it": {"modules/on_policy/forward_passes.py": 2},
 }
 
 

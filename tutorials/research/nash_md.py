@@ -94,8 +94,8 @@ class NashMDModule(OnlineDPOModule):
         rewards = experience.rewards
         if self.mask_truncated:
             rewards = rewards.masked_fill(experience.truncated, torch.nan)
-        by_policy = self.gather_rows(experience, experience.by_policy)
-        return self.over_iteration(
+        by_policy = self.ranks.gather_rows(experience, experience.by_policy)
+        return self.ranks.over_iteration(
             lambda all_, group, _: preference_advantages(all_, group, by_policy, link=self.link), experience, rewards
         )
 

@@ -566,7 +566,7 @@ class RolloutCallback(Callback):
         self._close()
         self.phases.recover()
         if isinstance(pl_module, AsksWhileSampling):
-            pl_module.close_placed()
+            pl_module.placed.close()
 
     def _close(self) -> None:
         if self.groups is not None:

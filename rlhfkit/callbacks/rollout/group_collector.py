@@ -284,20 +284,21 @@ class GroupCollector:
     def begin_asking(self, trainer: L.Trainer, iteration: int) -> None:
         """Start the module's models on machines of their own, if it has any. A collective, in the main thread."""
         module = policy_of(trainer)
-        self._asks_early = isinstance(module, AsksWhileSampling) and module.begin_asking(iteration)
+        self._asks_early = isinstance(module, AsksWhileSampling) and module.placed.begin_asking(iteration)
 
     def _ask_early(self, trainer: L.Trainer, sampling: SamplingSpec, iteration: int, groups: Sequence[Group]) -> None:
         """Ask these models about groups that are finished, before they are scored, while others are sampled."""
         module = cast("AsksWhileSampling", policy_of(trainer))
         for group in groups:
             temperature = sampling.temperature or 1.0
-            module.ask_early(Experience.from_samples(group, temperature=temperature, before_rewards=True), iteration)
+            rows = Experience.from_samples(group, temperature=temperature, before_rewards=True)
+            module.placed.ask_early(rows, iteration)
 
     def note_asked_seconds(self, trainer: L.Trainer, iteration: int) -> None:
         """Log how long this rank has waited for these models in an iteration, and how long they worked unnoticed."""
         module = policy_of(trainer)
         if self._asks_early and isinstance(module, AsksWhileSampling):
-            self.timing.note(module.asked_seconds(), iteration)
+            self.timing.note(module.placed.take_seconds(), iteration)
 
     # ------------------------------------------------------------------ score
 

@@ -17,23 +17,20 @@ from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
     Aggregation,
     LossOutput,
-    gspo_loss,
-    luspo_loss,
     mean_metric,
     ppo_loss,
-    rloo_loss,
     sum_losses,
 )
-from rlhfkit.losses.policy.sequence import check_advantages_of_sequences
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.base import freeze
-from rlhfkit.modules.on_policy.advantages import AdvantageModule
-from rlhfkit.modules.on_policy.functions import PolicyLoss
-from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
+from rlhfkit.modules.base import PolicyModule, freeze
+from rlhfkit.modules.on_policy.advantages import check_advantages
+from rlhfkit.modules.on_policy.forward_passes import ForwardPasses, two_tokens
+from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages, PolicyLoss
+from rlhfkit.modules.on_policy.placed_models import PlacedModels
+from rlhfkit.modules.on_policy.ranks import Ranks, local_rows
 from rlhfkit.parts import Part, Stage, arrange, describe, overriding, part_name
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel
-from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import epochs_of
 from rlhfkit.validation import check_number
 
@@ -68,7 +65,7 @@ class ModuleStep(Part):
         return rows if found is None else found
 
 
-class OnPolicyModule(AdvantageModule):
+class OnPolicyModule(PolicyModule):
     """A policy that learns from its own samples.
 
     A subclass overrides :meth:`advantages`, or a function is passed in. The loss is a policy loss (PPO's by default)
@@ -77,6 +74,10 @@ class OnPolicyModule(AdvantageModule):
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default).
+        advantages: Function used in place of :meth:`advantages`, or its name (``"rloo_advantages"``,
+            ``"my_package.my_function"``): of the iteration's :class:`~rlhfkit.data.Experience`, or of rewards (N,) and
+            group ids (N,), see :class:`~rlhfkit.modules.on_policy.functions.AdvantageFunction`. Its rewards are those
+            after parts of ``Stage.SHAPE`` and ``Stage.PENALIZE``.
         policy_loss: A function of :mod:`rlhfkit.losses`, your own of the same form
             ``(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, or
             its name: ``"gspo_loss"``, ``"my_package.my_loss"``. It gets the arguments that its signature names, also
@@ -111,7 +112,9 @@ class OnPolicyModule(AdvantageModule):
             (:class:`~rlhfkit.data.Experience`) that is called before the updates and changes them; also their dotted
             names and, as in a configuration file, ``{"class_path": ..., "init_args": {...}}``. ``print(module)`` shows
             what they do when.
-        **kwargs: See :class:`~rlhfkit.modules.on_policy.advantages.AdvantageModule` and :class:`PolicyModule`.
+        max_tokens_per_forward: Tokens that a rank computes in a forward pass over an iteration, see
+            :class:`~rlhfkit.modules.on_policy.forward_passes.ForwardPasses`.
+        **kwargs: See :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or has no effect beside the others.
@@ -136,6 +139,7 @@ class OnPolicyModule(AdvantageModule):
         model: str,
         *,
         lr: float = 1e-6,
+        advantages: GivenAdvantages | None = None,
         policy_loss: str | Callable[..., LossOutput] = ppo_loss,
         policy_loss_arguments: Mapping[str, Any] | None = None,
         clip_low: float | None = None,
@@ -151,10 +155,28 @@ class OnPolicyModule(AdvantageModule):
         mask_truncated: bool = False,
         log_entropy: bool = True,
         router_replay: bool = False,
+        max_tokens_per_forward: int = 16384,
         parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, parts=parts, **kwargs)
+        self.ranks = Ranks(self)
+        """Rows and sums of all ranks."""
+        self.passes = ForwardPasses(self, max_tokens_per_forward)
+        """Forward passes over iterations."""
+        self.placed = PlacedModels(self)
+        """Models on machines of their own."""
+        self.max_tokens_per_forward = max_tokens_per_forward
+        self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
+        """The function that was given as ``advantages``."""
+        self.hparams.update(advantages=None if self.advantage_function is None else self.advantage_function.plain())
+        if not hasattr(self, "credit"):
+            self.credit: list[Part] = []
+            """Parts that compute advantages, in order; a subclass sets them before this constructor is called."""
+            if advantages is not None:
+                from rlhfkit.modules.parts.advantages import AdvantagesBy
+
+                self.credit.append(AdvantagesBy(advantages))
         if reward_model is not None:
             from rlhfkit.modules.parts.reward_model import RewardModel
 
@@ -331,7 +353,7 @@ class OnPolicyModule(AdvantageModule):
     @property
     def reference_pool(self) -> FrozenModel | None:
         """The reference model, if it is on machines of its own."""
-        return self.placed_models().get("reference", (None, None))[0]
+        return self.placed.by_role().get("reference", (None, None))[0]
 
     @property
     def has_reference(self) -> bool:
@@ -365,9 +387,10 @@ class OnPolicyModule(AdvantageModule):
         rates = {name: {"lr": child.lr} for name, child in self._children.items() if child.lr is not None}
         return [group | rates.get(group["name"], {}) for group in super().parameter_groups()]
 
-    def placed_models(self) -> dict[str, tuple[FrozenModel, Role]]:
-        """The models on machines of their own, by the name of the role, and what they are asked for."""
-        return {name: one for part in self.parts for name, one in part.placed().items()}
+    def teardown(self, stage: str) -> None:
+        """End the replicas of models on machines of their own."""
+        super().teardown(stage)
+        self.placed.close()
 
     # ------------------------------------------------------------------ what RolloutCallback asks
 
@@ -381,6 +404,11 @@ class OnPolicyModule(AdvantageModule):
     def needs_entropy(self) -> bool:
         """Whether entropy is logged or rewarded."""
         return self.log_entropy or any("entropy" in part.outputs for part in self.parts)
+
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        """Whether samples are compared with the greedy answer to their prompt (ReMax), which is generated too."""
+        return any(part.estimator.takes_greedy_rewards for part in self.parts if hasattr(part, "estimator"))
 
     @property
     def _scorer(self) -> Any:
@@ -431,7 +459,7 @@ class OnPolicyModule(AdvantageModule):
             experience = part.prepare(experience)
             if part.stage == Stage.SCORE:
                 scored = experience
-        self.check_advantages(experience)
+        check_advantages(experience, self.policy_loss, self._source_of_advantages())
         return dataclasses.replace(
             experience,
             rewards=scored.rewards,
@@ -457,20 +485,50 @@ class OnPolicyModule(AdvantageModule):
         routing = "routing" in read and wanted
         if not (routing or "entropy" in read):
             if wanted:
-                old_logprobs = self.distributed_logprobs(self.policy, experience, rows)
+                old_logprobs = self.passes.logprobs(self.policy, experience, rows)
                 experience = dataclasses.replace(experience, old_logprobs=old_logprobs)
             return experience
-        found = self.distributed_statistics(self.policy, experience, rows, entropy="entropy" in read, routing=routing)
+        found = self.passes.statistics(self.policy, experience, rows, entropy="entropy" in read, routing=routing)
         if wanted:
             experience = dataclasses.replace(experience, old_logprobs=found.logprobs)
             experience = experience.with_columns(routing=found.routing)
         return experience.with_columns(entropy=found.entropy)
 
-    def _check_own_advantages(self, experience: Experience) -> None:
-        """Also refuse advantages of tokens with a policy loss that takes those of sequences."""
-        super()._check_own_advantages(experience)
-        if self.policy_loss.function in (gspo_loss, luspo_loss, rloo_loss) and experience.advantages is not None:
-            check_advantages_of_sequences(experience.advantages, experience.action_mask, self.policy_loss.name)
+    def compute_advantages(self, experience: Experience) -> Experience:
+        """Add those of :meth:`advantages`, which a subclass may have overridden."""
+        advantages = self.ranks.advantages_by(self.advantages, experience)
+        if advantages.dim() == 1:
+            advantages = advantages[:, None].expand_as(experience.action_mask)
+        return dataclasses.replace(experience, advantages=advantages)
+
+    @local_rows
+    def advantages(self, experience: Experience) -> Tensor:
+        """Compute (B,) advantages, or (B, T-1) when tokens differ; 0 where the reward is missing. May be overridden.
+
+        These are what the parts :attr:`credit` compute. ``experience`` has shaped and penalized rewards, and log-probs
+        and values where they are needed. With several ranks an override is given the whole iteration, the same on every
+        rank, which is gathered for it; one that is marked with :func:`~rlhfkit.local_rows` is given this rank's rows
+        and the summary of all. ``super().advantages(experience)`` works with both.
+        """
+        if not self.credit:
+            raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
+        for part in self.credit:
+            experience = part.prepare(experience)
+        assert experience.advantages is not None
+        alike = all(getattr(part, "of_samples", False) for part in self.credit)
+        return experience.advantages[:, 0] if alike else experience.advantages
+
+    @property
+    def overrides_advantages(self) -> bool:
+        """Whether a subclass has :meth:`advantages` of its own, which are used in place of :attr:`credit`."""
+        return type(self).advantages is not OnPolicyModule.advantages
+
+    def _source_of_advantages(self) -> str:
+        """What computed advantages, for messages."""
+        if self.advantage_function is not None:
+            return f"advantages={self.advantage_function.name}"
+        given = [part for part in self.parts if "advantages" in part.writes and "advantages" not in part.reads]
+        return part_name(given[0]) if given and not self.overrides_advantages else f"{type(self).__name__}.advantages()"
 
     # ------------------------------------------------------------------ one micro-batch
 

@@ -12,32 +12,22 @@ from rlhfkit.losses import (
     LossOutput,
     aggregate,
     dapo_loss,
-    discounted_returns,
     logits_logprobs,
     mean_metric,
-    on_policy_distillation_advantages,
 )
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.grpo import GRPOModule
-from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
-from rlhfkit.modules.on_policy.preparation.placed_models import ask, pool_result
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.modules.teachers import (
-    MAX_TEACHERS,
     ComparedOutput,
-    TeacherDomains,
     ask_for_likeliest,
     check_comparison,
-    check_teacher_tokens,
-    load_teacher,
 )
-from rlhfkit.parts import Stage
-from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
-from rlhfkit.roles.replica import Role
-from rlhfkit.trainer_parts import datamodule_of
+from rlhfkit.parts import Part, Stage
+from rlhfkit.roles import ModelPool, ServedModel
 from rlhfkit.validation import check_number, function_name, resolve_function
 
 
@@ -101,7 +91,6 @@ class OnPolicyDistillationModule(GRPOModule):
     """
 
     teacher: nn.Module
-    frozen_children = (*GRPOModule.frozen_children, "teacher", *(f"teacher_{n}" for n in range(1, MAX_TEACHERS)))
 
     def __init__(
         self,
@@ -132,7 +121,21 @@ class OnPolicyDistillationModule(GRPOModule):
         lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
-        self.divergence: Any = divergence  # before super(), which asks needs_old_logprobs
+        from rlhfkit.modules.parts.teacher import ScaledAdvantages, Teacher, TeacherAdvantages
+
+        check_number("distillation_coef", distillation_coef, above=0, why="GRPOModule has no teacher")
+        check_number("reward_coef", reward_coef, minimum=0, why="0 logs the reward only")
+        check_number("distillation_gamma", distillation_gamma, minimum=0, maximum=1)
+        self.teacher_part = Teacher(teacher, column=teacher_column, compared=divergence is not None)
+        """The teacher, or several."""
+        self.divergence: Any = divergence
+        self.reward_coef = reward_coef
+        self.own_parts = [self.teacher_part]
+        if divergence is None:
+            gap = TeacherAdvantages(distillation_coef, gamma=distillation_gamma, reward_coef=reward_coef)
+            self.own_parts.append(gap)
+        elif reward_coef:
+            self.own_parts.append(ScaledAdvantages(reward_coef))
         super().__init__(
             model,
             lr=lr,
@@ -150,9 +153,6 @@ class OnPolicyDistillationModule(GRPOModule):
             lora=lora,
             **kwargs,
         )
-        check_number("distillation_coef", distillation_coef, above=0, why="GRPOModule has no teacher")
-        check_number("reward_coef", reward_coef, minimum=0, why="0 logs the reward only")
-        check_number("distillation_gamma", distillation_gamma, minimum=0, maximum=1)
         check_comparison(
             divergence,
             teacher_weight=teacher_weight,
@@ -160,23 +160,14 @@ class OnPolicyDistillationModule(GRPOModule):
             remainder=remainder,
             chunk_size=chunk_size,
         )
-        self.domains = TeacherDomains(teacher, teacher_column)
-        """Several teachers; false if there is one."""
-        if self.domains:
-            if divergence is not None:
-                raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
-            self.hparams.update(teacher=dict(self.domains.names))
-            teacher = next(iter(self.domains.names.values()))
-        self.teacher_pool = None if isinstance(teacher, str) else frozen_model(cast(Any, teacher))
-        """The replicas of the teacher; ``None``: it is a child."""
-        self.teacher_name = str(teacher) if self.teacher_pool is None else self.teacher_pool.model
-        if self.teacher_pool is not None:
-            self.hparams.update(teacher=self.teacher_pool.plain())
-            if divergence is not None:
-                ask_for_likeliest(self.teacher_pool, top_k, reference=self.reference_pool)
+        pool = self.teacher_part.pool
+        if self.teacher_part.domains and divergence is not None:
+            raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
+        self.hparams.update(teacher=self.teacher_part.plain()["init_args"]["model"])
+        if pool is not None and divergence is not None:
+            ask_for_likeliest(pool, top_k, reference=self.reference_pool)
         self.distillation_coef = distillation_coef
         self.distillation_gamma = distillation_gamma
-        self.reward_coef = reward_coef
         self.teacher_weight = teacher_weight
         self.top_k = top_k
         self.remainder: Remainder = remainder
@@ -199,15 +190,10 @@ class OnPolicyDistillationModule(GRPOModule):
             rows = torch.zeros(1, max(top_k or 0, 2))
             self.compare(rows, rows, 1.0)  # so that bad arguments raise before training
 
-    def setup(self, stage: str) -> None:
-        """With several teachers read the domain of each prompt; ValueError if one has no teacher."""
-        super().setup(stage)
-        if self.domains and stage == "fit":
-            self.domains.read(datamodule_of(self.trainer))
-
     def _check_effects(self, divergence: object) -> None:
         """Refuse arguments that have no effect with a divergence, or without a reward."""
-        if self.replaces_advantages:
+        given = self.advantage_function
+        if given is not None and not given.takes_rewards:
             raise ValueError(
                 "advantages=... of the whole experience would take the place of the teacher's; for the reward's give a "
                 "function of rewards and groups"
@@ -229,95 +215,31 @@ class OnPolicyDistillationModule(GRPOModule):
             }
             refuse_without_effect(of_rewards, "reward_coef=0, they belong to the reward's advantage")
 
-    def placed_models(self) -> dict[str, tuple[FrozenModel, Role]]:
-        """The models on machines of their own, the teacher among them."""
-        placed = super().placed_models()
-        return placed if self.teacher_pool is None else placed | {"teacher": (self.teacher_pool, "logprobs")}
+    def attach_parts(self) -> None:
+        """Attach the parts; without a reward in the loss none computes the reward's advantages."""
+        if not self.reward_coef:
+            self.credit = []
+        super().attach_parts()
+
+    def steps(self) -> list[Part]:
+        """What the module itself does with an iteration: no advantages if the loss is the divergence alone."""
+        steps = super().steps()
+        alone = self.divergence is not None and not self.reward_coef
+        return [step for step in steps if not (alone and step.stage == Stage.CREDIT)]
 
     def correct_off_policy(self) -> bool:
         """Use truncated importance sampling where there is a policy loss; see :class:`OnPolicyModule`."""
         return (self.divergence is None or bool(self.reward_coef)) and super().correct_off_policy()
-
-    def configure_model(self) -> None:
-        """Build the student, reference and reward model if needed, and the teacher."""
-        super().configure_model()
-        if self.teacher_pool is not None:
-            check_teacher_tokens(self.teacher_name, self)
-        elif not hasattr(self, "teacher"):
-            self.teacher = self.build_teacher()
-            for number, name in enumerate(list(self.domains.names.values())[1:], 1):
-                setattr(self, f"teacher_{number}", load_teacher(name, self))
-
-    def build_teacher(self) -> nn.Module:
-        """Load the teacher, frozen; raises ValueError if its tokens differ. Override to wrap or change it."""
-        return load_teacher(self.teacher_name, self)
 
     @property
     def needs_reward(self) -> bool:
         """Whether ``RolloutCallback`` must have a reward: only if rewards are part of the loss."""
         return bool(self.reward_coef) and super().needs_reward
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether advantages need the old log-probs of all samples, as the teacher's do."""
-        return self.divergence is None or super().needs_old_logprobs
-
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if rewards are part of the loss and there is only one sample per prompt."""
         if self.reward_coef:
             super().check_group_size(group_size)
-
-    # ------------------------------------------------------------------ before the updates of an iteration
-
-    def add_logprobs(self, experience: Experience) -> Experience:
-        """Add old log-probs, and the teacher's unless a divergence runs it beside the student."""
-        pool = self.teacher_pool
-        asked = None if pool is None else ask(pool, "logprobs", self, experience)  # while the student computes
-        experience = super().add_logprobs(experience)
-        if self.divergence is not None:
-            if pool is None or asked is None:
-                return experience
-            return self._with_likeliest_tokens(experience, pool_result(asked, pool), pool.top)
-        found = self.teacher_logprobs(experience) if pool is None or asked is None else pool_result(asked, pool)
-        return experience.with_columns(teacher_logprobs=found)
-
-    @staticmethod
-    def _with_likeliest_tokens(experience: Experience, found: Tensor, top: int) -> Experience:
-        """Add the teacher's likeliest tokens from (B, T-1, 2 K) log-probs and ids; a rank may have no rows."""
-        found = found if len(experience) else torch.zeros(*experience.action_mask.shape, 2 * top)
-        logprobs, ids = found[..., :top].contiguous(), found[..., top:].int()
-        return experience.with_columns(teacher_top_logprobs=logprobs, teacher_top_ids=ids)
-
-    def teacher_logprobs(self, experience: Experience) -> Tensor:
-        """(B, T-1) log-probs of the teacher; of several, of that of each prompt's domain. A collective."""
-        if not self.domains:
-            return self.distributed_logprobs(self.teacher, experience)
-        total = torch.zeros(experience.action_mask.shape)
-        for number, rows in enumerate(self.domains.rows(experience)):
-            model = getattr(self, f"teacher_{number}" if number else "teacher")
-            total += self.distributed_logprobs(model, experience, rows)
-        return total
-
-    def compute_advantages(self, experience: Experience) -> Experience:
-        """Add advantages, unless the loss is the divergence alone."""
-        if self.divergence is not None and not self.reward_coef:
-            return experience
-        return super().compute_advantages(experience)
-
-    @local_rows
-    def advantages(self, experience: Experience) -> Tensor:
-        """(B, T-1) advantages of the teacher, plus the reward's; 0 outside the mask."""
-        mask = experience.action_mask
-        total = torch.zeros(mask.shape)
-        if self.reward_coef:
-            scores = super().advantages(experience)
-            total += self.reward_coef * (scores[:, None] if scores.dim() == 1 else scores) * mask
-        if self.divergence is None:
-            assert experience.old_logprobs is not None
-            old, teacher = experience.old_logprobs, experience.columns["teacher_logprobs"]
-            now = on_policy_distillation_advantages(old, teacher, mask)
-            total += self.distillation_coef * discounted_returns(now, mask, gamma=self.distillation_gamma)
-        return total
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -354,7 +276,7 @@ class OnPolicyDistillationModule(GRPOModule):
     def _teacher_of(self, batch: Experience) -> TeacherRows | tuple[Tensor, Tensor]:
         """The teacher at the sampled tokens, for a divergence."""
         mask = batch.action_mask
-        if self.teacher_pool is None:
+        if self.teacher_part.pool is None:
             return teacher_logits(self.teacher, batch, mask)
         top_logprobs, top_ids = (batch.columns[name] for name in ("teacher_top_logprobs", "teacher_top_ids"))
         return top_logprobs[mask], top_ids[mask].long()
@@ -403,8 +325,7 @@ class OnPolicyDistillationModule(GRPOModule):
             batch = dataclasses.replace(batch, advantages=torch.zeros_like(batch.rollout_logprobs))
         base = super().loss(batch, out)
         if not isinstance(out, ComparedOutput):
-            gap = (self.old_logprobs(batch, out) - batch.columns["teacher_logprobs"]).where(mask, 0.0)
-            return LossOutput(base.loss, {**base.metrics, "distillation/reverse_kl": mean_metric(gap, mask)})
+            return base
         sizes = self.aggregation_arguments(batch)
         divergence = aggregate(
             out.divergence, mask, sizes["aggregation"], sizes["denominator"], max_length=sizes["max_length"]

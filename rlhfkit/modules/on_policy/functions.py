@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from rlhfkit.losses import Aggregation, LossOutput
-from rlhfkit.modules.on_policy.preparation.local_rows import inner_function
+from rlhfkit.modules.on_policy.ranks import inner_function
 from rlhfkit.parts import arguments_of, plain_value
 from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
 

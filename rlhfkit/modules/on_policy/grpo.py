@@ -121,7 +121,8 @@ class GRPOModule(OnPolicyModule):
             from rlhfkit.modules.parts.kl_penalty import KLPart, KLPenalty
 
             chosen = any(isinstance(part, KLPart) for part in given)
-            self.own_parts = [] if chosen else [KLPenalty(kl_coef)]
+            own: list[Part] = [*vars(self).get("own_parts", ())]
+            self.own_parts = own if chosen else [KLPenalty(kl_coef), *own]
         super().__init__(
             model,
             lr=lr,

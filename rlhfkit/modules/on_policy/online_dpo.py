@@ -21,7 +21,7 @@ from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
 from rlhfkit.models import LoRA, PolicyOutput
 from rlhfkit.modules.arguments import drop_hyperparameters, refuse_without_effect, take_out
 from rlhfkit.modules.on_policy.base import ModuleStep, OnPolicyModule
-from rlhfkit.modules.on_policy.preparation.local_rows import local_rows
+from rlhfkit.modules.on_policy.ranks import local_rows
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.parts import Part, Stage, overriding, part_name
 from rlhfkit.validation import check_number, function_name, resolve_function
@@ -207,7 +207,7 @@ class OnlineDPOModule(OnPolicyModule):
         rewards = experience.rewards
         if self.mask_truncated:
             rewards = rewards.masked_fill(experience.truncated, torch.nan)
-        return self.over_iteration(lambda all_, group, _: best_and_worst(all_, group), experience, rewards)
+        return self.ranks.over_iteration(lambda all_, group, _: best_and_worst(all_, group), experience, rewards)
 
     def mask_uncompared(self, experience: Experience) -> Experience:
         """Mask all samples that are in no pair; cut off ones are in none with ``mask_truncated``."""

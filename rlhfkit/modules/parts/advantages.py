@@ -43,7 +43,7 @@ class GroupAdvantages(Part):
 
     def prepare(self, rows: Experience) -> Experience:
         """Add them, by comparing the rewards of all ranks."""
-        return with_advantages(rows, self.module.over_iteration(self.estimate, rows, rows.rewards))
+        return with_advantages(rows, self.module.ranks.over_iteration(self.estimate, rows, rows.rewards))
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if groups have one sample."""
@@ -102,9 +102,9 @@ class AdvantagesBy(Part):
         if given.takes_greedy_rewards:
             found = given.compare_with_greedy(rewards, rows.reward_parts[GREEDY_REWARD])
         elif given.takes_rewards:
-            found = module.over_iteration(given.estimate, rows, rewards)
+            found = module.ranks.over_iteration(given.estimate, rows, rewards)
         else:
-            found = module.advantages_by(given.function, dataclasses.replace(rows, rewards=rewards))
+            found = module.ranks.advantages_by(given.function, dataclasses.replace(rows, rewards=rewards))
         return with_advantages(rows, found)
 
     def check_group_size(self, group_size: int) -> None:
@@ -177,7 +177,7 @@ class WhitenAdvantages(Part):
     def prepare(self, rows: Experience) -> Experience:
         """Whiten them."""
         assert rows.advantages is not None
-        return with_advantages(rows, self.module.whiten(rows, rows.advantages))
+        return with_advantages(rows, self.module.ranks.whiten(rows, rows.advantages))
 
 
 def rewards_of_tokens(rows: Experience, rewards: Tensor, *, earned: Tensor | None = None) -> Tensor:

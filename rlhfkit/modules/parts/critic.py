@@ -188,7 +188,7 @@ class Critic(Part):
 
     def with_logprobs(self, rows: Experience) -> Experience:
         """Add old log-probs and values of a shared backbone, in one forward pass."""
-        both = self.module.distributed_forward(self.module.policy, self._logprobs_and_values, rows, columns=2)
+        both = self.module.passes.forward(self.module.policy, self._logprobs_and_values, rows, columns=2)
         old_logprobs, values = (column.contiguous() for column in both.unbind(-1))
         return dataclasses.replace(rows, old_logprobs=old_logprobs).with_columns(values=values)
 
@@ -214,7 +214,7 @@ class Critic(Part):
         if self.elsewhere is not None:
             rows = rows.with_columns(values=self.elsewhere.values(rows))
         elif not self.shared:
-            rows = rows.with_columns(values=module.distributed_forward(module.critic, self.values_of, rows))
+            rows = rows.with_columns(values=module.passes.forward(module.critic, self.values_of, rows))
         self._predicted = rows.columns["values"]
         if self.normalize:
             values = self._predicted * self.moments.std + self.moments.mean
@@ -227,13 +227,13 @@ class Critic(Part):
         longer, final = with_final_states(rows, cut_off)
         module = self.module
         if self.shared:
-            both = module.distributed_forward(module.policy, self._logprobs_and_values, longer, cut_off, columns=2)
+            both = module.passes.forward(module.policy, self._logprobs_and_values, longer, cut_off, columns=2)
             values = both[..., 1]
         elif self.elsewhere is not None:
             self.elsewhere.ask_values(module, longer, cut_off)
             values = self.elsewhere.values(longer)
         else:
-            values = module.distributed_forward(module.critic, self.values_of, longer, cut_off)
+            values = module.passes.forward(module.critic, self.values_of, longer, cut_off)
         if self.normalize:
             values = values * self.moments.std + self.moments.mean
         found: Tensor = values.where(final, 0.0)[:, 1:]  # a state later than the token
@@ -243,7 +243,7 @@ class Critic(Part):
         """The rows with returns and values in the units that the critic predicts. A collective."""
         mask = rows.action_mask
         if self.normalize:
-            self.moments = self.module.updated_moments(self.moments, rows, returns[mask])
+            self.moments = self.module.ranks.updated_moments(self.moments, rows, returns[mask])
             returns = normalize_rewards(returns, self.moments.mean, self.moments.std) * mask
         predicted, self._predicted = self._predicted, None
         return rows.with_columns(values=predicted, returns=returns, final_values=None)

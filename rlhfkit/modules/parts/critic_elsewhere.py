@@ -18,7 +18,7 @@ from rlhfkit.distributed import exchange_errors, gather_objects, get_rank, run_o
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.checkpointing import write_pretrained
 from rlhfkit.modules.critic import CriticModule
-from rlhfkit.modules.on_policy.preparation.placed_models import AskedRows, PlacedModule, ask, pool_result
+from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.modules.optimizers.schedules import ENDLESS
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.roles import CriticPool, CriticPoolError, ModelPool
@@ -45,7 +45,7 @@ class FrozenCritic:
         self._asked: AskedRows | None = None
         self._rows = torch.zeros(0, dtype=torch.bool)  # (B,), those that were asked for
 
-    def ask_values(self, module: PlacedModule, experience: Experience, rows: Tensor | None = None) -> None:
+    def ask_values(self, module: Any, experience: Experience, rows: Tensor | None = None) -> None:
         """Ask for the values of this rank's rows, (B,) bool of which may be chosen; returns at once. A collective."""
         self._rows = torch.ones(len(experience), dtype=torch.bool) if rows is None else rows
         wanted = experience if rows is None else experience.select(rows.nonzero()[:, 0])
@@ -80,7 +80,7 @@ class RemoteCritic:
 
     # ------------------------------------------------------------------ the run
 
-    def start(self, module: PlacedModule) -> None:
+    def start(self, module: Any) -> None:
         """Start the critic's ranks, from the checkpoint that was loaded if there is one. A collective.
 
         Raises:
@@ -123,7 +123,7 @@ class RemoteCritic:
         if folder is not None and folder is not restored and get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _module_maker(self, module: PlacedModule) -> Callable[[], CriticModule]:
+    def _module_maker(self, module: Any) -> Callable[[], CriticModule]:
         model, build = self.pool.model, None
         if callable(model):
             model, build = None, model
@@ -156,9 +156,9 @@ class RemoteCritic:
 
     # ------------------------------------------------------------------ an iteration
 
-    def ask_values(self, module: PlacedModule, experience: Experience, rows: Tensor | None = None) -> None:
+    def ask_values(self, module: Any, experience: Experience, rows: Tensor | None = None) -> None:
         """Ask for the values of this rank's rows, (B,) bool of which may be chosen; returns at once."""
-        self._batches = module.forward_batches(experience, rows)
+        self._batches = module.passes.batches(experience, rows)
         self._values = self.pool.ask_values(experience, self._batches)
 
     def values(self, experience: Experience) -> Tensor:
@@ -197,7 +197,7 @@ class RemoteCritic:
 
     # ------------------------------------------------------------------ checkpoints and exports
 
-    def export(self, module: PlacedModule, folder: Path, **options: Any) -> None:
+    def export(self, module: Any, folder: Path, **options: Any) -> None:
         """Write the critic as a Hugging Face folder: its ranks do, or after a fit rank 0. A collective.
 
         Raises:
@@ -209,7 +209,7 @@ class RemoteCritic:
             return
         run_on_all_ranks(lambda: self._export_kept(module, folder, **options) if get_rank() == 0 else None)
 
-    def _export_kept(self, module: PlacedModule, folder: Path, *, adapter: bool, dtype: torch.dtype | None) -> None:
+    def _export_kept(self, module: Any, folder: Path, *, adapter: bool, dtype: torch.dtype | None) -> None:
         """Write the weights that were kept after a fit. On rank 0 alone."""
         if self.pool.weights is None:
             raise ValueError(
@@ -232,7 +232,7 @@ class RemoteCritic:
         write_pretrained(trained.critic, folder, weights, adapter=adapter)
         trained.tokenizer.save_pretrained(folder)
 
-    def save_file(self, module: PlacedModule, checkpoint: dict[str, Any]) -> None:
+    def save_file(self, module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the critic to a checkpoint that is one file, unless it is a folder. A collective."""
         strategy = module.trainer.strategy
         if not self.pool.started or (isinstance(strategy, RLHFStrategy) and strategy.saves_folders):

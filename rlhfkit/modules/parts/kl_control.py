@@ -63,7 +63,7 @@ class KLTarget(Part):
         assert penalty is not None
         assert old is not None
         kl = kl_estimate(old, reference, estimator=penalty.estimator, mask=rows.action_mask)
-        penalty.coef = self.adapted(penalty.coef, self.module.mean_of_all(rows, kl), len(rows.summary))
+        penalty.coef = self.adapted(penalty.coef, self.module.ranks.mean(rows, kl), len(rows.summary))
         return rows
 
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from rlhfkit.data.types import Experience
-from rlhfkit.modules.on_policy.preparation.placed_models import AskedRows, ask, pool_result
+from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.parts import Part, Stage
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
@@ -47,4 +47,4 @@ class Reference(Part):
             assert asked is not None
             return rows.with_columns(ref_logprobs=pool_result(asked, self.pool))
         with self.module.reference_model() as reference:
-            return rows.with_columns(ref_logprobs=self.module.distributed_logprobs(reference, rows))
+            return rows.with_columns(ref_logprobs=self.module.passes.logprobs(reference, rows))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
 from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
-from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
-from rlhfkit.modules.on_policy.preparation.placed_models import AskedRows, ask, pool_result
+from rlhfkit.modules.on_policy.forward_passes import two_tokens
+from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.parts import Child, Part, Stage
 from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
@@ -149,7 +149,7 @@ class RewardModel(Part):
         return scores
 
     def _scores_of_child(self, child: nn.Module, rows: Experience | None) -> Tensor:
-        forward: Callable[..., Tensor] = self.module.distributed_forward
+        forward: Callable[..., Tensor] = self.module.passes.forward
 
         def scores(batch: Experience) -> Tensor:
             return self.scores_of(child, batch)[:, None]
@@ -163,7 +163,7 @@ class RewardModel(Part):
         summary = rows.iteration  # the same on every rank, which the parts of own rows need not be
         if "model" in (rows.reward_parts if summary is None else summary.reward_parts):
             return rows
-        found, gather = self.parts_of(rows), self.module.gather_rows
+        found, gather = self.parts_of(rows), self.module.ranks.gather_rows
         rewards, parts = rows.rewards + found["model"], {**rows.reward_parts, **found}
         if summary is not None:
             gathered = {name: gather(rows, score) for name, score in found.items()}

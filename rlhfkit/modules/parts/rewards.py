@@ -77,7 +77,7 @@ class NormalizeRewards(Part):
     def prepare(self, rows: Experience) -> Experience:
         """Add the rewards of all ranks to the moments, and normalize."""
         # Not a sum over ranks: all rewards in the order of the iteration give the same bits on any number of ranks.
-        self.moments = self.moments.update(self.module.gather_rows(rows, rows.rewards))
+        self.moments = self.moments.update(self.module.ranks.gather_rows(rows, rows.rewards))
         mean, std = self.moments.mean, self.moments.std
         earned = rows.token_rewards
         earned = None if earned is None else normalize_rewards(earned, mean, std, shift_mean=False)

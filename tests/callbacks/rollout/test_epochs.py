@@ -142,7 +142,7 @@ def test_one_update_per_epoch_makes_no_forward_pass_for_old_log_probs(tmp_path: 
         passes = 0
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            pl_module.distributed_logprobs = self.count
+            pl_module.passes.logprobs = self.count
 
         def count(self, *arguments: Any, **more: Any) -> Any:
             self.passes += 1

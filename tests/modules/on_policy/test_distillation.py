@@ -289,17 +289,11 @@ def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
     names = {"even": tmp_path / "even", "odd": tmp_path / "odd"}
     for seed, name in enumerate(names.values(), 1):
         tiny_model(name, seed=seed)
-    seen: list[Experience] = []
-
-    class Keeps(PlainDistillation):
-        def add_logprobs(self, experience: Experience) -> Experience:
-            seen.append(super().add_logprobs(experience))
-            return seen[-1]
 
     def run(**arguments: Any) -> RolloutCallback:
         trainer, module, _, rollouts = setup_run(
             tmp_path,
-            module=Keeps,
+            module=PlainDistillation,
             module_arguments={"teacher": {domain: str(name) for domain, name in names.items()}} | arguments,
             rollouts=RolloutCallback(sampling=sampling(1, 6)),
             max_epochs=1,
@@ -309,9 +303,10 @@ def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
         trainer.fit(module, data)
         return rollouts
 
-    samples = run(teacher_column="kind").samples
+    rollouts = run(teacher_column="kind")
+    samples, experience = rollouts.samples, rollouts.experience
+    assert experience is not None
     assert {sample.prompt.metadata["kind"] for sample in samples} == set(names)
-    (experience,) = seen
     for row, sample in enumerate(samples):
         model = AutoModelForCausalLM.from_pretrained(names[sample.prompt.metadata["kind"]])
         with torch.no_grad():

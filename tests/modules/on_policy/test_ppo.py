@@ -100,7 +100,7 @@ def test_the_critic_learns_the_returns_of_the_kl_coefficient_that_the_advantages
     for part in module.parts:
         if isinstance(part, Reference):
             part.prepare = lambda rows: rows  # type: ignore[method-assign]
-    module.distributed_forward = lambda *arguments: rows.where(batch.action_mask, 0.0)
+    module.passes.forward = lambda *arguments: rows.where(batch.action_mask, 0.0)
     prepared = module.prepare(batch)
     assert prepared.advantages is not None
     torch.testing.assert_close(

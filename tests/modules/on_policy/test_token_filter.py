@@ -162,8 +162,13 @@ class Proximal(PlainGRPO):
 
     checked: Any = ()
 
-    def distributed_logprobs(self, *arguments: Any, **more: Any) -> Tensor:
-        raise AssertionError("log-linear proximal log-probs need no forward pass")
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+
+        def refuse(*arguments: Any, **more: Any) -> Tensor:
+            raise AssertionError("log-linear proximal log-probs need no forward pass")
+
+        self.passes.logprobs = refuse  # type: ignore[method-assign]
 
     def loss(self, batch: Any, out: Any) -> Any:
         if self._trainer is not None and torch.is_grad_enabled():

@@ -15,13 +15,23 @@ from typing import Any
 
 import lightning as L
 import torch
+from plain_sgd import PlainSGD
 from rl_runs import PlainGRPO, digits, setup_run
 from tiny_models import tiny_mixture
 from torch import Tensor
 
 import rlhfkit.modules.parts
 from modules.on_policy.ppo_cases import PlainPPO
-from rlhfkit import Experience, PolicyOutput, Prompt, RolloutCallback, Sample, SamplingSpec, SFTDataModule
+from rlhfkit import (
+    Experience,
+    OnPolicyDistillationModule,
+    PolicyOutput,
+    Prompt,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    SFTDataModule,
+)
 from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
@@ -35,6 +45,7 @@ from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.reference import Reference
 from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
+from rlhfkit.modules.parts.teacher import ScaledAdvantages, Teacher, TeacherAdvantages
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 from rlhfkit.parts import Part
 
@@ -46,6 +57,10 @@ from .credit_cases import (
     gae_formula,
     group_formula,
     returns_formula,
+    scaled_formula,
+    teacher_advantages_formula,
+    teacher_folder,
+    teacher_formula,
     value_loss_formula,
     warmup_formula,
     whiten_formula,
@@ -76,6 +91,15 @@ from .reward_cases import (
 )
 
 LR = 0.05
+
+
+class Distilled(PlainSGD, OnPolicyDistillationModule):
+    """On-policy distillation with SGD."""
+
+    def __init__(self, model: str, teacher: str | None = None, **kwargs: Any) -> None:
+        super().__init__(model, teacher or teacher_folder(), **kwargs)
+
+
 RATES: dict[Any, dict[str, Any]] = {PlainPPO: {"critic_lr": 0.02}}
 
 
@@ -164,6 +188,7 @@ def on_ranks(folder: Path, world: int, data: str) -> dict[str, Any]:
     """What a rank runs: every case."""
     found = {}
     home = Path(data) / f"rank{os.environ.get('LOCAL_RANK', '')} of {world}"  # ranks must not write the same files
+    teacher_folder()
     for model in {case.model for case in CASES.values() if case.model is not None}:
         make_model(home, model)  # before ranks know of one another: then Transformers saves models on rank 0 only
     for name, case in CASES.items():
@@ -177,7 +202,7 @@ def batch_of(tokens: int = 5) -> Experience:
     """Two sequences, of which the second has fewer tokens; counts of an optimizer step with another micro-batch."""
     from dataclasses import replace
 
-    from rlhfkit.modules.on_policy.preparation.iteration import two_tokens
+    from rlhfkit.modules.on_policy.forward_passes import two_tokens
 
     one = two_tokens()
     generator = torch.Generator().manual_seed(0)
@@ -359,6 +384,14 @@ CASES: dict[str, Case] = {
     "AdvantagesBy": Case(lambda: AdvantagesBy(Half, {"factor": 0.25}), advantages_by_formula),
     "TokenCredit": Case(lambda: TokenCredit(0.5), credit_formula),
     "WhitenAdvantages": Case(WhitenAdvantages, whiten_formula, UNSCALED),
+    "Teacher": Case(lambda: Teacher(teacher_folder()), teacher_formula, always=True),
+    "TeacherAdvantages": Case(
+        lambda: TeacherAdvantages(0.5, gamma=0.5),
+        teacher_advantages_formula,
+        metrics=("distillation/reverse_kl",),
+        kind=Distilled,
+    ),
+    "ScaledAdvantages": Case(lambda: ScaledAdvantages(0.5), scaled_formula, UNSCALED),
     "Critic": Case(
         lambda: Critic(lr=0.02, normalize=True, bootstrap_truncated=True), critic_formula, sampling=ENDS, kind=PlainPPO
     ),

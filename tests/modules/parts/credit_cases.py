@@ -1,7 +1,9 @@
 """The formulas of advantages and of a critic, by hand."""
 
 import dataclasses
+import functools
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,16 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import digits, setup_run
+from tiny_models import tiny_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from modules.on_policy.ppo_cases import PlainPPO
+from modules.on_policy.ppo_cases import PlainPPO, logprobs_of
 from modules.on_policy.test_base import experience
 from rlhfkit import Experience, GRPOModule, PPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
 from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
+from rlhfkit.modules.parts.teacher import ScaledAdvantages, Teacher, TeacherAdvantages
 
 
 class Half:
@@ -152,7 +157,7 @@ def critic_formula(folder: Path) -> None:
     rows, part = with_values(), Critic(normalize=True)
     module: Any = PPOModule("no/model", parts=[part], kl_coef=0.0, lam=1.0)
     raw = rows.columns["values"]
-    module.critic, module.distributed_forward = torch.nn.Identity(), lambda *_: raw
+    module.critic, module.passes.forward = torch.nn.Identity(), lambda *_: raw
     seen: list[float] = []
     for _ in range(2):
         mean, std = (statistics.fmean(seen), statistics.stdev(seen)) if seen else (0.0, 1.0)
@@ -201,3 +206,53 @@ def warmup_formula(folder: Path) -> None:
     trainer.fit(module, data)
     assert torch.equal(before[0], before[2])
     assert not torch.equal(before[2], before[3])
+
+
+# ---------------------------------------------------------------------- a teacher
+
+
+@functools.cache
+def teacher_folder() -> str:
+    """A model with the tokens of all runs, and other weights."""
+    return str(tiny_model(Path(tempfile.mkdtemp()), seed=5))
+
+
+def teacher_formula(folder: Path) -> None:
+    """Log-probs of the teacher for every token of an iteration."""
+    arguments = {"parts": [Teacher(teacher_folder())]}
+    trainer, module, data, rollouts = setup_run(folder, module_arguments=arguments, max_epochs=1)
+    trainer.fit(module, data)
+    teacher, rows = AutoModelForCausalLM.from_pretrained(teacher_folder(), dtype=torch.float32), rollouts.experience
+    assert rows is not None
+    for row, sample in enumerate(rollouts.samples):
+        found = rows.columns["teacher_logprobs"][row][rows.action_mask[row]]
+        with torch.no_grad():
+            torch.testing.assert_close(found, logprobs_of(teacher.eval(), sample).float(), rtol=1e-4, atol=1e-5)
+
+
+def teacher_advantages_formula(folder: Path) -> None:
+    """Differences to the teacher, discounted, and added to the reward's advantage."""
+    rows = experience()
+    assert rows.old_logprobs is not None
+    teacher = rows.columns["ref_logprobs"]
+    rows = dataclasses.replace(rows, advantages=torch.arange(6.0)[:, None].expand(6, 6))
+    rows = rows.with_columns(teacher_logprobs=teacher)
+    for reward_coef in (0.0, 0.25):
+        part = TeacherAdvantages(2.0, gamma=0.5, reward_coef=reward_coef)
+        GRPOModule("no/model", parts=[Teacher("no/teacher"), part])
+        found = part.prepare(rows).advantages
+        assert found is not None
+        for row in range(6):
+            steps = rows.action_mask[row].nonzero()[:, 0].tolist()
+            gaps = {step: float(teacher[row, step] - rows.old_logprobs[row, step]) for step in steps}
+            for step in steps:
+                later = sum(0.5 ** (other - step) * gaps[other] for other in steps if other >= step)
+                assert float(found[row, step]) == pytest.approx(reward_coef * row + 2.0 * later, abs=1e-5)
+        assert float(found[~rows.action_mask].abs().sum()) == 0.0
+
+
+def scaled_formula(folder: Path) -> None:
+    """A factor, and 0 outside the mask."""
+    rows = dataclasses.replace(experience(), advantages=torch.arange(36.0).view(6, 6))
+    expected = torch.where(rows.action_mask, torch.arange(36.0).view(6, 6) / 4, 0.0)
+    torch.testing.assert_close(prepared(ScaledAdvantages(0.25), rows).advantages, expected)

@@ -79,7 +79,7 @@ class AboveWorst(Part):
     stage, reads, writes = Stage.SHAPE, ("rewards",), ("rewards",)
 
     def prepare(self, rows: Experience) -> Experience:
-        worst = self.module.gather_rows(rows, rows.rewards).nan_to_num(nan=math.inf).min()
+        worst = self.module.ranks.gather_rows(rows, rows.rewards).nan_to_num(nan=math.inf).min()
         return dataclasses.replace(rows, rewards=rows.rewards - worst)
 
 
@@ -280,7 +280,7 @@ def on_ranks(place: str, **_: Any) -> dict[str, Any]:
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     trainer = one_process()
     handler = Log()
-    logging.getLogger("rlhfkit.modules.on_policy.preparation.local_rows").addHandler(handler)
+    logging.getLogger("rlhfkit.modules.on_policy.ranks").addHandler(handler)
     results: dict[str, Any] = {"cases": {}, "warnings": {}}
     for name in CASES:
         handler.messages = []
@@ -297,14 +297,14 @@ def gathers(module: GRPOModule, rank: int) -> dict[str, Any]:
     """Gathered rows of every kind, and of a field and a part of the reward that only some ranks have."""
     whole = iteration(0)
     own = share(whole, 0, rank)
-    everyone = module.gather_experience(own)
+    everyone = module.ranks.gather_experience(own)
     fields = [field.name for field in dataclasses.fields(whole) if isinstance(getattr(whole, field.name), Tensor)]
     partly = dataclasses.replace(
         own,
         token_rewards=None if rank == 1 else own.token_rewards,
         reward_parts=own.reward_parts if rank == 2 else {"a": own.reward_parts["a"]},
     )
-    missing = module.gather_experience(partly)
+    missing = module.ranks.gather_experience(partly)
     assert missing.token_rewards is not None
     absent = [share(whole, 0, other).own_rows for other in (0, 1)]
     return {
@@ -319,8 +319,8 @@ def gathers(module: GRPOModule, rank: int) -> dict[str, Any]:
         "whole": everyone.iteration is None and everyone.rows is None,
         "token rewards of rank 1": float(missing.token_rewards[absent[1]].abs().sum()),
         "missing parts": bool(missing.reward_parts["b"][torch.cat(absent)].isnan().all()),
-        "bool": module.gather_rows(own, own.truncated).tolist() == whole.truncated.tolist(),
-        "matrix": torch.equal(module.gather_rows(own, own.input_ids[:, :3]), whole.input_ids[:, :3]),
+        "bool": module.ranks.gather_rows(own, own.truncated).tolist() == whole.truncated.tolist(),
+        "matrix": torch.equal(module.ranks.gather_rows(own, own.input_ids[:, :3]), whole.input_ids[:, :3]),
     }
 
 

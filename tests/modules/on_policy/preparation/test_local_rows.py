@@ -15,7 +15,7 @@ from rlhfkit import GRPOModule, local_rows
 from rlhfkit.data import Experience
 from rlhfkit.losses import RewardMoments
 from rlhfkit.models.heads import load_scalar_model, reward_output
-from rlhfkit.modules.on_policy.preparation.local_rows import takes_local_rows
+from rlhfkit.modules.on_policy.ranks import takes_local_rows
 
 from . import local_rows_cases as cases
 
@@ -149,8 +149,8 @@ def test_in_one_process_a_function_sees_the_experience_itself() -> None:
     done = module.compute_advantages(whole)
     assert seen[0].input_ids is whole.input_ids
     assert torch.equal(done.advantages[:, 0], whole.rewards.nan_to_num())
-    assert module.gather_rows(whole, whole.group) is whole.group
-    assert module.gather_experience(whole) is whole
+    assert module.ranks.gather_rows(whole, whole.group) is whole.group
+    assert module.ranks.gather_experience(whole) is whole
 
 
 def test_rows_in_another_order_are_gathered_to_the_order_of_the_iteration() -> None:
@@ -159,10 +159,10 @@ def test_rows_in_another_order_are_gathered_to_the_order_of_the_iteration() -> N
     rows = torch.randperm(cases.SEQUENCES, generator=torch.Generator().manual_seed(1))
     own = cases.dataclasses.replace(whole.select(rows), rows=rows, iteration=whole.summarize())
     module = GRPOModule("anywhere", advantage_scale="batch")
-    assert torch.equal(module.gather_rows(own, own.sample_index), whole.sample_index)
+    assert torch.equal(module.ranks.gather_rows(own, own.sample_index), whole.sample_index)
     assert torch.equal(module.advantages(own), module.advantages(whole)[rows])
     with pytest.raises(ValueError, match="one value for each of 24 own rows, got 5"):
-        module.gather_rows(own, own.group[:5])
+        module.ranks.gather_rows(own, own.group[:5])
 
 
 def test_advantages_of_other_rows_are_refused() -> None:

@@ -27,7 +27,7 @@ from rlhfkit import (
 )
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.distillation import likeliest_tokens
-from rlhfkit.modules.on_policy.preparation import placed_models
+from rlhfkit.modules.on_policy import placed_models
 from rlhfkit.rewards import PairwiseReward
 from rlhfkit.roles.pending_rows import EarlyRows
 from rlhfkit.rollout.errors import EngineError

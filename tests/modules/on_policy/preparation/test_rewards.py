@@ -178,7 +178,7 @@ def test_forward_passes_over_an_iteration_are_within_their_limit_however_long_it
         for index, count in enumerate([3, 50, 20, 9])
     ]
     rows = Experience.from_samples(samples)
-    batches = module._forward_batches(rows, None, 40, packed=packs_batches(module.policy))[0]
+    batches = module.passes._forward_batches(rows, None, 40, packed=packs_batches(module.policy))[0]
     assert sorted(torch.cat(batches).tolist()) == list(range(12))
     for batch in batches:
         inputs = forward_of(module.policy).inputs(rows.select(batch)).arguments

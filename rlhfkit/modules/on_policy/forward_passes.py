@@ -1,4 +1,4 @@
-"""``IterationModule``: forward passes and sums over the rows of an iteration, which are divided over the ranks."""
+"""``ForwardPasses``: forward passes over the rows of an iteration, which are divided over the ranks."""
 
 import math
 from collections.abc import Callable
@@ -11,19 +11,10 @@ from rlhfkit.data.packing import split_groups_by_tokens
 from rlhfkit.data.token_cap import PackedForward, PaddedForward, capped_batches
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import all_reduce, cpu_group, get_rank, get_world_size
-from rlhfkit.losses import RewardMoments
 from rlhfkit.mesh import Mesh, forward_group_of
 from rlhfkit.models import packs_batches, policy_output
 from rlhfkit.models.forward import unwrap
 from rlhfkit.models.routing import choices_per_token
-from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.on_policy.preparation.local_rows import (
-    gather_experience,
-    gather_rows,
-    mean_of_all,
-    update_moments,
-    whiten_all,
-)
 from rlhfkit.validation import check_integer
 
 
@@ -41,65 +32,36 @@ class TokenStatistics(NamedTuple):
     routing: Tensor | None
 
 
-class IterationModule(PolicyModule):
-    """A policy that computes over whole iterations of samples, of which each rank has some rows.
+class ForwardPasses:
+    """Computes over whole iterations of samples, of which each rank has some rows.
 
     Args:
-        model: Folder or hub name of the policy.
-        max_tokens_per_forward: Tokens that a rank computes in a forward pass of policy, critic, reference, teacher or
-            reward model over an iteration, without gradient (OpenRLHF's default is 16192); a longer sequence is
-            computed alone, with ``sequence_parallel_size`` by all ranks that share it.
-        **kwargs: See :class:`PolicyModule`.
+        module: The module whose Trainer says the precision, and on whose device batches are computed.
+        max_tokens: Tokens that a rank computes in a forward pass of policy, critic, reference, teacher or reward model
+            without gradient (OpenRLHF's default is 16192); a longer sequence is computed alone, with
+            ``sequence_parallel_size`` by all ranks that share it.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If ``max_tokens`` is out of range.
     """
 
-    def __init__(self, model: str, *, max_tokens_per_forward: int = 16384, **kwargs: Any) -> None:
-        super().__init__(model, **kwargs)
-        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
-        self.max_tokens_per_forward = max_tokens_per_forward
+    def __init__(self, module: Any, max_tokens: int) -> None:
+        check_integer("max_tokens_per_forward", max_tokens, minimum=1)
+        self._module = module
+        self.max_tokens = max_tokens
 
-    # ------------------------------------------------------------------ rows of other ranks
-
-    def gather_rows(self, experience: Experience, values: Tensor) -> Tensor:
-        """Gather values of own rows, (B, ...), to those of all rows of the iteration, (N, ...), on every rank.
-
-        They are in the order of the iteration, that of ``experience.summary``; ``[experience.own_rows]`` selects own
-        rows again. In one process they are ``values``. A collective.
-        """
-        return gather_rows(experience, values, self.device)
-
-    def gather_experience(self, experience: Experience) -> Experience:
-        """Gather all rows of the iteration, in its order, on every rank, which takes memory for them. A collective."""
-        return gather_experience(experience, self.device)
-
-    def whiten(self, experience: Experience, values: Tensor) -> Tensor:
-        """:func:`~rlhfkit.losses.whiten` of values of tokens (B, T-1), by the moments of all ranks. A collective."""
-        return whiten_all(experience, values, self.device)
-
-    def mean_of_all(self, experience: Experience, values: Tensor) -> float:
-        """Mean of values of tokens (B, T-1) over the trained tokens of all ranks; 0 without any. A collective."""
-        return mean_of_all(experience, values, self.device)
-
-    def updated_moments(self, moments: RewardMoments, experience: Experience, values: Tensor) -> RewardMoments:
-        """Add the values of all ranks, of any shape on each, to running moments. A collective."""
-        return update_moments(moments, experience, values, self.device)
-
-    # ------------------------------------------------------------------ forward passes over an iteration
-
-    def distributed_logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
+    def logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
         """Compute the log-probs of this rank's rows, in as many forward passes as the other ranks. A collective.
 
         ``rows`` (B,) bool selects sequences. Returns (B, T-1) float32 on the CPU; 0 outside the mask and in other rows.
         """
 
-        def logprobs(batch: Experience) -> Tensor:
+        def compute(batch: Experience) -> Tensor:
             return policy_output(model, batch, batch.action_mask, temperature=batch.temperature).logprobs
 
-        return self.distributed_forward(model, logprobs, experience, rows)
+        return self.forward(model, compute, experience, rows)
 
-    def distributed_statistics(
+    def statistics(
         self,
         model: nn.Module,
         experience: Experience,
@@ -108,7 +70,7 @@ class IterationModule(PolicyModule):
         entropy: bool = False,
         routing: bool = False,
     ) -> TokenStatistics:
-        """:meth:`distributed_logprobs`, and what else the same forward pass knows of each token. A collective.
+        """:meth:`logprobs`, and what else the same forward pass knows of each token. A collective.
 
         Args:
             model: A causal language model.
@@ -129,7 +91,7 @@ class IterationModule(PolicyModule):
 
         first = 1 + entropy
         columns = first + (choices_per_token(unwrap(model)) if routing else 0)
-        found = self.distributed_forward(model, compute, experience, rows, columns)
+        found = self.forward(model, compute, experience, rows, columns)
         return TokenStatistics(
             found[..., 0].clone(),
             found[..., 1].clone() if entropy else None,
@@ -137,7 +99,7 @@ class IterationModule(PolicyModule):
         )
 
     @torch.no_grad()
-    def distributed_forward(
+    def forward(
         self,
         model: nn.Module,
         compute: Callable[[Experience], Tensor],
@@ -158,23 +120,23 @@ class IterationModule(PolicyModule):
             (B, T-1) or (B, T-1, C) float32 on the CPU; 0 in other rows.
         """
         last = () if columns is None else (columns,)
-        results = torch.zeros((*experience.action_mask.shape, *last), device=self.device)
-        turns = self._forward_turns(model, experience, rows)
+        results = torch.zeros((*experience.action_mask.shape, *last), device=self._module.device)
+        turns = self.turns(model, experience, rows)
         if not turns:
             return results.cpu()
-        nothing = experience.select([]).placeholder().to(self.device)
+        nothing = experience.select([]).placeholder().to(self._module.device)
         training = model.training
         model.eval()
         for batch_rows in turns:
-            batch = nothing if batch_rows is None else experience.select(batch_rows).to(self.device)
-            with self.trainer.precision_plugin.forward_context():
+            batch = nothing if batch_rows is None else experience.select(batch_rows).to(self._module.device)
+            with self._module.trainer.precision_plugin.forward_context():
                 values = compute(batch)
             if batch_rows is not None:
-                results[batch_rows.to(self.device, non_blocking=True), : values.shape[1]] = values.float()
+                results[batch_rows.to(self._module.device, non_blocking=True), : values.shape[1]] = values.float()
         model.train(training)
         return results.cpu()
 
-    def _forward_turns(self, model: nn.Module, experience: Experience, rows: Tensor | None) -> list[Tensor | None]:
+    def turns(self, model: nn.Module, experience: Experience, rows: Tensor | None) -> list[Tensor | None]:
         """The rows of each forward pass, ``None`` for one in which only other ranks have some. A collective.
 
         A sharded model gathers its weights in each pass, so that all ranks run equally many. Ranks that compute their
@@ -184,7 +146,7 @@ class IterationModule(PolicyModule):
         group = forward_group_of(unwrap(model))
         mesh = Mesh(get_rank(), get_world_size()) if group is None else group.mesh
         # The batches of all members are computed at once, and each rank computes its part of all their tokens.
-        limit = max(self.max_tokens_per_forward // mesh.tensor, 1)
+        limit = max(self.max_tokens // mesh.tensor, 1)
         batches, long = self._forward_batches(experience, rows, limit, packed=packs_batches(model))
         counts = torch.zeros(mesh.world_size, 2, dtype=torch.int64)
         if mesh.forward_group_size == 1:
@@ -198,9 +160,9 @@ class IterationModule(PolicyModule):
         turns[slots : slots + len(batches) - long] = batches[long:]
         return turns
 
-    def forward_batches(self, experience: Experience, rows: Tensor | None = None) -> list[Tensor]:
+    def batches(self, experience: Experience, rows: Tensor | None = None) -> list[Tensor]:
         """Indices (b,) of the rows of each forward pass of a model on machines of its own; ``rows`` (B,) bool: some."""
-        return self._forward_batches(experience, rows, self.max_tokens_per_forward, packed=True)[0]
+        return self._forward_batches(experience, rows, self.max_tokens, packed=True)[0]
 
     @staticmethod
     def _forward_batches(

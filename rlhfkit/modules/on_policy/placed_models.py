@@ -1,7 +1,7 @@
 """Models of a module that are on machines of their own: starting them, asking them, and waiting for their numbers."""
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import exchange_errors, gather_objects, true_on_all_ranks
 from rlhfkit.models.load import precision_dtype
-from rlhfkit.modules.on_policy.preparation.iteration import IterationModule
 from rlhfkit.roles import FrozenModel, ModelPoolError
 from rlhfkit.roles.pending_rows import WeightsMissingError, row_keys
 from rlhfkit.roles.replica import Role
@@ -17,54 +16,54 @@ from rlhfkit.roles.replica import Role
 T = TypeVar("T")
 
 
-class PlacedModule(IterationModule):
-    """A module of which some models may be elsewhere: a :class:`~rlhfkit.roles.FrozenModel`.
+class PlacedModels:
+    """The models of a module's parts that are elsewhere: each a :class:`~rlhfkit.roles.FrozenModel`.
 
     They are asked about a group as soon as it is finished (:meth:`ask_early`), while others are still sampled.
+
+    Args:
+        module: The module.
     """
 
-    def placed_models(self) -> Mapping[str, tuple[FrozenModel, Role]]:
-        """The models on machines of their own, by the name of the role, and what they are asked for."""
-        return {}
+    def __init__(self, module: Any) -> None:
+        self._module = module
 
-    def start_pool(self, pool: FrozenModel, role: Role) -> None:
+    def by_role(self) -> dict[str, tuple[FrozenModel, Role]]:
+        """The models, by the name of the role, and what they are asked for."""
+        return {name: one for part in self._module.parts for name, one in part.placed().items()}
+
+    def start(self, pool: FrozenModel, role: Role) -> None:
         """Start the replicas of a pool, once. A collective."""
-        precision = self.trainer.precision  # the numbers are those of a child of the module
+        module = self._module
+        precision = module.trainer.precision  # the numbers are those of a child of the module
         types = {"weights": precision_dtype(precision), "compute": precision_dtype(precision, compute=True)}
-        given = self.given_tokenizer
-        pool.start(role, policy=self.model_name if given is None else given, **types)
-
-    # ------------------------------------------------------------------ while others are sampled
+        given = module.given_tokenizer
+        pool.start(role, policy=module.model_name if given is None else given, **types)
 
     def begin_asking(self, iteration: int) -> bool:
         """Start the models before an iteration's samples; whether there are any to ask early. A collective."""
-        placed = self.placed_models()
+        placed = self.by_role()
         for pool, role in placed.values():
-            self.start_pool(pool, role)
+            self.start(pool, role)
             pool.early.drop_before(iteration)
         return bool(placed)
 
     def ask_early(self, experience: Experience, iteration: int) -> None:
         """Ask about samples of an iteration that are finished; the mask has the policy's tokens. Any thread may."""
-        for pool, _ in self.placed_models().values():
-            pool.early.add(experience, pool.submit(experience, self.forward_batches(experience)), iteration)
+        for pool, _ in self.by_role().values():
+            pool.early.add(experience, pool.submit(experience, self._module.passes.batches(experience)), iteration)
 
-    def asked_seconds(self) -> dict[str, float]:
+    def take_seconds(self) -> dict[str, float]:
         """Seconds since the last call that this rank has waited for each model, and that were hidden, by name."""
         seconds: dict[str, float] = {}
-        for name, (pool, _) in self.placed_models().items():
+        for name, (pool, _) in self.by_role().items():
             waited, hidden = pool.take_seconds()
             seconds |= {f"{name}_waited": waited, f"{name}_hidden": hidden}
         return seconds
 
-    def teardown(self, stage: str) -> None:
-        """End the replicas of models on machines of their own."""
-        super().teardown(stage)
-        self.close_placed()
-
-    def close_placed(self) -> None:
+    def close(self) -> None:
         """End these models, also after an error, when Lightning calls no ``teardown``. Not a collective."""
-        for pool, _ in self.placed_models().values():
+        for pool, _ in self.by_role().values():
             pool.close()
 
 
@@ -74,7 +73,7 @@ class AskedRows:
     Making one is a collective, also for a rank without rows (``experience=None``).
     """
 
-    def __init__(self, pool: FrozenModel, module: PlacedModule, experience: Experience | None) -> None:
+    def __init__(self, pool: FrozenModel, module: Any, experience: Experience | None) -> None:
         self._pool = pool
         self._experience = experience
         self._keys = [] if experience is None else row_keys(experience)
@@ -87,7 +86,7 @@ class AskedRows:
         self._late = None
         late = torch.tensor([key not in known for key in self._keys], dtype=torch.bool)
         if experience is not None and bool(late.any()):
-            self._late = pool.submit(experience, module.forward_batches(experience, late))
+            self._late = pool.submit(experience, module.passes.batches(experience, late))
 
     def wait(self, columns: int | None) -> tuple[Tensor | None, dict[bytes, Tensor]]:
         """Wait for what this rank has asked: rows of its own, and samples by key."""
@@ -114,9 +113,9 @@ class AskedRows:
         return values * mask if columns is None else values
 
 
-def ask(pool: FrozenModel, role: Role, module: PlacedModule, experience: Experience | None) -> AskedRows:
+def ask(pool: FrozenModel, role: Role, module: Any, experience: Experience | None) -> AskedRows:
     """Ask for numbers of this rank's rows, which may be none; the first time, start the replicas. A collective."""
-    module.start_pool(pool, role)
+    module.placed.start(pool, role)
     return AskedRows(pool, module, experience)
 
 
