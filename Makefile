@@ -69,7 +69,7 @@ test-versions: .venv-oldest/.installed .venv-newest/.installed
 	done
 
 demo: $(INSTALLED)
-	$(BIN)/python tutorials/grpo_arithmetic.py --engine $(ENGINE) --seed $(SEED)
+	$(BIN)/rlhfkit demo --engine $(ENGINE) --seed $(SEED)
 
 # Types are checked beside the tests, which wait now and then.
 test: $(INSTALLED)

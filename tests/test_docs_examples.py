@@ -15,6 +15,7 @@ import pytest
 from jsonargparse import auto_cli, capture_parser
 
 import rlhfkit
+from rlhfkit.cli.demo import demo_parser
 from rlhfkit.cli.estimate import parser as estimate_parser
 from rlhfkit.cli.init import init_parser, packaged
 from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS, main
@@ -175,7 +176,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 def shell_lines() -> Iterator[tuple[str, str]]:
     """Where a command is written, and the command: pages, tutorials with their notebooks, and our own docstrings."""
-    for path in [*PAGES, *PROGRAMS, *sorted((ROOT / "tutorials").glob("*.yaml")), *sorted(COMMAND_FILES)]:
+    for path in [*PAGES, *PROGRAMS, *sorted((ROOT / "rlhfkit/cli/demo").glob("*.yaml")), *sorted(COMMAND_FILES)]:
         text = path.read_text(encoding="utf-8")
         text = re.sub(r" *\\\n *", " ", text)
         if path in COMMAND_FILES:
@@ -187,6 +188,7 @@ def shell_lines() -> Iterator[tuple[str, str]]:
 
 COMMAND_FILES = {*(ROOT / "rlhfkit" / "cli").glob("*.py")}
 SHELL_LINES = sorted({*shell_lines()})
+WORD_PARSERS = {"report": report_parser, "init": init_parser, "demo": demo_parser}
 PARTIAL = ("score --reward_model", "fit --print_config", "export --adapter")
 """Commands in running text that name one option."""
 
@@ -197,9 +199,9 @@ def test_shell_lines_are_parsed_by_the_command_line(
 ) -> None:
     """Nothing is run; ``run.yaml`` and ``long.yaml`` of the pages are a tutorial's, ``grpo.yaml`` is the package's."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tutorials").symlink_to(ROOT / "tutorials")
+    (tmp_path / "rlhfkit").symlink_to(ROOT / "rlhfkit")
     for name in ("run.yaml", "long.yaml"):
-        (tmp_path / name).write_text((ROOT / "tutorials" / "grpo_arithmetic.yaml").read_text())
+        (tmp_path / name).write_text((ROOT / "rlhfkit/cli/demo/grpo_arithmetic.yaml").read_text())
     (tmp_path / "grpo.yaml").write_text(packaged("grpo").read_text())
     _, command, *words = shlex.split(line, comments=True)
     if f"{command} {words[0]}" in PARTIAL:
@@ -211,8 +213,8 @@ def test_shell_lines_are_parsed_by_the_command_line(
         parser.exit_on_error = False
         parser.parse_args(words)
         return
-    if command in ("report", "init"):
-        (report_parser if command == "report" else init_parser)().parse_args(words)
+    if command in WORD_PARSERS:
+        WORD_PARSERS[command]().parse_args(words)
         return
     if command == "estimate":
         _, words = estimate_parser().parse_known_args(words)
@@ -223,7 +225,10 @@ def test_shell_lines_are_parsed_by_the_command_line(
 
 def test_shell_lines_of_all_kinds_are_found() -> None:
     commands = {shlex.split(line, comments=True)[1] for _, line in SHELL_LINES}
-    assert commands >= {"fit", "estimate", "report", "init", *FUNCTION_COMMANDS} - {"parts"}  # which takes no argument
+    assert commands >= {"fit", "estimate", "report", "init", *FUNCTION_COMMANDS} - {
+        "parts",
+        "doctor",
+    }  # which take no argument
     pages = {page for page, _ in SHELL_LINES}
     assert {"README.md", "recipes.md", "main.py", "grpo_arithmetic.yaml", "generate.py"} <= pages
 

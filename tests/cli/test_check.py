@@ -12,7 +12,7 @@ import yaml
 from rlhfkit.cli.check import Configuration, ConfigurationError, check_words
 
 ROOT = Path(__file__).parents[2]
-CONFIG = "--config tutorials/grpo_arithmetic.yaml"
+CONFIG = "--config rlhfkit/cli/demo/grpo_arithmetic.yaml"
 
 WRONG = {
     # arguments that there are not
@@ -65,8 +65,8 @@ WRONG = {
     "--model.lr 1e-6": ("model.class_path", "is missing"),
     # files and words
     "--config no_such_file.yaml": ("no_such_file.yaml", "No such file"),
-    "--config tutorials/grpo_arithmetic.yml": ("did you mean", "grpo_arithmetic.yaml?"),
-    "--config tutorials/grpo_arithmetic.py": ("no YAML",),
+    "--config rlhfkit/cli/demo/grpo_arithmetic.yml": ("did you mean", "grpo_arithmetic.yaml?"),
+    "--config rlhfkit/cli/demo/arithmetic.py": ("no YAML",),
     "run.yaml": ("options begin with --",),
     "--config": ("a value is missing",),
 }
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_named_in_five_lines(line: str) -> None:
 
 RIGHT = [
     CONFIG,
-    f"{CONFIG} --config tutorials/grpo_arithmetic_vllm.yaml",
+    f"{CONFIG} --config rlhfkit/cli/demo/grpo_arithmetic_vllm.yaml",
     f"{CONFIG} --model.init_args.lr 1e-6 --trainer.max_epochs 10 --trainer.devices auto --seed_everything false",
     f"{CONFIG} --trainer.strategy rlhf_zero2 --trainer.precision bf16-true --trainer.gradient_clip_val null",
     f"{CONFIG} --model PPOModule --model.critic_lr 1e-5 --model.lora.rank 8 --model.clip_high=0.3",
@@ -117,7 +117,7 @@ def test_functions_of_the_current_folder_are_found(tmp_path: Path, monkeypatch: 
 
 
 def test_all_places_that_are_wrong_are_listed(tmp_path: Path) -> None:
-    settings = yaml.safe_load((ROOT / "tutorials" / "grpo_arithmetic.yaml").read_text())
+    settings = yaml.safe_load((ROOT / "rlhfkit/cli/demo/grpo_arithmetic.yaml").read_text())
     settings["model"]["init_args"]["learning_rate"] = 1
     settings["trainer"]["max_epoch"] = 1
     settings["trainer"]["callbacks"][0]["init_args"]["sampling"]["max_tokens"] = 5

@@ -182,7 +182,7 @@ def test_every_constructor_argument_of_a_tutorial_is_reachable(name: str, capsys
     from rlhfkit.modules import PolicyModule
 
     with pytest.raises(SystemExit):
-        run(["fit", "--config", str(ROOT / "tutorials" / name), "--print_config"])
+        run(["fit", "--config", str(ROOT / "rlhfkit/cli/demo" / name), "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)
     module, data = printed["model"]["init_args"], printed["data"]["init_args"]
     callback = printed["trainer"]["callbacks"][0]["init_args"]
@@ -199,7 +199,7 @@ def test_every_constructor_argument_of_a_tutorial_is_reachable(name: str, capsys
 
 
 def test_the_tutorials_vllm_settings_go_over_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    files = [str(ROOT / "tutorials" / name) for name in ("grpo_arithmetic.yaml", "grpo_arithmetic_vllm.yaml")]
+    files = [str(ROOT / "rlhfkit/cli/demo" / name) for name in ("grpo_arithmetic.yaml", "grpo_arithmetic_vllm.yaml")]
     with pytest.raises(SystemExit):
         run(["fit", "--config", files[0], "--config", files[1], "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)
