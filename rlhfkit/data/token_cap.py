@@ -6,7 +6,6 @@ and only a single sequence can exceed the limit.
 """
 
 import heapq
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -28,32 +27,8 @@ Bins = list[list[int]]
 """Rows of each micro-batch."""
 
 
-class ForwardPass(ABC):
-    """What a forward pass over some rows costs, and which rows go well together."""
-
-    @abstractmethod
-    def tokens(self, rows: Sequence[int]) -> int:
-        """Tokens that are computed, padding included; no more for a part of the rows."""
-
-    @abstractmethod
-    def fill(self, rows: Sequence[int], max_tokens: int) -> Bins:
-        """Divide rows, each of at most ``max_tokens``, into few bins of at most ``max_tokens``."""
-
-    @abstractmethod
-    def balance(self, rows: Sequence[int], num_bins: int, max_tokens: int) -> list[Bins]:
-        """Divisions into ``num_bins`` bins of nearly equal tokens; some may exceed ``max_tokens``, or there is none."""
-
-    @abstractmethod
-    def halve(self, rows: Sequence[int]) -> Bins:
-        """Divide two rows or more into two bins of nearly equal tokens."""
-
-    @abstractmethod
-    def deal(self, bins: Bins, world_size: int, ranks_per_forward: int) -> Bins:
-        """:func:`~rlhfkit.data.packing.deal_to_members`, without more tokens in all."""
-
-
 @dataclass(frozen=True)
-class PackedForward(ForwardPass):
+class PackedForward:
     """Rows without padding, in which the prompt of a group is computed once for neighbouring rows."""
 
     lengths: Sequence[int]
@@ -64,11 +39,14 @@ class PackedForward(ForwardPass):
     """Equal for samples of one prompt, which are neighbours."""
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Sum of the lengths, each prompt counted once."""
+        """Tokens that are computed: the sum of the lengths, each prompt counted once."""
         return packed_tokens(rows, self.lengths, self.prompts, self.groups)
 
     def fill(self, rows: Sequence[int], max_tokens: int) -> Bins:
-        """Best fit of whole groups, halves of groups, and so on; the division into the fewest bins."""
+        """Divide rows, each of at most ``max_tokens``, into few bins of at most ``max_tokens``.
+
+        By best fit of whole groups, halves of groups, and so on; the division into the fewest bins.
+        """
         divisions = []
         for pieces in group_pieces(rows, self.groups):
             fitting = [part for piece in pieces for part in self._fitting(piece, max_tokens)]
@@ -84,7 +62,10 @@ class PackedForward(ForwardPass):
         return [*self._fitting(piece[:middle], max_tokens), *self._fitting(piece[middle:], max_tokens)]
 
     def balance(self, rows: Sequence[int], num_bins: int, max_tokens: int) -> list[Bins]:
-        """Divide pieces of groups of several sizes."""
+        """Divisions into ``num_bins`` bins of nearly equal tokens, of pieces of groups of several sizes.
+
+        Some may exceed ``max_tokens``, or there is none.
+        """
         divisions = []
         for pieces in group_pieces(rows, self.groups):
             fitting = [part for piece in pieces for part in self._fitting(piece, max_tokens)]
@@ -97,22 +78,18 @@ class PackedForward(ForwardPass):
         """Between groups or inside one, whichever is better balanced."""
         return split_groups_by_tokens(rows, 2, lengths=self.lengths, prompts=self.prompts, groups=self.groups, ranks=2)
 
-    def deal(self, bins: Bins, world_size: int, ranks_per_forward: int) -> Bins:
-        """The rows of a group in a bin stay together."""
-        return deal_to_members(
-            bins, self.lengths, self.groups, world_size=world_size, ranks_per_forward=ranks_per_forward
-        )
-
 
 @dataclass(frozen=True)
-class PaddedForward(ForwardPass):
+class PaddedForward:
     """Rows padded to the longest of them."""
 
     lengths: Sequence[int]
     """Tokens of each sequence of the iteration, at least 1."""
+    groups: None = None
+    """Rows of a group gain nothing from one another."""
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Number of rows times the longest."""
+        """Tokens that are computed, padding included: the number of rows times the longest."""
         return padded_tokens(rows, self.lengths)
 
     def _longest_first(self, rows: Sequence[int]) -> list[int]:
@@ -143,9 +120,9 @@ class PaddedForward(ForwardPass):
         ordered, middle = self._longest_first(rows), len(rows) // 2
         return [ordered[:middle], ordered[middle:]]
 
-    def deal(self, bins: Bins, world_size: int, ranks_per_forward: int) -> Bins:
-        """Row by row."""
-        return deal_to_members(bins, self.lengths, world_size=world_size, ranks_per_forward=ranks_per_forward)
+
+ForwardPass = PackedForward | PaddedForward
+"""What a forward pass over some rows costs, and which rows go well together."""
 
 
 def capped_batches(forward: ForwardPass, rows: Sequence[int], max_tokens: int) -> Bins:
@@ -205,7 +182,9 @@ def plan_capped_micro_batches(
         balanced = _balance(forward, bins, accumulate * at_once, max_tokens, at_once)
         if ranks_per_forward > 1:
             balanced += [[] for _ in range(accumulate * at_once - len(balanced))]
-            balanced = forward.deal(balanced, world_size, ranks_per_forward)
+            balanced = deal_to_members(
+                balanced, forward.lengths, forward.groups, world_size=world_size, ranks_per_forward=ranks_per_forward
+            )
         for rank, share in enumerate(plan):
             own = balanced[rank::world_size]
             share += [MicroBatch(rows, update, trained=bool(rows)) for rows in own]

@@ -18,25 +18,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
-from rlhfkit.data.batch import StepTotals
+from rlhfkit.data.batch import StepTotals, TokenBatch
 from rlhfkit.data.packing import best_fit_decreasing, deal_to_members, permutation, split_by_tokens
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
-
-
-class StepBatch(Protocol):
-    """A batch that can be turned into one without targets."""
-
-    def without_targets(self) -> Self:
-        """The same batch with nothing to train."""
-        ...
-
-    def first_tokens(self, length: int) -> Self:
-        """The same batch with at most that many tokens of each row."""
-        ...
 
 
 class MapDataset(Protocol):
@@ -83,8 +71,8 @@ class ExampleStream(Protocol):
         ...
 
 
-B = TypeVar("B", bound=StepBatch)
-F = TypeVar("F", bound=StepBatch)
+B = TypeVar("B", bound=TokenBatch)
+F = TypeVar("F", bound=TokenBatch)
 
 
 @dataclass(frozen=True)
