@@ -16,6 +16,7 @@ from jsonargparse import auto_cli, capture_parser
 
 import rlhfkit
 from rlhfkit.cli.demo import demo_parser
+from rlhfkit.cli.doctor import doctor_parser
 from rlhfkit.cli.estimate import parser as estimate_parser
 from rlhfkit.cli.init import init_parser, packaged
 from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS, main
@@ -188,7 +189,7 @@ def shell_lines() -> Iterator[tuple[str, str]]:
 
 COMMAND_FILES = {*(ROOT / "rlhfkit" / "cli").glob("*.py")}
 SHELL_LINES = sorted({*shell_lines()})
-WORD_PARSERS = {"report": report_parser, "init": init_parser, "demo": demo_parser}
+WORD_PARSERS = {"report": report_parser, "init": init_parser, "demo": demo_parser, "doctor": doctor_parser}
 PARTIAL = ("score --reward_model", "fit --print_config", "export --adapter")
 """Commands in running text that name one option."""
 

@@ -3,6 +3,7 @@
 Packages are judged by their metadata and nothing of them is imported; the GPUs are what the driver says.
 """
 
+import argparse
 import ctypes
 import importlib.util
 import os
@@ -11,14 +12,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-
-from packaging.requirements import Requirement
+from typing import TYPE_CHECKING
 
 from rlhfkit._version import __version__
 from rlhfkit.gpus import VARIABLE, ask_driver, ask_driver_about_all, device_files, explain_missing_cuda
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 FEATURES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "DeepSpeed": (("deepspeed",), "deepspeed", "strategies rlhf_zero0 to rlhf_zero3"),
@@ -64,11 +68,24 @@ def doctor() -> None:
         raise SystemExit(1)
 
 
-def requirements(extra: str | None = None) -> dict[str, Requirement]:
-    """What rlhfkit asks for by package, of its base or of an extra; nothing where it is not installed."""
+def doctor_parser() -> argparse.ArgumentParser:
+    """The options of the command: none."""
+    return argparse.ArgumentParser(prog="rlhfkit doctor", description=doctor.__doc__)
+
+
+def doctor_command(words: Sequence[str]) -> None:
+    """Run the command with the words of a command line."""
+    doctor_parser().parse_args(list(words))
+    doctor()
+
+
+def requirements(extra: str | None = None) -> "dict[str, Requirement]":
+    """What rlhfkit asks for by package, of its base or of an extra; nothing where that cannot be known."""
     try:
+        from packaging.requirements import Requirement
+
         listed = [Requirement(line) for line in requires("rlhfkit") or ()]
-    except PackageNotFoundError:  # a checkout on PYTHONPATH
+    except (PackageNotFoundError, ImportError):  # a checkout on PYTHONPATH; an environment with nothing else
         return {}
     if extra is None:
         return {one.name.lower(): one for one in listed if one.marker is None}
@@ -104,7 +121,7 @@ def optional_packages() -> list[Finding]:
     return found
 
 
-def _package(name: str, package: str, asked: Requirement | None, *, cure: str, needed: bool = True) -> Finding:
+def _package(name: str, package: str, asked: "Requirement | None", *, cure: str, needed: bool = True) -> Finding:
     """Whether a package is there, in a version that rlhfkit takes."""
     here = installed(package)
     if here is None:

@@ -30,12 +30,15 @@ FUNCTION_COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("sample and grade answers to a benchmark, with metrics", "rlhfkit.cli.evaluate:evaluate"),
     "score": ("add a reward to each line of completions", "rlhfkit.cli.score:score"),
     "serve-reward": ("a reward model or function over HTTP", "rlhfkit.cli.serve_reward:serve_reward"),
-    "doctor": ("what this machine has, what works, and the cure for what does not", "rlhfkit.cli.doctor:doctor"),
     "parts": ("features that can be passed to modules and rollouts", "rlhfkit.cli.parts:parts"),
 }
 """Other commands: one-line help, and the function that is called (``module:function``)."""
 
 WORD_COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": (
+        "what this machine has, what works, and the cure for what does not",
+        "rlhfkit.cli.doctor:doctor_command",
+    ),
     "demo": ("a small model learns to add, in four minutes on a laptop", "rlhfkit.cli.demo:demo_command"),
     "init": ("write a configuration of a method, with comments", "rlhfkit.cli.init:init_command"),
     "estimate": ("memory and time of a configuration, before it runs", "rlhfkit.cli.estimate:estimate_command"),
