@@ -77,15 +77,7 @@ class PreferenceDataModule(SFTDataModule):
         Raises:
             ValueError: If an argument is out of range.
         """
-        unfit = [
-            name
-            for name in ("messages", "text", "completion", "input_ids", "labels", "loss_mask")
-            if kwargs.get(name) is not None
-        ]
-        if unfit:
-            raise ValueError(
-                f"{type(self).__name__} has no argument {min(unfit)!r}: name the columns chosen, rejected and prompt"
-            )
+        self._refuse_columns(kwargs, instead="chosen, rejected and prompt")
         super().__init__(data, **kwargs)
         self.chosen = chosen
         self.rejected = rejected
@@ -241,11 +233,7 @@ class PreferenceBuilder(ExampleBuilder):
         pair = _same_prompt(chosen, rejected)
         longest = max(len(answer.input_ids) for answer in pair)
         if longest > self.max_length:
-            if self.overlong == "error":
-                raise ValueError(
-                    f"{where} has {longest} tokens, more than max_length {self.max_length}: raise it, or let "
-                    "overlong='truncate' or 'drop' deal with such rows"
-                )
+            self.check_overlong(longest, where)
             if self.overlong == "drop":
                 counts["dropped"] += 1
                 return []

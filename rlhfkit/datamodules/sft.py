@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import lightning as L
@@ -219,6 +220,12 @@ class SFTDataModule(TextDataModule):
         """The training examples of a stream, after ``setup``."""
         self._stream_loader: StepLoader[Any] | None = None
         self._loader_state: dict[str, Any] | None = None
+
+    def _refuse_columns(self, given: Mapping[str, Any], *, instead: str) -> None:
+        """Raise ValueError for arguments of columns that only supervised data has; subclasses read others."""
+        for name in self.column_arguments:
+            if given.get(name) is not None:
+                raise ValueError(f"{type(self).__name__} has no argument {name!r}: name the columns {instead}")
 
     def prepare_data(self) -> None:
         """Download, convert and tokenise once per machine; rows of a stream are read during training."""

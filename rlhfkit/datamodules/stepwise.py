@@ -73,11 +73,7 @@ class StepwiseDataModule(SFTDataModule):
         Raises:
             ValueError: If an argument is out of range, or only one of ``text`` and ``step_token`` is given.
         """
-        unfit = [name for name in ("messages", "completion", "input_ids", "loss_mask") if kwargs.get(name) is not None]
-        if unfit:
-            raise ValueError(
-                f"{type(self).__name__} has no argument {min(unfit)!r}: name the columns prompt, completions and labels"
-            )
+        self._refuse_columns(kwargs, instead="prompt, completions and labels")
         if (text is None) != (step_token is None):
             raise ValueError(f"text and step_token belong together, got {text=} and {step_token=}")
         if not separator:

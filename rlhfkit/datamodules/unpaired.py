@@ -68,11 +68,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         Raises:
             ValueError: If an argument is out of range.
         """
-        unfit = [
-            name for name in ("messages", "text", "input_ids", "labels", "loss_mask") if kwargs.get(name) is not None
-        ]
-        if unfit:
-            raise ValueError(f"{type(self).__name__} has no argument {unfit[0]!r}: name prompt and completion columns")
+        self._refuse_columns(kwargs, instead="prompt and completion")
         super().__init__(data, prompt=prompt, completion=completion, **kwargs)
         self.label = label
         self.chosen = chosen

@@ -149,7 +149,7 @@ class PromptRows:
     def column(self, name: str) -> list[Any]:
         """Return the values of a column, by position; ValueError if it does not exist or has missing values."""
         check_columns(self.rows, self.source, curriculum=name)
-        values = self.rows[name]
+        values = self.rows[name][:]  # a column by index reads row by row
         return [values[index] for index in self.kept]
 
     def _tokenize_all(self) -> None:

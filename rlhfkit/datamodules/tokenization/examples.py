@@ -345,11 +345,7 @@ class ExampleBuilder:
         """
         length = len(example.input_ids)
         if length > self.max_length:
-            if self.overlong == "error":
-                raise ValueError(
-                    f"{where} has {length} tokens, more than max_length {self.max_length}: raise it, or let "
-                    "overlong='truncate' or 'drop' deal with such rows"
-                )
+            self.check_overlong(length, where)
             counts["dropped" if self.overlong == "drop" else "truncated"] += 1
             if self.overlong == "drop":
                 return None
@@ -358,6 +354,14 @@ class ExampleBuilder:
             return example
         counts["empty"] += 1
         return None
+
+    def check_overlong(self, length: int, where: str) -> None:
+        """Raise ValueError for an example above ``max_length`` if ``overlong`` is ``"error"``."""
+        if self.overlong == "error":
+            raise ValueError(
+                f"{where} has {length} tokens, more than max_length {self.max_length}: raise it, or let "
+                "overlong='truncate' or 'drop' deal with such rows"
+            )
 
     @staticmethod
     def _text(value: Any, column: str, where: str) -> str:
