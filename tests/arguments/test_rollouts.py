@@ -30,6 +30,7 @@ from rlhfkit import (
     rollout,
 )
 from rlhfkit.callbacks import Invariants, RolloutDump, RunReport, SampleTable
+from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
 from rlhfkit.datamodules.prompts.curriculum import ByColumn
 from rlhfkit.rollout import DynamicSampling, GroupSampler, ReplayBuffer
 
@@ -248,15 +249,13 @@ TABLE: dict[type, Rows] = {
         ),
         "dynamic_sampling": Change(DynamicSampling(keep=never, max_rounds=2)),
         "replay_buffer": Change(ReplayBuffer(), given={"reward": seldom}),
-        "oversampling": Change(0.5),
-        "partial_rollouts": Change(True, given={"oversampling": 0.5}),
         "max_staleness": Change(1),
         "in_flight": Unseen("when weights change depends on time: tests/callbacks/rollout/test_async_rollouts.py"),
         "rollout_timeout": Unseen("seconds: tests/callbacks/rollout/test_async_rollouts.py"),
         "offload_training": Change(True),
         "alarms": Unseen("warnings: tests/callbacks/test_alarms.py"),
         "probe_tolerance": Change(0.0, refused=True),
-        "parts": Unseen("what a part does: tests/callbacks/rollout/test_source.py"),
+        "parts": Change([Oversampling(0.5)]),
     },
     LocalEngine: {
         "max_sequences": Unseen(SAME_NUMBERS + "so many at a time: tests/rollout/local/test_engine.py"),

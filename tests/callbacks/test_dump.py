@@ -26,6 +26,7 @@ from rlhfkit import (
     SamplingSpec,
 )
 from rlhfkit.callbacks import InvariantError
+from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
 from rlhfkit.data import Experience
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
@@ -120,7 +121,7 @@ STOPPING = SamplingSpec(group_size=4, max_new_tokens=24, stop_token_ids=tuple(ra
         {},
         {"max_staleness": 1},
         {"reward": only_odd, "replay_buffer": ReplayBuffer()},
-        {"sampling": STOPPING, "oversampling": 0.5, "partial_rollouts": True},
+        {"sampling": STOPPING, "parts": [Oversampling(0.5, continued=True)]},
     ],
     ids=["in turns", "ahead", "replayed", "continued"],
 )
@@ -133,7 +134,7 @@ def test_what_must_hold_holds(tmp_path: Path, arguments: dict[str, Any]) -> None
     metrics = trainer.callback_metrics
     if "replay_buffer" in arguments:
         assert metrics["rollout/replayed_fraction"] > 0
-    if "partial_rollouts" in arguments:
+    if "parts" in arguments:
         assert metrics["rollout/staleness"] > 0
         assert metrics["rollout/mixed_fraction"] > 0
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import LocalEngine, Prompt, ReplayEngine, RolloutCallback, Sample, SamplingSpec, VLLMPool
+from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.rollout.local.engine import LocalStream
@@ -199,7 +200,7 @@ def test_a_run_that_is_resumed_continues_what_it_would_have_continued_on_any_num
 
 
 def test_what_was_begun_in_a_run_is_not_continued_in_the_run_of_another_trainer() -> None:
-    rollouts = RolloutCallback(len, oversampling=0.5, partial_rollouts=True)  # type: ignore[arg-type]
+    rollouts = RolloutCallback(len, parts=[Oversampling(0.5, continued=True)])  # type: ignore[arg-type]
     partials, trainers = rollouts.collector.partials, [object(), object()]
     assert partials is not None
     for trainer, known in ((trainers[0], {}), (trainers[0], {7: 0}), (trainers[1], {})):
@@ -212,11 +213,10 @@ def test_what_was_begun_in_a_run_is_not_continued_in_the_run_of_another_trainer(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "continues what oversampling drops, and with oversampling=0 nothing is dropped"),
-        ({"oversampling": 0.5, "engine": "replay"}, "cannot drop unfinished|oversampling=0.5 drops"),
-        ({"oversampling": 0.5, "engine": "vllm", "sampling": SamplingSpec(stop="x")}, r"SamplingSpec\(stop=...\)"),
+        ({"engine": "replay"}, r"Oversampling\(0.5\) drops what is not finished"),
+        ({"engine": "vllm", "sampling": SamplingSpec(stop="x")}, r"SamplingSpec\(stop=...\)"),
         (
-            {"oversampling": 0.5, "engine": "vllm", "sampling": SamplingSpec(regex="a+", presence_penalty=1.0)},
+            {"engine": "vllm", "sampling": SamplingSpec(regex="a+", presence_penalty=1.0)},
             r"SamplingSpec\(presence_penalty=..., regex=...\) to what it adds alone",
         ),
     ],
@@ -227,4 +227,4 @@ def test_what_cannot_be_continued_is_refused(given: dict[str, object], says: str
     if "engine" in arguments:
         arguments["engine"] = engines[str(arguments["engine"])]()
     with pytest.raises(ValueError, match=says):
-        RolloutCallback(len, partial_rollouts=True, **arguments)  # type: ignore[arg-type]
+        RolloutCallback(len, parts=[Oversampling(0.5, continued=True)], **arguments)  # type: ignore[arg-type]

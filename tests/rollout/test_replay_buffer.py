@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, ReplayBuffer, ReplayEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import RolloutDump
-from rlhfkit.callbacks.rollout.parts.kept_groups import Replay
+from rlhfkit.callbacks.rollout.parts.replay import Replay
 from rlhfkit.data import Experience
 from rlhfkit.losses import group_advantages
 from rlhfkit.models import PolicyOutput

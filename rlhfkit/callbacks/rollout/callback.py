@@ -93,12 +93,6 @@ class RolloutCallback(Callback):
             on every group.
         replay_buffer: Keep groups with a learning signal, and train on them again in place of later groups without one,
             with importance weights; ``None``: none are kept.
-        oversampling: Share of further groups in flight: with 0.25 and an iteration of 8 groups, 10 are started, the 8
-            that finish first are trained on, and the prompts of the others come first in the next iteration. Saves the
-            wait for the longest answers, but favours short ones.
-        partial_rollouts: With ``oversampling``: continue the groups that were not finished in the next iteration, from
-            what was sampled of them, instead of sampling them anew; each token records its version, the older ones are
-            corrected for as with ``max_staleness``.
         max_staleness: Iterations by which sampling may be ahead of learning. 0: they alternate. 1 or more: they overlap
             in a thread, and samples may be that many iterations old; give the module a ``correction`` for it.
         in_flight: With ``max_staleness``: sync weights while the engine generates; later tokens use the new ones, and
@@ -118,7 +112,7 @@ class RolloutCallback(Callback):
     Raises:
         TypeError: If ``reward`` cannot be called, ``engine`` is not a :class:`~rlhfkit.rollout.RolloutEngine`, or
             ``group`` is not async.
-        ValueError: If a number is out of range, or the engine cannot do what ``oversampling`` or ``in_flight`` needs.
+        ValueError: If a number is out of range, or the engine cannot do what ``in_flight`` or a part needs.
     """
 
     def __init__(
@@ -132,8 +126,6 @@ class RolloutCallback(Callback):
         success_threshold: float = 1.0,
         dynamic_sampling: DynamicSampling | None = None,
         replay_buffer: ReplayBuffer | None = None,
-        oversampling: float = 0.0,
-        partial_rollouts: bool = False,
         max_staleness: int = 0,
         in_flight: bool = False,
         rollout_timeout: float = 7200.0,
@@ -159,7 +151,6 @@ class RolloutCallback(Callback):
         self.validation_sampling = validation_sampling or greedy
         self.validation = ValidationRuns(self.validation_sampling, success_threshold)
         check_integer("max_staleness", max_staleness, minimum=0, why="0 takes turns")
-        check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
         check_number("rollout_timeout", rollout_timeout, above=0, why="it is in seconds")
         check_number("probe_tolerance", probe_tolerance, above=0, optional=True, infinite=True, why="inf is no probe")
         if in_flight and not max_staleness:
@@ -174,11 +165,7 @@ class RolloutCallback(Callback):
         self.max_staleness = max_staleness
         self.groups = _group_runner(engine, group)
         """Makes groups by ``group``; ``None``: the engine does."""
-        self.collector = GroupCollector(
-            engine, reward, self.timing, dynamic_sampling, oversampling, rollout_timeout, self.groups
-        )
-        if partial_rollouts:
-            self.collector.continue_dropped(self.sampling)
+        self.collector = GroupCollector(engine, reward, self.timing, rollout_timeout, self.groups)
         self.phases = self._devices(offload_training)
         """Who has the memory of shared devices; documents the order."""
         self.parts: list[RolloutPart] = []
@@ -190,13 +177,14 @@ class RolloutCallback(Callback):
             self.parts.append(
                 Ahead(self.collector, max_staleness, rollout_timeout, in_flight=in_flight, shared_devices=shared)
             )
-        if self.collector.partials is not None or replay_buffer is not None:
-            from rlhfkit.callbacks.rollout.parts.kept_groups import ContinuedGroups, Replay
+        if dynamic_sampling is not None:
+            from rlhfkit.callbacks.rollout.parts.dynamic_sampling import Selection
 
-            if self.collector.partials is not None:
-                self.parts.append(ContinuedGroups(self.collector.partials, measured_elsewhere=bool(max_staleness)))
-            if replay_buffer is not None:
-                self.parts.append(Replay(replay_buffer, None if group is not None else self.sampling.group_size))
+            self.parts.append(Selection(self.collector, dynamic_sampling))
+        if replay_buffer is not None:
+            from rlhfkit.callbacks.rollout.parts.replay import Replay
+
+            self.parts.append(Replay(replay_buffer, None if group is not None else self.sampling.group_size))
         self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)
         if alarms is None or alarms:
             self.parts.append(self.alarms)
@@ -260,7 +248,7 @@ class RolloutCallback(Callback):
         with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
             experience = learner_of(trainer).prepare(shared.experience)
         self.collector.note_asked_seconds(trainer, self.iteration)
-        self._metrics = self._iteration_metrics(collected, shared, experience, policy_version)
+        self._metrics = self._iteration_metrics(shared, experience, policy_version)
         experience = share_copies(experience, shared.plan, group=cpu_group())
         planned = shared.plan.micro_batches[trainer.global_rank]
         self._micro_batches = MicroBatches(experience, planned, shared.averaged, group=cpu_group())
@@ -397,7 +385,7 @@ class RolloutCallback(Callback):
             self.sync_weights()
 
     def _iteration_metrics(
-        self, collected: CollectedGroups, shared: SharedIteration, experience: Experience, policy_version: int
+        self, shared: SharedIteration, experience: Experience, policy_version: int
     ) -> dict[str, float]:
         """What is logged of an iteration that was just prepared. A collective."""
         self._tokens = float(shared.numbers["completion_length"].sum())
@@ -414,7 +402,7 @@ class RolloutCallback(Callback):
         metrics |= self.weight_synchronizer.metrics
         if reward is not None:
             metrics |= mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
-        metrics |= self.collector.metrics(collected) | self.phases.metrics()
+        metrics |= self.phases.metrics()
         for part in self.parts:
             metrics |= part.metrics(shared, policy_version)
         return metrics
@@ -513,7 +501,6 @@ class RolloutCallback(Callback):
         shape, mesh = shape_of(trainer, self.group_size), mesh_of(trainer)
         if compares_groups(module):
             check_whole_groups(shape, self.group_size, mesh.world_size, mesh.forward_group_size)
-        self.collector.check(trainer)
         for part in [*self.parts, *self._of_module]:
             part.check(trainer)
         check_whole_iterations(trainer)

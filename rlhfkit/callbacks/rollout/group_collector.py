@@ -4,7 +4,6 @@
 has the steps.
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,17 +28,13 @@ from rlhfkit.rollout.collector import (
     collect_groups,
     flatten,
 )
-from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.partial_rollouts import PartialRollouts, ResumableStream
 from rlhfkit.trainer_parts import policy_of, prompts_of
-from rlhfkit.validation import check_number
 
 if TYPE_CHECKING:
     from rlhfkit.rollout.groups import GroupRunner
     from rlhfkit.rollout.prompt_stream import PromptStream
-
-log = logging.getLogger(__name__)
 
 
 class AddsToGroups(Protocol):
@@ -67,13 +62,8 @@ class GroupCollector:
         engine: What generates.
         reward: Scores samples; ``None``: every sample gets 0.
         timing: Records how long generating and scoring take.
-        dynamic_sampling: Which groups to train on; ``None``: all.
-        oversampling: Further groups in flight, as a share of ``wanted``.
         timeout: Seconds that ranks wait for each other's samples.
         runner: Makes the groups by a function, with the engine; ``None``: a group is what the engine returns.
-
-    Raises:
-        ValueError: If ``oversampling`` is negative, or the engine cannot drop unfinished groups.
     """
 
     def __init__(
@@ -81,18 +71,9 @@ class GroupCollector:
         engine: RolloutEngine,
         reward: Reward | None,
         timing: Timing,
-        dynamic_sampling: DynamicSampling | None = None,
-        oversampling: float = 0.0,
         timeout: float = 7200.0,
         runner: "GroupRunner | None" = None,
     ) -> None:
-        check_number("oversampling", oversampling, minimum=0, why="it is a share of the iteration, 0 is off")
-        if oversampling and not (runner or engine).can_stream:
-            raise ValueError(
-                f"oversampling={oversampling:g} drops what is not finished first, and "
-                f"{type(engine).__name__} cannot (can_stream is false): use LocalEngine or VLLMPool, or "
-                "oversampling=0"
-            )
         self.engine = engine
         self.runner = runner
         self.source: RolloutEngine | GroupRunner = runner or engine
@@ -103,9 +84,13 @@ class GroupCollector:
             self.policy_source = runner
         self.reward = reward
         self.timing = timing
-        self.dynamic_sampling = dynamic_sampling
-        self.oversampling = oversampling
         self.timeout = timeout
+        self.keep: Callable[[Group], bool] | None = None
+        """Whether to train on a group; ``None``: on every group."""
+        self.max_rounds: int | None = None
+        """Prompts that are sampled at most, as a multiple of ``wanted``; ``None``: no limit."""
+        self.spare_share = 0.0
+        """Further groups in flight, as a share of ``wanted``."""
         self.partials: PartialRollouts | None = None
         """What was made of dropped groups; ``None``: it is lost."""
         self._asks_early = False
@@ -113,25 +98,6 @@ class GroupCollector:
         """Adds rewards of greedy answers, which the module asks for."""
         self.scores_early: ScoresSamples | None = None
         """Scores by models of the module that selection or the curriculum needs while groups are collected."""
-
-    def continue_dropped(self, sampling: SamplingSpec) -> None:
-        """Keep what oversampling drops, and continue it later, with samples of this kind.
-
-        Raises:
-            ValueError: If nothing is dropped, or the engine cannot continue what it has begun.
-        """
-        if not self.oversampling:
-            raise ValueError(
-                "partial_rollouts=True continues what oversampling drops, and with oversampling=0 nothing is dropped: "
-                "give RolloutCallback(oversampling=0.25), or partial_rollouts=False"
-            )
-        problem = self.source.resume_problem(sampling)
-        if problem is not None:
-            raise ValueError(
-                f"partial_rollouts=True continues samples that were cut, which is not possible here: {problem}. Use "
-                "partial_rollouts=False, another engine (LocalEngine, VLLMPool) or other sampling"
-            )
-        self.partials = PartialRollouts()
 
     # ------------------------------------------------------------------ groups of an iteration, samples of validation
 
@@ -160,25 +126,17 @@ class GroupCollector:
         """
         rank_log = rank_log or self.open_log()
 
-        collected = rank_log.run(
+        return rank_log.run(
             lambda: self._collect(ask, rank_log, queue or prompts_of(ask.trainer).prompt_queue(), prompts),
             timeout=self.timeout,
             waiting_for=f"the samples of iteration {ask.iteration}",
         )
-        if collected.accepted < ask.wanted and ask.trainer.global_rank == 0:
-            log.warning(
-                "iteration %d: dynamic_sampling accepted only %d of the %d groups that are needed, of %d that were "
-                "sampled; the rest is filled with rejected groups",
-                *(ask.iteration, collected.accepted, ask.wanted, collected.sampled),
-            )
-        return collected
 
     def _collect(
         self, ask: Ask, rank_log: RankLog, queue: PromptQueue, prompts: "PromptStream | None"
     ) -> CollectedGroups:
         trainer, wanted, sampling, iteration = ask.trainer, ask.wanted, ask.sampling, ask.iteration
-        selection, early = self.dynamic_sampling, self.scores_early
-        spare = math.ceil(self.oversampling * wanted)
+        early, spare = self.scores_early, math.ceil(self.spare_share * wanted)
         # An engine in every rank generates in batches, and a reward model scores on all ranks at a time.
         rounds = not self.takes_first_finished or (
             trainer.world_size > 1 and (not self.engine.shared or early is not None)
@@ -198,8 +156,8 @@ class GroupCollector:
             TimedStream(stream, self.timing, iteration, asked),
             score=lambda samples: self.score(trainer, samples, iteration, rank_log),
             score_together=None if early is None else lambda samples: early.add(trainer, samples, iteration),
-            keep=None if selection is None else selection.accepts,
-            most=None if selection is None else selection.max_rounds * wanted + spare,
+            keep=self.keep,
+            most=None if self.max_rounds is None else self.max_rounds * wanted + spare,
             spare=spare,
             rounds=rounds,
             partials=None if self.partials is None else self.partials.of(iteration),
@@ -242,16 +200,14 @@ class GroupCollector:
     @property
     def takes_first_finished(self) -> bool:
         """Whether groups are scored and selected as they finish; otherwise all at once, as rewards are faster so."""
-        return self.source.can_stream and (self.dynamic_sampling is not None or bool(self.oversampling))
+        return self.source.can_stream and (self.keep is not None or bool(self.spare_share))
 
     def starts_ahead(self, trainer: L.Trainer) -> bool:
         """Whether groups of later iterations may be in flight beside those of one: what these draw does not depend on
         rewards, nor on what is finished first.
         """
         return (
-            self.source.continuous_batching
-            and not self.oversampling
-            and not prompts_of(trainer).curriculum_uses_rewards
+            self.source.continuous_batching and not self.spare_share and not prompts_of(trainer).curriculum_uses_rewards
         )
 
     def _stream(self, sampling: SamplingSpec, iteration: int) -> GroupStream:
@@ -326,39 +282,10 @@ class GroupCollector:
         tell_progress(self.reward, step=trainer.global_step, epoch=trainer.current_epoch)
         score_samples(self.reward, samples)
 
-    # ------------------------------------------------------------------ checks and metrics
-
     def reward_parts(self, trainer: L.Trainer) -> list[str] | None:
         """Names of the parts of samples' rewards; ``None``: not known before they are scored."""
         parts = part_names(self.reward)
         return None if parts is None else [*parts, *(["model"] if policy_of(trainer).scores_samples else [])]
-
-    def check(self, trainer: L.Trainer) -> None:
-        """Raise ValueError if the configuration cannot work: dynamic sampling by an unknown reward part, oversampling
-        that ranks cannot do together.
-        """
-        parts = self.reward_parts(trainer)
-        if self.dynamic_sampling is not None and parts is not None:
-            self.dynamic_sampling.check_parts(parts)
-        if self.oversampling and not self.engine.shared and trainer.world_size > 1:
-            raise ValueError(
-                f"oversampling={self.oversampling:g} takes the groups that are finished first, and an engine in "
-                f"each of {trainer.world_size} ranks finishes its groups together: use a VLLMPool, which all ranks "
-                "share, or oversampling=0"
-            )
-
-    def metrics(self, collected: CollectedGroups) -> dict[str, float]:
-        """Fractions of groups that were accepted, dropped and continued, if groups are selected."""
-        metrics = {}
-        if self.dynamic_sampling is not None:
-            metrics["rollout/accepted_fraction"] = collected.accepted / max(collected.sampled, 1)
-            metrics["rollout/reward_before_selection"] = collected.reward
-        if self.oversampling:
-            started = collected.requeued + collected.sampled
-            metrics["rollout/dropped_fraction"] = collected.requeued / started
-            if self.partials is not None:
-                metrics["rollout/continued_fraction"] = collected.continued / started
-        return metrics
 
 
 class TimedStream:

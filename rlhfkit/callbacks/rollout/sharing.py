@@ -21,7 +21,7 @@ _PART, _INFO, _RANK = "part/", "info/", "rank"
 class SharedIteration:
     """An iteration after its samples were scored.
 
-    The same on every rank but for ``experience``, ``samples`` and ``rows``.
+    The same on every rank but for ``experience``, ``samples``, ``rows`` and the groups of ``collected``.
     """
 
     experience: Experience
@@ -43,6 +43,8 @@ class SharedIteration:
     """Rows by the ``source`` in their prompt's metadata; empty unless there are several sources."""
     other_sizes: dict[int, int]
     """Number of samples by prompt, of the groups that have others than the run's ``group_size``."""
+    collected: CollectedGroups
+    """What it was made of, with this rank's groups."""
 
 
 def share_iteration(
@@ -94,7 +96,8 @@ def share_iteration(
         name: sorted(places[prompt] + number for prompt in prompts for number in range(sizes.get(prompt, group_size)))
         for name, prompts in _all_sources([each.sources for each in ranks]).items()
     }
-    return SharedIteration(experience, summary, plan, averaged, samples, rows.tolist(), numbers, sources, sizes)
+    own_rows = rows.tolist()
+    return SharedIteration(experience, summary, plan, averaged, samples, own_rows, numbers, sources, sizes, collected)
 
 
 def share_copies(experience: Experience, plan: IterationPlan, *, group: Any = None) -> Experience:

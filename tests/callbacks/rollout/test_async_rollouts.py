@@ -20,6 +20,7 @@ from rl_runs import digits, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
 
 from rlhfkit import DynamicSampling, Invariants, LocalEngine, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
 from rlhfkit.callbacks.rollout.timing import MOST_EVENTS, Timing
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
@@ -209,7 +210,7 @@ def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
         only_odd,
         sampling=SAMPLING,
         dynamic_sampling=DynamicSampling(),
-        oversampling=0.25,
+        parts=[Oversampling(0.25)],
         max_staleness=2,
         in_flight=True,
     )
@@ -282,10 +283,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
         RolloutCallback(digits, in_flight=True)
     with pytest.raises(ValueError, match="Plain does not say that it can"):
         RolloutCallback(digits, engine=Plain(), max_staleness=1, in_flight=True)
-    with pytest.raises(ValueError, match="oversampling must be a finite number of at least 0"):
-        RolloutCallback(digits, oversampling=-0.5)
-    with pytest.raises(ValueError, match=r"oversampling=0\.5 .* Plain cannot"):
-        RolloutCallback(digits, engine=Plain(), oversampling=0.5)
+    with pytest.raises(ValueError, match="share must be a finite number above 0"):
+        Oversampling(-0.5)
+    with pytest.raises(ValueError, match=r"Oversampling\(0\.5\) .* Plain cannot"):
+        RolloutCallback(digits, engine=Plain(), parts=[Oversampling(0.5)])
 
 
 class Shared(LocalEngine):
@@ -297,7 +298,12 @@ class Shared(LocalEngine):
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "selected": {"dynamic_sampling": DynamicSampling(), "in_flight": True},
-    "shared": {"dynamic_sampling": DynamicSampling(), "in_flight": True, "oversampling": 0.25, "engine": Shared()},
+    "shared": {
+        "dynamic_sampling": DynamicSampling(),
+        "in_flight": True,
+        "parts": [Oversampling(0.25)],
+        "engine": Shared(),
+    },
 }
 
 
@@ -347,10 +353,11 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
 
 
 def test_oversampling_needs_one_place_that_sees_which_group_is_first() -> None:
-    rollouts, module = RolloutCallback(digits, oversampling=0.5), SimpleNamespace(scores_samples=False)
+    part = Oversampling(0.5)
+    RolloutCallback(digits, parts=[part])
     with pytest.raises(ValueError, match="an engine in each of 2 ranks"):
-        rollouts.collector.check(SimpleNamespace(world_size=2, lightning_module=module, datamodule=None))
-    rollouts.collector.check(SimpleNamespace(world_size=1, lightning_module=module, datamodule=None))
+        part.check(SimpleNamespace(world_size=2))  # type: ignore[arg-type]
+    part.check(SimpleNamespace(world_size=1))  # type: ignore[arg-type]
 
 
 def test_times_of_a_long_run_are_bounded_and_their_sums_are_those_of_all_phases() -> None:

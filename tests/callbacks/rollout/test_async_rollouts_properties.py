@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rlhfkit import DynamicSampling, Prompt, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.parts.ahead import Ahead
+from rlhfkit.callbacks.rollout.parts.dynamic_sampling import Selection
 from rlhfkit.callbacks.rollout.source import Ask
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
@@ -138,7 +139,9 @@ def play(
         datamodule=data,
         lightning_module=SimpleNamespace(tokenizer=tokenizer, scores_samples=False),
     )
-    collector = GroupCollector(engine, score, Timing(), DynamicSampling() if select else None)  # type: ignore[arg-type]
+    collector = GroupCollector(engine, score, Timing())  # type: ignore[arg-type]
+    if select:
+        Selection(collector, DynamicSampling())
     ahead = Ahead(collector, staleness, 30.0, in_flight=in_flight) if staleness else None
     trained: Trained = []
     drawn = 0

@@ -1,6 +1,6 @@
 """Oversampling in whole runs: the first groups are trained on, the prompts of the others come first in the next one.
 
-Covers ``callbacks/rollout/group_collector.py`` and ``rollout/collector.py``.
+Covers ``callbacks/rollout/parts/oversampling.py`` and ``rollout/collector.py``.
 """
 
 from collections import Counter
@@ -13,6 +13,7 @@ import torch
 from rl_runs import digits, setup_run, weights
 
 from rlhfkit import LocalEngine, RolloutCallback, SamplingSpec
+from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
 
 
 class Watched(LocalEngine):
@@ -68,7 +69,7 @@ def run(
     engine = Watched()
     # A sixth of the tokens are stops, so that groups end at different times.
     sampling = SamplingSpec(group_size=4, max_new_tokens=48, stop_token_ids=tuple(range(60, 80)))
-    rollouts = RolloutCallback(digits, engine=engine, sampling=sampling, oversampling=0.5, partial_rollouts=partial)
+    rollouts = RolloutCallback(digits, engine=engine, sampling=sampling, parts=[Oversampling(0.5, continued=partial)])
     trainer, module, data, _ = setup_run(folder, rollouts=rollouts, callbacks=callbacks, max_epochs=4)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return trainer, module, data, engine

@@ -13,6 +13,7 @@ from rl_runs import digits, setup_run, weights
 
 import rlhfkit
 from rlhfkit import DynamicSampling, ReplayBuffer, RolloutCallback, SamplingSpec
+from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
 from rlhfkit.callbacks.rollout.sharing import SharedIteration
 from rlhfkit.callbacks.rollout.source import Ask, RolloutPart, Source
 from rlhfkit.rollout.collector import CollectedGroups
@@ -25,6 +26,7 @@ FEATURES = (
     *("rollout/background.py", "rollout/prompt_stream.py", "rollout/dynamic_sampling.py", "rollout/replay_buffer.py"),
     "rollout/partial_rollouts.py",
 )
+SELECTION = {"callbacks/rollout/parts/dynamic_sampling.py", "rollout/dynamic_sampling.py"}
 
 
 def entered(folder: Path, **arguments: Any) -> set[str]:
@@ -53,20 +55,20 @@ def entered(folder: Path, **arguments: Any) -> set[str]:
     ("arguments", "expected"),
     [
         ({}, set()),
-        ({"dynamic_sampling": DynamicSampling()}, {"rollout/dynamic_sampling.py"}),
-        ({"replay_buffer": ReplayBuffer()}, {"callbacks/rollout/parts/kept_groups.py", "rollout/replay_buffer.py"}),
+        ({"dynamic_sampling": DynamicSampling()}, SELECTION),
+        ({"parts": [Oversampling(0.5)]}, {"callbacks/rollout/parts/oversampling.py"}),
+        ({"replay_buffer": ReplayBuffer()}, {"callbacks/rollout/parts/replay.py", "rollout/replay_buffer.py"}),
         (
             {"max_staleness": 1},
             {"callbacks/rollout/parts/ahead.py", "rollout/background.py"},
         ),
     ],
-    ids=["plain", "dynamic sampling", "replay", "ahead"],
+    ids=["plain", "dynamic sampling", "oversampling", "replay", "ahead"],
 )
 def test_a_run_enters_the_files_of_its_features_only(tmp_path: Path, arguments: Any, expected: set[str]) -> None:
     found = entered(tmp_path, **arguments)
-    assert found - {"rollout/dynamic_sampling.py"} == expected - {"rollout/dynamic_sampling.py"}
-    if not arguments or "dynamic_sampling" in arguments:
-        assert found == expected
+    # Replay compares groups by the functions of dynamic sampling.
+    assert found - ({"rollout/dynamic_sampling.py"} if "replay_buffer" in arguments else set()) == expected
 
 
 class Backwards(RolloutPart):

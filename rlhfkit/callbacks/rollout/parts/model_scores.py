@@ -30,7 +30,7 @@ class ModelScores(RolloutPart):
 
     def check(self, trainer: L.Trainer) -> None:
         """Raise ValueError if a thread beside training would use the module, or ranks cannot score together."""
-        self.early = self.collector.dynamic_sampling is not None or prompts_of(trainer).curriculum_uses_rewards
+        self.early = self.collector.keep is not None or prompts_of(trainer).curriculum_uses_rewards
         self.collector.scores_early = self if self.early else None
         if self.in_thread and self.early:
             raise ValueError(
@@ -38,11 +38,11 @@ class ModelScores(RolloutPart):
                 "reward_model while samples are made. With max_staleness that is in a thread beside training, which "
                 "must not use the module: give the callback a ModelReward in place of reward_model, or max_staleness=0"
             )
-        if self.collector.oversampling and self.early and trainer.world_size > 1:
+        if self.collector.spare_share and self.early and trainer.world_size > 1:
             raise ValueError(
-                f"oversampling={self.collector.oversampling:g} takes the groups that are finished first on any rank, "
+                f"Oversampling({self.collector.spare_share:g}) takes the groups that are finished first on any rank, "
                 f"and all {trainer.world_size} ranks together score them with the module's reward_model: give the "
-                "callback a ModelReward in place of reward_model, or oversampling=0"
+                "callback a ModelReward in place of reward_model, or leave Oversampling out"
             )
 
     def wrap(self, source: Source) -> Source:

@@ -1,14 +1,12 @@
-"""``Replay`` and ``ContinuedGroups``: groups of earlier iterations that a later one uses, and their checkpoints."""
+"""``Replay``: groups of earlier iterations that a later one is trained on again, and their checkpoints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rlhfkit.callbacks.rollout.metrics import staleness_metrics
 from rlhfkit.callbacks.rollout.sharing import SharedIteration
 from rlhfkit.callbacks.rollout.source import Ask, RolloutPart, Source
 from rlhfkit.data.types import Sample
 from rlhfkit.rollout.collector import CollectedGroups
-from rlhfkit.rollout.partial_rollouts import PartialRollouts
 from rlhfkit.rollout.replay_buffer import GroupReplay, ReplayBuffer
 
 
@@ -61,33 +59,3 @@ class _Replayed:
         collected = self._source.collect(ask)
         version, seed = ask.trainer.global_step, ask.sampling.seed
         return self._groups.replay(collected, iteration=ask.iteration, version=version, seed=seed)
-
-
-class ContinuedGroups(RolloutPart):
-    """What oversampling drops is continued in the next iteration; the collector does it, this keeps the state."""
-
-    name = "partials"
-
-    def __init__(self, partials: PartialRollouts, *, measured_elsewhere: bool) -> None:
-        self.partials = partials
-        self._measured_elsewhere = measured_elsewhere
-
-    def clear(self) -> None:
-        """Forget what another run has begun."""
-        self.partials.clear()
-
-    def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
-        """Return how old the tokens are, unless sampling ahead says so."""
-        return {} if self._measured_elsewhere else staleness_metrics(shared.numbers, version)
-
-    def end_iteration(self, next_iteration: int) -> None:
-        """Forget what iterations before the next one have continued."""
-        self.partials.forget(next_iteration)
-
-    def state_dict(self, next_iteration: int) -> Any:
-        """What this rank needs of groups that later iterations continue."""
-        return self.partials.state_dict(next_iteration)
-
-    def load_state_dict(self, own: Iterable[Any], states: Iterable[Any], *, rank: int, world_size: int) -> None:
-        """Take saved groups; a rank's own entries say who has what also to one that takes over no groups."""
-        self.partials.load_state_dict([*own, *states], rank=rank, world_size=world_size)
