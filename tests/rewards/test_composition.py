@@ -1,6 +1,9 @@
 """Weighted sums whose parts are normalised, and metrics of rewards."""
 
 import math
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.losses import gdpo_advantages, group_advantages
 from rlhfkit.rewards import WeightedSum, reward_metrics, score_samples
-from rlhfkit.rewards.base import mean_metrics
+from rlhfkit.rewards.base import mean_metrics, tell_progress
 
 VALUES = {
     "correct": [0.0, 1.0, 1.0, 0.0, 1.0, 0.0],
@@ -100,3 +103,18 @@ def test_metrics_of_parts_with_one_name_are_all_kept() -> None:
     assert reward_metrics(reward) == {"a/latency": 1.0, "b/latency": 2.0, "seconds": 3.0}
     distinct = WeightedSum(a=Judge(1.0, "one"), b=Judge(2.0, "two"))
     assert reward_metrics(distinct) == {"a/latency": 1.0, "b/latency": 2.0}
+
+
+def test_the_example_of_weights_that_change_over_training() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    (example,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Fading" in block]
+    names: dict[str, Any] = {"WeightedSum": WeightedSum}
+    exec(example[: example.index("RolloutCallback(")], names)
+    reward = names["Fading"](correct=lambda samples: [0.25], format=lambda samples: [1.0])
+    totals = []
+    for step in (0, 50, 200):
+        tell_progress(reward, step=step, epoch=0)
+        made = samples((0,))
+        score_samples(reward, made)
+        totals.append(made[0].reward)
+    assert totals == [1.25, 0.75, 0.25]

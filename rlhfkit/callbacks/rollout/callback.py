@@ -22,7 +22,6 @@ from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.rollout.checks import (
     check_learner,
     check_prompts,
-    check_replay,
     check_reward,
     check_sizes,
     check_whole_iterations,
@@ -184,7 +183,8 @@ class RolloutCallback(Callback):
         if replay_buffer is not None:
             from rlhfkit.callbacks.rollout.parts.replay import Replay
 
-            self.parts.append(Replay(replay_buffer, None if group is not None else self.sampling.group_size))
+            size = None if group is not None else self.sampling.group_size
+            self.parts.append(Replay(replay_buffer, size, collector=self.collector, sampling=self.sampling))
         self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)
         if alarms is None or alarms:
             self.parts.append(self.alarms)
@@ -493,16 +493,14 @@ class RolloutCallback(Callback):
     def _check_fit(self, trainer: L.Trainer) -> None:
         check_prompts(trainer, policy_of(trainer), self.collector.source, self._training_sampling())
         module = learner_of(trainer)
-        if self.replay_buffer is not None:
-            check_replay(module, self.replay_buffer, self.sampling, self.collector.reward_parts(trainer))
+        for part in [*self.parts, *self._of_module]:
+            part.check(trainer)
         check_learner(
             module, self.engine, self.sampling, rewarded=self.reward is not None, source=self.collector.source
         )
         shape, mesh = shape_of(trainer, self.group_size), mesh_of(trainer)
         if compares_groups(module):
             check_whole_groups(shape, self.group_size, mesh.world_size, mesh.forward_group_size)
-        for part in [*self.parts, *self._of_module]:
-            part.check(trainer)
         check_whole_iterations(trainer)
         self._join_sources()
 

@@ -4,7 +4,7 @@ A prompt that is too long would else stop the run in the iteration that draws it
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -22,7 +22,6 @@ from rlhfkit.protocols import (
 )
 from rlhfkit.rewards.base import check_packages, reward_needs
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.replay_buffer import ReplayBuffer
 from rlhfkit.trainer_parts import compares_groups, datamodule_of
 
 if TYPE_CHECKING:
@@ -187,37 +186,6 @@ def check_logprobs(module: ExperienceLearner, engine: RolloutEngine, sampling: S
         "top_k=0, min_p=0, min_new_tokens=0), or sample at temperature=1, where vLLM knows them too, or use "
         "LocalEngine"
     )
-
-
-def check_replay(
-    module: ExperienceLearner, buffer: ReplayBuffer, sampling: SamplingSpec, parts: Sequence[str] | None
-) -> None:
-    """Have a module correct for the policies that replayed samples are of.
-
-    Args:
-        module: What learns.
-        buffer: What is replayed.
-        sampling: How training samples.
-        parts: Names of the parts of the reward, if they are known.
-
-    Raises:
-        ValueError: If it does not, or the groups are compared by a part that there is not, or have nothing to compare.
-    """
-    if sampling.group_size == 1:
-        raise ValueError(
-            "replay_buffer keeps groups whose rewards differ, and with SamplingSpec(group_size=1) none does: raise "
-            "group_size, or leave replay_buffer out"
-        )
-    if parts is not None:
-        buffer.check_parts(parts)
-    if isinstance(module, CorrectsOffPolicy) and module.correct_off_policy():
-        rank_zero_info("Samples are replayed, so the policy learns with truncated weights: correction='tis'.")
-    if not module.uses_rollout_logprobs:
-        raise ValueError(
-            f"replay_buffer trains {type(module).__name__} on samples of earlier policies, for which it has no "
-            "importance weights: give it a correction ('tis', 'seq-tis') or a policy_loss that is given the engine's "
-            "log-probs ('decoupled_ppo_loss'), or leave replay_buffer out"
-        )
 
 
 def _correct_quantization(module: CorrectsOffPolicy) -> None:

@@ -85,7 +85,7 @@ class GroupCollector:
         self.reward = reward
         self.timing = timing
         self.timeout = timeout
-        self.keep: Callable[[Group], bool] | None = None
+        self.keep: Callable[[Sequence[Sample]], bool] | None = None
         """Whether to train on a group; ``None``: on every group."""
         self.max_rounds: int | None = None
         """Prompts that are sampled at most, as a multiple of ``wanted``; ``None``: no limit."""

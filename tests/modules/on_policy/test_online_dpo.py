@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import LocalEngine, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.callbacks.rollout.checks import check_replay
+from rlhfkit.callbacks.rollout.parts.replay import check_replay
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.rewards import MissingEndPenalty, NormalizeRewards
 from rlhfkit.rewards import PairwiseReward
