@@ -213,7 +213,7 @@ def test_described_arguments_exist() -> None:
 
 
 def test_copied_arguments_of_modules_name_all_values() -> None:
-    """A module repeats the most used arguments of PolicyModule; what they take must not get lost on the way."""
+    """Docstrings repeat arguments of PolicyModule, as PolicyArguments does; what they take must not get lost there."""
     values = {"lr_schedule": SCHEDULES, "attention": (*PACKED_ATTENTIONS, "sdpa"), "optimizer": OPTIMIZERS}
     missing, copies = [], 0
     for path, owner, text in docstrings():
@@ -224,4 +224,4 @@ def test_copied_arguments_of_modules_name_all_values() -> None:
                 copies += 1
                 missing += [f"{owner}({name}=): {one}" for one in values[name] if f"``{one}``" not in said[1]]
     assert missing == []
-    assert copies > 28
+    assert copies > 5

@@ -1,6 +1,6 @@
 """``BCOModule``: binary classifier optimization (Jung et al., 2024, arXiv:2404.04656)."""
 
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from torch import Tensor
 from rlhfkit.data.formats.unpaired import UnpairedBatch, UnpairedExamples
 from rlhfkit.distributed import full_parameters
 from rlhfkit.losses import LossOutput, bco_loss, density_ratio_weights
-from rlhfkit.models import LoRA, unwrap
+from rlhfkit.models import unwrap
 from rlhfkit.modules.arguments import drop_hyperparameters
-from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.modules.policy_arguments import ReferenceArguments
 from rlhfkit.modules.preference.kto import KTOModule
 from rlhfkit.modules.preference.reference import data_sets
 from rlhfkit.validation import check_number
@@ -40,17 +40,8 @@ class BCOModule(KTOModule):
             DataModule that holds the data in memory.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
-            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
-            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
-            holds.
-        **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`.
+        **kwargs: Reference, optimizer and loading of the model:
+            :class:`~rlhfkit.modules.policy_arguments.ReferenceArguments`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -68,13 +59,7 @@ class BCOModule(KTOModule):
         match_prompts: bool = False,
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        lr_schedule: Schedule = "constant",
-        attention: str | None = None,
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ReferenceArguments],
     ) -> None:
         if "loss_type" in kwargs:
             raise TypeError("BCOModule has one loss and no loss_type; KTOModule and DPOModule have several")
@@ -88,12 +73,6 @@ class BCOModule(KTOModule):
             loss_type="apo_zero_unpaired",  # needs no mismatched answers either
             ref_model=ref_model,
             precompute_ref_log_probs=precompute_ref_log_probs,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            lr_schedule=lr_schedule,
-            attention=attention,
-            gradient_checkpointing=gradient_checkpointing,
-            lora=lora,
             **kwargs,
         )
         drop_hyperparameters(["loss_type"], self, KTOModule)

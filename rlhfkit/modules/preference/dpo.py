@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from rlhfkit.losses import (
     wpo_weights,
 )
 from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
-from rlhfkit.models import LoRA, PolicyOutput, policy_output
-from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.modules.policy_arguments import ReferenceArguments
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.reference import ReferenceModule
 from rlhfkit.validation import check_number, function_name, resolve_function
@@ -50,17 +50,8 @@ class DPOModule(PreferenceModule, ReferenceModule):
         reference_free: Use no reference; its log-probs are taken as 0.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
-            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
-            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
-            holds.
-        **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`.
+        **kwargs: Reference, optimizer and loading of the model:
+            :class:`~rlhfkit.modules.policy_arguments.ReferenceArguments`.
 
     Raises:
         ValueError: If an argument is out of range, or two of them contradict each other.
@@ -83,13 +74,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         reference_free: bool = False,
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        lr_schedule: Schedule = "constant",
-        attention: str | None = None,
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ReferenceArguments],
     ) -> None:
         self.reference_free = reference_free  # before super(), which asks uses_reference
         super().__init__(
@@ -97,12 +82,6 @@ class DPOModule(PreferenceModule, ReferenceModule):
             lr=lr,
             ref_model=ref_model,
             precompute_ref_log_probs=precompute_ref_log_probs,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            lr_schedule=lr_schedule,
-            attention=attention,
-            gradient_checkpointing=gradient_checkpointing,
-            lora=lora,
             **kwargs,
         )
         check_number("beta", beta, above=0)

@@ -1,7 +1,7 @@
 """``KTOModule``: Kahneman–Tversky optimization (Ethayarajh et al., 2024, arXiv:2402.01306)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,9 +14,9 @@ from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
 from rlhfkit.losses.metrics import share_metric
 from rlhfkit.losses.preference.unpaired import KTOLossType
-from rlhfkit.models import LoRA, policy_output
+from rlhfkit.models import policy_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.modules.policy_arguments import ReferenceArguments
 from rlhfkit.modules.preference.reference import ReferenceModule, data_sets
 from rlhfkit.validation import check_number, function_name
 
@@ -41,17 +41,8 @@ class KTOModule(ReferenceModule):
             mismatched pairs.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
-            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
-            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
-            holds.
-        **kwargs: See :class:`ReferenceModule` and :class:`PolicyModule`.
+        **kwargs: Reference, optimizer and loading of the model:
+            :class:`~rlhfkit.modules.policy_arguments.ReferenceArguments`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -72,25 +63,13 @@ class KTOModule(ReferenceModule):
         loss_type: KTOLossType = "kto",
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        lr_schedule: Schedule = "constant",
-        attention: str | None = None,
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ReferenceArguments],
     ) -> None:
         super().__init__(
             model,
             lr=lr,
             ref_model=ref_model,
             precompute_ref_log_probs=precompute_ref_log_probs,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            lr_schedule=lr_schedule,
-            attention=attention,
-            gradient_checkpointing=gradient_checkpointing,
-            lora=lora,
             **kwargs,
         )
         check_number("beta", beta, above=0)

@@ -1,7 +1,7 @@
 """``ProcessRewardModule``: a process reward model, which scores every step of an answer."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.stepwise import StepwiseBatch
 from rlhfkit.losses import LossOutput, process_reward_loss
-from rlhfkit.models import LoRA
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.word_odds import word_log_odds, word_token
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.modules.policy_arguments import PolicyArguments
 from rlhfkit.modules.reward.base import ScalarModule
 
 
@@ -35,17 +34,7 @@ class ProcessRewardModule(ScalarModule):
         words: Words for a good and a bad step, such as ``("+", "-")``, each one token: the model is a language model.
             ``None``: it is a token classifier.
         head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`; not with ``words``.
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
-            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
-            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters and a new head, not the model's own weights; ``None``: all weights, or the adapter that
-            ``model`` holds.
-        **kwargs: See :class:`PolicyModule`.
+        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
 
     Raises:
         ValueError: If an argument is out of range; when the model is built, if a word is not one token.
@@ -62,26 +51,9 @@ class ProcessRewardModule(ScalarModule):
         lr: float = 1e-6,
         words: Sequence[str] | None = None,
         head_std: float | None = None,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        lr_schedule: Schedule = "constant",
-        attention: str | None = None,
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[PolicyArguments],
     ) -> None:
-        super().__init__(
-            model,
-            lr=lr,
-            head_std=head_std,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            lr_schedule=lr_schedule,
-            attention=attention,
-            gradient_checkpointing=gradient_checkpointing,
-            lora=lora,
-            **kwargs,
-        )
+        super().__init__(model, lr=lr, head_std=head_std, **kwargs)
         if words is not None and (isinstance(words, str) or len(words) != 2 or words[0] == words[1]):
             raise ValueError(f"words must be two different words, for good and for bad steps, got {words!r}")
         if words is not None and head_std is not None:

@@ -1,6 +1,6 @@
 """``RewardModule``: a Bradley-Terry reward model, trained on preference pairs."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.preferences import PreferenceBatch
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, bradley_terry_loss
-from rlhfkit.models import LoRA, reward_output, unwrap
+from rlhfkit.models import reward_output, unwrap
 from rlhfkit.models.heads import last_tokens
-from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.modules.policy_arguments import PolicyArguments
 from rlhfkit.modules.reward.base import ScalarModule
 from rlhfkit.validation import check_number
 
@@ -36,17 +36,7 @@ class RewardModule(ScalarModule):
             0.01.
         label_smoothing: Probability that a preference is wrong, below 0.5; TRL's and OpenRLHF's have no such option.
         head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
-            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
-            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters and a new head, not the model's own weights; ``None``: all weights, or the adapter that
-            ``model`` holds.
-        **kwargs: See :class:`PolicyModule`.
+        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -62,26 +52,9 @@ class RewardModule(ScalarModule):
         center_rewards_coefficient: float = 0.0,
         label_smoothing: float = 0.0,
         head_std: float | None = None,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        lr_schedule: Schedule = "constant",
-        attention: str | None = None,
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[PolicyArguments],
     ) -> None:
-        super().__init__(
-            model,
-            lr=lr,
-            head_std=head_std,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            lr_schedule=lr_schedule,
-            attention=attention,
-            gradient_checkpointing=gradient_checkpointing,
-            lora=lora,
-            **kwargs,
-        )
+        super().__init__(model, lr=lr, head_std=head_std, **kwargs)
         check_number("center_rewards_coefficient", center_rewards_coefficient, minimum=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         self.center_rewards_coefficient = center_rewards_coefficient

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,11 @@ from rlhfkit.distributed import all_reduce, exchange_errors
 from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
 from rlhfkit.losses.metrics import share_metric
-from rlhfkit.models import LoRA, unwrap
+from rlhfkit.models import unwrap
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.modules.policy_arguments import PolicyArguments
 from rlhfkit.modules.precompute import (
     cache_folder,
     load_or_compute,
@@ -64,17 +64,7 @@ class DistillationModule(PolicyModule):
             cache folder of ``datasets``.
         chunk_size: Trained tokens whose logits exist at a time; changes memory and speed, not the result.
         max_tokens_per_forward: Tokens per forward pass of ``precompute_teacher``; only with it.
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        attention: Of student and teacher. ``None`` or ``auto``: packed with the first kernel that can run, where the
-            model can be packed; ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this
-            one; else Transformers' ``attn_implementation`` (``sdpa``, ...), padded. See :class:`PolicyModule`.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
-            holds.
-        **kwargs: See :class:`PolicyModule`.
+        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
 
     Raises:
         ValueError: If an argument is out of range; when the models are loaded, if their tokens differ.
@@ -100,25 +90,9 @@ class DistillationModule(PolicyModule):
         teacher_cache: str | None = None,
         chunk_size: int = 1024,
         max_tokens_per_forward: int = 16384,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        lr_schedule: Schedule = "constant",
-        attention: str | None = None,
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[PolicyArguments],
     ) -> None:
-        super().__init__(
-            model,
-            lr=lr,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            lr_schedule=lr_schedule,
-            attention=attention,
-            gradient_checkpointing=gradient_checkpointing,
-            lora=lora,
-            **kwargs,
-        )
+        super().__init__(model, lr=lr, **kwargs)
         check_number("temperature", temperature, above=0)
         check_number("distillation_coef", distillation_coef, minimum=0, maximum=1)
         check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)

@@ -3,7 +3,7 @@
 :class:`rlhfkit.SFTDataModule` marks completions, the assistant's turns, or whole texts as in pretraining.
 """
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss, dft_loss
 from rlhfkit.losses.metrics import share_metric
-from rlhfkit.models import LoRA, PolicyOutput, policy_output
+from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.modules.policy_arguments import PolicyArguments
 
 
 class SFTModule(PolicyModule):
@@ -26,17 +26,7 @@ class SFTModule(PolicyModule):
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (5e-6: OpenRLHF's default for SFT).
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
-            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
-            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters, not the model's own weights; ``None``: all weights, or the adapter that ``model``
-            holds.
-        **kwargs: See :class:`PolicyModule`.
+        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
     """
 
     batch_types = (TokenBatch,)
@@ -46,25 +36,9 @@ class SFTModule(PolicyModule):
         model: str,
         *,
         lr: float = 5e-6,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        lr_schedule: Schedule = "constant",
-        attention: str | None = None,
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[PolicyArguments],
     ) -> None:
-        super().__init__(
-            model,
-            lr=lr,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            lr_schedule=lr_schedule,
-            attention=attention,
-            gradient_checkpointing=gradient_checkpointing,
-            lora=lora,
-            **kwargs,
-        )
+        super().__init__(model, lr=lr, **kwargs)
         self.attach_parts()
 
     def policy_output(self, batch: TokenBatch) -> PolicyOutput:
