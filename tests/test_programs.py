@@ -14,10 +14,11 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfkit.cli.check import Configuration, check_words
+from rlhfkit.cli.estimate import estimate_configuration
 from rlhfkit.cli.init import methods, packaged
 from rlhfkit.cli.main import main, run
 
@@ -225,8 +226,7 @@ def test_sizes_in_the_comments_can_be(method: str, tmp_path: Path, monkeypatch: 
         tree = Configuration(words).tree
         trainer, data = tree["trainer"], tree["data"]["init_args"]
         strategy = trainer.get("strategy", "auto")
-        nodes = strategy["init_args"].get("num_nodes", 1) if isinstance(strategy, dict) else trainer.get("num_nodes", 1)
-        ranks = nodes * trainer["devices"]
+        ranks = trainer.get("num_nodes", 1) * trainer["devices"]
         batches.add(ranks * data["micro_batch_size"] * trainer["accumulate_grad_batches"])
         assert (strategy == "auto") == (ranks == 1)
     assert len(batches) == 1
@@ -241,3 +241,54 @@ def test_every_method_has_one_script_and_one_configuration() -> None:
         doc = str(script(method).__doc__)
         assert f"rlhfkit://{method}``" in doc
         assert title.split(":")[0] == doc.split(":")[0]
+
+
+QWEN3, LLAMA = (
+    {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "head_dim": 128},
+    {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256},
+)
+SHAPES: dict[str, tuple[dict[str, Any], int, int, int, int, bool]] = {
+    "Qwen/Qwen3-0.6B": (QWEN3, 1024, 3072, 28, 16, True),
+    "Qwen/Qwen3-1.7B": (QWEN3, 2048, 6144, 28, 16, True),
+    "Qwen/Qwen3-4B": (QWEN3, 2560, 9728, 36, 32, True),
+    "Qwen/Qwen3-8B": (QWEN3, 4096, 12288, 36, 32, False),
+    "Qwen/Qwen3-14B": (QWEN3, 5120, 17408, 40, 40, False),
+    "Qwen/Qwen3-32B": (QWEN3, 5120, 25600, 64, 64, False),
+    "meta-llama/Llama-3.2-1B-Instruct": (LLAMA, 2048, 8192, 16, 32, True),
+    "meta-llama/Llama-3.1-8B-Instruct": (LLAMA, 4096, 14336, 32, 32, False),
+    "meta-llama/Llama-3.3-70B-Instruct": (LLAMA, 8192, 28672, 80, 64, False),
+}
+"""Of published configurations: family, hidden and intermediate size, layers, heads, tied embeddings; 8 key heads."""
+
+
+@pytest.fixture
+def real_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders with the names of real models and their sizes, without weights."""
+    monkeypatch.chdir(tmp_path)
+    for name, (family, hidden, intermediate, layers, heads, tied) in SHAPES.items():
+        config = family | {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+        config |= {"num_attention_heads": heads, "num_key_value_heads": 8, "tie_word_embeddings": tied}
+        config |= {"max_position_embeddings": 40960}
+        folders = {name: config, f"{name}-Base": config}
+        if name == "Qwen/Qwen3-0.6B":
+            scalar = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "reward"}}
+            folders["runs/reward_model/model"] = config | scalar
+        for folder, written in folders.items():
+            Path(folder).mkdir(parents=True)
+            Path(folder, "config.json").write_text(json.dumps(written))
+            tiny_tokenizer().save_pretrained(folder)
+    return tmp_path
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", RUNS)
+def test_sizes_fit_into_their_gpus(method: str, real_shapes: Path) -> None:
+    """``rlhfkit estimate`` of each command in the comments: as many GPUs as they say, of 80 GB."""
+    main(["init", method])
+    gpus = []
+    for words in commands(method):
+        found = estimate_configuration(words, gpu="H100")
+        assert found.problems == [], words
+        gpus.append(found.to_dict()["gpus"])
+    assert gpus[-2:] in ([8, 16], [8, 32])
+    assert {*gpus[:-2]} == {1}
