@@ -180,10 +180,6 @@ class PromptQueue(Protocol):
         """Put prompts at the front of the next iteration."""
         ...
 
-    def with_requeued(self, cursor: Any) -> Any:
-        """The cursor with all drawn prompts in front of it."""
-        ...
-
     def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
         """Remember the rewards of groups, by the index of their prompt, for a curriculum."""
         ...

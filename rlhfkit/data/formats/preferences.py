@@ -158,11 +158,6 @@ class PreferenceBatch(TokenBatch):
             return None
         return max(self.step_tokens, 1.0) / max(self.step_sequences, 1.0)
 
-    def select_pairs(self, pairs: Tensor | Sequence[int]) -> Self:
-        """Select pairs by their (N,) indices in 0 .. B - 1, in the given order, trimmed to the longest sequence."""
-        first = 2 * torch.as_tensor(pairs, dtype=torch.int64)
-        return self.select(torch.stack([first, first + 1], -1).flatten())
-
 
 def collate_preferences(examples: Sequence[PreferenceExample], totals: StepTotals | None = None) -> PreferenceBatch:
     """Stack pairs, padding on the right.

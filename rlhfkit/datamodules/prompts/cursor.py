@@ -185,11 +185,8 @@ class IterationQueue:
     def requeue(self, prompts: Iterable[Prompt]) -> None:
         """Put drawn prompts at the front of the next iteration, in the order of drawing."""
         requeued = {prompt.index for prompt in prompts}
-        self.cursor = _in_front([row for index, row in self._rows.items() if index in requeued], self.cursor)
-
-    def with_requeued(self, cursor: PromptCursor) -> PromptCursor:
-        """The cursor with all drawn prompts in front of it, in the order of drawing."""
-        return _in_front(self._rows.values(), cursor)
+        rows = [row for index, row in self._rows.items() if index in requeued]
+        self.cursor = self.cursor._replace(postponed=(*rows, *self.cursor.postponed))
 
     def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
         """Remember the rewards of groups, by the index of their prompt; without a curriculum, do nothing."""
@@ -207,7 +204,3 @@ class IterationQueue:
     def after(self) -> dict[str, Any]:
         """Cursor after this iteration and the fingerprint, as plain values."""
         return {**self.cursor.state_dict(), "fingerprint": self._fingerprint}
-
-
-def _in_front(rows: Iterable[int], cursor: PromptCursor) -> PromptCursor:
-    return cursor._replace(postponed=(*rows, *cursor.postponed))

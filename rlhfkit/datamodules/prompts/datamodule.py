@@ -410,13 +410,6 @@ class PromptDataModule(TextDataModule):
         queue.take(count)
         self.set_cursor(queue.after)
 
-    def validation_prompts(self) -> list[Prompt]:
-        """Return all validation prompts in the order of the file; none without ``validation_data``."""
-        if self.validation_data is None:
-            return []
-        rows = self._opened_validation.rows
-        return [rows[position] for position in range(len(rows))]
-
     def pretraining_batch(self, number: int) -> TokenBatch:
         """Return the pretraining text beside one of this rank's micro-batches of samples.
 

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 from rlhfkit.data.types import Prompt
@@ -112,15 +112,9 @@ class StreamQueue:
 
     def requeue(self, prompts: Sequence[Prompt]) -> None:
         """Put drawn prompts at the front of the next iteration, in the order of drawing."""
-        self.cursor = self._in_front({prompt.index for prompt in prompts}, self.cursor)
-
-    def with_requeued(self, cursor: StreamCursor) -> StreamCursor:
-        """The cursor with all drawn prompts in front of it, in the order of drawing."""
-        return self._in_front(self._drawn, cursor)
-
-    def _in_front(self, numbers: Collection[int], cursor: StreamCursor) -> StreamCursor:
-        places: Iterable[Place] = (place for number, place in self._drawn.items() if number in numbers)
-        return cursor._replace(postponed=(*places, *cursor.postponed))
+        requeued = {prompt.index for prompt in prompts}
+        places = [place for number, place in self._drawn.items() if number in requeued]
+        self.cursor = self.cursor._replace(postponed=(*places, *self.cursor.postponed))
 
     def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
         """Do nothing: there is no curriculum."""

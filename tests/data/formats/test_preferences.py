@@ -49,11 +49,11 @@ def test_totals_count_pairs_and_tokens_of_chosen_answers() -> None:
 
 def test_pairs_survive_select_concat_moving_and_saving() -> None:
     batch = collate_preferences(PAIRS)
-    turned = batch.select_pairs([2, 0])
+    turned = batch.select([4, 5, 0, 1])
     assert turned.chosen(turned.margins).tolist() == [-1.0, 0.5]
     assert turned.input_ids.shape == (4, 5)
     assert turned.rejected(turned.loss_mask.sum(-1)).tolist() == [1, 2]
-    joined = PreferenceBatch.concat([batch.select_pairs([0]), batch.select_pairs([1, 2])]).to("cpu")
+    joined = PreferenceBatch.concat([batch.select([0, 1]), batch.select([2, 3, 4, 5])]).to("cpu")
     assert torch.equal(joined.input_ids, batch.input_ids)
     assert torch.equal(joined.margins, batch.margins)
     again = PreferenceBatch.from_state_dict(batch.state_dict())
