@@ -203,9 +203,9 @@ def serve_and_recover(millions: int, prompts: int, repeats: int) -> dict[str, An
 
 def recover(pool: VLLMPool, weights: ModuleWeights, prompts: int) -> dict[str, Any]:
     """Kill one of two engines at work."""
-    manager = pool.manager
-    assert manager is not None
-    victim = manager.handles[0]
+    engines = pool.engines
+    assert engines is not None
+    victim = engines.handles[0]
     with ThreadPoolExecutor(1) as threads:
         run = threads.submit(generating, pool, prompts, 100)
         while victim.num_requests == 0:
@@ -214,13 +214,13 @@ def recover(pool: VLLMPool, weights: ModuleWeights, prompts: int) -> dict[str, A
         os.kill(victim.info["pid"], signal.SIGKILL)
         killed = time.perf_counter()
         seconds, _ = run.result()
-    while manager.handles[0] is victim or manager.handles[0].state is State.STARTING:
-        time.sleep(0.1)
+    while engines.handles[0] is victim or engines.handles[0].state is State.STARTING:
+        engines.wait(0.1)
     restarted = time.perf_counter() - killed
     start = time.perf_counter()
     pool.load(weights, 1)
     loaded = time.perf_counter() - start
-    assert [handle.state for handle in manager.handles] == [State.SERVING] * 2
+    assert [handle.state for handle in engines.handles] == [State.SERVING] * 2
     times = {"disturbed_seconds": seconds, "restart_seconds": restarted, "load_seconds": loaded}
     return {name: round(value, 2) for name, value in times.items()}
 

@@ -15,7 +15,7 @@ class EngineError(RuntimeError):
 
 
 class EngineFailure(EngineError):
-    """One engine (``engine``, an ``EngineHandle``) died, failed, or was interrupted; another may do the same work.
+    """One engine (``engine``, an ``Engine``) died, failed, or was interrupted; another may do the same work.
 
     ``cause`` is the error that the engine raised; empty if its process ended.
     """

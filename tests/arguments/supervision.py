@@ -1,6 +1,7 @@
 """What a ``VLLMPool`` would start vLLM with and how it would supervise it, with engines that are plain objects."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,13 @@ from rlhfkit.rollout import HealthPolicy
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.placement import ActorPlacement
 from rlhfkit.rollout.remote.scheduler import RequestScheduler
-from rlhfkit.rollout.supervision.health import Probes
-from rlhfkit.rollout.supervision.manager import EngineManager, probe_now
+from rlhfkit.rollout.supervision.engines import Engines
+from rlhfkit.rollout.supervision.health import Probes, State
 from rlhfkit.rollout.vllm import pool
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
+
+_NUMBERS = itertools.count()
 
 
 def fake_actor(**answers: Callable[..., Any]) -> Any:
@@ -29,18 +32,24 @@ def fake_actor(**answers: Callable[..., Any]) -> Any:
         return SimpleNamespace(remote=lambda *args: ray.put(answer(*args)))
 
     usual: dict[str, Callable[..., Any]] = {
-        "start": lambda: {"max_model_len": 64, "vocabulary": 128},
+        "start": lambda has_weights: {"max_model_len": 64, "vocabulary": 128},
         "health": lambda: {"seconds_since_step": 0.0, "paused": False},
         "sleep": lambda level: None,
         "abort": lambda keys: None,
     }
-    return SimpleNamespace(**{name: remote(answer) for name, answer in (usual | answers).items()})
+    # Each time another process, as if the one before had ended.
+    process = SimpleNamespace(remote=lambda: ray.put({"worker": str(next(_NUMBERS))}))
+    methods = {name: remote(answer) for name, answer in (usual | answers).items()}
+    return SimpleNamespace(**methods, identify=SimpleNamespace(options=lambda **options: process))
 
 
 class FakeLauncher(ActorLauncher):
     """Engines that are up at once. Every second one scores 0.05 lower, and all note at which level they sleep."""
 
+    used: "FakeLauncher"
+
     def __call__(self, number: int, name: str) -> Any:
+        FakeLauncher.used = self
         self.slept: list[int] = []
         return fake_actor(score=lambda rows: [[-1.0 - 0.05 * (number % 2)]], sleep=self.slept.append)
 
@@ -53,8 +62,8 @@ def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
         try:
             engines.configure_weights(ModuleWeights(torch.nn.Linear(2, 2)))
             engines.start(str(folder / "chat"), dtype=torch.float32, load_weights=True)
-            manager: Any = engines.manager
-            launcher: Any = manager.create_actor
+            assert engines.engines is not None
+            settings, launcher = engines.engines.settings, FakeLauncher.used
             sender: Any = engines.sender
             stream = engines.stream(SamplingSpec(), iteration=0)
             stream.close()
@@ -64,8 +73,8 @@ def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
                 score = str(error)
             engines.sleep()
             return {
-                "vllm": (launcher.arguments, launcher.environment, launcher.in_process, manager.workers_per_engine),
-                "limits": (manager.start_timeout, manager.sync_timeout, manager.policy),
+                "vllm": (launcher.arguments, launcher.environment, launcher.in_process, settings.workers_per_engine),
+                "limits": (settings.start_timeout, settings.sync_timeout, settings.policy),
                 "waits": stream.scheduler.stall_detector.timeout,
                 "places": [(*place_of(place), place.environment) for place in launcher.placements],
                 "sender": [
@@ -86,9 +95,9 @@ def place_of(place: ActorPlacement) -> tuple[Any, ...]:
     return place.options["num_cpus"], place.options["num_gpus"], type(strategy).__name__
 
 
-def manager_of(policy: HealthPolicy, *, has_weights: bool, **answers: Callable[..., Any]) -> EngineManager:
+def engines_of(policy: HealthPolicy, *, has_weights: bool, **answers: Callable[..., Any]) -> Engines:
     """One engine, up."""
-    manager = EngineManager(
+    return Engines.start(
         1,
         lambda number, name: fake_actor(**answers),
         sync_timeout=1.0,
@@ -96,8 +105,6 @@ def manager_of(policy: HealthPolicy, *, has_weights: bool, **answers: Callable[.
         policy=policy,
         has_weights=has_weights,
     )
-    manager.start()
-    return manager
 
 
 def watched(arguments: Mapping[str, Any]) -> Any:
@@ -112,20 +119,24 @@ def watched(arguments: Mapping[str, Any]) -> Any:
 
 def hangs(policy: HealthPolicy) -> bool:
     """Whether an engine is dead that has made no step for 200 seconds."""
-    manager = manager_of(policy, has_weights=True, health=lambda: {"seconds_since_step": 200.0, "paused": False})
+    engines = engines_of(policy, has_weights=True, health=lambda: {"seconds_since_step": 200.0, "paused": False})
     try:
-        return probe_now(manager, manager.handles)
+        return engines.probe_now(engines.handles)
     finally:
-        manager.close()
+        engines.close()
 
 
 def lives(policy: HealthPolicy) -> int:
     """Processes of an engine that always dies."""
-    manager = manager_of(policy, has_weights=True)
+    engines = engines_of(policy, has_weights=True)
     count = 0
-    while not manager.all_dead:
-        manager.mark_dead(manager.handles[0], "it dies")
-        count += 1
+    while not engines.all_dead:
+        if engines.handles[0].state is State.DEAD:
+            engines.wait(1.0)
+        else:
+            engines.mark_dead(engines.handles[0], "it dies")
+            count += 1
+    engines.close()
     return count
 
 
@@ -135,10 +146,10 @@ def attempts(policy: HealthPolicy) -> int:
 
     def die(key: str, requests: Any) -> None:
         given.append(key)
-        manager.mark_dead(manager.handles[0], "it dies")
+        engines.mark_dead(engines.handles[0], "it dies")
 
-    manager = manager_of(dataclasses.replace(policy, max_restarts=100), has_weights=True, generate=die)
-    scheduler = RequestScheduler(manager, timeout=1e9)
+    engines = engines_of(dataclasses.replace(policy, max_restarts=100), has_weights=True, generate=die)
+    scheduler = RequestScheduler(engines, timeout=1e9)
     try:
         scheduler.submit([([1], {})])
         with pytest.raises(EngineError, match="engines failed while they worked on the same 1 request"):
@@ -146,14 +157,14 @@ def attempts(policy: HealthPolicy) -> int:
         return len(given)
     finally:
         scheduler.close()
-        manager.close()
+        engines.close()
 
 
 def patience(policy: HealthPolicy) -> tuple[str, int]:
     """What becomes of requests that no engine has served for 30 seconds, and the reports after 200 seconds."""
     now = 0.0
-    manager = manager_of(policy, has_weights=False)
-    scheduler = RequestScheduler(manager, timeout=1e9, clock=lambda: now)
+    engines = engines_of(policy, has_weights=False)
+    scheduler = RequestScheduler(engines, timeout=1e9, clock=lambda: now)
     outcomes = []
     for now in (0.0, 30.0, 200.0):  # noqa: B007  (the clock's)
         try:
@@ -162,5 +173,5 @@ def patience(policy: HealthPolicy) -> tuple[str, int]:
         except EngineError as error:
             outcomes.append(type(error).__name__)
     scheduler.close()
-    manager.close()
+    engines.close()
     return outcomes[1], scheduler.stall_detector.num_reports

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, Completion, Request
+from rlhfkit.rollout.supervision.calls import Completion, Request
+from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE, Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
-from rlhfkit.rollout.supervision.manager import EngineManager
+from rlhfkit.rollout.supervision.table import this_process
 
 BREAKS = 99
 """An engine that scores this token fails, as one whose model its kernels cannot compute."""
@@ -26,7 +27,10 @@ class ToyEngine:
         self.cuts: list[str] = []
         self.slept: list[int] = []
 
-    async def start(self) -> dict[str, Any]:
+    async def identify(self) -> dict[str, Any]:
+        return this_process()
+
+    async def start(self, has_weights: bool) -> dict[str, Any]:
         return {"max_model_len": 64, "vocabulary": 128, "pid": os.getpid()}
 
     async def health(self) -> dict[str, Any]:
@@ -78,13 +82,13 @@ def start_toy_engine(number: int, name: str) -> Any:
     import ray
 
     path = {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    options = {"num_cpus": 0, "max_concurrency": 1000, "name": name, "namespace": ENGINE_NAMESPACE}
+    options = {"num_cpus": 0, "max_concurrency": 1000, "max_restarts": -1, "name": name, "namespace": ENGINE_NAMESPACE}
     return ray.remote(ToyEngine).options(**options, runtime_env={"env_vars": path}).remote()
 
 
-def toy_manager(num_engines: int, num_ranks: int = 1, **policy: Any) -> EngineManager:
+def toy_engines(num_engines: int, num_ranks: int = 1, **policy: Any) -> Engines:
     """Toy engines that serve version 0."""
-    manager = EngineManager(
+    return Engines.start(
         num_engines,
         start_toy_engine,
         engine_name="toy engine",
@@ -94,8 +98,6 @@ def toy_manager(num_engines: int, num_ranks: int = 1, **policy: Any) -> EngineMa
         has_weights=True,
         num_ranks=num_ranks,
     )
-    manager.start()
-    return manager
 
 
 def request(token: int = 7, *, tokens: int = 3, seconds: float = 0.0, dies: bool = False) -> Request:

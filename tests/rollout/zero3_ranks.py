@@ -163,8 +163,8 @@ class EachRankItsShare:
         stream = self.pool.stream(self.spec, iteration=3)
         stream.submit(self.own)
         dist.barrier()  # both have requests in flight
-        if self.pool.manager is not None:
-            os.kill(self.pool.manager.handles[0].info["pid"], signal.SIGKILL)
+        if self.pool._sync is not None and self.pool.engines is not None:
+            os.kill(self.pool.engines.handles[0].info["pid"], signal.SIGKILL)
         try:
             return message_of(lambda: stream.collect(8))
         finally:
@@ -201,8 +201,8 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
 
     def kill_the_engine() -> None:
         dist.barrier()  # all have their answers
-        if pool.manager is not None:
-            os.kill(pool.manager.handles[0].info["pid"], signal.SIGKILL)
+        if pool._sync is not None and pool.engines is not None:
+            os.kill(pool.engines.handles[0].info["pid"], signal.SIGKILL)
 
     for version in (1, 2):
         policy.backward(policy(ids, labels=ids).loss)

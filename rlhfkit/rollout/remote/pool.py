@@ -19,7 +19,7 @@ from rlhfkit.distributed import gather_objects, run_on_all_ranks
 from rlhfkit.gpus import mixed_engine_kinds
 from rlhfkit.rank_store import RankLog, RankStore, rank_store
 from rlhfkit.ray_placement import ReservedResources
-from rlhfkit.ray_session import JoinedRay
+from rlhfkit.ray_session import JoinedRay, this_cluster
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_tokens
 from rlhfkit.rollout.errors import EngineError
@@ -37,11 +37,9 @@ from rlhfkit.rollout.remote.placement import (
 )
 from rlhfkit.rollout.remote.rank_memory import free_cached_memory, release_exported_buffers
 from rlhfkit.rollout.remote.stream import PoolStream
-from rlhfkit.rollout.supervision.directory import EngineDirectory, EnginePoolInfo, EnginePublisher
-from rlhfkit.rollout.supervision.handle import Request
+from rlhfkit.rollout.supervision.calls import Request
+from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
-from rlhfkit.rollout.supervision.manager import EngineManager
-from rlhfkit.rollout.supervision.router import EngineRouter
 from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 from rlhfkit.rollout.weight_sync.transfers import Transfer, check_transfer, make_sender, resolve_transfer
@@ -115,10 +113,8 @@ class RemoteEnginePool(RolloutEngine):
         self.bucket_bytes = bucket_bytes
         self.health = health or HealthPolicy()
         self.version: int | None = None
-        self.manager: EngineManager | None = None
-        """The engines, on rank 0 after :meth:`start`."""
-        self.router: EngineRouter[Any] | None = None
-        """The engines as this rank's requests see them, after :meth:`start`; on rank 0 the :attr:`manager`."""
+        self.engines: Engines | None = None
+        """The engines as this rank sees them, after :meth:`start`."""
         self.sender: WeightSender | None = None
         """This rank's part in sending weights, if it has one."""
         self._sync_metrics: dict[str, float] = {}
@@ -138,7 +134,6 @@ class RemoteEnginePool(RolloutEngine):
         self._sync: WeightSyncCoordinator | None = None
         self._dedicated: DedicatedPlacement | None = None  # devices that are held for the engines, on rank 0
         self._gpu_note = ""  # for an error about too few GPUs
-        self._publisher: EnginePublisher | None = None  # on rank 0, if there are others
         self._joined: JoinedRay | None = None  # on other ranks
         self._store: RankStore | None = None
 
@@ -153,9 +148,9 @@ class RemoteEnginePool(RolloutEngine):
     def start_engines(
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
     ) -> None:
-        """Set :attr:`manager`, with engines that have started, and :attr:`sender`. Called on rank 0.
+        """Set :attr:`engines`, which have started, and :attr:`sender`. Called on rank 0.
 
-        The manager's ``num_ranks`` counts all that send requests (``get_world_size()``). ``ranks`` are all training
+        Their ``num_ranks`` counts all that send requests (``get_world_size()``). ``ranks`` are all training
         ranks, for :meth:`connect_to_ray` and :meth:`placements`; empty without a trainer.
         """
         ...
@@ -224,21 +219,19 @@ class RemoteEnginePool(RolloutEngine):
         """Start the engines, and tell the other ranks how to reach them."""
         self.prepare_requests(model, trust_remote_code)
         self.start_engines(model, dtype, trust_remote_code, load_weights, ranks)
-        assert self.manager is not None
+        assert self.engines is not None
         assert self.sender is not None
         self._warn_of_mixed_gpus(ranks)
         # After a failed call, the multi-process executor of vLLM 0.32 leaves answers of other workers unread and
         # takes them for those of later calls, so an engine of several processes cannot be used any more.
         recoverable = self.sender.recoverable and self.processes_per_engine == 1
-        self._sync = WeightSyncCoordinator(self.manager, self.sender, recoverable=recoverable)
-        self.router = self.manager
+        self._sync = WeightSyncCoordinator(self.engines, self.sender, recoverable=recoverable)
         if log.store.world_size > 1:
-            self._publisher = EnginePublisher(self.manager, log.store)
-            log.append(self._publisher.info)
+            log.append((this_cluster(), self.engines.table_name))
 
     def _warn_of_mixed_gpus(self, ranks: Sequence[RankLocation]) -> None:
-        assert self.manager is not None
-        kinds = [handle.info.get("gpus", ()) for handle in self.manager.handles]
+        assert self.engines is not None
+        kinds = [handle.info.get("gpus", ()) for handle in self.engines.handles]
         mixed = mixed_engine_kinds(kinds, [rank.kind for rank in ranks])
         if mixed is not None:
             log.warning("%s", mixed)
@@ -249,15 +242,15 @@ class RemoteEnginePool(RolloutEngine):
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.resolve_transfer(device) == "ipc":  # the only one with a part for every rank
             self.sender = make_sender("ipc", timeout=self.sync_timeout, bucket_bytes=self.bucket_bytes)
-        entries: list[tuple[int, EnginePoolInfo]] = []
+        entries: list[tuple[int, Any]] = []
         while not entries:
             entries = log.read(1.0)
-        info = entries[0][1]
+        cluster, table_name = entries[0][1]
         try:
-            self._joined = JoinedRay(info.cluster, member=f"rank {log.store.rank}")
+            self._joined = JoinedRay(cluster, member=f"rank {log.store.rank}")
         except RuntimeError as error:
             raise EngineError(str(error)) from error
-        self.router = EngineDirectory(info, log.store)
+        self.engines = Engines.join(table_name, rank=log.store.rank, num_ranks=log.store.world_size)
 
     def connect_to_ray(self, ranks: list[RankLocation]) -> str:
         """Join Ray, or start it without the ranks' GPUs, and return the engines' device, ``"cpu"`` or ``"cuda"``."""
@@ -301,13 +294,12 @@ class RemoteEnginePool(RolloutEngine):
 
     def close(self) -> None:
         """Kill the engines; :meth:`start` may be called again. A Ray session started here lives on."""
-        parts = (self.sender, self.manager or self.router, self._publisher, self._joined)
+        parts = (self.sender, self.engines, self._joined)
         for part in parts:
             if part is not None:
                 part.close()
         self._release_devices()
-        self.manager, self.router, self.sender, self._sync = None, None, None, None
-        self._publisher, self._joined, self.given_tokenizer = None, None, None
+        self.engines, self.sender, self._sync, self._joined, self.given_tokenizer = None, None, None, None, None
         self._store, self._started, self._asleep, self.version = None, False, False, None
 
     # ---------------------------------------------------------------- sleep
@@ -319,8 +311,7 @@ class RemoteEnginePool(RolloutEngine):
         """
         if not (self.colocate and self._started) or self._asleep:
             return
-        self._on_rank_0(lambda manager: manager.sleep(self.sleep_level))
-        self._update_router()
+        self._on_rank_0(lambda engines: engines.sleep(self.sleep_level))
         self._asleep = True
         self.version = self.version if self.sleep_level == 1 else None
 
@@ -328,23 +319,20 @@ class RemoteEnginePool(RolloutEngine):
         """Undo :meth:`sleep`; after a :meth:`load` only the cache is left to allocate. Called on every rank."""
         if self._asleep:
             self._free_rank_memory()
-            self._on_rank_0(EngineManager.wake)
+            self._on_rank_0(Engines.wake)
             self._asleep = False
-            self._update_router()
-
-    def _update_router(self) -> None:
-        """Learn of what rank 0 has just done to the engines."""
-        if self.router is not None:
-            self.router.update(at_once=True)
 
     def _free_rank_memory(self) -> None:
         """Have every rank free torch's cache before colocated engines allocate memory. A collective."""
         if self.colocate:
             run_on_all_ranks(free_cached_memory, error_type=EngineError)  # also waits for the last rank
 
-    def _on_rank_0(self, step: Callable[[EngineManager], None]) -> None:
-        """Call something with rank 0's manager; errors are raised on every rank. A collective."""
-        run_on_all_ranks(lambda: None if self.manager is None else step(self.manager), error_type=EngineError)
+    def _on_rank_0(self, step: Callable[[Engines], None]) -> None:
+        """Do something with the engines on rank 0, of which all ranks know then; errors are raised on all."""
+        engines = self.engines
+        assert engines is not None
+        run_on_all_ranks(lambda: step(engines) if self._sync is not None else None, error_type=EngineError)
+        engines.update(at_once=True)
 
     # ---------------------------------------------------------------- weights
 
@@ -373,7 +361,8 @@ class RemoteEnginePool(RolloutEngine):
                     release_exported_buffers()  # engines have closed them when they finished the update
                 if outcome.error is None:
                     self.version = version
-                    self._update_router()
+                    if self.engines is not None:
+                        self.engines.update(at_once=True)
                     self._count_bytes(sent, total)
                     return
                 if not outcome.started and attempt == 1:
@@ -424,10 +413,10 @@ class RemoteEnginePool(RolloutEngine):
 
     # ---------------------------------------------------------------- sampling
 
-    def _serving(self) -> EngineRouter[Any]:
-        """Return the router; RuntimeError unless its engines have weights or are being sent some."""
+    def _serving(self) -> Engines:
+        """Return the engines; RuntimeError unless they have weights or are being sent some."""
         name = type(self).__name__
-        if self.router is None:
+        if self.engines is None:
             raise RuntimeError(f"the engines are not running: {name}.start comes first (RolloutCallback calls it)")
         # Checked twice, as a load in another thread may end between the two checks.
         if self.version is None and not self._loading and self.version is None:
@@ -437,7 +426,7 @@ class RemoteEnginePool(RolloutEngine):
             )
         if self._asleep and not self._loading:
             raise RuntimeError("the engines are asleep: call wake() on every rank first")
-        return self.router
+        return self.engines
 
     def knows_logprobs(self, sampling: SamplingSpec) -> bool:
         """Whether the engines report log-probs at the sampling temperature before truncation."""
@@ -461,10 +450,10 @@ class RemoteEnginePool(RolloutEngine):
         Raises:
             ValueError: If the engines do not support these settings.
         """
-        router = self._serving()
+        engines = self._serving()
         self.check_sampling(sampling)
         return PoolStream(
-            router,
+            engines,
             sampling,
             partial(self.make_request, sampling=sampling),
             self.generate_timeout,
@@ -481,16 +470,16 @@ class RemoteEnginePool(RolloutEngine):
             ValueError: If a sequence has fewer than 2 tokens or exceeds the context.
             EngineError: If engines differ by more than ``probe_tolerance``, none is left, or they took too long.
         """
-        router = self._serving()
+        engines = self._serving()
         for sequence in sequences:
-            if not 2 <= len(sequence) < router.max_model_len:
+            if not 2 <= len(sequence) < engines.max_model_len:
                 raise ValueError(
-                    f"score() takes sequences of 2 to {router.max_model_len - 1} tokens (the engine samples one more),"
+                    f"score() takes sequences of 2 to {engines.max_model_len - 1} tokens (the engine samples one more),"
                     f" got one of {len(sequence)}"
                 )
-            check_tokens("a sequence to be scored", sequence, router.vocabulary)
+            check_tokens("a sequence to be scored", sequence, engines.vocabulary)
         rows = [list(sequence) for sequence in sequences]
-        scores = router.call(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
+        scores = engines.call(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
         if not scores:
-            raise EngineError(f"no {router.engine_name} serves:\n{router.report()}")
+            raise EngineError(f"no {engines.engine_name} serves:\n{engines.report()}")
         return same_scores(scores, self._probe_bounds, owner=type(self).__name__)

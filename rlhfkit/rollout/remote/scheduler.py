@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, StallError, WeightsNeededError
-from rlhfkit.rollout.supervision.handle import Completion, Request, RoutedEngine, fetch
+from rlhfkit.rollout.supervision.calls import Completion, Request, fetch
+from rlhfkit.rollout.supervision.engines import Engine, Engines
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.supervision.router import EngineRouter
 
 log = logging.getLogger(__name__)
 
@@ -86,29 +86,27 @@ class StallDetector:
 class RequestScheduler:
     """Requests of one caller: pending, then in flight on an engine, then finished.
 
-    Other callers, also of other threads, may use ``router`` at the same time; a scheduler belongs to one thread at a
+    Other callers, also of other threads, may use ``engines`` at the same time; a scheduler belongs to one thread at a
     time. ``timeout`` is in seconds without a finished job, not counting the time in which the caller works on the
     results of :meth:`collect`; ``clock`` is monotonic, in seconds.
     """
 
-    def __init__(
-        self, router: EngineRouter[Any], timeout: float, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._router = router
+    def __init__(self, engines: Engines, timeout: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines = engines
         self._clock = clock
         self._name = f"{threading.current_thread().name}-{uuid.uuid4().hex[:8]}"
         self._num_jobs = 0
         self._jobs: dict[int, list[Request]] = {}  # not finished
         self._attempts: Counter[int] = Counter()  # failed attempts of each job
         self._pending: deque[int] = deque()
-        self._in_flight: dict[Any, tuple[int, RoutedEngine, str]] = {}  # Ray's reference -> job, engine, key
+        self._in_flight: dict[Any, tuple[int, Engine, str]] = {}  # Ray's reference -> job, engine, key
         self._results: dict[int, list[Completion]] = {}  # not collected yet
         self._unserved_since: float | None = None
         self._registration = contextlib.ExitStack()
-        self._registration.enter_context(router.reporting(self._describe))
+        self._registration.enter_context(engines.reporting(self._describe))
         self._waiting = False  # since the caller's last call, which returned nothing
         self.stall_detector = StallDetector(
-            router.report, report_after=router.policy.report_after, timeout=timeout, clock=clock
+            engines.report, report_after=engines.policy.report_after, timeout=timeout, clock=clock
         )
 
     def submit(self, requests: list[Request]) -> int:
@@ -117,7 +115,7 @@ class RequestScheduler:
         self._num_jobs += 1
         self._jobs[job] = requests
         self._pending.append(job)
-        self._router.update()
+        self._engines.update()
         self._dispatch()
         return job
 
@@ -136,7 +134,7 @@ class RequestScheduler:
             self.stall_detector.progress()
         deadline = math.inf if wait is None else time.monotonic() + wait
         while not self._results and (self._pending or self._in_flight):
-            self._router.update()
+            self._engines.update()
             self._dispatch()
             self._requeue_lost()
             self.check()
@@ -160,12 +158,12 @@ class RequestScheduler:
             handle.actor.cut.remote(keys)
         deadline = time.monotonic() + timeout
         while self._in_flight and time.monotonic() < deadline:
-            self._router.update()
+            self._engines.update()
             lost = [ref for ref, (_, handle, _) in self._in_flight.items() if handle.state is State.DEAD]
             ready, _ = ray.wait([*self._in_flight], num_returns=len(self._in_flight), timeout=0.05)
             for ref in {*lost, *ready}:
                 job, handle, _ = self._in_flight.pop(ref)
-                self._router.release(handle, len(self._jobs[job]))
+                self._engines.release(handle, len(self._jobs[job]))
                 if ref in ready:
                     with contextlib.suppress(EngineError):  # nothing of this job is needed
                         self._results[job] = fetch(ref, handle, "ending what is sampled")
@@ -190,7 +188,7 @@ class RequestScheduler:
         """Send pending jobs to engines that accept requests."""
         while self._pending:
             requests = self._jobs[self._pending[0]]
-            handle = self._router.acquire(len(requests))
+            handle = self._engines.acquire(len(requests))
             if handle is None:
                 return
             job = self._pending.popleft()
@@ -204,10 +202,10 @@ class RequestScheduler:
                 del self._in_flight[ref]
                 self._requeue(job, handle, handle.reason)
 
-    def _requeue(self, job: int, handle: RoutedEngine, reason: str) -> None:
-        self._router.release(handle, len(self._jobs[job]))
+    def _requeue(self, job: int, handle: Engine, reason: str) -> None:
+        self._engines.release(handle, len(self._jobs[job]))
         self._attempts[job] += 1
-        limit = self._router.policy.request_attempts
+        limit = self._engines.policy.request_attempts
         if self._attempts[job] >= limit:
             raise EngineError(
                 f"{limit} engines failed while they worked on the same {len(self._jobs[job])} request(s), which is as "
@@ -217,22 +215,22 @@ class RequestScheduler:
 
     def check(self) -> None:
         """Raise if no result can be expected, for one of the reasons of :meth:`collect`."""
-        router = self._router
-        if router.closed:
+        engines = self._engines
+        if engines.closed:
             raise EngineError("the pool was closed while requests were in flight")
         self.stall_detector.check(f"{len(self._jobs)} of {self._num_jobs} jobs of {self._name}")
-        if router.expects_service:
+        if engines.expects_service:
             self._unserved_since = None
             return
         now = self._clock()
         self._unserved_since = now if self._unserved_since is None else self._unserved_since
-        limit = router.policy.recovery_timeout
-        if router.all_dead:
-            raise EngineError(f"no {router.engine_name} serves, and none is restarted:\n{router.report()}\n{CURE}")
+        limit = engines.policy.recovery_timeout
+        if engines.all_dead:
+            raise EngineError(f"no {engines.engine_name} serves, and none is restarted:\n{engines.report()}\n{CURE}")
         if now - self._unserved_since >= limit:
             raise WeightsNeededError(
-                f"no {router.engine_name} serves, and none was brought back by a weight sync within {limit:g} s "
-                f"(HealthPolicy(recovery_timeout=...)):\n{router.report()}\n{CURE}"
+                f"no {engines.engine_name} serves, and none was brought back by a weight sync within {limit:g} s "
+                f"(HealthPolicy(recovery_timeout=...)):\n{engines.report()}\n{CURE}"
             )
 
     def _collect_ready(self, wait: float) -> None:
@@ -241,7 +239,7 @@ class RequestScheduler:
 
         if not self._in_flight:
             if self._pending:
-                self._router.wait(min(wait, 0.2))
+                self._engines.wait(min(wait, 0.2))
             return
         ready, _ = ray.wait(list(self._in_flight), num_returns=1, timeout=min(wait, 1.0))
         if ready:  # also collect whatever else has arrived
@@ -251,20 +249,20 @@ class RequestScheduler:
             try:
                 self._results[job] = fetch(ref, handle, "generating")
             except EngineFailure as error:
-                self._router.mark_dead(handle, str(error), cause=error.cause)
+                self._engines.mark_dead(handle, str(error), cause=error.cause)
                 self._requeue(job, handle, str(error))
                 continue
             except BaseException:
-                self._router.release(handle, len(self._jobs[job]))
+                self._engines.release(handle, len(self._jobs[job]))
                 raise
-            handle.has_worked = True
-            self._router.release(handle, len(self._jobs.pop(job)))
+            self._engines.has_worked(handle)
+            self._engines.release(handle, len(self._jobs.pop(job)))
             self._attempts.pop(job, None)
             self.stall_detector.progress()
 
-    def _keys_in_flight(self) -> dict[RoutedEngine, list[str]]:
+    def _keys_in_flight(self) -> dict[Engine, list[str]]:
         """Keys of the requests in flight, by engine."""
-        keys: dict[RoutedEngine, list[str]] = {}
+        keys: dict[Engine, list[str]] = {}
         for _, handle, key in self._in_flight.values():
             keys.setdefault(handle, []).append(key)
         return keys
@@ -273,7 +271,7 @@ class RequestScheduler:
         """Abort the requests in flight."""
         keys, in_flight, self._in_flight = self._keys_in_flight(), list(self._in_flight.values()), {}
         for job, handle, _ in in_flight:
-            self._router.release(handle, len(self._jobs[job]))
+            self._engines.release(handle, len(self._jobs[job]))
         for handle, own in keys.items():
             with contextlib.suppress(Exception):
                 handle.actor.abort.remote(own)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from rlhfkit.rollout.engine import SamplingSpec, check_requests
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.partial_rollouts import CUT, continued, is_usable
 from rlhfkit.rollout.remote.scheduler import RequestScheduler, split_into_jobs
-from rlhfkit.rollout.supervision.handle import Completion, Request
-from rlhfkit.rollout.supervision.router import EngineRouter
+from rlhfkit.rollout.supervision.calls import Completion, Request
+from rlhfkit.rollout.supervision.engines import Engines
 
 _CUT_SECONDS = 60.0
 """Time for engines to return what they have made; what takes longer is sampled again."""
@@ -40,7 +40,7 @@ class PoolStream:
 
     def __init__(
         self,
-        router: EngineRouter[Any],
+        engines: Engines,
         sampling: SamplingSpec,
         make_request: RequestFactory,
         timeout: float,
@@ -48,8 +48,8 @@ class PoolStream:
         iteration: int,
         knows_logprobs: bool,
     ) -> None:
-        self.scheduler = RequestScheduler(router, timeout)
-        self._router = router
+        self.scheduler = RequestScheduler(engines, timeout)
+        self._engines = engines
         self._sampling = sampling
         self._make_request = make_request
         self._iteration = iteration
@@ -63,20 +63,20 @@ class PoolStream:
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """Start these groups too; RequestError, before anything is sent, if a prompt cannot be sampled."""
-        router, group_size, first = self._router, self._sampling.group_size, self._num_rows
+        engines, group_size, first = self._engines, self._sampling.group_size, self._num_rows
         iteration = self._iteration if iteration is None else iteration
-        check_requests(prompts, self._sampling, context=router.max_model_len, vocabulary=router.vocabulary)
+        check_requests(prompts, self._sampling, context=engines.max_model_len, vocabulary=engines.vocabulary)
         self._prompts |= dict(enumerate(prompts, first))
         self._num_rows += len(prompts)
-        for row, indices in split_into_jobs(len(prompts), group_size, router.engines_per_rank):
+        for row, indices in split_into_jobs(len(prompts), group_size, engines.engines_per_rank):
             requests = [self._make_request(prompts[row], index, iteration=iteration) for index in indices]
             self._parts[self.scheduler.submit(requests)] = (first + row, indices)
 
     def resume(self, groups: Sequence[list[Sample]], *, iteration: int | None = None) -> None:
         """Continue these groups; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
-        router, iteration = self._router, self._iteration if iteration is None else iteration
+        engines, iteration = self._engines, self._iteration if iteration is None else iteration
         prompts = [group[0].prompt for group in groups]
-        check_requests(prompts, self._sampling, context=router.max_model_len, vocabulary=router.vocabulary)
+        check_requests(prompts, self._sampling, context=engines.max_model_len, vocabulary=engines.vocabulary)
         for row, group in enumerate(groups, self._num_rows):
             begun = {sample.sample_index: sample for sample in group if is_usable(sample, self._sampling)}
             finished = [sample for sample in begun.values() if sample.finish_reason != CUT]

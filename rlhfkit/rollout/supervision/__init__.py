@@ -1,5 +1,5 @@
-"""Remote engine processes: started, probed, marked dead, restarted.
+"""Remote engine processes: started, probed, marked dead, started again.
 
-May import: ``rollout/errors.py``, ``ray_session.py``, and Ray, when used.
-Start at :mod:`rlhfkit.rollout.supervision.manager`; ``vllm/actor.py`` has what it calls on an engine.
+May import: ``rollout/errors.py``, ``rollout/event_loop.py``, ``rank_store.py``, ``ray_session.py``, and Ray, when used.
+Start at :mod:`rlhfkit.rollout.supervision.table`; ``vllm/actor.py`` has what it calls on an engine.
 """

@@ -18,7 +18,9 @@ import numpy as np
 from rlhfkit.gpus import VARIABLE, ask_driver, weights_do_not_fit
 from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation, assigned_gpus
-from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, Completion, Request
+from rlhfkit.rollout.supervision.calls import Completion, Request
+from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
+from rlhfkit.rollout.supervision.table import this_process
 from rlhfkit.rollout.vllm.backends import AsyncBackend, Backend, InProcessBackend
 from rlhfkit.rollout.vllm.machines import WorkerMachines, node_arguments, run_workers
 
@@ -31,11 +33,14 @@ def plain_errors(
     """Turn exceptions of a coroutine method into plain ``RuntimeError``, whose unpickling does not import vLLM.
 
     ``RefusedRequest`` is left as it is. The error of an engine whose own processes have failed, which vLLM only refers
-    to ("see root cause above"), ends with what they have written.
+    to ("see root cause above"), ends with what they have written. A process in which no engine was started refuses
+    every other call.
     """
 
     @functools.wraps(method)
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Result:
+        if not self.started and method.__name__ not in ("start", "run_workers"):
+            raise RuntimeError("the engine's process was started again, and the engine has not been yet")
         try:
             return await method(self, *args, **kwargs)
         except asyncio.CancelledError:
@@ -68,7 +73,7 @@ def last_lines(count: int = 12, most_bytes: int = 8192) -> str:
 
 
 class ActorLauncher:
-    """Creates the Ray actors of vLLM engines; an :data:`~rlhfkit.rollout.supervision.handle.ActorFactory`.
+    """Creates the Ray actors of vLLM engines; an :data:`~rlhfkit.rollout.supervision.engines.ActorFactory`.
 
     ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` is set in all engines before they import torch;
     ``weight_bytes`` are those of each of an engine's processes, 0 if unknown.
@@ -98,6 +103,8 @@ class ActorLauncher:
             **placement.options,
             name=name,
             namespace=ENGINE_NAMESPACE,
+            # How often is for the table of the engines to say: it starts vLLM in the new process, or does not.
+            max_restarts=-1,
             # Coroutines wait in vLLM's own queue, not in Ray's: all may run at once.
             max_concurrency=10_000,
             runtime_env={"env_vars": self.environment},
@@ -141,6 +148,8 @@ class VLLMActor:
         self.in_process = in_process
         self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
         self._numbers = itertools.count()
+        self.started = False
+        self._has_weights = False  # those that it was started with, or was sent
         self._running: dict[str, dict[str, asyncio.Task[Any]]] = {}  # by key, and by name of the request
         self._paused = False
         self._step = (-1, time.monotonic())  # the last step that was seen, and when
@@ -148,11 +157,17 @@ class VLLMActor:
         # process was suspended.
         self._transfer = asyncio.Lock()
 
+    async def identify(self) -> dict[str, Any]:
+        """Return what names this process."""
+        return this_process()
+
     @plain_errors
-    async def start(self) -> dict[str, Any]:
-        """Build the engine, which takes tens of seconds."""
+    async def start(self, has_weights: bool) -> dict[str, Any]:
+        """Build the engine, which takes tens of seconds.
+
+        ``has_weights``: it may serve the weights that it loads; else it refuses requests until it was sent some.
+        """
         import psutil
-        import ray
 
         gpus = self._check_gpus()
         self._start_other_machines()
@@ -166,12 +181,11 @@ class VLLMActor:
         await self._backend.set_version("0")
         if self._arguments.get("enable_lora"):
             await self._backend.rpc("check_adapter", targets=self._arguments["lora_target_modules"])
+        self.started, self._has_weights = True, has_weights
         this = psutil.Process()
         return {
             "max_model_len": int(config.model_config.max_model_len),
             "vocabulary": int(config.model_config.get_vocab_size()),
-            "pid": this.pid,
-            "node": ray.get_runtime_context().get_node_id(),
             "gpus": gpus,
             "machines": 1 + len(self._others),
             "processes": [(one.pid, one.create_time()) for one in (this, *this.children(recursive=True))],
@@ -285,6 +299,8 @@ class VLLMActor:
 
     async def _run(self, key: str, requests: Sequence[Request]) -> list[Any]:
         """Run requests concurrently; RefusedRequest, which leaves the engine unaffected, if one cannot be run."""
+        if not self._has_weights:  # asked for the process before this one
+            raise RuntimeError("the engine was started again and has no weights yet")
         checked = [
             (list(token_ids), _sampling_params(arguments), arguments.get("priority", 0))
             for token_ids, arguments in requests
@@ -349,6 +365,7 @@ class VLLMActor:
             if self._arguments.get("enable_lora"):
                 await self._backend.rpc("install_adapter")
             await self._backend.set_version(str(version))
+        self._has_weights = True
 
     @plain_errors
     async def resume(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.supervision.handle import Request
+from rlhfkit.rollout.supervision.calls import Request
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 
 # vLLM 0.32 takes temperatures up to 2 and silently raises those below 0.01.

@@ -13,9 +13,9 @@ from rlhfkit.rollout.engine import AdapterSource, SamplingSpec, WeightSource
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
-from rlhfkit.rollout.supervision.handle import Request
+from rlhfkit.rollout.supervision.calls import Request
+from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
-from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.vllm.adapter_slot import NO_LORA, adapter_arguments
 from rlhfkit.rollout.vllm.arguments import (
@@ -208,7 +208,7 @@ class VLLMPool(RemoteEnginePool):
     def start_engines(
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
     ) -> None:
-        """Set :attr:`manager`, with started vLLM actors, and :attr:`sender`; called on rank 0.
+        """Set :attr:`engines`, started vLLM actors, and :attr:`sender`; called on rank 0.
 
         If vLLM's model takes no adapter (``lora="auto"``), engines are started again without.
         """
@@ -272,7 +272,7 @@ class VLLMPool(RemoteEnginePool):
             environment=environment | self.environment,
             weight_bytes=self.parallelism.weight_bytes(arguments) if device == "cuda" else 0.0,
         )
-        self.manager = EngineManager(
+        self.engines = Engines.start(
             self.num_engines,
             create_actor,
             workers_per_engine=self.processes_per_engine,
@@ -282,7 +282,6 @@ class VLLMPool(RemoteEnginePool):
             has_weights=load_weights,
             num_ranks=get_world_size(),
         )
-        self.manager.start()
 
     # ---------------------------------------------------------------- sampling
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from rlhfkit.distributed import exchange_errors, gather_objects
 from rlhfkit.rollout.engine import WeightInfo, WeightSource
 from rlhfkit.rollout.errors import EngineError, EngineFailure
-from rlhfkit.rollout.supervision.handle import EngineHandle, EngineHandles
+from rlhfkit.rollout.supervision.calls import EngineReceivers
+from rlhfkit.rollout.supervision.engines import Engine, Engines
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.supervision.manager import EngineManager, probe_now
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 from rlhfkit.rollout.weight_sync.source import ADAPTER_SETTINGS
@@ -23,17 +23,17 @@ class BaseNeededError(EngineError):
 
 
 class WeightSyncCoordinator:
-    """Sends weights to the engines of one manager.
+    """Sends weights to the engines of one pool.
 
     ``recoverable``: whether engines whose transfer broke off can be sent weights again; else they are restarted.
     """
 
-    def __init__(self, manager: EngineManager, sender: WeightSender, *, recoverable: bool) -> None:
-        self._manager = manager
+    def __init__(self, engines: Engines, sender: WeightSender, *, recoverable: bool) -> None:
+        self._engines = engines
         self._sender = sender
         self._recoverable = recoverable
-        self._connected: tuple[EngineHandle, ...] = ()
-        self._participants: tuple[EngineHandle, ...] = ()  # of the last attempt
+        self._connected: tuple[Engine, ...] = ()
+        self._participants: tuple[Engine, ...] = ()  # of the last attempt
         self._have_base = False  # the connected engines have the weights under an adapter, unchanged
 
     def wait_for_engines(self) -> None:
@@ -41,17 +41,17 @@ class WeightSyncCoordinator:
 
         Engines with partial weights that cannot recover are restarted first. EngineError if none is up in time.
         """
-        broken = [one for one in self._manager.handles if one.has_partial_weights and one.state is not State.DEAD]
+        broken = [one for one in self._engines.handles if one.has_partial_weights and one.state is not State.DEAD]
         if self._recoverable:
             broken = []
         for handle in broken:
-            self._manager.mark_dead(handle, "its last weight update broke off")
-        self._manager.wait_until_up(wait_for_all=bool(broken))
+            self._engines.mark_dead(handle, "its last weight update broke off")
+        self._engines.wait_until_up(wait_for_all=bool(broken))
 
     @property
     def needs_base(self) -> bool:
         """Whether an engine that is up lacks the weights under an adapter, so that the adapter alone is not enough."""
-        return not self._have_base or self._connected != self._manager.engines_up
+        return not self._have_base or self._connected != self._engines.engines_up
 
     def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Make one attempt: pause, begin the update, send, finish the update, resume; EngineError if an engine fails.
@@ -68,20 +68,20 @@ class WeightSyncCoordinator:
 
     def _try_sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         self._participants = ()
-        handles = self._manager.begin_sync()
-        self._participants = handles.handles
-        asleep = any(handle.asleep for handle in handles.handles)
+        receivers = self._engines.begin_sync()
+        self._participants = receivers.engines
+        asleep = any(engine.asleep for engine in receivers.engines)
         received: int | None = None
         try:
-            self._prepare(handles, asleep)
+            self._prepare(receivers, asleep)
             had_base, self._have_base = self._have_base, False
             if infos[0].name == ADAPTER_SETTINGS and not had_base:
                 raise BaseNeededError("an engine came up between the decision to send an adapter alone and the sync")
-            self._sender.send(handles, infos, weights)
+            self._sender.send(receivers, infos, weights)
             self._have_base = any(info.name == ADAPTER_SETTINGS for info in infos)
-            handles.submit("finish_update", version, doing="finishing the weight update").result()
+            receivers.submit("finish_update", version, doing="finishing the weight update").result()
             if not asleep:
-                handles.submit("resume", doing="resuming after the weight update").result()
+                receivers.submit("resume", doing="resuming after the weight update").result()
             received = version
         except BaseException:
             self._connected, self._have_base = (), False
@@ -89,28 +89,28 @@ class WeightSyncCoordinator:
                 self._sender.close()  # workers that wait for data fail now, not at their time limit
             raise
         finally:
-            self._manager.end_sync(handles, received, asleep=asleep)
+            self._engines.end_sync(receivers, received, asleep=asleep)
 
-    def _prepare(self, handles: EngineHandles, asleep: bool) -> None:
+    def _prepare(self, receivers: EngineReceivers, asleep: bool) -> None:
         """Run every step before the first byte; the first call fails for engines that do not answer."""
         if asleep:  # the key-value cache is allocated by wake(), when the trainer has made room for it
-            handles.submit("wake", ["weights"], doing="waking up").result()
-        handles.submit("pause", doing="pausing for new weights").result()
-        if any(handle.has_partial_weights for handle in handles.handles):
-            handles.submit("abandon_update", doing="closing a broken update").result()
-        if self._connected != handles.handles:
+            receivers.submit("wake", ["weights"], doing="waking up").result()
+        receivers.submit("pause", doing="pausing for new weights").result()
+        if any(engine.has_partial_weights for engine in receivers.engines):
+            receivers.submit("abandon_update", doing="closing a broken update").result()
+        if self._connected != receivers.engines:
             self._have_base = False
-            self._sender.connect(handles)
-            self._connected = handles.handles
-        handles.submit("begin_update", doing="preparing for new weights").result()
+            self._sender.connect(receivers)
+            self._connected = receivers.engines
+        receivers.submit("begin_update", doing="preparing for new weights").result()
 
     def can_retry(self, error: BaseException) -> bool:
         """Whether the sync that raised ``error`` may succeed now: engines died of it and others are up or starting."""
         if isinstance(error, BaseNeededError):
             return True
         if isinstance(error, EngineFailure) and error.engine is not None:
-            self._manager.mark_dead(error.engine, str(error), cause=error.cause)
-        return probe_now(self._manager, self._participants) and not self._manager.all_dead
+            self._engines.mark_dead(error.engine, str(error), cause=error.cause)
+        return self._engines.probe_now(self._participants) and not self._engines.all_dead
 
     def close(self) -> None:
         """Close the sender."""

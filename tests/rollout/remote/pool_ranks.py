@@ -15,11 +15,12 @@ from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
-from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, Request
+from rlhfkit.rollout.supervision.calls import Request
+from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rollout.remote import sleeping_engines
-from rollout.toy_engines import request, toy_manager
+from rollout.toy_engines import request, toy_engines
 
 SPEC = SamplingSpec(group_size=2, max_new_tokens=8)
 
@@ -48,7 +49,7 @@ class ToyPool(RemoteEnginePool):
     ) -> None:
         self.connect_to_ray(ranks)
         self.sender = ProcessGroupSender("gloo", timeout=10.0)
-        self.manager = toy_manager(self.num_engines, dist.get_world_size(), recovery_timeout=5.0)
+        self.engines = toy_engines(self.num_engines, dist.get_world_size(), recovery_timeout=5.0)
 
     def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
         return request(prompt.token_ids.tolist()[0], seconds=prompt.token_ids.tolist()[0] / 10)
@@ -111,12 +112,13 @@ def lose_an_engine(rank: int, pool: ToyPool) -> dict[str, Any]:
     stream.submit([Prompt(number, [20 + rank]) for number in range(4)])  # two seconds each
     dist.barrier()
     begun = 0
-    if pool.manager is not None:
-        actor = pool.manager.handles[0].actor
+    assert pool.engines is not None
+    if rank == 0:
+        actor = pool.engines.handles[0].actor
         deadline = time.monotonic() + 10
         while begun < 16 and time.monotonic() < deadline:
             begun, _ = ray.get(actor.seen.remote())
-        ray.kill(actor)
+        ray.kill(actor, no_restart=False)
     groups = [group for _ in range(4) for group in stream.collect(1)]
     nothing_left = stream.collect(1) == []
     stream.close()
@@ -142,14 +144,14 @@ def an_engine_and_a_rank_die(folder: Path) -> dict[str, Any]:
     if rank > 0:
         time.sleep(0.5 if stream is not None else 0.0)
         os._exit(0)
-    assert pool.manager is not None
+    assert pool.engines is not None
     time.sleep(1.0)
     (sample, _) = pool.generate([Prompt(1, [1])], SPEC, iteration=0)
     # Engine 0 was started again with the weights of version 0, so requests may go to either.
-    engines = [handle for handle in pool.manager.handles if handle.state is not State.DEAD]
+    engines = [handle for handle in pool.engines.handles if handle.state is not State.DEAD]
     seen = ray.get([handle.actor.seen.remote() for handle in engines])
     started, aborted = sum(number for number, _ in seen), [key for _, keys in seen for key in keys]
-    counted, restarts = sum(handle.num_requests for handle in engines), pool.manager.handles[1].restarts
+    counted, restarts = sum(handle.num_requests for handle in engines), pool.engines.handles[1].restarts
     pool.close()
     deadline = time.monotonic() + 10
     while left := ray.util.list_named_actors(all_namespaces=True):

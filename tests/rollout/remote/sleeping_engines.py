@@ -26,9 +26,9 @@ from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.remote import rank_memory
 from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.remote.pool import RemoteEnginePool
-from rlhfkit.rollout.supervision.handle import ENGINE_NAMESPACE, Completion, Request
+from rlhfkit.rollout.supervision.calls import Completion, Request
+from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE, Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
-from rlhfkit.rollout.supervision.manager import EngineManager
 from rlhfkit.training_states import TrainingStates
 from rollout.toy_engines import ToyEngine
 from rollout.weight_sync.mapped_ipc import MappedSender, open_mapped
@@ -119,7 +119,7 @@ def start_sleeping_engine(number: int, name: str) -> Any:
     import ray
 
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    options = {"num_cpus": 0, "max_concurrency": 1000, "name": name, "namespace": ENGINE_NAMESPACE}
+    options = {"num_cpus": 0, "max_concurrency": 1000, "max_restarts": -1, "name": name, "namespace": ENGINE_NAMESPACE}
     return ray.remote(SleepingEngine).options(**options, runtime_env={"env_vars": path}).remote()
 
 
@@ -151,7 +151,7 @@ class SleepingPool(RemoteEnginePool):
     ) -> None:
         self.connect_to_ray(ranks)
         self.sender = MappedSender(self.folder / "buffer", bucket_bytes=self.bucket_bytes)
-        self.manager = EngineManager(
+        self.engines = Engines.start(
             1,
             start_sleeping_engine,
             sync_timeout=self.sync_timeout,
@@ -159,7 +159,6 @@ class SleepingPool(RemoteEnginePool):
             policy=self.health,
             num_ranks=len(ranks),
         )
-        self.manager.start()
 
     def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
         if int(os.environ.get("LOCAL_RANK", "0")) > 0:
@@ -249,13 +248,13 @@ def events(pool: RemoteEnginePool) -> Events:
     """What the engine has written down, which it forgets; only on rank 0."""
     import ray
 
-    assert pool.manager is not None
+    assert pool.engines is not None
 
     def take(engine: Any) -> Events:
         taken, engine.log = engine.log, []
         return list(taken)
 
-    found: Events = ray.get(pool.manager.handles[0].actor.__ray_call__.remote(take))
+    found: Events = ray.get(pool.engines.handles[0].actor.__ray_call__.remote(take))
     return found
 
 

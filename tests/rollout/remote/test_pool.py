@@ -80,6 +80,6 @@ def test_requests_of_four_ranks_outlive_an_engine_and_those_of_a_dead_rank_leave
 
 def test_the_death_of_rank_0_is_an_error_of_ranks_that_wait_for_samples(tmp_path: Path) -> None:
     report = report_of("rank_0_dies", 1, tmp_path)
-    assert report["error"].startswith("RankError: rank 0, which holds the store that ranks wait on, does not answer")
+    assert report["error"].startswith("RankError: rank 0, which holds the table of the engines, does not answer")
     assert report["seconds"] < 30
     assert report["closing"] < 30

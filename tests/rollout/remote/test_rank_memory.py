@@ -117,23 +117,24 @@ def test_an_engine_that_dies_asleep_gets_the_weights_that_the_pool_thinks_it_has
     """It is restarted when it is needed, without weights, and is sent them before the next sample."""
     import ray
 
-    assert pool.manager is not None
-    manager, killed = pool.manager, []
+    assert pool.engines is not None
+    engines, killed = pool.engines, []
 
     def kill_once() -> None:
         if killed:
             return
-        killed.append(manager.handles[0])
-        ray.kill(killed[0].actor)
+        killed.append(engines.handles[0])
+        ray.kill(killed[0].actor, no_restart=False)
         deadline = time.monotonic() + 60
         while killed[0].state is not State.DEAD:
             assert time.monotonic() < deadline
-            time.sleep(0.05)
+            engines.wait(0.05)
         time.sleep(0.5)
-        assert manager.handles[0] is killed[0]  # training has the memory
+        engines.update(at_once=True)
+        assert engines.handles[0] is killed[0]  # training has the memory
 
     found = run(tmp_path, pool, offload_training=True, callbacks=[Each(kill_once)])
-    assert manager.handles[0].restarts == killed[0].restarts + 1
+    assert engines.handles[0].restarts == killed[0].restarts + 1
     assert all(found[name] == apart[name] for name in ("digest", "tokens"))
 
 

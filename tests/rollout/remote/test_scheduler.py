@@ -11,18 +11,18 @@ from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import EngineError, StallError
 from rlhfkit.rollout.remote.scheduler import RequestScheduler
 from rlhfkit.rollout.remote.stream import PoolStream
-from rlhfkit.rollout.supervision.handle import Request
+from rlhfkit.rollout.supervision.calls import Request
+from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import State
-from rlhfkit.rollout.supervision.manager import EngineManager
-from rollout.toy_engines import BREAKS, request, toy_manager
+from rollout.toy_engines import BREAKS, request, toy_engines
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def manager(ray_session: None) -> Iterator[EngineManager]:
+def engines(ray_session: None) -> Iterator[Engines]:
     """One engine that serves."""
-    made = toy_manager(1)
+    made = toy_engines(1)
     try:
         yield made
     finally:
@@ -37,14 +37,14 @@ def make_request(prompt: Prompt, index: int, *, iteration: int, begun: Sample | 
     )
 
 
-def open_stream(manager: EngineManager) -> PoolStream:
+def open_stream(engines: Engines) -> PoolStream:
     """A stream of groups of two."""
     sampling = SamplingSpec(group_size=2, max_new_tokens=8)
-    return PoolStream(manager, sampling, make_request, 30.0, iteration=2, knows_logprobs=True)
+    return PoolStream(engines, sampling, make_request, 30.0, iteration=2, knows_logprobs=True)
 
 
-def test_a_wait_ends_when_its_time_is_over_and_loses_nothing(manager: EngineManager) -> None:
-    scheduler = RequestScheduler(manager, timeout=30)
+def test_a_wait_ends_when_its_time_is_over_and_loses_nothing(engines: Engines) -> None:
+    scheduler = RequestScheduler(engines, timeout=30)
     job = scheduler.submit([request(seconds=4.0)])
     for wait in (0.0, 0.2):
         begin = time.monotonic()
@@ -55,8 +55,8 @@ def test_a_wait_ends_when_its_time_is_over_and_loses_nothing(manager: EngineMana
     scheduler.close()
 
 
-def test_a_caller_that_polls_learns_of_a_stall_as_one_that_waits(manager: EngineManager) -> None:
-    scheduler = RequestScheduler(manager, timeout=1.0)
+def test_a_caller_that_polls_learns_of_a_stall_as_one_that_waits(engines: Engines) -> None:
+    scheduler = RequestScheduler(engines, timeout=1.0)
     scheduler.submit([request(seconds=60.0)])
 
     def poll() -> None:
@@ -69,8 +69,8 @@ def test_a_caller_that_polls_learns_of_a_stall_as_one_that_waits(manager: Engine
     scheduler.close()
 
 
-def test_time_that_the_caller_spends_on_results_is_no_stall(manager: EngineManager) -> None:
-    scheduler = RequestScheduler(manager, timeout=4.0)
+def test_time_that_the_caller_spends_on_results_is_no_stall(engines: Engines) -> None:
+    scheduler = RequestScheduler(engines, timeout=4.0)
     scheduler.submit([request()])
     scheduler.submit([request(seconds=5.0)])
     assert len(scheduler.collect()) == 1
@@ -79,8 +79,8 @@ def test_time_that_the_caller_spends_on_results_is_no_stall(manager: EngineManag
     scheduler.close()
 
 
-def test_one_stream_samples_for_several_iterations_in_the_order_of_submission(manager: EngineManager) -> None:
-    stream = open_stream(manager)
+def test_one_stream_samples_for_several_iterations_in_the_order_of_submission(engines: Engines) -> None:
+    stream = open_stream(engines)
     stream.submit([Prompt(0, [3]), Prompt(1, [1])], iteration=5)
     stream.submit([Prompt(0, [2])])
     time.sleep(1.0)
@@ -95,8 +95,8 @@ def test_one_stream_samples_for_several_iterations_in_the_order_of_submission(ma
     stream.close()
 
 
-def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(manager: EngineManager) -> None:
-    stream = open_stream(manager)
+def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(engines: Engines) -> None:
+    stream = open_stream(engines)
     stream.submit([Prompt(0, [1]), Prompt(1, [90]), Prompt(2, [90])], iteration=5)
     (first,) = stream.collect(3, wait=30.0)
     assert first[0].prompt.index == 0
@@ -107,9 +107,9 @@ def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(man
         (1, ["abort"] * 2),
         (2, ["abort"] * 2),
     ]
-    assert manager.handles[0].num_requests == 0
+    assert engines.handles[0].num_requests == 0
     cut[1][1].finish_reason = "stop"  # one sample of the last group was finished
-    stream = open_stream(manager)
+    stream = open_stream(engines)
     stream.resume(cut, iteration=5)
     groups = [group for _ in range(2) for group in stream.collect(1, wait=30.0)]
     assert sorted((group[0].prompt.index, [sample.num_tokens for sample in group]) for group in groups) == [
@@ -121,9 +121,9 @@ def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(man
     stream.close()
 
 
-def test_streams_of_several_threads_get_what_is_theirs(manager: EngineManager) -> None:
+def test_streams_of_several_threads_get_what_is_theirs(engines: Engines) -> None:
     def collect(caller: int) -> list[list[int]]:
-        stream = open_stream(manager)
+        stream = open_stream(engines)
         stream.submit([Prompt(row, [caller]) for row in range(5)])
         found = []
         while groups := stream.collect(2):
@@ -134,39 +134,39 @@ def test_streams_of_several_threads_get_what_is_theirs(manager: EngineManager) -
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(collect, range(1, 5)))
     assert answers == [[[caller, caller]] * 10 for caller in range(1, 5)]
-    assert manager.handles[0].num_requests == 0
+    assert engines.handles[0].num_requests == 0
 
 
 def test_an_engine_that_fails_twice_in_the_same_way_is_not_restarted_and_callers_learn_of_what(
-    manager: EngineManager,
+    engines: Engines,
 ) -> None:
     """The last test of this file's engine: it stays dead."""
 
     def fail() -> str:
-        handle = manager.handles[0]
-        assert manager.call(State.SERVING, "score", [[BREAKS, 1]], doing="scoring sequences", timeout=20) == {}
+        handle = engines.handles[0]
+        assert engines.call(State.SERVING, "score", [[BREAKS, 1]], doing="scoring sequences", timeout=20) == {}
         assert "head size 8 is not supported" in handle.reason
-        return manager.report()
+        return engines.report()
 
     def sync() -> None:
-        manager.wait_until_up(wait_for_all=True)
-        manager.end_sync(manager.begin_sync(), version=1)
+        engines.wait_until_up(wait_for_all=True)
+        engines.end_sync(engines.begin_sync(), version=1)
 
     def answer() -> None:
-        scheduler = RequestScheduler(manager, timeout=30)
+        scheduler = RequestScheduler(engines, timeout=30)
         scheduler.submit([request()])
         scheduler.collect()
         scheduler.close()
 
     for restarts in (1, 2):  # each time it had answered a request before
         assert f"restarted {restarts} times, the last time because: toy engine 0 of 1" in fail()
-        assert "failed while scoring sequences: head size 8 is not supported" in manager.report()
-        assert manager.handles[0].restarts == restarts
+        assert "failed while scoring sequences: head size 8 is not supported" in engines.report()
+        assert engines.handles[0].restarts == restarts
         sync()
         answer()
     fail()
     sync()
     assert "the process before it failed in the same way" in fail()  # though the error names another object
-    assert manager.handles[0].restarts == 3
+    assert engines.handles[0].restarts == 3
     with pytest.raises(EngineError, match=r"(?s)no toy engine serves, and none is restarted:.*head size 8 is not"):
         answer()

@@ -38,13 +38,13 @@ def test_groups_come_one_by_one_and_the_rest_is_dropped(vllm_pool: SharedPool, v
     # A stream that is closed with requests in flight leaves none behind, neither counted here nor in the engines.
     endless = vllm_pool.stream(SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400), iteration=0)
     endless.submit(prompts)
-    manager = vllm_pool.manager
-    assert manager is not None
-    assert sum(handle.num_requests for handle in manager.handles) == 12
+    engines = vllm_pool.engines
+    assert engines is not None
+    assert sum(handle.num_requests for handle in engines.handles) == 12
     endless.close()
     endless.close()
     assert endless.collect(1) == []
-    assert [handle.num_requests for handle in manager.handles] == [0, 0]
+    assert [handle.num_requests for handle in engines.handles] == [0, 0]
     assert vllm_pool.generate(prompts[:1], spec, iteration=5)[0].token_ids == expected[0].token_ids.tolist()
     torch.testing.assert_close(
         torch.tensor(vllm_pool.generate(prompts[:1], spec, iteration=5)[0].logprobs),

@@ -1,6 +1,6 @@
 """Health of engines without engines: the rules, and that no order of events breaks them.
 
-Covers ``handle.py``, ``errors.py`` and the stall detector of ``remote/scheduler.py`` too.
+Covers ``calls.py``, ``errors.py`` and the stall detector of ``remote/scheduler.py`` too.
 """
 
 import logging
@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rlhfkit.rollout.errors import EngineFailure, StallError
 from rlhfkit.rollout.remote.scheduler import StallDetector
-from rlhfkit.rollout.supervision.handle import EngineHandle
+from rlhfkit.rollout.supervision.engines import Engine
 from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, can_follow
+from rlhfkit.rollout.supervision.table import EngineProcess, PoolSettings
 
 
 class Clock:
@@ -106,7 +107,16 @@ class EngineLife(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.handle = EngineHandle("engine 0 of 1", 0, None, None, 0, HealthPolicy(), 60.0)
+        settings = PoolSettings(
+            num_engines=1,
+            engine_name="engine",
+            policy=HealthPolicy(),
+            workers_per_engine=1,
+            sync_timeout=60.0,
+            start_timeout=60.0,
+            has_weights=False,
+        )
+        self.handle = EngineProcess(0, None, settings)
         self.complete: int | None = None
         self.versions = 0
         self.died = False
@@ -131,7 +141,7 @@ class EngineLife(RuleBasedStateMachine):
         if not self._try(State.SYNCING):
             return
         self.complete = None
-        assert not self.handle.takes_requests(0.0)
+        assert not Engine(None, self.handle.status()).takes_requests
         if completed:
             self.versions += 1
             self.complete = self.versions
@@ -160,7 +170,7 @@ class EngineLife(RuleBasedStateMachine):
 
     @invariant()
     def serves_only_what_was_sent_completely(self) -> None:
-        if self.handle.takes_requests(0.0):
+        if Engine(None, self.handle.status()).takes_requests:
             assert self.complete is not None
             assert not self.died
 

@@ -14,7 +14,7 @@ from shared_pool import SharedPool
 from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.supervision.handle import EngineHandles
+from rlhfkit.rollout.supervision.calls import EngineReceivers
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rollout.vllm.test_pool import load_trainer_model
@@ -35,11 +35,11 @@ def colocated(vllm_pool: SharedPool, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def doing(pool: SharedPool) -> tuple[set[State], set[bool]]:
-    """What the engines do: in the manager's books, and whether they say themselves that they are paused."""
+    """What the engines do: in the table's books, and whether they say themselves that they are paused."""
     import ray
 
-    assert pool.manager is not None
-    handles = pool.manager.handles
+    assert pool.engines is not None
+    handles = pool.engines.handles
     answers = ray.get([handle.actor.health.remote() for handle in handles])
     return {handle.state for handle in handles}, {answer["paused"] for answer in answers}
 
@@ -135,8 +135,8 @@ def test_vllm_reads_from_memory_what_the_trainer_wrote(
     import ray
 
     ray.cloudpickle.register_pickle_by_value(mapped_ipc)
-    assert vllm_pool.manager is not None
-    handle = vllm_pool.manager.handles[0]
+    assert vllm_pool.engines is not None
+    handle = vllm_pool.engines.handles[0]
     torch.manual_seed(0)
     weights = {
         "norm": torch.randn(3).bfloat16(),
@@ -154,7 +154,7 @@ def test_vllm_reads_from_memory_what_the_trainer_wrote(
     sizes: list[int] = []
     received: list[Any] = []
 
-    class Reader(EngineHandles):
+    class Reader(EngineReceivers):
         """Gives each message to vLLM at once, as the buffer holds the next chunk afterwards."""
 
         def submit(self, method: str, *args: Any, each: Any = None, **ignored: Any) -> Any:

@@ -25,7 +25,7 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
 from rlhfkit.rollout.errors import EngineError, RequestError
 from rlhfkit.rollout.local.generator import truncate
 from rlhfkit.rollout.remote.scheduler import split_into_jobs
-from rlhfkit.rollout.supervision.handle import EngineHandles
+from rlhfkit.rollout.supervision.calls import EngineReceivers
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -149,7 +149,7 @@ class TestWeights:
             logprobs = trainer_logits(model, sample).log_softmax(-1)
             own = logprobs.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None])[before:, 0]
             torch.testing.assert_close(torch.tensor(sample.logprobs.tolist()[before:]), own, rtol=0, atol=EXACT)
-        assert all(handle.num_requests == 0 for handle in pool.manager.handles)  # type: ignore[union-attr]
+        assert all(handle.num_requests == 0 for handle in pool.engines.handles)  # type: ignore[union-attr]
 
     def test_adapters_arrive_merged(self, vllm_pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
         for version, (dora, quantization) in enumerate([(True, None), (False, "nf4")], start=1):
@@ -183,9 +183,9 @@ class TestWeights:
     ) -> None:
         model = load_trainer_model(vllm_model)
         train_a_little(model, seed=9)
-        assert pool.manager is not None
+        assert pool.engines is not None
         assert pool._sync is not None
-        send_by_hand(EngineHandles(tuple(pool.manager.handles[1:]), 1, "127.0.0.1", 30.0), model)
+        send_by_hand(EngineReceivers(tuple(pool.engines.handles[1:]), 1, "127.0.0.1", 30.0), model)
         pool._sync._connected = ()  # that took engine 1 out of the pool's group
         with pytest.raises(EngineError, match="engines 0 and 1 serve different weights"):
             pool.score([prompts[-1].token_ids.tolist()])
@@ -238,7 +238,7 @@ class TestWeights:
         assert pool.version is None
 
 
-def send_by_hand(handles: EngineHandles, model: nn.Module) -> None:
+def send_by_hand(handles: EngineReceivers, model: nn.Module) -> None:
     """Give the weights to engines without a pool."""
     sender, weights = ProcessGroupSender("gloo", timeout=30), ModuleWeights(model)
     sender.connect(handles)
@@ -265,8 +265,8 @@ class TestSamples:
         both = keyed(pool.generate(prompts, SPEC, iteration=3))
         backwards = keyed(pool.generate(prompts[::-1], SPEC, iteration=3))
         alone = keyed(pool.generate(prompts[5:6], SPEC, iteration=3))
-        assert pool.manager is not None
-        monkeypatch.setattr(pool.manager.handles[1], "takes_requests", lambda now: False)
+        assert pool.engines is not None
+        monkeypatch.setattr(pool.engines.handles[1], "responsive", False)
         one = keyed(pool.generate(prompts, SPEC, iteration=3))
         assert backwards.keys() == both.keys() == one.keys()
         for others in (backwards, alone, one):

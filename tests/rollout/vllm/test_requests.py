@@ -26,7 +26,7 @@ from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.engine import MAX_STOP_TOKEN_IDS
 from rlhfkit.rollout.errors import EngineFailure, RequestError
 from rlhfkit.rollout.request_batcher import RequestBatcher
-from rlhfkit.rollout.supervision.handle import fetch
+from rlhfkit.rollout.supervision.calls import fetch
 from rlhfkit.rollout.vllm.arguments import sample_request
 from rollout.vllm.test_pool import load_trainer_model
 
@@ -158,8 +158,8 @@ def pool(vllm_pool: SharedPool, vllm_model: Path) -> Iterator[SharedPool]:
 
 def processes(pool: SharedPool) -> list[tuple[int, int]]:
     """Process and number of restarts of every engine."""
-    assert pool.manager is not None
-    return [(handle.info["pid"], handle.restarts) for handle in pool.manager.handles]
+    assert pool.engines is not None
+    return [(handle.info["pid"], handle.restarts) for handle in pool.engines.handles]
 
 
 @pytest.mark.vllm
@@ -194,8 +194,8 @@ class TestVLLM:
 
     def test_what_vllm_itself_refuses_is_an_error_of_that_request_on_that_engine(self, pool: SharedPool) -> None:
         """Requests as they would reach an engine if none of our own checks stood before it."""
-        assert pool.manager is not None
-        handle = pool.manager.handles[0]
+        assert pool.engines is not None
+        handle = pool.engines.handles[0]
         ids, good = sample_request(Prompt(0, [10, 11]), 0, SamplingSpec(max_new_tokens=4), 0, (1,))
         wrong = [
             (ids, good | {"stop": [""]}),

@@ -45,8 +45,8 @@ def use_engine(folder: Path) -> dict[str, Any]:
     pool.start(str(folder), dtype=torch.float32)
     report: dict[str, Any] = {}
     try:
-        assert pool.manager is not None
-        (handle,) = pool.manager.handles
+        assert pool.engines is not None
+        (handle,) = pool.engines.handles
         report["machines"] = handle.info["machines"]
         model = load_causal_lm(str(folder)).eval()
         tokens = [5, 17, 3, 40, 22, 9, 31, 8, 50, 12]

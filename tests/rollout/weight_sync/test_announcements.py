@@ -9,7 +9,7 @@ import torch
 from shared_pool import SharedPool
 
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.supervision.handle import EngineHandles
+from rlhfkit.rollout.supervision.calls import EngineReceivers
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 
 INFOS = [WeightInfo("a", (2, 3), torch.float32), WeightInfo("b", (4,), torch.bfloat16)]
@@ -20,7 +20,7 @@ class Recorded(RuntimeError):
     """Raised instead of waiting for engines that do not exist."""
 
 
-class Listening(EngineHandles):
+class Listening(EngineReceivers):
     """Two engines of two workers each that write down what they are told."""
 
     def submit(self, method: str, *args: Any, each: Any = None, **ignored: Any) -> Any:
@@ -91,8 +91,8 @@ def test_what_senders_announce_is_what_vllm_reads(vllm_pool: SharedPool) -> None
         sys.path.append(tests)
         return runpy.run_path(file)["all_of_it"]()
 
-    assert vllm_pool.manager is not None
-    actor = vllm_pool.manager.handles[0].actor
+    assert vllm_pool.engines is not None
+    actor = vllm_pool.engines.handles[0].actor
     check(ray.get(actor.__ray_call__.remote(run_there, __file__, str(Path(__file__).parents[2]))))
 
 

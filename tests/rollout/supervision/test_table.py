@@ -1,8 +1,8 @@
-"""A manager of two real engines, in one chain of accidents: each test takes it as the one before has left it.
+"""A pool of two real engines, in one chain of accidents: each test takes it as the one before has left it.
 
 Covers ``weight_sync/coordinator.py`` too.
 
-An engine needs half a minute to start on a busy machine of two cores, so the accidents share their manager.
+An engine needs half a minute to start on a busy machine of two cores, so the accidents share them.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import EngineError, RequestError, WeightsNeededError
-from rlhfkit.rollout.supervision.handle import EngineHandle
+from rlhfkit.rollout.supervision.engines import Engine
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -52,10 +52,11 @@ class Scene:
         self.models[version] = copy.deepcopy(self.model)
         self.pool.load(source(self.model), version)
 
-    def handle(self, number: int) -> EngineHandle:
+    def handle(self, number: int) -> Engine:
         """The process that is this engine now."""
-        assert self.pool.manager is not None
-        return self.pool.manager.handles[number]
+        assert self.pool.engines is not None
+        self.pool.engines.update(at_once=True)
+        return self.pool.engines.handles[number]
 
     def send(self, number: int, what: signal.Signals) -> int:
         """Send an engine's process a signal; returns its pid."""
@@ -68,7 +69,7 @@ class Scene:
         """Wait until an engine is in a state."""
         end = time.monotonic() + limit
         while self.handle(number).state is not state:
-            assert time.monotonic() < end, self.pool.manager.report() if self.pool.manager else ""
+            assert time.monotonic() < end, self.pool.engines.report() if self.pool.engines else ""
             time.sleep(0.05)
 
     def strike(self, number: int, what: signal.Signals, iteration: int) -> list[Sample]:
@@ -143,7 +144,7 @@ def test_the_engine_started_again_serves_only_after_the_next_load(manager: Scene
     manager.until(0, State.STALE, limit=120)
     before = manager.pool.generate(PROMPTS[:4], SPEC, iteration=2)
     assert manager.handle(0).num_requests == 0
-    assert not manager.handle(0).takes_requests(time.monotonic())
+    assert not manager.handle(0).takes_requests
     manager.check(before)  # a stale engine's weights are random: its log-probs would show
     manager.load(2)
     assert manager.handle(0).state is State.SERVING
@@ -200,9 +201,9 @@ def test_an_engine_killed_during_a_load_leaves_no_half_updated_one(manager: Scen
 def test_two_deaths_within_one_restart_end_in_a_load_not_in_the_end_of_the_run(manager: Scene) -> None:
     """Engine 0 is up again and waits for weights when engine 1 dies: what the trainer has is all that is missing."""
     manager.until(0, State.STALE, limit=120)
-    assert manager.pool.manager is not None
+    assert manager.pool.engines is not None
     undisturbed = manager.pool.generate(PROMPTS[:2], SPEC, iteration=6)
-    policy, manager.pool.manager.policy = (
+    policy, manager.pool.engines.policy = (
         manager.pool.health,
         dataclasses.replace(manager.pool.health, recovery_timeout=1),
     )
@@ -211,7 +212,7 @@ def test_two_deaths_within_one_restart_end_in_a_load_not_in_the_end_of_the_run(m
         with pytest.raises(WeightsNeededError, match=r"(?s)no vLLM engine serves.*engine 0 of 2.*waiting for weights"):
             manager.pool.generate(PROMPTS[:2], SPEC, iteration=6)
     finally:
-        manager.pool.manager.policy = policy
+        manager.pool.engines.policy = policy
     manager.pool.version = None  # what RolloutCallback does then
     manager.pool.load(ModuleWeights(manager.model), 4)
     assert manager.handle(0).state is State.SERVING
@@ -284,8 +285,8 @@ def test_two_thousand_samples_through_accidents_are_all_there_once(manager: Scen
 
 
 def test_all_engines_dead_is_an_error_that_says_so(manager: Scene) -> None:
-    assert manager.pool.manager is not None
-    policy = manager.pool.manager.policy = dataclasses.replace(manager.pool.health, recovery_timeout=1)
+    assert manager.pool.engines is not None
+    policy = manager.pool.engines.policy = dataclasses.replace(manager.pool.health, recovery_timeout=1)
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(manager.pool.generate, PROMPTS, SPEC, iteration=9)
         time.sleep(0.5)
