@@ -84,8 +84,8 @@ class SamplingSpec:
             )
         if self.temperature == 0 and self.group_size > 1:  # vLLM refuses it too; training would learn nothing
             raise ValueError(
-                f"SamplingSpec(temperature=0) is greedy, and {self.group_size} completions of a prompt would all be "
-                "the same: give group_size=1, or a temperature above 0"
+                f"SamplingSpec.temperature is 0, which is greedy, and {self.group_size} completions of a prompt would "
+                "all be the same: give group_size=1, or a temperature above 0"
             )
         # A string is one text, not a list of letters. YAML and notebooks pass lists.
         stop: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
