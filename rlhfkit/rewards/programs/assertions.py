@@ -41,20 +41,25 @@ class CallTest:
     expected: Any = field(hash=False)
 
 
+Value = Callable[[Call], Any]
+"""Computes the value of an expression, with calls of the program."""
+
+
 @dataclass(frozen=True)
 class ParsedAssertions:
     """Assertions that can be evaluated outside; the test passes if all of them hold."""
 
     source: str
-    conditions: tuple[ast.expr, ...]
-    names: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Name in the test to the function's name in the program, where they differ."""
-    shadowed: str = ""
-    """A function of the program with the name of a built-in."""
+    conditions: tuple[Value, ...]
 
     def holds(self, condition: int, call: Call) -> bool:
         """Whether one of the conditions holds; raises :class:`TestFailed` if it cannot be evaluated."""
-        return bool(_Evaluator(self, call).value(self.conditions[condition]))
+        try:
+            return bool(self.conditions[condition](call))
+        except TestFailed:
+            raise
+        except Exception as error:  # a wrong type or missing key, as in Python
+            raise TestFailed(f"{type(error).__name__}: {error}") from None
 
 
 @lru_cache(4096)
@@ -85,8 +90,11 @@ def parse_assertions(test: str) -> ParsedAssertions | None:
         if not called_names:
             return None  # it does not call the program
         shadowed = called_names[0]  # the task is to write `sum`, for example
-    parsed = ParsedAssertions(test, conditions, names, shadowed)
-    return parsed if all(map(_Checker(parsed).known, conditions)) else None
+    expressions = _Expressions(names, shadowed)
+    try:
+        return ParsedAssertions(test, tuple(map(expressions.value, conditions)))
+    except (_UnsupportedError, RecursionError):
+        return None
 
 
 def _relevant(statements: list[ast.stmt]) -> list[ast.stmt]:
@@ -134,22 +142,9 @@ _OUTSIDE = frozenset({*dir(builtins), *_LIBRARY})
 _MATHS: dict[str, Any] = {
     name: getattr(math, name)
     for name in (
-        "ceil",
-        "cos",
-        "e",
-        "exp",
-        "floor",
-        "inf",
-        "isclose",
-        "isnan",
-        "log",
-        "nan",
-        "pi",
-        "sin",
-        "sqrt",
-        "tan",
+        "ceil", "cos", "e", "exp", "floor", "inf", "isclose", "isnan", "log", "nan", "pi", "sin", "sqrt", "tan",
     )
-}
+}  # fmt: skip
 _KEYWORDS = {"reverse", "rel_tol", "abs_tol", "ndigits", "start"}
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -167,142 +162,120 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+class _UnsupportedError(Exception):
+    """An expression is none of those that are evaluated here."""
+
+
 @dataclass
-class _Checker:
-    """Checks that an expression uses only what the evaluator supports."""
+class _Expressions:
+    """Turns supported expressions into functions on plain data; others raise :class:`_UnsupportedError`."""
 
-    test: ParsedAssertions
+    names: Mapping[str, str]
+    """Name in the test to the function's name in the program, where they differ."""
+    shadowed: str
+    """A function of the program with the name of a built-in."""
 
-    def known(self, node: ast.AST | None) -> bool:
+    def value(self, node: ast.AST | None) -> Value:
         match node:
-            case None | ast.Constant():
-                return True
-            case ast.Name(id=name):
-                return name in _TYPES
-            case ast.Attribute(value=ast.Name(id="math"), attr=name):
-                return name in _MATHS
-            case ast.Call(func=function, args=arguments, keywords=keywords):
-                if any(isinstance(argument, ast.Starred) for argument in arguments):
-                    return False
-                given = [*arguments, *(keyword.value for keyword in keywords)]
-                return self._callable(function, keywords) and all(map(self.known, given))
-            case ast.Compare(left=left, ops=ops, comparators=right):
-                return all(map(self.known, [left, *right])) and all(map(_known_comparison, ops, right))
-            case ast.BinOp(left=left, op=op, right=right_one):
-                return type(op) in _BINARY and self.known(left) and self.known(right_one)
-            case ast.UnaryOp(operand=operand):
-                return self.known(operand)
-            case ast.BoolOp(values=values):
-                return all(map(self.known, values))
-            case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
-                return all(map(self.known, elements))
-            case ast.Dict(keys=keys, values=values):
-                return None not in keys and all(map(self.known, [*keys, *values]))
+            case None:
+                return lambda call: None
+            case ast.Constant(value=constant):
+                return lambda call: constant
+            case ast.Name(id=name) if name in _TYPES:
+                return lambda call: _TYPES[name]
+            case ast.Attribute(value=ast.Name(id="math"), attr=name) if name in _MATHS:
+                return lambda call: _MATHS[name]
+            case ast.Call():
+                return self._called(node)
+            case ast.Compare(left=left, ops=ops, comparators=others) if all(map(_known_comparison, ops, others)):
+                return self._compared(left, [_COMPARISONS[type(op)] for op in ops], others)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                return self._applied(_BINARY[type(op)], left, right)
+            case ast.UnaryOp(op=unary, operand=operand):
+                return self._applied(_UNARY[type(unary)], operand)
+            case ast.BoolOp(op=op, values=values):
+                return self._first_of(values, isinstance(op, ast.Or))
+            case ast.List(elts=elements):
+                return self._applied(lambda *given: list(given), *elements)
+            case ast.Tuple(elts=elements):
+                return self._applied(lambda *given: given, *elements)
+            case ast.Set(elts=elements):
+                return self._applied(lambda *given: set(given), *elements)
+            case ast.Dict(keys=keys, values=values) if None not in keys:
+                pairs = [node for pair in zip(keys, values, strict=True) for node in pair]
+                return self._applied(lambda *given: dict(zip(given[::2], given[1::2], strict=True)), *pairs)
             case ast.Subscript(value=value, slice=ast.Slice(lower=low, upper=high, step=step)):
-                return all(map(self.known, [value, low, high, step]))
+                return self._applied(lambda given, *bounds: given[slice(*bounds)], value, low, high, step)
             case ast.Subscript(value=value, slice=index):
-                return self.known(value) and self.known(index)
-        return False
+                return self._applied(operator.getitem, value, index)
+        raise _UnsupportedError
 
-    def _callable(self, function: ast.expr, keywords: list[ast.keyword]) -> bool:
-        match function:
-            case ast.Name(id=name):
-                names = {keyword.arg for keyword in keywords}
-                if name == self.test.shadowed or name in self.test.names or name not in _OUTSIDE:
-                    return None not in names
-                return name in _FUNCTIONS and names <= _KEYWORDS
-            case ast.Attribute(value=ast.Name(id="math"), attr=name):
-                return callable(_MATHS.get(name))
-            case ast.Attribute(value=ast.Call(func=ast.Name(id=name), args=[], keywords=[])):  # Solution().solve(...)
-                return name not in _OUTSIDE and None not in {keyword.arg for keyword in keywords}
-        return False
+    def _applied(self, function: Callable[..., Any], *nodes: ast.AST | None) -> Value:
+        """The value of a function of the nodes' values, which are computed from left to right."""
+        values = [self.value(node) for node in nodes]
+        return lambda call: function(*[value(call) for value in values])
+
+    def _called(self, node: ast.Call) -> Value:
+        arguments = [self.value(argument) for argument in node.args]
+        names = {keyword.arg for keyword in node.keywords}
+        if None in names:  # **keywords
+            raise _UnsupportedError
+        keywords = {str(keyword.arg): self.value(keyword.value) for keyword in node.keywords}
+        known: Callable[..., Any] | None = None
+        method: str | None = None
+        match node.func:
+            case ast.Name(id=name) if name == self.shadowed or name in self.names or name not in _OUTSIDE:
+                name = self.names.get(name, name)
+            case ast.Name(id=name) if name in _FUNCTIONS and names <= _KEYWORDS:
+                known = _FUNCTIONS[name]
+            case ast.Attribute(value=ast.Name(id="math"), attr=name) if callable(_MATHS.get(name)):
+                known = _MATHS[name]
+            case ast.Attribute(value=ast.Call(func=ast.Name(id=name), args=[], keywords=[]), attr=method) if (
+                name not in _OUTSIDE
+            ):
+                pass  # Solution().solve(...)
+            case _:
+                raise _UnsupportedError
+
+        def called(call: Call) -> Any:
+            given = [argument(call) for argument in arguments]
+            given_by_name = {keyword: value(call) for keyword, value in keywords.items()}
+            if known is None:
+                return call(name, method, given, given_by_name)
+            return known(*given, **given_by_name)
+
+        return called
+
+    def _first_of(self, nodes: list[ast.expr], truth: bool) -> Value:
+        """The first value with this truth value, else the last: ``or`` with true, ``and`` with false."""
+        values = [self.value(node) for node in nodes]
+
+        def first(call: Call) -> Any:
+            found: Any = None
+            for value in values:
+                found = value(call)
+                if bool(found) is truth:
+                    break
+            return found
+
+        return first
+
+    def _compared(self, left: ast.expr, ops: list[Callable[[Any, Any], Any]], others: list[ast.expr]) -> Value:
+        values = [self.value(node) for node in (left, *others)]
+
+        def compared(call: Call) -> bool:
+            before = values[0](call)
+            for op, value in zip(ops, values[1:], strict=True):
+                after = value(call)
+                if not op(before, after):
+                    return False
+                before = after
+            return True
+
+        return compared
 
 
 def _known_comparison(op: ast.cmpop, right: ast.expr) -> bool:
     if isinstance(op, ast.Is | ast.IsNot):  # only with singletons, which are the same object in every process
         return isinstance(right, ast.Constant) and right.value in (None, True, False) and type(right.value) is not int
     return True
-
-
-# ---------------------------------------------------------------------- the evaluator
-
-
-@dataclass
-class _Evaluator:
-    """Evaluates a supported expression on plain data."""
-
-    test: ParsedAssertions
-    call: Call
-
-    def value(self, node: ast.AST) -> Any:
-        """Return the value of an expression; raises :class:`TestFailed` if it has none."""
-        try:
-            return self._value(node)
-        except TestFailed:
-            raise
-        except Exception as error:  # a wrong type or missing key, as in Python
-            raise TestFailed(f"{type(error).__name__}: {error}") from None
-
-    def _value(self, node: ast.AST | None) -> Any:
-        match node:
-            case None:
-                return None
-            case ast.Constant(value=constant):
-                return constant
-            case ast.Name(id=name):
-                return _TYPES[name]
-            case ast.Attribute(attr=name):
-                return _MATHS[name]
-            case ast.Call():
-                return self._called(node)
-            case ast.Compare(left=left, ops=ops, comparators=right):
-                return self._compared(self._value(left), ops, right)
-            case ast.BinOp(left=left, op=op, right=right_one):
-                return _BINARY[type(op)](self._value(left), self._value(right_one))
-            case ast.UnaryOp(op=unary, operand=operand):
-                return _UNARY[type(unary)](self._value(operand))
-            case ast.BoolOp(op=op, values=values):
-                return self._first_of(values, isinstance(op, ast.Or))
-            case ast.List(elts=elements):
-                return list(map(self._value, elements))
-            case ast.Tuple(elts=elements):
-                return tuple(map(self._value, elements))
-            case ast.Set(elts=elements):
-                return set(map(self._value, elements))
-            case ast.Dict(keys=keys, values=values):
-                return dict(zip(map(self._value, keys), map(self._value, values), strict=True))
-            case ast.Subscript(value=value, slice=ast.Slice(lower=low, upper=high, step=step)):
-                return self._value(value)[slice(*map(self._value, (low, high, step)))]
-            case ast.Subscript(value=value, slice=index):
-                return self._value(value)[self._value(index)]
-        raise TestFailed("not known")
-
-    def _first_of(self, values: list[ast.expr], truth: bool) -> Any:
-        """Return the first value with this truth value, else the last: ``or`` with true, ``and`` with false."""
-        value: Any = None
-        for one in values:
-            value = self._value(one)
-            if bool(value) is truth:
-                break
-        return value
-
-    def _called(self, node: ast.Call) -> Any:
-        arguments = list(map(self._value, node.args))
-        keywords = {str(keyword.arg): self._value(keyword.value) for keyword in node.keywords}
-        match node.func:
-            case ast.Name(id=name):
-                if name in self.test.names or name == self.test.shadowed or name not in _FUNCTIONS:
-                    return self.call(self.test.names.get(name, name), None, arguments, keywords)
-                return _FUNCTIONS[name](*arguments, **keywords)
-            case ast.Attribute(value=ast.Name(), attr=name):
-                return _MATHS[name](*arguments, **keywords)
-            case ast.Attribute(value=ast.Call(func=ast.Name(id=name)), attr=method):
-                return self.call(name, method, arguments, keywords)
-        raise TestFailed("not known")
-
-    def _compared(self, left: Any, ops: list[ast.cmpop], comparators: list[ast.expr]) -> bool:
-        for op, right in zip(ops, map(self._value, comparators), strict=True):
-            if not _COMPARISONS[type(op)](left, right):
-                return False
-            left = right
-        return True
