@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
@@ -155,6 +156,7 @@ def _refusal(status: int, message: str, headers: dict[str, str]) -> JSONResponse
 # expression first counts on the bytes; it lets other threads run, and stops at the first excess.
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 
 MAX_DEPTH = 64
 """Default maximum nesting of lists and objects."""
@@ -196,6 +198,21 @@ def check_json_size(body: bytes, *, max_objects: int, max_numbers: int, max_dept
                 f"the body holds more than {max_objects} texts, lists and objects or more than {max_numbers} numbers: "
                 "send less at a time"
             )
+
+
+def parse_model(model: type[Model], body: bytes) -> Model:
+    """Parse JSON as a model of pydantic's; raises ``ValueError`` with the places that are wrong, eight at most."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise ValueError("; ".join(f"{_place(one['loc'])}{one['msg']}" for one in faults[:8])) from None
+
+
+def _place(path: Sequence[int | str]) -> str:
+    """``samples[0].prompt: `` of ``("samples", 0, "prompt")``."""
+    written = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return f"{written.lstrip('.')}: " if written else ""
 
 
 class JSONBodyReader:

@@ -9,13 +9,13 @@ import itertools
 import logging
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from math import isnan
 from types import TracebackType
 from typing import Any, Self
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from rlhfkit.data.types import Prompt
@@ -32,7 +32,7 @@ from rlhfkit.episodes.tool_calls import tool_call_parser as find_parser
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.request_batcher import EngineFailedError, RequestBatcher
 from rlhfkit.serving.access import AccessToken, ServerOptions, is_loopback
-from rlhfkit.serving.middleware import JSONBodyReader
+from rlhfkit.serving.middleware import JSONBodyReader, parse_model
 from rlhfkit.serving.server import Server
 from rlhfkit.validation import check_integer, check_number
 
@@ -206,7 +206,7 @@ class OpenAIEndpoint:
         @app.post("/v1/chat/completions", response_model=None)
         @app.post("/sessions/{name}/v1/chat/completions", response_model=None)
         async def complete(request: Request, name: str | None = None) -> JSONResponse | StreamingResponse:
-            asked = await self._bodies.read(request, _chat_request)
+            asked = await self._bodies.read(request, partial(parse_model, ChatRequest))
             body = await self._complete(self._session(name), asked)
             if asked.stream:
                 return StreamingResponse(iter(stream_events(body)), media_type="text/event-stream")
@@ -276,12 +276,3 @@ class OpenAIEndpoint:
                 "requests set %s, which is ignored: SamplingSpec determines the sampling",
                 ", ".join(sorted(unused)),
             )
-
-
-def _chat_request(body: bytes) -> ChatRequest:
-    """Parse a request; raises ``ValueError`` with the fields that are wrong."""
-    try:
-        return ChatRequest.model_validate_json(body)
-    except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise ValueError("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults[:8])) from None

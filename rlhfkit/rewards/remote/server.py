@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rewards.base import TIMEOUT, Reward, evaluate, reward_name
-from rlhfkit.serving.middleware import JSONBodyReader, JSONTooLarge
+from rlhfkit.serving.middleware import JSONBodyReader, JSONTooLarge, parse_model
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,25 @@ _OBJECTS_PER_SAMPLE = 128  # in a request of MAX_SAMPLES; with 32 samples it is 
 
 _CHARACTERS_PER_TOKEN = 8  # of texts without token ids
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Count = Annotated[int, Field(ge=0)]
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True):
-    """Refuses unknown fields."""
+def _finite(value: Any) -> Any:
+    """Return plain values; raises ``ValueError`` for NaN and infinity, which pydantic reads though JSON has none."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, float) and not math.isfinite(one):
+            raise ValueError(f"numbers in JSON are finite, got {one}")
+        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return value
+
+
+class _Body(BaseModel):
+    """Refuses unknown fields, and values of other types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class PromptBody(_Body):
@@ -52,8 +65,8 @@ class PromptBody(_Body):
     index: _Count = 0
     token_ids: list[_Token] = []
     text: str = ""
-    answer: Any = None
-    metadata: dict[str, Any] = {}
+    answer: Annotated[Any, AfterValidator(_finite)] = None
+    metadata: Annotated[dict[str, Any], AfterValidator(_finite)] = {}
 
 
 class SampleBody(_Body):
@@ -66,34 +79,46 @@ class SampleBody(_Body):
     finish_reason: Literal["stop", "length", "abort"] = "stop"
     text: str = ""
 
+    @model_validator(mode="after")
+    def _one_mask_entry_per_token(self) -> Self:
+        if self.action_mask is not None and len(self.action_mask) != len(self.token_ids):
+            raise ValueError(
+                f"the per-token lists differ in length: {len(self.token_ids)} token_ids, {len(self.action_mask)} in "
+                "action_mask"
+            )
+        return self
+
     def sample(self) -> Sample:
-        """Convert to a sample; raises ``ValueError`` if the mask is not as long as the tokens."""
+        """Convert to a sample."""
         count = len(self.token_ids)
-        prompt = self.prompt
         return Sample(
-            prompt=Prompt(prompt.index, prompt.token_ids, prompt.text, prompt.answer, prompt.metadata),
-            sample_index=self.sample_index,
-            token_ids=self.token_ids,
             logprobs=[math.nan] * count,
             versions=[0] * count,
-            finish_reason=self.finish_reason,
-            action_mask=self.action_mask,
-            text=self.text,
+            **(dict(self) | {"prompt": Prompt(**dict(self.prompt))}),
         )
 
 
 class ScoreBody(_Body):
-    """The body of ``POST /score``; samples are decoded one by one, while limits are checked."""
+    """The body of ``POST /score``."""
 
-    samples: list[msgspec.Raw]
+    samples: list[SampleBody]
 
 
-class QueryBody(msgspec.Struct):
+class QueryBody(_Body):
     """The body that OpenRLHF sends to ``POST /get_reward``: whole texts, and their prompts."""
+
+    model_config = ConfigDict(extra="ignore")
 
     query: list[str]
     prompts: list[str] | None = None
-    labels: list[Any] | None = None
+    labels: Annotated[list[Any] | None, AfterValidator(_finite)] = None
+
+    @model_validator(mode="after")
+    def _equal_lengths(self) -> Self:
+        counts = [len(column) for column in (self.query, self.prompts, self.labels) if column]
+        if len(set(counts)) > 1:
+            raise ValueError(f"query, prompts and labels must have the same length, got {counts}")
+        return self
 
 
 class RequestParser:
@@ -118,66 +143,33 @@ class RequestParser:
 
         Raises :class:`JSONTooLarge` above a limit, ``ValueError`` with the name of the field for another form.
         """
-        listed = _decoded(body, _SCORE, "").samples
-        self._check_count(len(listed))
-        samples: list[Sample] = []
-        tokens = 0
-        for index, raw in enumerate(listed):
-            place = f"samples[{index}]"
-            try:
-                sample = _decoded(raw, _SAMPLE, place).sample()
-            except ValueError as error:
-                raise ValueError(str(error) if str(error).startswith(place) else f"{place}: {error}") from None
-            tokens += _tokens(sample.prompt.token_ids, sample.prompt.text) + _tokens(sample.token_ids, sample.text)
-            self._check_tokens(tokens)
-            samples.append(sample)
-        return samples
+        listed = parse_model(ScoreBody, body).samples
+        prompts = (_tokens(one.prompt.token_ids, one.prompt.text) for one in listed)
+        self._check(len(listed), sum(prompts) + sum(_tokens(one.token_ids, one.text) for one in listed))
+        return [one.sample() for one in listed]
 
     def parse_query(self, body: bytes) -> list[Sample]:
         """Return the samples of a :class:`QueryBody`, without token ids.
 
         Raises :class:`JSONTooLarge` above a limit, ``ValueError`` for another form or lists that differ in length.
         """
-        asked = _decoded(body, _QUERY, "")
-        self._check_count(len(asked.query))
-        self._check_tokens(sum(_tokens([], text) for text in [*asked.query, *(asked.prompts or [])]))
+        asked = parse_model(QueryBody, body)
+        self._check(len(asked.query), sum(_tokens([], text) for text in [*asked.query, *(asked.prompts or [])]))
         prompts = asked.prompts or [""] * len(asked.query)
         labels = asked.labels or [None] * len(asked.query)
-        if not len(asked.query) == len(prompts) == len(labels):
-            counts = f"{len(asked.query)}, {len(prompts)} and {len(labels)}"
-            raise ValueError(f"query, prompts and labels must have the same length, got {counts}")
-        rows = zip(asked.query, prompts, labels, strict=True)
         return [
             Sample(Prompt(index, [], prompt, label), 0, [], [], [], "stop", text=query.removeprefix(prompt))
-            for index, (query, prompt, label) in enumerate(rows)
+            for index, (query, prompt, label) in enumerate(zip(asked.query, prompts, labels, strict=True))
         ]
 
-    def _check_count(self, count: int) -> None:
+    def _check(self, count: int, tokens: int) -> None:
+        way_out = "send fewer samples at a time (RemoteReward(batch_size=...)) or serve with a larger"
         if count > self.max_samples:
             raise JSONTooLarge(
-                f"the request has {count} samples, the limit is {self.max_samples}: send fewer at a time "
-                "(RemoteReward(batch_size=...)) or serve with a larger --max_samples"
+                f"the request has {count} samples, the limit is {self.max_samples}: {way_out} --max_samples"
             )
-
-    def _check_tokens(self, tokens: int) -> None:
         if tokens > self.max_tokens:
-            raise JSONTooLarge(
-                f"the request has more than {self.max_tokens} tokens: send fewer samples at a time "
-                "(RemoteReward(batch_size=...)) or serve with a larger --max_tokens"
-            )
-
-
-_SCORE, _SAMPLE, _QUERY = (msgspec.json.Decoder(kind) for kind in (ScoreBody, SampleBody, QueryBody))
-
-
-def _decoded(body: Any, decoder: Any, place: str) -> Any:
-    """Decode JSON; raises ``ValueError`` with the name of the field if it is invalid."""
-    try:
-        return decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        fault, _, path = str(error).partition(" - at `$")
-        where = (place + path.rstrip("`")).lstrip(".")
-        raise ValueError(f"{where}: {fault}" if where else fault) from None
+            raise JSONTooLarge(f"the request has more than {self.max_tokens} tokens: {way_out} --max_tokens")
 
 
 def _tokens(token_ids: Sequence[int], text: str) -> int:
