@@ -51,41 +51,41 @@ _CANCEL_SECONDS = 5.0  # for a cancelled async reward to return
 class Reward(Protocol):
     """A callable that scores samples.
 
-    A class may also implement :class:`NamedReward`, :class:`RewardWithMetrics`, :class:`RewardWithProgress`,
-    :class:`RewardWithAnswers`, :class:`RewardWithNeeds`, :class:`WrapsRewards`, :class:`CompositeReward` or
-    :class:`RewardWithTimeout`.
+    A class, or a function by its attributes, may say more about itself with any of:
+
+    - ``name``: its name in logs, see :func:`reward_name`;
+    - ``metrics()``: numbers by name since the last call, which are logged each iteration;
+    - ``set_progress(*, step, epoch)``: called in the trainer's process before samples are scored, with the optimizer
+      steps (``trainer.global_step``) and iterations (``trainer.current_epoch``) so far, for example for a weight that
+      grows;
+    - ``answer_reader()``: a function from a sample to the answer that the reward reads in it, see
+      :data:`AnswerReader`, for majority votes (``val/maj@k``); :func:`extracts_answer` marks a function;
+    - ``needs``: :class:`Needs`, checked before any model is loaded; :func:`needs` marks a function;
+    - ``inner_rewards()``: the rewards that it calls, whose needs are checked too, see :class:`RewardWrapper`;
+    - ``part_names()``: see :class:`CompositeReward`;
+    - ``has_timeout = True``: its calls always return in time, so that no warning is given for one that runs long.
 
     Example::
 
         def shorter_is_better(samples):
             return [-sample.num_tokens / 100 for sample in samples]
+
+
+        class FirstWord:
+            needs = Needs(answer=True)
+
+            def __call__(self, samples):
+                return [float(self.read(sample) == sample.prompt.answer) for sample in samples]
+
+            def read(self, sample):
+                return next(iter(sample.text.split()), None)
+
+            def answer_reader(self):
+                return self.read
     """
 
     def __call__(self, samples: Sequence[Sample], /) -> Any:
         """One finite number or ``None`` for each sample, in order; or an awaitable of these."""
-        ...
-
-
-@runtime_checkable
-class NamedReward(Protocol):
-    """A reward with its own name in logs, see :func:`reward_name`."""
-
-    name: str
-
-
-@runtime_checkable
-class _FunctionLike(Protocol):
-    """A function, a class, or a callable decorated with ``functools.wraps``."""
-
-    __name__: str
-
-
-@runtime_checkable
-class RewardWithMetrics(Protocol):
-    """A reward that reports metrics, see :func:`reward_metrics`."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics by name since the last call."""
         ...
 
 
@@ -98,44 +98,8 @@ class CompositeReward(Protocol):
         ...
 
 
-@runtime_checkable
-class RewardWithProgress(Protocol):
-    """A reward that depends on how far training is, for example a weight that grows."""
-
-    def set_progress(self, *, step: int, epoch: int) -> None:
-        """Called in the trainer's process before samples are scored.
-
-        Args:
-            step: Optimizer steps so far (``trainer.global_step``).
-            epoch: Iterations so far (``trainer.current_epoch``).
-        """
-        ...
-
-
 AnswerReader = Callable[[Sample], str | None]
 """From a sample to its answer in the form in which answers are counted; ``None``: it has none."""
-
-
-@runtime_checkable
-class RewardWithAnswers(Protocol):
-    """A reward that can say which answer it reads in a sample, for majority votes (``val/maj@k``).
-
-    Example::
-
-        class FirstWord:
-            def __call__(self, samples):
-                return [float(self.read(sample) == sample.prompt.answer) for sample in samples]
-
-            def read(self, sample):
-                return next(iter(sample.text.split()), None)
-
-            def answer_reader(self):
-                return self.read
-    """
-
-    def answer_reader(self) -> AnswerReader | None:
-        """Return the function that reads the answer of a sample; ``None``: there is none."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -148,44 +112,6 @@ class Needs:
     """Whether it reads ``sample.prompt.answer``, so that ``PromptDataModule(answer=...)`` must name a column."""
     columns: tuple[str, ...] = ()
     """Columns of the data that it reads in ``sample.prompt.metadata``."""
-
-
-@runtime_checkable
-class RewardWithNeeds(Protocol):
-    """A reward that states what it needs; :func:`needs` marks a function.
-
-    Example::
-
-        class Translation:
-            needs = Needs(packages={"sacrebleu": "sacrebleu"}, answer=True)
-
-            def __call__(self, samples):
-                import sacrebleu
-
-                return [sacrebleu.sentence_bleu(one.text, [one.prompt.answer]).score for one in samples]
-    """
-
-    @property
-    def needs(self) -> Needs:
-        """What it needs."""
-        ...
-
-
-@runtime_checkable
-class WrapsRewards(Protocol):
-    """A reward that calls others."""
-
-    def inner_rewards(self) -> Sequence[Any]:
-        """Return the others."""
-        ...
-
-
-@runtime_checkable
-class RewardWithTimeout(Protocol):
-    """A reward whose calls always return in time, or that calls another reward with :func:`evaluate`."""
-
-    has_timeout: bool
-    """If true, no warning is given for a call that runs long."""
 
 
 class RewardError(RuntimeError):
@@ -213,13 +139,11 @@ def reward_after_failure(on_failure: OnFailure, message: str) -> float | None:
 
 def reward_name(reward: Any) -> str:
     """Return a reward's name in logs: its attribute ``name``, its function's name, or its class's in snake case."""
-    if isinstance(reward, NamedReward) and isinstance(reward.name, str):
-        return reward.name
-    if isinstance(reward, functools.partial):
+    if isinstance(reward, functools.partial) and not isinstance(getattr(reward, "name", None), str):
         return reward_name(reward.func)
-    if isinstance(reward, _FunctionLike) and isinstance(reward.__name__, str):
-        return reward.__name__
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(reward).__name__).lower()
+    names = (getattr(reward, attribute, None) for attribute in ("name", "__name__"))
+    own = next((name for name in names if isinstance(name, str)), None)
+    return own or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(reward).__name__).lower()
 
 
 def part_names(reward: Any) -> list[str] | None:
@@ -232,14 +156,15 @@ def part_names(reward: Any) -> list[str] | None:
     return None if names is None else list(names)
 
 
-def reward_metrics(reward: Reward) -> dict[str, float]:
+def reward_metrics(reward: Any) -> dict[str, float]:
     """Return a reward's metrics since the last call; empty if it has no method ``metrics()``."""
-    return dict(reward.metrics()) if isinstance(reward, RewardWithMetrics) and callable(reward.metrics) else {}
+    metrics = getattr(reward, "metrics", None)
+    return dict(metrics()) if callable(metrics) else {}
 
 
 def tell_progress(reward: Any, *, step: int, epoch: int) -> None:
-    """Tell a reward that is a :class:`RewardWithProgress` how far training is."""
-    if isinstance(reward, RewardWithProgress):
+    """Tell a reward how far training is, if it has a method ``set_progress()``."""
+    if hasattr(reward, "set_progress"):
         reward.set_progress(step=step, epoch=epoch)
 
 
@@ -247,11 +172,12 @@ def answer_reader(reward: Any) -> AnswerReader | None:
     """Return the function that reads the answer of a sample as a reward does; ``None``: the reward has none."""
     if isinstance(reward, functools.partial):
         return answer_reader(reward.func)
-    return reward.answer_reader() if isinstance(reward, RewardWithAnswers) else None
+    reader: AnswerReader | None = reward.answer_reader() if hasattr(reward, "answer_reader") else None
+    return reader
 
 
 def extracts_answer(read: AnswerReader) -> Callable[[F], F]:
-    """Make a function a :class:`RewardWithAnswers`: ``@extracts_answer(lambda sample: sample.text.strip())``."""
+    """Give a function an ``answer_reader()``: ``@extracts_answer(lambda sample: sample.text.strip())``."""
 
     def mark(function: F) -> F:
         function.answer_reader = lambda: read  # type: ignore[attr-defined]  # functions take attributes
@@ -277,9 +203,10 @@ def reward_needs(reward: Any) -> list[tuple[str, Needs]]:
     """Return the needs of a reward and of those that it calls, each with the name of its reward."""
     if isinstance(reward, functools.partial):
         return reward_needs(reward.func)
-    own = [(reward_name(reward), reward.needs)] if isinstance(reward, RewardWithNeeds) else []
-    inner = reward.inner_rewards() if isinstance(reward, WrapsRewards) else ()
-    return [need for need in own if isinstance(need[1], Needs)] + [need for one in inner for need in reward_needs(one)]
+    stated = getattr(reward, "needs", None)
+    own = [(reward_name(reward), stated)] if isinstance(stated, Needs) else []
+    inner = reward.inner_rewards() if hasattr(reward, "inner_rewards") else ()
+    return own + [need for one in inner for need in reward_needs(one)]
 
 
 def check_packages(reward: Any) -> None:
@@ -297,36 +224,28 @@ def check_packages(reward: Any) -> None:
 
 
 class RewardWrapper:
-    """A reward that calls another one with :func:`evaluate`, and has its metrics, its progress and its answers."""
+    """A reward that calls others with :func:`evaluate`, and has their metrics, their progress and their answers."""
 
     has_timeout: ClassVar[bool] = True
-    """No warning for this class: :func:`evaluate` warns about the inner reward by its name."""
+    """No warning for this class: :func:`evaluate` warns about the inner rewards by their names."""
 
-    def __init__(self, reward: Reward) -> None:
-        """Wrap a reward.
-
-        Raises:
-            TypeError: If it is not callable.
-        """
-        if not callable(reward):
-            raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
-        self.reward = reward
-
-    def inner_rewards(self) -> list[Reward]:
-        """Return the inner reward."""
-        return [self.reward]
+    def inner_rewards(self) -> Sequence[Any]:
+        """Return the rewards that it calls; abstract."""
+        raise NotImplementedError(f"{type(self).__name__} must define inner_rewards()")
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the inner reward, see :func:`reward_metrics`."""
-        return reward_metrics(self.reward)
+        """Metrics of the inner rewards, see :func:`reward_metrics`."""
+        return {name: value for reward in self.inner_rewards() for name, value in reward_metrics(reward).items()}
 
     def set_progress(self, *, step: int, epoch: int) -> None:
-        """Tell the inner reward, if it wants to know."""
-        tell_progress(self.reward, step=step, epoch=epoch)
+        """Tell the inner rewards that want to know."""
+        for reward in self.inner_rewards():
+            tell_progress(reward, step=step, epoch=epoch)
 
     def answer_reader(self) -> AnswerReader | None:
-        """Return that of the inner reward."""
-        return answer_reader(self.reward)
+        """Return that of the first inner reward that has one."""
+        readers = map(answer_reader, self.inner_rewards())
+        return next((reader for reader in readers if reader is not None), None)
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -399,8 +318,7 @@ def _token_ids(sample: Sample) -> tuple[Any, Any]:
 def _call(name: str, reward: Reward, samples: Sequence[Sample], warn_after: float) -> Any:
     """Call a reward; warn if it runs long, unless it bounds its own time."""
     given = list(samples)  # a copy: the reward may sort it or remove from it
-    bounded = isinstance(reward, RewardWithTimeout) and reward.has_timeout
-    if bounded or isinstance(reward, CompositeReward):
+    if getattr(reward, "has_timeout", False) or isinstance(reward, CompositeReward):
         return _call_with_context(name, reward, given)
     prompts = sorted({sample.prompt.index for sample in samples})
     shown = ", ".join(map(str, prompts[:8])) + (" ..." if len(prompts) > 8 else "")

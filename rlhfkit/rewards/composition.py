@@ -16,11 +16,9 @@ from rlhfkit.rewards.base import (
     AnswerReader,
     Reward,
     RewardWrapper,
-    answer_reader,
     evaluate,
     reward_metrics,
     reward_name,
-    tell_progress,
 )
 from rlhfkit.validation import check_integer, check_number
 
@@ -29,7 +27,7 @@ Normalization = Callable[..., Tensor]
 values, (B,)."""
 
 
-class WeightedSum:
+class WeightedSum(RewardWrapper):
     """The weighted sum of named rewards; each part is logged by name, before weighting.
 
     Example::
@@ -128,16 +126,6 @@ class WeightedSum:
             for name, value in metrics.items()
         }
 
-    def answer_reader(self) -> AnswerReader | None:
-        """Return that of the first part that has one."""
-        readers = map(answer_reader, self.rewards.values())
-        return next((reader for reader in readers if reader is not None), None)
-
-    def set_progress(self, *, step: int, epoch: int) -> None:
-        """Tell all parts how far training is, see :class:`~rlhfkit.rewards.base.RewardWithProgress`."""
-        for reward in self.rewards.values():
-            tell_progress(reward, step=step, epoch=epoch)
-
     def _normalized(self, name: str, column: list[float | None], samples: Sequence[Sample]) -> list[float | None]:
         """Normalise a part's values for prompts with several samples; missing values stay missing."""
         assert self.normalize is not None
@@ -204,19 +192,25 @@ class CosineLength(RewardWrapper):
             TypeError: If ``correct`` cannot be called.
             ValueError: If a number is out of range.
         """
-        super().__init__(correct)
+        if not callable(correct):
+            raise TypeError(f"correct must be callable on a list of samples, got {type(correct).__name__}")
         check_integer("max_length", max_length, minimum=1)
         values = {"correct_short": correct_short, "correct_long": correct_long, "wrong_short": wrong_short}
         for name, value in {**values, "wrong_long": wrong_long, "success_threshold": success_threshold}.items():
             check_number(name, value)
         check_number("at_limit", at_limit, optional=True)
         check_number("timeout", timeout, above=0, why="it is in seconds")
+        self.reward = correct
         self.max_length = max_length
         self.correct_values = (correct_short, correct_long)
         self.wrong_values = (wrong_short, wrong_long)
         self.at_limit = at_limit
         self.success_threshold = success_threshold
         self.timeout = timeout
+
+    def inner_rewards(self) -> list[Reward]:
+        """Return ``correct``."""
+        return [self.reward]
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Score samples; ``None`` where ``correct`` gives none."""
@@ -249,12 +243,18 @@ class LastTurnReward(RewardWrapper):
         Raises:
             TypeError: If ``reward`` is not callable.
         """
-        super().__init__(reward)
+        if not callable(reward):
+            raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
+        self.reward = reward
         self.name = reward_name(reward)
+
+    def inner_rewards(self) -> list[Reward]:
+        """Return the reward of the last turn."""
+        return [self.reward]
 
     def answer_reader(self) -> AnswerReader | None:
         """Return that of the inner reward, which reads the last turn."""
-        read = answer_reader(self.reward)
+        read = super().answer_reader()
         return None if read is None else lambda sample: read(dataclasses.replace(sample, text=_last_text(sample)))
 
     def __call__(self, samples: Sequence[Sample]) -> list[Any]:

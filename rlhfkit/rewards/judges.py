@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rlhfkit.data.types import Sample
-from rlhfkit.rewards.base import Needs, RewardError, reward_metrics, reward_name
+from rlhfkit.rewards.base import Needs, RewardError, RewardWrapper, reward_name
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.endpoints import CLIENT_PACKAGES, InvalidResponse, ServerUnavailable, make_client, post
 from rlhfkit.validation import check_integer, check_number
@@ -43,7 +43,7 @@ class PairwiseJudge(Protocol):
         ...
 
 
-class PairwiseReward:
+class PairwiseReward(RewardWrapper):
     """Rewards each sample by how often a judge prefers it to the others of its prompt.
 
     ``r_i = mean over j of (P(i ≻ j) + 1 - P(j ≻ i)) / 2``, where ``P(a ≻ b)`` is the judgement with a shown first. Both
@@ -136,7 +136,7 @@ class PairwiseReward:
         """Share of comparisons that came out alike in both orders since the last call, and the judge's metrics."""
         agreements, self._agreements = self._agreements, []
         agreement = {f"{self.name}/order_agreement": fmean(agreements)} if agreements else {}
-        return agreement | reward_metrics(cast(Any, self.judge))
+        return agreement | super().metrics()
 
 
 def _answer(sample: Sample) -> Sample:

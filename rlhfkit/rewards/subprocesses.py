@@ -24,11 +24,10 @@ import torch
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import (
     TIMEOUT,
-    AnswerReader,
     CompositeReward,
     OnFailure,
     Reward,
-    answer_reader,
+    RewardWrapper,
     check_on_failure,
     mean_metrics,
     part_names,
@@ -84,7 +83,7 @@ class CallMetrics:
         }
 
 
-class RewardInProcesses:
+class RewardInProcesses(RewardWrapper):
     """A reward that runs in child processes; here it has the reward's parts, metrics, progress and answers.
 
     Args:
@@ -97,9 +96,6 @@ class RewardInProcesses:
     Raises:
         ValueError: If ``on_failure`` is invalid.
     """
-
-    has_timeout: ClassVar[bool] = True
-    """Every call returns in time."""
 
     retries: ClassVar[bool] = False
     """Whether samples of a process that ended are scored once more in a new one."""
@@ -156,10 +152,6 @@ class RewardInProcesses:
     def inner_rewards(self) -> list[Any]:
         """Return the reward, which runs in the processes; none if it was given by name."""
         return [] if isinstance(self.reward, str) else [self.reward]
-
-    def answer_reader(self) -> AnswerReader | None:
-        """Return that of the reward; it reads in this process."""
-        return answer_reader(self.reward)
 
     def set_progress(self, *, step: int, epoch: int) -> None:
         """Tell the reward in the processes, if it wants to know, with the next samples."""

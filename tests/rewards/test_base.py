@@ -35,7 +35,6 @@ from rlhfkit.rewards import (
 from rlhfkit.rewards.base import (
     CompositeReward,
     Needs,
-    RewardWithMetrics,
     check_packages,
     needs,
     part_names,
@@ -301,7 +300,7 @@ def test_a_class_may_declare_a_name_parts_and_metrics() -> None:
     )
     assert (part_names(exact_match), reward_metrics(exact_match)) == (["exact_match"], {})
     assert isinstance(Pair(), CompositeReward)
-    assert not isinstance(exact_match, CompositeReward | RewardWithMetrics)
+    assert not isinstance(exact_match, CompositeReward)
 
 
 MATH = Needs(packages={"math_verify": "rlhfkit[math]"}, answer=True)
