@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfkit.models.load import Quantization, context_length, existing_name, load_config
+from rlhfkit.models.load import Quantization, context_length, existing_name, language_model_class, load_config
 from rlhfkit.models.lora import LoRA, adapter_base, adapter_size, saved_adapter_size
 
 USUAL_UNCERTAINTY = 0.15
@@ -132,7 +132,6 @@ def model_shape(
     """
     import torch
     from torch import nn
-    from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
     name = model if isinstance(model, str) else type(model).__name__
@@ -145,7 +144,7 @@ def model_shape(
             "which the estimate depends"
         )
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        network = language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)
     network.tie_weights()
     sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}  # tied weights once
     output = network.get_output_embeddings()

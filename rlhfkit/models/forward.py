@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -64,10 +64,11 @@ class TokenizedBatch(Protocol):
 
 
 class UnpaddedBatch:
-    """A batch of (B, T) int64 sequences without padding."""
+    """A batch of (B, T) int64 sequences without padding; ``attachments``: the images of each, if they have some."""
 
-    def __init__(self, input_ids: Tensor) -> None:
+    def __init__(self, input_ids: Tensor, attachments: Sequence[tuple[Any, ...]] | None = None) -> None:
         self.input_ids = input_ids
+        self.attachments = attachments
         self.attention_mask = on_both(lambda ids: torch.ones_like(ids, dtype=torch.bool), input_ids)
 
 
@@ -122,6 +123,16 @@ class ForwardPass(Protocol):
         ...
 
 
+def refuse_attachments(batch: Any) -> None:
+    """Raise ValueError if a row of a batch has something beside tokens, which a model of text would leave out."""
+    attachments = getattr(batch, "attachments", None)
+    if attachments is not None and any(attachments):
+        raise ValueError(
+            f"{sum(map(bool, attachments))} sequences of a batch have images, which this model was not loaded for: it "
+            "reads text only, or its attention (varlen, buckets) or mesh was asked for and cannot have them"
+        )
+
+
 class PaddedForward:
     """Rows padded to the longest, as Transformers computes them.
 
@@ -138,8 +149,14 @@ class PaddedForward:
         """The batch as it is."""
         real = batch.attention_mask.bool()
         arguments = {"input_ids": batch.input_ids} | ({"attention_mask": real.long()} if self.masks else {})
+        arguments |= self.attached(batch, None)
         index = (real if wanted is None else wanted.bool()).flatten().nonzero()[:, 0]
         return ModelInputs(arguments, index, index)
+
+    def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
+        """Arguments for what rows have beside tokens: none, and ValueError if they have something."""
+        refuse_attachments(batch)
+        return {}
 
 
 class PackedForward:
@@ -152,6 +169,7 @@ class PackedForward:
         real = batch.attention_mask.bool()
         wanted = real if wanted is None else wanted.bool()
         lengths, prefixes, chosen = read_rows(batch.input_ids, real, wanted)
+        prefixes = self.shared(batch, prefixes)
         layout = PackedLayout.from_lengths(lengths.tolist(), real.device, prefixes.tolist(), real.shape[1])
         index = chosen.flatten().nonzero()[:, 0]
         positions, index = send_together([layout.places.flatten()[index], index], real.device)
@@ -160,7 +178,16 @@ class PackedForward:
             "position_ids": layout.position_ids,
             "packed_layout": layout,
         }
-        return ModelInputs(arguments, positions, index)
+        return ModelInputs(arguments | self.attached(batch, layout), positions, index)
+
+    def shared(self, batch: TokenizedBatch, prefixes: Tensor) -> Tensor:
+        """(B,) leading tokens of each row that are computed once with those of the row before it: all equal ones."""
+        return prefixes
+
+    def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
+        """Arguments for what rows have beside tokens: none, and ValueError if they have something."""
+        refuse_attachments(batch)
+        return {}
 
 
 class JoinedForward:
@@ -179,6 +206,7 @@ class JoinedForward:
 
     def inputs(self, batch: TokenizedBatch, wanted: Tensor | None = None, request: tuple[Any, ...] = ()) -> ModelInputs:
         """This rank's part of the joined row. A collective; ``request`` must be the same for all members."""
+        refuse_attachments(batch)
         input_ids, real = batch.input_ids, batch.attention_mask.bool()
         lengths, prefixes, chosen = read_rows(input_ids, real, real if wanted is None else wanted.bool())
         known = host_copy(input_ids)

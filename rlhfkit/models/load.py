@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from rlhfkit.first_lines import without_weights_bar
 from rlhfkit.models.activation_memory import save_activation_memory
-from rlhfkit.models.attention.families import attention_cap, use_packed_attention
+from rlhfkit.models.attention.families import attention_cap, sees_images, use_packed_attention
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.attention.varlen import FLASH_PACKAGES
 from rlhfkit.models.forward import choose_forward
 from rlhfkit.models.liger import require_liger_kernels, use_liger_kernels
-from rlhfkit.models.lora import LoRA, adapter_base, add_lora, load_adapter
+from rlhfkit.models.lora import LoRA, adapter_base, add_lora, freeze_vision, load_adapter
 
 Quantization = Literal["nf4"]
 """Format of quantized frozen weights: 4-bit NormalFloat."""
@@ -133,12 +133,20 @@ def check_attention(attention: str | None) -> None:
         )
 
 
+def language_model_class(config: Any) -> Any:
+    """Transformers' Auto class of the language models of a configuration; those that see images have one of their own.
+
+    Of families that see images and are not among those that are tested the language model alone is loaded, if it can.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
 def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
     """Count the parameters of a language model of a configuration, tied ones once; builds it without memory."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -212,6 +220,10 @@ def choose_attention(model: nn.Module, attention: str | None) -> None:
     if attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS):
         use_packed_attention(model, attention)
     choose_forward(model)
+    if sees_images(cast(Any, model).config):
+        from rlhfkit.models.vision import choose_vision_forward
+
+        choose_vision_forward(model)
 
 
 def load_causal_lm(
@@ -225,9 +237,10 @@ def load_causal_lm(
     liger_kernels: bool = False,
     lora: LoRA | None = None,
     quantization: Quantization | None = None,
+    train_vision: bool = False,
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Load a causal language model for training.
+    """Load a causal language model for training, with its vision part if it sees images (:mod:`rlhfkit.models.vision`).
 
     A folder that holds an adapter is loaded onto its base model, and the adapter is trained.
 
@@ -245,6 +258,8 @@ def load_causal_lm(
         lora: Freeze the weights and train new adapters.
         quantization: Hold the frozen weights in 4 bits (``nf4``: QLoRA, Dettmers et al., 2023, arXiv:2305.14314). Needs
             bitsandbytes, and adapters to train.
+        train_vision: Train the tower of a model that sees images, and what brings its results to the language model;
+            they are frozen otherwise. Not with ``lora``, whose ``modality`` says where adapters are.
         trust_remote_code: Run Python code that comes with the model.
 
     Returns:
@@ -253,11 +268,10 @@ def load_causal_lm(
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
         ValueError: If ``lora`` is given for a folder that holds an adapter, or ``quantization`` without adapters; if
-            ``attention`` is unknown, or cannot be used; if Liger has no kernels for the model.
+            ``attention`` is unknown, or cannot be used; if Liger has no kernels for the model; if ``train_vision`` is
+            given with adapters or of a model of text.
         ImportError: If flash attention, Liger or bitsandbytes is asked for and not installed, or a GPU is missing.
     """
-    from transformers import AutoModelForCausalLM
-
     name = existing_name(name)
     base = base_model_name(name)
     if lora is not None and base != name:
@@ -265,10 +279,14 @@ def load_causal_lm(
     if quantization is not None and lora is None and base == name:
         raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
     arguments = pretrained_arguments(base, dtype, attention, quantization, trust_remote_code)
+    sees = sees_images(arguments["config"])
+    if train_vision and (not sees or lora is not None or base != name):
+        why = "adapters are trained, LoRA(modality='both') is how" if sees else "it is of no family that sees images"
+        raise ValueError(f"train_vision=True cannot be used with {name}: {why}")
     if liger_kernels:
         require_liger_kernels(arguments["config"].model_type)
     with without_weights_bar():
-        model = AutoModelForCausalLM.from_pretrained(base, **arguments)
+        model: PreTrainedModel = language_model_class(arguments["config"]).from_pretrained(base, **arguments)
     choose_attention(model, attention)
     keep_4bit_layout(model)
     if liger_kernels:
@@ -277,6 +295,8 @@ def load_causal_lm(
         load_adapter(model, name)
     elif lora is not None:
         add_lora(model, lora, base=name)
+    elif sees and not train_vision:
+        freeze_vision(model)
     save_activation_memory(model, gradient_checkpointing, offload_activations, tiled_mlp)
     return model.train()
 

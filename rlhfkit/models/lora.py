@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.distributed import full_shape
+from rlhfkit.models.attention.families import sees_images
 from rlhfkit.validation import check_integer, check_number
 
 INITS: dict[str, bool | str] = {"kaiming": True, "gaussian": "gaussian", "orthogonal": "orthogonal"}
 """Our names of peft's ``init_lora_weights``."""
+MODALITIES = ("language", "vision", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,10 @@ class LoRA:
     """The scale is ``alpha / rank`` (16: OpenRLHF's default)."""
     targets: str | tuple[str, ...] = "all-linear"
     """Last names of the layers that get an adapter; ``all-linear``: all of the backbone, not the output layer."""
+    modality: Literal["language", "vision", "both"] = "language"
+    """The part of a model that sees images whose layers get adapters: the language model, or the tower with what brings
+    its results to the language model. Models of text have the first only.
+    """
     experts: bool = True
     """With ``all-linear``, also the experts of a mixture, each with matrices of ``rank``. Transformers holds a layer's
     experts in one tensor, and peft adds the adapters to it before it is used: a second copy of it exists until the
@@ -61,6 +67,7 @@ class LoRA:
         rules: list[tuple[str, bool, str]] = [
             ("targets", bool(self.targets), "'all-linear' or names of layers"),
             ("init", self.init in INITS, f"one of {', '.join(INITS)}"),
+            ("modality", self.modality in MODALITIES, f"one of {', '.join(MODALITIES)}"),
         ]
         for name, holds, rule in rules:
             if not holds:
@@ -135,9 +142,43 @@ def add_lora(model: nn.Module, lora: LoRA, *, base: str) -> None:
 def _targets(model: nn.Module, lora: LoRA) -> tuple[list[str], list[str]]:
     """Names, or ends of names, of the linear layers that get adapters, and last names of the experts' tensors."""
     every = lora.targets == "all-linear"
-    targets = _linear_layers(model) if every else lora.targets
+    given = _linear_layers(model) if every else lora.targets
     experts = _expert_weights(model) if every and lora.experts else []
-    return sorted([targets] if isinstance(targets, str) else targets), experts
+    targets = [given] if isinstance(given, str) else list(given)
+    return sorted(_of_modality(model, targets, lora.modality)), experts
+
+
+def _of_modality(model: nn.Module, targets: list[str], modality: str) -> list[str]:
+    """Whole names of the layers of one part of a model that sees images; ``targets`` for a model of text."""
+    if not sees_images(cast(Any, model).config):
+        if modality != "language":
+            raise ValueError(f"LoRA(modality={modality!r}): {type(model).__name__} has no vision part that is known")
+        return targets
+    if modality == "both":
+        return targets
+    vision = {name.rpartition(".")[0] for name, _ in vision_parameters(model)}
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    meant = [name for name in layers if any(f".{name}".endswith(f".{target}") for target in targets)]
+    return [name for name in meant if (name in vision) == (modality == "vision")]
+
+
+def vision_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters, with names, of the vision part of a model that sees images.
+
+    The tower, and what brings its results to the language model.
+    """
+    hugging_face = cast(Any, model)
+    language = {id(parameter) for parameter in hugging_face.get_decoder().parameters()}
+    base = {id(parameter) for parameter in hugging_face.base_model.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in base and id(parameter) not in language:
+            yield name, parameter
+
+
+def freeze_vision(model: nn.Module) -> None:
+    """Leave the vision part of a model as it is."""
+    for _, parameter in vision_parameters(model):
+        parameter.requires_grad_(False)
 
 
 def adapter_size(model: nn.Module, lora: LoRA) -> int:

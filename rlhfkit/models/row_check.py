@@ -25,7 +25,11 @@ def row_difference(model: nn.Module, batch: TokenizedBatch, row: int) -> float:
     1. Not finite if one of the numbers is not.
     """
     real = batch.attention_mask.bool()
-    single = UnpaddedBatch(batch.input_ids[row : row + 1, : int(real[row].sum())])
+    attachments = getattr(batch, "attachments", None)
+    single = UnpaddedBatch(
+        batch.input_ids[row : row + 1, : int(real[row].sum())],
+        None if attachments is None else attachments[row : row + 1],
+    )
     chosen = torch.zeros_like(real)
     chosen[row] = real[row]
     if isinstance(unwrap(model), ScalarModel):

@@ -281,7 +281,8 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma 3 with its vision tower",
         "gemma3",
         base=GEMMA3_WITH_TOWER,
-        notes="the tower keeps Transformers' attention",
+        packed=False,
+        notes='tokens of an image see later ones of it; packed for texts alone with `attention="buckets"`',
     ),
     family(
         "Gemma 3n",

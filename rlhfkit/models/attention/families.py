@@ -40,6 +40,14 @@ CACHED = PACKED | frozenset(_CACHED.split())
 KNOWN = CACHED | frozenset(_OTHERS.split())
 """All families that are tested: their configurations say how logits follow from the output layer."""
 
+VISION_PACKED = frozenset({"idefics3", "llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "smolvlm"})
+"""``model_type`` of families that see images and are packed, if their language model is (that of Qwen always)."""
+
+_VISION_TEXTS = frozenset({"qwen2_5_vl_text", "qwen3_vl_text"})
+
+BOTH_WAYS = frozenset({"gemma3"})
+"""``model_type`` of families in which tokens of an image see later ones of it: only their texts can be packed."""
+
 NOT_PACKED = {
     "doge": "its masks depend on the tokens",
     "gpt_oss": "its attention has learned sinks, which packed attention does not compute",
@@ -53,6 +61,12 @@ NOT_PACKED = {
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers, in ``layer_types`` of a configuration, that attend to all or to the last tokens of a sequence."""
+
+
+def sees_images(config: Any) -> bool:
+    """Whether a configuration is of a tested family that sees images, and has a vision part."""
+    known = getattr(config, "model_type", None) in VISION_PACKED | BOTH_WAYS
+    return known and getattr(config, "vision_config", None) is not None
 
 
 def attention_cap(config: Any) -> float | None:
@@ -76,9 +90,12 @@ def packing_problem(model: nn.Module, *, untested: bool = False) -> str | None:
         )
     if others is not None:
         return others
+    if config.model_type in BOTH_WAYS and not untested:
+        return "tokens of an image see later ones of it. attention='buckets' packs it for training on texts alone"
     if kind in NOT_PACKED:
         return NOT_PACKED[kind]
-    if (kind in PACKED and is_known(model)) or untested:
+    seeing = kind in _VISION_TEXTS and config.model_type in VISION_PACKED
+    if ((kind in PACKED or seeing) and is_known(model)) or untested:
         return None
     return (
         f"its family ({kind}, {type(model).__module__}) is not among those that are tested with packed rows. "
@@ -97,7 +114,7 @@ def _other_layers(model: nn.Module) -> str | None:
 def is_known(model: nn.Module) -> bool:
     """Whether an unwrapped model is of a tested family and has Transformers' own code, not a user's or the hub's."""
     kind = cast(Any, model).config.get_text_config().model_type
-    return kind in KNOWN and type(model).__module__.split(".")[0] in ("transformers", "rlhfkit")
+    return kind in KNOWN | _VISION_TEXTS and type(model).__module__.split(".")[0] in ("transformers", "rlhfkit")
 
 
 def has_interface(model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.models.attention.families import cache_problem, takes_finished_masks, use_transformers_attention
-from rlhfkit.models.load import load_causal_lm, load_tokenizer, stop_token_ids
+from rlhfkit.models.load import language_model_class, load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import (
     DrainableWeights,
@@ -160,18 +160,17 @@ class LocalEngine(RolloutEngine):
 
     def _build(self, device: torch.device) -> None:
         """Build the model; its parameters get memory when they are loaded."""
-        from transformers import AutoModelForCausalLM
-
+        kind = language_model_class(self._config)
         how: Any = {"dtype": self._dtype, "trust_remote_code": self._trust_remote_code}
         try:
             with parameters_without_memory():
-                model = AutoModelForCausalLM.from_config(self._config, **how)
+                model = kind.from_config(self._config, **how)
         except Exception as error:  # code of a model may compute with its parameters
             log.info("the engine's model is built on the CPU, as without memory it raises %r", error)
-            model = AutoModelForCausalLM.from_config(self._config, **how)
+            model = kind.from_config(self._config, **how)
         saved, sent = set(model.state_dict()), dict(model.named_parameters(remove_duplicate=False))
         if saved - sent.keys():  # buffers that a trainer does not send, such as a router's correction
-            model = AutoModelForCausalLM.from_pretrained(self._name, **how)
+            model = kind.from_pretrained(self._name, **how)
         self._place(model, device)
 
     def _place(self, model: nn.Module, device: torch.device) -> None:

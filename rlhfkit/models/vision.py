@@ -1,0 +1,362 @@
+"""Models that see images: their processor, their forward passes, and which of their weights are for images.
+
+A batch has images as references (:class:`~rlhfkit.data.images.Image`); pixels exist in a forward pass only. Tokens that
+stand for an image are in the text already, as many as the processor says (:meth:`VisionProcessor.read`).
+
+Shapes: B sequences, T tokens (longest sequence), N tokens of a packed row.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from rlhfkit.data.batch import moved
+from rlhfkit.data.host_copies import host_copy
+from rlhfkit.data.images import Image
+from rlhfkit.mesh import FORWARD
+from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.packed import has_packed_attention
+from rlhfkit.models.forward import PackedForward, PaddedForward, TokenizedBatch
+
+CACHED_BYTES = 2**28
+"""Bytes of processed images that are kept: the forward passes of an iteration need the same ones."""
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What is particular about a family's inputs."""
+
+    token_types: str | None = None
+    """Argument (B, T), 1 at the tokens of images; without it the model's results are silently wrong."""
+    row_axis: bool = False
+    """Whether the first axis of images is that of rows, each with several."""
+    positions: bool = False
+    """Whether tokens of an image have positions of their own, from the model's ``get_rope_index``."""
+    both_ways: bool = False
+    """Whether tokens of an image see later ones of it, so that sequences with images cannot be packed."""
+    several: bool = True
+    """Whether a row with several images is made of each of them alone."""
+
+
+VISION_FAMILIES = {
+    "gemma3": VisionFamily(token_types="token_type_ids", both_ways=True),
+    "idefics3": VisionFamily(row_axis=True),
+    "llava": VisionFamily(),
+    "llava_onevision": VisionFamily(several=False),
+    "qwen2_5_vl": VisionFamily(token_types="mm_token_type_ids", positions=True),
+    "qwen3_vl": VisionFamily(token_types="mm_token_type_ids", positions=True),
+    "smolvlm": VisionFamily(row_axis=True),
+}
+"""By ``model_type`` of the configuration; ``tests/models/test_vision.py`` compares each with Transformers."""
+
+
+class ReadImage(NamedTuple):
+    """An image as a model's processor reads it."""
+
+    text: str
+    """What takes the place of the processor's ``image_token`` in a text."""
+    tokens: int
+    """Tokens of the model's ``image_token_id`` in it."""
+    inputs: dict[str, Tensor]
+    """Arguments of the model."""
+
+
+class VisionProcessor:
+    """The processor of a model (Transformers' ``AutoProcessor``), for images alone.
+
+    Args:
+        name: Folder or hub name of the model.
+        family: Of the model.
+        token_id: The model's ``image_token_id``.
+        trust_remote_code: Run Python code that comes with the processor.
+    """
+
+    def __init__(self, name: str, family: VisionFamily, token_id: int, *, trust_remote_code: bool = False) -> None:
+        self.name = name
+        self.family = family
+        self.token_id = token_id
+        self.trust_remote_code = trust_remote_code
+        self._read: OrderedDict[str, ReadImage] = OrderedDict()
+        self._bytes = 0
+
+    @cached_property
+    def processor(self) -> Any:
+        """Transformers' processor, loaded when the first image is read."""
+        return load_processor(self.name, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def image_token(self) -> str:
+        """What chat templates write for an image."""
+        return cast(str, self.processor.image_token)
+
+    def read(self, image: Image) -> ReadImage:
+        """Process an image; the last ones are kept, up to :data:`CACHED_BYTES`.
+
+        Raises:
+            ValueError: With its place, if it cannot be read.
+        """
+        found = self._read.get(image.key)
+        if found is not None:
+            self._read.move_to_end(image.key)
+            return found
+        picture = image.open()
+        try:
+            out = self.processor(
+                text=[self.image_token], images=[[picture]], return_tensors="pt", return_text_replacement_offsets=True
+            )
+        except Exception as error:
+            size = f"{picture.width} x {picture.height}"
+            raise ValueError(f"{image.where} ({image}, {size} pixels) is refused by the processor: {error}") from error
+        text = out.pop("text_replacement_offsets")[0][0]["replacement"]
+        count = int((out["input_ids"] == self.token_id).sum())
+        inputs = {name: torch.as_tensor(value) for name, value in out.items() if name not in _TEXT_INPUTS}
+        if self.family.row_axis:
+            inputs = {name: value[0] for name, value in inputs.items()}
+        found = self._read[image.key] = ReadImage(text, count, inputs)
+        self._bytes += _size(found)
+        while self._bytes > CACHED_BYTES and len(self._read) > 1:
+            self._bytes -= _size(self._read.popitem(last=False)[1])
+        return found
+
+    def arguments(self, images: Sequence[Image], device: torch.device) -> dict[str, Any]:
+        """The model's arguments for some images in the order of their tokens; empty for none."""
+        if not images:
+            return {}
+        each = [self.read(image).inputs for image in images]
+        joined = {name: _joined([one[name] for one in each]) for name in each[0]}
+        if self.family.row_axis:
+            joined = {name: value[None] for name, value in joined.items()}
+        return {name: moved(value, device) for name, value in joined.items()}
+
+
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+def _size(read: ReadImage) -> int:
+    return sum(value.numel() * value.element_size() for value in read.inputs.values())
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    """Tensors one after another, with zeros behind where other axes differ."""
+    longest = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    padded = []
+    for value in values:
+        missing = [longest[axis] - value.shape[axis + 1] for axis in reversed(range(len(longest)))]
+        padded.append(pad(value, [each for size in missing for each in (0, size)]) if any(missing) else value)
+    return torch.cat(padded)
+
+
+def load_processor(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Load the processor of a model.
+
+    Some families' are made with one for videos, which needs torchvision; without torchvision it is left out.
+
+    Raises:
+        ImportError: If it needs another package that is missing.
+        ValueError: If there is none in the folder.
+    """
+    from importlib.util import find_spec
+
+    import transformers
+    from transformers import AutoConfig, AutoProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        known = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+        if known is not None and find_spec("torchvision") is None:
+            return _without_video(getattr(transformers, known)).from_pretrained(name)
+        found = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+        problem: Any = None if hasattr(found, "image_processor") else "there is a tokenizer alone"
+    except OSError as error:
+        found, problem = None, error
+    if problem is not None:
+        raise ValueError(
+            f"{name} has no processor for images (preprocessor_config.json or processor_config.json): save the "
+            f"model's AutoProcessor there ({problem})"
+        )
+    return found
+
+
+@cache
+def _without_video(kind: Any) -> Any:
+    """The class of a processor that has none for videos."""
+    if "video_processor" not in kind.get_attributes():
+        return kind
+    attributes = [name for name in kind.get_attributes() if name != "video_processor"]
+
+    given = kind.__init__  # Transformers reads arguments from its code, so a function around it would hide them
+    optional = len(given.__defaults__ or ())
+    first = given.__code__.co_varnames[: given.__code__.co_argcount][-optional - 1]
+    defaults = ((None,) if first == "video_processor" else ()) + (given.__defaults__ or ())
+    made = FunctionType(given.__code__, given.__globals__, given.__name__, defaults, given.__closure__)
+    members = {"__init__": made, "get_attributes": staticmethod(lambda: attributes), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)
+
+
+# --------------------------------------------------------------------------------------------------- forward passes
+
+
+class _Places:
+    """The images of a batch, and where their tokens are.
+
+    Raises:
+        ValueError: If a row has not as many tokens of images as its images have.
+    """
+
+    def __init__(self, batch: TokenizedBatch, processor: VisionProcessor) -> None:
+        ids, mask = _on_cpu(batch.input_ids), _on_cpu(batch.attention_mask)
+        given = cast(Any, batch).attachments
+        self.rows: list[list[Image]] = [list(row) for row in given]
+        self.types = ((ids == processor.token_id) & mask.bool()).long()
+        """(B, T) int64, 1 at tokens of images, on the CPU."""
+        self.starts: list[list[int]] = []
+        """The first token of each image of each row."""
+        if len(self.rows) != len(ids):
+            raise ValueError(f"a batch of {len(ids)} sequences has attachments of {len(self.rows)}")
+        for row, images in enumerate(self.rows):
+            places = self.types[row].nonzero()[:, 0].tolist()
+            counts = [processor.read(image).tokens for image in images]
+            if sum(counts) != len(places):
+                raise ValueError(
+                    f"sequence {row} of the batch has {len(places)} tokens of images, and its {len(images)} images "
+                    f"have {sum(counts)} ({', '.join(image.where for image in images[:3])}): it was cut inside of an "
+                    "image, another processor wrote it, or such a token was sampled"
+                )
+            if len(images) > 1 and not processor.family.several:
+                raise ValueError(
+                    f"{images[1].where}: this family computes several images of a row otherwise than one, which is not "
+                    "supported; give one image a row"
+                )
+            firsts = [sum(counts[:index]) for index in range(len(counts))]
+            self.starts.append([places[first] for first in firsts])
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    known = host_copy(tensor)
+    return tensor.cpu() if known is None else known
+
+
+class _Seeing:
+    """What both forward passes of a model that sees share."""
+
+    processor: VisionProcessor
+    rope_index: Any
+    """``get_rope_index`` of the model; ``None``: positions are those of text."""
+
+    def token_types(self, batch: TokenizedBatch, places: _Places | None) -> dict[str, Any]:
+        """The argument that marks tokens of images, for families that have one."""
+        name = self.processor.family.token_types
+        if name is None:
+            return {}
+        return {
+            name: torch.zeros_like(batch.input_ids) if places is None else moved(places.types, batch.input_ids.device)
+        }
+
+
+class PaddedVision(_Seeing, PaddedForward):
+    """Padded rows with their images."""
+
+    def __init__(self, processor: VisionProcessor) -> None:
+        super().__init__()
+        self.processor = processor
+
+    def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
+        """The images of all rows."""
+        if not has_attachments(batch):
+            return self.token_types(batch, None)
+        places = _Places(batch, self.processor)
+        images = [image for row in places.rows for image in row]
+        return self.token_types(batch, places) | self.processor.arguments(images, batch.input_ids.device)
+
+
+class PackedVision(_Seeing, PackedForward):
+    """A packed row with the images of its sequences; an image of a shared prefix goes through the tower once."""
+
+    def __init__(self, processor: VisionProcessor, rope_index: Any) -> None:
+        super().__init__()
+        self.processor = processor
+        self.rope_index = rope_index
+
+    def shared(self, batch: TokenizedBatch, prefixes: Tensor) -> Tensor:
+        """Prefixes end before the first image that differs: its tokens are the same, what they mean is not."""
+        if not has_attachments(batch):
+            return prefixes
+        places = _Places(batch, self.processor)
+        shortened = prefixes.clone()
+        for row in range(1, len(places.rows)):
+            before, images = places.rows[row - 1], places.rows[row]
+            for index, (image, start) in enumerate(zip(images, places.starts[row], strict=True)):
+                if index >= len(before) or before[index] != image:
+                    shortened[row] = min(int(shortened[row]), start)
+                    break
+        return shortened
+
+    def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
+        """Images whose tokens are in the row, and the positions of families that have their own."""
+        if not has_attachments(batch) or layout is None:
+            return {}
+        places, device = _Places(batch, self.processor), batch.input_ids.device
+        images = [
+            image
+            for row, prefix in enumerate(layout.prefixes)
+            for image, start in zip(places.rows[row], places.starts[row], strict=True)
+            if start >= prefix
+        ]
+        found = self.processor.arguments(images, device)
+        if self.rope_index is not None:
+            grids = [self.processor.read(image).inputs["image_grid_thw"] for row in places.rows for image in row]
+            positions, _ = self.rope_index(
+                _on_cpu(batch.input_ids),
+                mm_token_type_ids=places.types,
+                image_grid_thw=torch.cat(grids),
+                attention_mask=_on_cpu(batch.attention_mask).long(),
+            )
+            found["position_ids"] = moved(positions, device).flatten(1)[:, layout.tokens][:, None]
+        return found
+
+
+def has_attachments(batch: Any) -> bool:
+    """Whether a row of a batch has an image."""
+    return any(getattr(batch, "attachments", None) or ())
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def choose_vision_forward(model: nn.Module) -> None:
+    """Choose how a bare model of a :data:`VISION_FAMILIES` computes batches, by its attention, and hold it on it."""
+    hugging_face = cast(Any, model)
+    family = VISION_FAMILIES[hugging_face.config.model_type]
+    packs = has_packed_attention(model)
+    if packs and family.both_ways:
+        return  # asked for by name, for texts alone: images are refused
+    processor = vision_processor(hugging_face.name_or_path, hugging_face.config)
+    if packs:
+        index = hugging_face.base_model.get_rope_index if family.positions else None
+        setattr(model, FORWARD, PackedVision(processor, index))
+    else:
+        setattr(model, FORWARD, PaddedVision(processor))
+
+
+def vision_processor(name: str, config: Any, *, trust_remote_code: bool = False) -> VisionProcessor:
+    """The processor of a model's folder, one for all that use it, so that an image is processed once."""
+    return _processor(name, config.model_type, image_token_id(config), trust_remote_code)
+
+
+@cache
+def _processor(name: str, kind: str, token_id: int, trust_remote_code: bool) -> VisionProcessor:
+    return VisionProcessor(name, VISION_FAMILIES[kind], token_id, trust_remote_code=trust_remote_code)
+
+
+def image_token_id(config: Any) -> int:
+    """The token at whose places the model puts images."""
+    found = getattr(config, "image_token_id", None)
+    return int(config.image_token_index if found is None else found)

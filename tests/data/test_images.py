@@ -1,0 +1,51 @@
+"""References to images: what they are read from, and what is refused."""
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+
+from rlhfkit.data import images
+from rlhfkit.data.images import Image
+
+
+def encoded(mode: str = "RGB", kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    PIL.Image.new(mode, (5, 3), 1 if mode != "RGB" else (200, 10, 20)).save(file, kind)
+    return file.getvalue()
+
+
+def test_a_picture_is_read_from_path_bytes_pillow_and_data_urls(tmp_path: Path) -> None:
+    content = encoded()
+    (tmp_path / "a.png").write_bytes(content)
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    values: list[Any] = [content, {"bytes": content, "path": "gone.png"}, url, PIL.Image.open(io.BytesIO(content))]
+    values += [str(tmp_path / "a.png"), tmp_path / "a.png", {"bytes": None, "path": str(tmp_path / "a.png")}]
+    found = [Image.of(value, "row 0") for value in values]
+    assert {(one.open().mode, one.open().size, one.open().getpixel((4, 2))) for one in found} == {
+        ("RGB", (5, 3), (200, 10, 20))
+    }
+    assert len({one.key for one in found[:3]}) == 1
+    assert found[4] == found[5] == Image.of("a.png", "row 0", folder=tmp_path)
+    assert Image.of(found[0], "elsewhere") is found[0]
+
+
+def test_errors_name_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="row 3, image 1: there is no file"):
+        Image.of("gone.png", "row 3, image 1", folder=tmp_path)
+    with pytest.raises(ValueError, match="row 3 is a URL, which is not fetched unless it is allowed"):
+        Image.of("https://example.com/a.png", "row 3")
+    with pytest.raises(ValueError, match="row 3 must be a path, bytes of a file, a Pillow image"):
+        Image.of(17, "row 3")
+    with pytest.raises(ValueError, match="row 3 is no data: URL with base64"):
+        Image.of("data:image/png,abc", "row 3")
+    with pytest.raises(ValueError, match=r"row 3 .* cannot be read as a picture"):
+        Image.of(encoded()[:40], "row 3").open()
+    with pytest.raises(ValueError, match=r"row 3 has mode 'I;16' \(5 x 3\), which has no colours"):
+        Image.of(encoded("I;16"), "row 3").open()
+    monkeypatch.setattr(images, "MAX_PIXELS", 14)
+    with pytest.raises(ValueError, match="row 3 has 5 x 3 pixels, more than 14"):
+        Image.of(encoded(), "row 3").open()

@@ -1,0 +1,258 @@
+"""Each family that sees images against plain Transformers, which is given one sequence at a time."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+from transformers.models.smolvlm import processing_smolvlm
+
+from models.vision_families import SIDE, VISION_FAMILIES, save_vision_model
+from rlhfkit.data.images import Image
+from rlhfkit.models import LoRA, load_causal_lm, packs_batches, policy_output, vision
+from rlhfkit.models.attention.families import BOTH_WAYS, sees_images
+from rlhfkit.models.forward import forward_of
+from rlhfkit.models.lora import adapter_layers, vision_parameters
+from rlhfkit.models.row_check import row_difference
+from rlhfkit.models.vision import VISION_FAMILIES as KNOWN
+from rlhfkit.models.vision import VisionProcessor, image_token_id, load_processor
+
+TOLERANCE = 2e-5
+
+
+def picture(seed: int, width: int = SIDE, height: int = SIDE) -> PIL.Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return PIL.Image.fromarray(pixels)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vision")
+
+
+@pytest.fixture(params=sorted(VISION_FAMILIES))
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if processing_smolvlm.num2words is None:
+        monkeypatch.setattr(processing_smolvlm, "num2words", str)  # it writes times of videos
+    name: str = request.param
+    return name
+
+
+def folder_of(name: str, root: Path) -> Path:
+    folder = root / name
+    return folder if folder.exists() else save_vision_model(name, folder)
+
+
+QUESTION = "See IMAGE: what colour?\na:"
+ROWS = (
+    # image seeds, text, answer: two answers to one prompt, the same text with another image, no image, several
+    ((0,), QUESTION, "red"),
+    ((0,), QUESTION, "blueish"),
+    ((1,), QUESTION, "green"),
+    ((), "no image at all", "yes"),
+    ((2, 0), "IMAGE and IMAGE: same?", "no"),
+    ((2, 1), "IMAGE and IMAGE: same?", "yes it is"),
+)
+
+
+class Case:
+    """A batch of a family, and what Transformers makes of each of its rows alone."""
+
+    def __init__(self, folder: Path, *, rows: Any = ROWS) -> None:
+        self.processor = load_processor(str(folder))
+        token = self.processor.image_token
+        self.alone: list[dict[str, Any]] = []
+        self.ids: list[Tensor] = []
+        attachments = []
+        for seeds, text, answer in rows:
+            images = [picture(seed) for seed in seeds]
+            attachments.append(
+                tuple(Image.of(image, f"image {seed}") for image, seed in zip(images, seeds, strict=True))
+            )
+            given: Any = {"images": [images]} if images else {}
+            inputs = dict(self.processor(text=[text.replace("IMAGE", token)], return_tensors="pt", **given))
+            done = torch.tensor([[*self.processor.tokenizer(answer)["input_ids"], 1]])
+            for name in ("token_type_ids", "mm_token_type_ids"):
+                if name in inputs:
+                    inputs[name] = torch.nn.functional.pad(inputs[name], (0, done.shape[1]))
+            inputs["input_ids"] = torch.cat([inputs["input_ids"], done], 1)
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            if "token_type_ids" not in inputs and "gemma3" in folder.name:
+                inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+            self.alone.append(inputs)
+            self.ids.append(inputs["input_ids"][0])
+        longest = max(map(len, self.ids))
+        ids, real = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.bool)
+        for row, tokens in enumerate(self.ids):
+            ids[row, : len(tokens)], real[row, : len(tokens)] = tokens, True
+        self.batch: Any = SimpleNamespace(input_ids=ids, attention_mask=real, attachments=tuple(attachments))
+        self.mask = real[:, 1:]
+
+    def plain_logprobs(self, model: Any) -> list[Tensor]:
+        rows = []
+        for inputs, ids in zip(self.alone, self.ids, strict=True):
+            logits = model(**inputs).logits[0, :-1].float().log_softmax(-1)
+            rows.append(logits.gather(-1, ids[1:, None])[:, 0])
+        return rows
+
+
+def case_of(family: str, folder: Path) -> Case:
+    several = KNOWN[family].several
+    return Case(folder, rows=[row for row in ROWS if several or len(row[0]) < 2])
+
+
+def plain_model(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("attention", [None, "sdpa"])
+def test_values_and_gradients_are_those_of_transformers(family: str, attention: str | None, root: Path) -> None:
+    folder = folder_of(family, root)
+    case, model = case_of(family, folder), load_causal_lm(str(folder), attention=attention, train_vision=True)
+    assert packs_batches(model) == (attention is None and family not in BOTH_WAYS)
+    plain = plain_model(folder).train()
+    found = policy_output(model, case.batch, case.mask).logprobs
+    expected = case.plain_logprobs(plain)
+    for row, wanted in enumerate(expected):
+        torch.testing.assert_close(found[row, : len(wanted)], wanted, atol=TOLERANCE, rtol=0)
+    weights = torch.linspace(0.5, 1.5, found.shape[1])
+    (found * weights).sum().backward()
+    sum((row * weights[: len(row)]).sum() for row in expected).backward()
+    theirs = dict(plain.named_parameters())
+    compared = 0
+    for name, parameter in model.named_parameters():
+        other = theirs[name].grad
+        if other is not None:
+            torch.testing.assert_close(parameter.grad, other, atol=2e-3 * float(other.abs().max()) + 1e-5, rtol=0)
+            compared += 1
+    names = {name for name, _ in vision_parameters(model)}
+    assert compared > 20
+    assert any(theirs[name].grad is not None and bool(theirs[name].grad.any()) for name in names)
+
+
+@pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl"])
+def test_an_image_of_a_group_goes_through_the_tower_once(name: str, root: Path) -> None:
+    folder = folder_of(name, root)
+    model, case = load_causal_lm(str(folder)), Case(folder, rows=ROWS[:3])
+    inputs = forward_of(model).inputs(case.batch).arguments
+    layout = inputs["packed_layout"]
+    one = processed_size(folder, case)
+    assert inputs["pixel_values"].numel() == 2 * one  # three rows, two of them with one image
+    first = int((case.ids[0] == image_token_id(model.config)).nonzero()[0])
+    assert layout.prefixes[1] > first >= layout.prefixes[2] > 0
+
+
+def processed_size(folder: Path, case: Case) -> int:
+    return int(case.alone[0]["pixel_values"].numel())
+
+
+def test_rows_with_equal_text_and_swapped_images_differ(root: Path) -> None:
+    folder = folder_of("qwen3_vl", root)
+    model, case = load_causal_lm(str(folder)), Case(folder)
+    before = policy_output(model, case.batch, case.mask).logprobs
+    rows = case.batch.attachments
+    case.batch.attachments = (rows[2], rows[1], rows[0], *rows[3:])
+    after = policy_output(model, case.batch, case.mask).logprobs
+    changed = (before - after).abs().amax(-1) > 1e-3
+    assert changed.tolist() == [True, False, True, False, False, False]
+
+
+def test_checkpointing_and_a_frozen_tower_leave_gradients_as_they_are(family: str, root: Path) -> None:
+    folder = folder_of(family, root)
+    case, gradients = case_of(family, folder), []
+    for checkpointed in (False, True):
+        model = load_causal_lm(str(folder), gradient_checkpointing=checkpointed)
+        assert not any(parameter.requires_grad for _, parameter in vision_parameters(model))
+        policy_output(model, case.batch, case.mask).logprobs.sum().backward()
+        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert gradients[0]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+@pytest.mark.parametrize("modality", ["language", "vision", "both"])
+def test_adapters_are_where_they_were_asked_for(family: str, modality: Any, root: Path) -> None:
+    folder = folder_of(family, root)
+    model = load_causal_lm(str(folder), lora=LoRA(rank=2, modality=modality))
+    vision = {name for name, _ in vision_parameters(model)}
+    adapted = {any(one.startswith(f"{name}.") for one in vision) for name in adapter_layers(model)}
+    assert adapted == {"language": {False}, "vision": {True}, "both": {False, True}}[modality]
+    case = case_of(family, folder)
+    found = policy_output(model, case.batch, case.mask).logprobs
+    expected = policy_output(load_causal_lm(str(folder)), case.batch, case.mask).logprobs
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)  # new adapters have no effect
+    found.sum().backward()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    assert any(one.grad is not None and bool(one.grad.any()) for one in trained)
+
+
+def test_texts_alone_and_the_row_check(family: str, root: Path) -> None:
+    folder = folder_of(family, root)
+    case, model = case_of(family, folder), load_causal_lm(str(folder)).eval()
+    assert row_difference(model, case.batch, 2) < 1e-4
+    texts = Case(folder, rows=[((), "no image", "yes"), ((), "none at all", "no")])
+    found = policy_output(model, texts.batch, texts.mask).logprobs
+    for row, wanted in enumerate(texts.plain_logprobs(plain_model(folder).eval())):
+        torch.testing.assert_close(found[row, : len(wanted)], wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_tokens_of_images_must_be_those_of_the_images(root: Path) -> None:
+    folder = folder_of("idefics3", root)
+    model, case = load_causal_lm(str(folder)), Case(folder)
+    case.batch.input_ids[3, 2] = image_token_id(model.config)  # as if it was sampled
+    with pytest.raises(ValueError, match="sequence 3 of the batch has 1 tokens of images, and its 0 images have 0"):
+        policy_output(model, case.batch, case.mask)
+
+
+def test_models_that_cannot_see_refuse_images(root: Path, tmp_path: Path) -> None:
+    gemma = folder_of("gemma3", root)
+    case = Case(gemma)
+    with pytest.raises(ValueError, match="5 sequences of a batch have images"):
+        policy_output(load_causal_lm(str(gemma), attention="buckets"), case.batch, case.mask)
+    text = tiny_model(tmp_path / "text")
+    with pytest.raises(ValueError, match="it reads text only"):
+        policy_output(load_causal_lm(str(text)), case.batch, case.mask)
+    with pytest.raises(ValueError, match="train_vision=True cannot be used"):
+        load_causal_lm(str(text), train_vision=True)
+    with pytest.raises(ValueError, match="no vision part"):
+        load_causal_lm(str(text), lora=LoRA(modality="vision"))
+    assert not sees_images(load_causal_lm(str(text)).config)
+
+
+def test_a_model_with_several_images_a_row_is_refused_where_that_is_another_computation(root: Path) -> None:
+    folder = folder_of("llava_onevision", root)
+    case = Case(folder, rows=[((0,), QUESTION, "red")])
+    image = case.batch.attachments[0][0]
+    case.batch.attachments = ((image, image),)
+    twice = torch.cat([case.batch.input_ids, case.batch.input_ids], 1)
+    batch = SimpleNamespace(
+        input_ids=twice, attention_mask=torch.ones_like(twice, dtype=torch.bool), attachments=case.batch.attachments
+    )
+    with pytest.raises(ValueError, match="one image a row"):
+        policy_output(load_causal_lm(str(folder)), batch, torch.ones(1, twice.shape[1] - 1, dtype=torch.bool))
+
+
+def test_a_folder_without_a_processor_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no processor for images"):
+        load_processor(str(tiny_model(tmp_path / "text")))
+
+
+def test_processed_images_are_kept_up_to_a_size(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of("idefics3", root)
+    config = load_causal_lm(str(folder)).config
+    processor = VisionProcessor(str(folder), KNOWN["idefics3"], image_token_id(config))
+    images = [Image.of(picture(seed), str(seed)) for seed in range(4)]
+    first = processor.read(images[0])
+    assert processor.read(Image.of(picture(0), "again")) is first
+    monkeypatch.setattr(vision, "CACHED_BYTES", 2 * vision._size(first))
+    for image in images:
+        processor.read(image)
+    assert len(processor._read) == 2
+    assert processor.read(images[0]) is not first
