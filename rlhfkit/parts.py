@@ -166,8 +166,9 @@ class Part(Callback):
     def auxiliary_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """A loss of its own beside the module's, for modules that learn from their own samples; called once.
 
-        It is added whatever :meth:`loss` of the module is, after :meth:`observe`, and is no part of the policy loss.
-        Its metrics are logged as means over micro-batches.
+        It is added whatever :meth:`loss` of the module is, after :meth:`observe`, and is no part of the policy loss,
+        which is then logged as ``policy/loss``. A metric that is a share of a step's mean, such as the loss, is a
+        :func:`~rlhfkit.losses.weighted_metric` with the weight 1.
         """
         raise NotImplementedError
 

@@ -20,6 +20,7 @@ from rlhfkit.losses import (
     mean_metric,
     ppo_loss,
     sum_losses,
+    weighted_metric,
 )
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
@@ -535,18 +536,16 @@ class OnPolicyModule(PolicyModule):
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch of an iteration."""
         out = self.policy_output(batch)
-        result = self.total_loss(batch, out)
-        observed: dict[str, Any] = {}
+        result = self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.action_mask)
+        loss, metrics = result.loss, dict(result.metrics)
         for observe in self.observers:
-            observed |= observe(batch, out, self.old_logprobs(batch, out))
-        loss = result.loss
-        means: dict[str, Any] = {}
+            metrics |= observe(batch, out, self.old_logprobs(batch, out))
         for auxiliary_loss in self.auxiliary_losses:
             added = auxiliary_loss(batch, out)
-            loss, means = loss + added.loss, {**means, **added.metrics}
-        self.log_means({"loss": loss.detach()} | means)
-        metrics = {**result.metrics, **observed, **self.policy_metrics(batch, out)}
-        self.log_metrics(metrics, batch.action_mask.sum())
+            loss = loss + added.loss
+            metrics |= {**added.metrics, "policy/loss": weighted_metric(result.loss, 1.0)}
+        self.log_means({"loss": loss.detach()})
+        self.log_metrics(metrics | self.policy_metrics(batch, out), batch.action_mask.sum())
         return loss
 
     def policy_output(self, batch: Experience) -> PolicyOutput:
@@ -604,11 +603,6 @@ class OnPolicyModule(PolicyModule):
     def recomputes_old_logprobs(self) -> bool:
         """Whether a forward pass gives the old log-probs of later updates, and no part approximates them."""
         return not self.approximations
-
-    def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
-        """Add the load-balancing loss of a mixture of experts to :meth:`loss`; subclasses add a critic's loss."""
-        result = self.loss(batch, out)
-        return self.with_router_loss(result, out.router_aux_loss, batch.action_mask)
 
     @torch.no_grad()
     def policy_metrics(self, batch: Experience, out: PolicyOutput) -> dict[str, Tensor]:

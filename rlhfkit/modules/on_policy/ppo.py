@@ -8,7 +8,7 @@ import torch
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, ppo_loss
-from rlhfkit.models import LoRA, PolicyOutput
+from rlhfkit.models import LoRA
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
@@ -188,11 +188,6 @@ class PPOModule(OnPolicyModule):
         if isinstance(self.critic_part.model, CriticPool | ModelPool):
             self.hparams.update(critic=self.critic_part.model.plain())
 
-    def configure_model(self) -> None:
-        """Build policy and critic, and other models if needed."""
-        super().configure_model()
-        self.critic_part.add_head(self.policy)
-
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Policy and critic, each with its learning rate."""
         return self.critic_part.grouped(super().parameter_groups(), self.policy)
@@ -201,10 +196,6 @@ class PPOModule(OnPolicyModule):
         """Add old log-probs; with a shared backbone the same forward pass gives the values."""
         shared = self.critic_part.shared
         return super().add_logprobs(self.critic_part.with_logprobs(experience) if shared else experience)
-
-    def total_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
-        """Add the critic's loss to the policy's."""
-        return self.value_loss.added_to(super().total_loss(batch, out), batch, out)
 
     # ------------------------------------------------------------------ a critic with ranks of its own
 
@@ -248,15 +239,3 @@ class PPOModule(OnPolicyModule):
         """Continue with the critic in the folder of a checkpoint."""
         if self.remote_critic is not None:
             self.remote_critic.load_folder(folder)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save a critic with ranks of its own, where a checkpoint is one file."""
-        super().on_save_checkpoint(checkpoint)
-        if self.remote_critic is not None:
-            self.remote_critic.save_file(self, checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with it."""
-        super().on_load_checkpoint(checkpoint)
-        if self.remote_critic is not None:
-            self.remote_critic.load_file(checkpoint)

@@ -161,10 +161,10 @@ class Critic(Part):
             trust_remote_code=module.trust_remote_code,
         )
 
-    def add_head(self, policy: nn.Module) -> None:
+    def loaded(self) -> None:
         """Give the policy a value head, with ``shared``, once."""
-        if self.shared and not hasattr(unwrap(policy), VALUE_HEAD):
-            add_value_head(policy)
+        if self.shared and not hasattr(unwrap(self.module.policy), VALUE_HEAD):
+            add_value_head(self.module.policy)
 
     def grouped(self, groups: list[dict[str, Any]], policy: nn.Module) -> list[dict[str, Any]]:
         """Groups of parameters of which the head is one of its own, with its learning rate."""
@@ -274,6 +274,16 @@ class Critic(Part):
         if self.trained_elsewhere:
             self.elsewhere.pool.close()
 
+    def save_weights(self, checkpoint: dict[str, Any]) -> None:
+        """Save a critic with ranks of its own, where a checkpoint is one file."""
+        if self.trained_elsewhere:
+            self.elsewhere.save_file(self.module, checkpoint)
+
+    def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
+        """Continue with it."""
+        if self.trained_elsewhere:
+            self.elsewhere.load_file(checkpoint)
+
     def state_dict(self) -> dict[str, Any]:
         """The moments of the returns."""
         return {"moments": self.moments.plain()}
@@ -380,16 +390,15 @@ class ValueLoss(Part):
         old, returns = batch.columns["values"], batch.columns["returns"]
         return value_loss(values, old, returns, mask, clip=self.clip, denominator=denominator)
 
-    def added_to(self, policy: LossOutput, batch: Experience, out: PolicyOutput) -> LossOutput:
-        """The loss of the policy and, unless others compute it or nobody does, of the critic."""
+    def auxiliary_loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
+        """The critic's loss, unless others compute it or nobody does."""
         critic = self._critic
-        # Shares of the step's means, so all micro-batches have the weight 1.
-        metrics = {**policy.metrics, "policy/loss": weighted_metric(policy.loss, 1.0)}
         if critic.elsewhere is not None:
-            return LossOutput(policy.loss, metrics)
+            return LossOutput(out.logprobs.new_zeros(()), {})
         value = self.loss(batch, cast(Tensor, out.values) if critic.shared else critic.values_of(batch))
-        metrics |= {**value.metrics, "value/loss": weighted_metric(value.loss, 1.0)}
-        result = LossOutput(policy.loss + self.coef * value.loss, metrics)
+        # A share of the step's mean, so all micro-batches have the weight 1.
+        metrics = {**value.metrics, "value/loss": weighted_metric(value.loss, 1.0)}
+        result = LossOutput(self.coef * value.loss, metrics)
         if critic.shared or critic.router_loss is None:
             return result
         return cast(

@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import LossOutput, cross_entropy_loss
+from rlhfkit.losses import LossOutput, cross_entropy_loss, weighted_metric
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.parts import Part
 from rlhfkit.protocols import PretrainingSource
@@ -59,4 +59,4 @@ class PretrainingLoss(Part):
         text = data.pretraining_batch(self.module.trainer.fit_loop.total_batch_idx).to(self.module.device)
         found = policy_output(self.module.policy, text, text.loss_mask)
         loss = cross_entropy_loss(found.logprobs, text.loss_mask, denominator=text.token_denominator).loss
-        return LossOutput(self.coef * loss, {"ptx/loss": loss.detach()})
+        return LossOutput(self.coef * loss, {"ptx/loss": weighted_metric(loss, 1.0)})
