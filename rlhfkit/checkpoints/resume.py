@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from lightning.pytorch.trainer.states import TrainerFn
 
 from rlhfkit.checkpoints.files import CheckpointError, install_verified_io, remove_abandoned
+from rlhfkit.checkpoints.requeue import RequeueSignal
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.trainer_parts import callbacks_of
 
@@ -43,6 +44,8 @@ class ExactResume(Callback):
       strategy saves those of every rank (Lightning's own strategies save rank 0).
     - Single files are written and verified by :class:`~rlhfkit.checkpoints.VerifiedCheckpointIO`.
     - Unfinished checkpoints of killed processes are removed when training starts.
+    - When Slurm announces the end of a job (``#SBATCH --signal=USR1@300``), all ranks save after the same optimizer
+      step, and the job is queued again (:mod:`rlhfkit.checkpoints.requeue`).
     """
 
     def __init__(self) -> None:
@@ -51,11 +54,14 @@ class ExactResume(Callback):
         self._at_step: list[dict[str, Any]] = []  # states of loaders that are not Rewindable, at the last boundary
         self._loaded: Mapping[str, Any] | None = None  # to be restored again before the first batch
         self._resumed = False
+        self._requeue: RequeueSignal | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Install :class:`VerifiedCheckpointIO`, and remove unfinished checkpoints of killed processes."""
         install_verified_io(trainer.strategy)
         self._steps, self._at_window, self._at_step, self._loaded, self._resumed = None, None, [], None, False
+        if stage == "fit":
+            self._requeue = RequeueSignal(trainer)
         if stage == "fit" and trainer.is_global_zero:
             savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
             folders = {Path(one.dirpath) for one in savers if one.dirpath and "://" not in str(one.dirpath)}
@@ -116,6 +122,14 @@ class ExactResume(Callback):
         if not unfinished_batches(trainer):
             self._steps = trainer.global_step
             self._note_loaders(trainer)
+            if self._requeue is not None and self._requeue.watched:
+                self._requeue.save_and_requeue(trainer)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leave the signal to whoever had it before."""
+        if self._requeue is not None:
+            self._requeue.restore()
+            self._requeue = None
 
     def _note_loaders(self, trainer: L.Trainer) -> None:
         loaders = _stateful_loaders(trainer)

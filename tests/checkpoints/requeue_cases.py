@@ -1,0 +1,56 @@
+"""A rank of a Slurm job that is told to end: ``model data folder``. Rank 0 prints each step, and the weights."""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+import rlhfkit.strategies  # noqa: F401  (registers the names)
+from rlhfkit import SFTDataModule, SFTModule
+
+
+class EndedBySlurm(Callback):
+    """Ends the process as Slurm does once the job is queued again, which ``scontrol`` notes in a file."""
+
+    def __init__(self, queued_again: Path) -> None:
+        self.queued_again = queued_again
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Print the step; end where the job was queued again."""
+        if self.queued_again.exists():
+            os._exit(9)
+        if trainer.is_global_zero:
+            print("step", trainer.global_step, flush=True)
+
+
+def main(model: str, data: str, folder: str) -> None:
+    """Train, from the checkpoint that Lightning finds in ``folder`` if there is one."""
+    L.seed_everything(0)
+    module = SFTModule(model, lr=1e-3)
+    trainer = L.Trainer(
+        strategy="rlhf_zero2",
+        devices=2,
+        accelerator="cpu",
+        max_steps=30,
+        accumulate_grad_batches=2,
+        callbacks=[EndedBySlurm(Path(folder) / "queued_again")],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, SFTDataModule(data, micro_batch_size=2))
+    if trainer.is_global_zero:
+        digest = hashlib.sha256()
+        for parameter in module.policy.parameters():
+            digest.update(parameter.detach().float().numpy().tobytes())
+        print("weights", trainer.global_step, digest.hexdigest(), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
