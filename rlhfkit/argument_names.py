@@ -77,8 +77,6 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "f_divergence_type": ("divergence",),
     "ref_model": ("reference",),
     "neftune_noise_alpha": ("parts=[NEFTune(alpha=)]",),
-    "oversampling": ("parts=[Oversampling(share=)]",),
-    "partial_rollouts": ("parts=[Oversampling(continued=)]",),
     "ref_model_sync_steps": ("parts=[MovingReference(steps=)]",),
     "ptx_coef": ("parts=[PretrainingLoss(coef=)]",),
     "ref_model_mixup_alpha": ("parts=[MovingReference(alpha=)]",),

@@ -20,6 +20,7 @@ from rlhfkit import (
 )
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
 from rlhfkit.datamodules.tokenization.mixture import MixedExamples
+from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.optimizers import Muon
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.trainer_parts import experience_source_of, learner_of, prompts_of
@@ -56,6 +57,7 @@ CASES = [
     (protocols.KeepsFolder, PPOModule),
     (protocols.RecordsWork, PPOModule),
     (protocols.AsksWhileSampling, GRPOModule),
+    (protocols.ModelsElsewhere, PlacedModels),
     (protocols.UsesGreedyRewards, GRPOModule),
     (protocols.ComparesGroups, OnlineDPOModule),
     (protocols.ChecksEngine, ChoosesEngines),

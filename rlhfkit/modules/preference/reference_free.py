@@ -3,7 +3,7 @@
 The formulas and their papers are in :mod:`rlhfkit.losses.preference.reference_free`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
 
@@ -15,25 +15,17 @@ from rlhfkit.validation import check_number
 
 
 class ReferenceFreeModule(PreferenceModule):
-    """Learning from preference pairs by a loss of both answers' log-probs and lengths.
+    """Learning from preference pairs by a loss of both answers' log-probs and lengths."""
 
-    Args:
-        model: Folder or hub name of the policy.
-        pair_loss: The loss, such as :func:`~rlhfkit.losses.simpo_loss`.
-        loss_arguments: Its keyword arguments, which become attributes of the module.
-        **kwargs: Optimizer and loading of the model, see :class:`PolicyModule`.
+    def learn_by(self, pair_loss: Callable[..., LossOutput], **arguments: Any) -> None:
+        """Set the loss, such as :func:`~rlhfkit.losses.simpo_loss`; its arguments become attributes of the module.
 
-    Raises:
-        ValueError: If the loss refuses an argument.
-    """
-
-    def __init__(
-        self, model: str, *, pair_loss: Callable[..., LossOutput], loss_arguments: Mapping[str, Any], **kwargs: Any
-    ) -> None:
-        super().__init__(model, **kwargs)
-        for name, value in loss_arguments.items():
+        Raises:
+            ValueError: If the loss refuses an argument.
+        """
+        for name, value in arguments.items():
             setattr(self, name, value)
-        self._pair_loss = partial(pair_loss, **loss_arguments)  # type: ignore[method-assign]
+        self._pair_loss = partial(pair_loss, **arguments)  # type: ignore[method-assign]
         self._check_loss()
         self.attach_parts()
 
@@ -81,7 +73,8 @@ class SimPOModule(ReferenceFreeModule):
             "label_smoothing": label_smoothing,
             "nll_coef": nll_coef,
         }
-        super().__init__(model, lr=lr, pair_loss=simpo_loss, loss_arguments=arguments, **kwargs)
+        super().__init__(model, lr=lr, **kwargs)
+        self.learn_by(simpo_loss, **arguments)
 
 
 class CPOModule(ReferenceFreeModule):
@@ -117,7 +110,8 @@ class CPOModule(ReferenceFreeModule):
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("nll_coef", nll_coef, minimum=0)
         arguments = {"beta": beta, "loss_type": loss_type, "label_smoothing": label_smoothing, "nll_coef": nll_coef}
-        super().__init__(model, lr=lr, pair_loss=cpo_loss, loss_arguments=arguments, **kwargs)
+        super().__init__(model, lr=lr, **kwargs)
+        self.learn_by(cpo_loss, **arguments)
 
 
 class ORPOModule(ReferenceFreeModule):
@@ -145,4 +139,5 @@ class ORPOModule(ReferenceFreeModule):
     ) -> None:
         check_number("beta", beta, above=0)
         arguments = {"beta": beta}
-        super().__init__(model, lr=lr, pair_loss=orpo_loss, loss_arguments=arguments, **kwargs)
+        super().__init__(model, lr=lr, **kwargs)
+        self.learn_by(orpo_loss, **arguments)

@@ -167,7 +167,7 @@ def test_an_engine_that_cannot_start_says_what_its_processes_have_written(
         os.dup2(log.fileno(), 2)
         try:
             with pytest.raises(RuntimeError, match="See root cause above") as caught:
-                asyncio.run(actor.start())
+                asyncio.run(actor.start(has_weights=True))
         finally:
             os.dup2(kept, 2)
             os.close(kept)
