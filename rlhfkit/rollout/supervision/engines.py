@@ -181,7 +181,14 @@ class Engines:
     # ---------------------------------------------------------------- state
 
     def _ask(self, method: str, *args: Any, timeout: float = _ANSWER_SECONDS) -> Any:
-        return _result(self._call(method, *args), timeout, method)
+        return self._answer(self._call(method, *args), timeout, method)
+
+    def _answer(self, future: "Future[Any]", timeout: float, method: str) -> Any:
+        try:
+            return _result(future, timeout, method)
+        except _TableEnded:
+            self._closed.set()
+            raise
 
     def update(self, *, at_once: bool = False) -> None:
         """Learn what has changed; called often by those who wait.
@@ -190,7 +197,7 @@ class Engines:
         """
         if self.closed or not (at_once or self._news.done()):
             return
-        snapshot: Snapshot = self._ask("snapshot") if at_once else _result(self._news, 0.0, "changes")
+        snapshot: Snapshot = self._ask("snapshot") if at_once else self._answer(self._news, 0.0, "changes")
         with self._lock:
             if snapshot.number >= self._seen and not self.closed:
                 self._seen = snapshot.number
@@ -399,6 +406,10 @@ def _calls_of(table: Any) -> TableCall:
     return lambda method, *args: getattr(table, method).remote(*args).future()
 
 
+class _TableEnded(EngineError):
+    """Rank 0 has closed the pool, and the table has ended before this rank was told."""
+
+
 def _result(future: "Future[Any]", timeout: float, method: str) -> Any:
     """Return what the table has answered within ``timeout`` seconds."""
     import ray
@@ -410,6 +421,8 @@ def _result(future: "Future[Any]", timeout: float, method: str) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
+        if "INTENDED_USER_EXIT" in str(error):  # Ray 2.60 has no other sign that an actor has ended itself
+            raise _TableEnded("the pool was closed while requests were in flight") from None
         reason = str(error).strip().splitlines()[0]
         raise RankError(f"rank 0, which holds the table of the engines, does not answer: {reason}") from error
 
