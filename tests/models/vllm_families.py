@@ -182,9 +182,9 @@ def differences(engine: Engine, reference: Reference, version: int) -> Iterator[
         f"{name}-sample", PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=1, logprobs=0, ignore_eos=True
     )
     (made,) = out.outputs
-    pairs = zip(made.token_ids.tolist(), made.logprobs.tolist(), strict=True)
+    pairs = zip(list(made.token_ids), list(made.logprobs), strict=True)
     sampled = torch.tensor([entry[token].logprob for token, entry in pairs])
-    expected = reference.logprobs(version, PROMPT + made.token_ids.tolist())[len(PROMPT) - 1 :]
+    expected = reference.logprobs(version, PROMPT + list(made.token_ids))[len(PROMPT) - 1 :]
     yield "sampled", float((sampled - expected).abs().max())
 
 
