@@ -20,6 +20,7 @@ estimated and measured bytes of each run.
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import socket
@@ -203,6 +204,7 @@ class Measure(L.Callback):
             self.bytes["weights"] = sum(weights.values())
             self.bytes["optimizer"] = sum(size for place, size in states.items() if place not in weights)
         if batch_idx == 3:
+            gc.collect()  # what earlier work left would be freed in the profile, and hide as many bytes
             self._profile = torch.profiler.profile(
                 activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
             )

@@ -43,6 +43,21 @@ class EventLoopThread:
         """Start a coroutine, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._running())
 
+    def submit_together(self, works: Sequence[Coroutine[Any, Any, T]]) -> "list[concurrent.futures.Future[T]]":
+        """Start coroutines in one step of the loop, so that none is ahead of another by the caller's thread."""
+        loop, gate = self._running(), asyncio.Event()
+
+        async def behind_gate(work: Coroutine[Any, Any, T]) -> T:
+            try:
+                await gate.wait()
+                return await work
+            finally:
+                work.close()  # if it was cancelled before the gate opened
+
+        futures = [asyncio.run_coroutine_threadsafe(behind_gate(work), loop) for work in works]
+        loop.call_soon_threadsafe(gate.set)
+        return futures
+
     def wait(
         self,
         futures: Sequence["concurrent.futures.Future[Any]"],

@@ -468,7 +468,8 @@ class GroupFunctionStream:
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
         iteration = self._iteration if iteration is None else iteration
-        self._running |= {self.runner.loop.submit(self._group(prompt, iteration)): iteration for prompt in prompts}
+        works = [self._group(prompt, iteration) for prompt in prompts]
+        self._running |= dict.fromkeys(self.runner.loop.submit_together(works), iteration)
 
     def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
         """See :class:`~rlhfkit.rollout.collector.GroupStream`; raises what :meth:`GroupRunner.generate` raises."""

@@ -164,7 +164,8 @@ def test_a_vision_tower_keeps_transformers_attention(root: Path) -> None:
     """Patches of an image see one another in both directions; our attention is causal."""
     family = next(family for family in FAMILIES if family.model_type == "gemma3")
     folder = folder_of(family, root)
-    model, plain = load_causal_lm(str(folder)).eval(), plain_model(folder, family)
+    model = load_causal_lm(str(folder), attention=PACKED_ATTENTION).eval()  # by default padded, as images need
+    plain = plain_model(folder, family)
     assert (
         model.config.text_config._attn_implementation
         == PACKED_ATTENTION

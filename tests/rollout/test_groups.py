@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,23 @@ def test_what_all_functions_wait_for_is_one_call(engine: Counted, folder: str) -
     engine.calls.clear()
     run(engine, three_times, folder)
     assert engine.calls == [3, 3, 3]
+
+
+def test_a_caller_that_is_interrupted_between_prompts_does_not_split_their_call(
+    engine: Counted, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = asyncio.run_coroutine_threadsafe
+
+    def slowly(work: Any, loop: Any) -> Any:
+        try:
+            return start(work, loop)
+        finally:
+            time.sleep(0.05)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", slowly)
+    engine.calls.clear()
+    run(engine, default, folder)
+    assert engine.calls == [3]
 
 
 def test_every_request_has_seeds_of_its_own_and_no_company_changes_them(engine: Counted, folder: str) -> None:
