@@ -50,6 +50,7 @@ from rlhfkit.costs.memory import TRAINING, memory_parts
 from rlhfkit.costs.model_shape import model_shape
 from rlhfkit.costs.run import Precision, Run, Sharding
 from rlhfkit.data.batch import TokenBatch
+from rlhfkit.models import ModelLoading
 from rlhfkit.modules import optimizers
 from rlhfkit.modules.optimizers.factories import state_bytes
 from rlhfkit.strategies.deepspeed import rendezvous
@@ -312,7 +313,7 @@ def measured(case: Case, folder: Path) -> dict[str, float]:
     module: Any = MODULES[case.module](
         str(folder),
         gradient_checkpointing=case.gradient_checkpointing,
-        tiled_mlp=case.tiled_mlp,
+        loading=ModelLoading(tiled_mlp=case.tiled_mlp),
         optimizer=case.optimizer,
     )
     module.row_problems = lambda batch: []  # a forward pass of its own, which the peak is not about

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from rlhfkit.episodes import AgentEpisodes, Environment, Episodes, Step
     from rlhfkit.losses import LossOutput
-    from rlhfkit.models import LoRA, PolicyOutput, ScalarModel
+    from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, ScalarModel
     from rlhfkit.modules import (
         BCOModule,
         CPOModule,
@@ -95,6 +95,7 @@ _HOMES = {
     "ReferenceSamples": "rollout",
     "KTOModule": "modules",
     "LoRA": "models",
+    "ModelLoading": "models",
     "LocalEngine": "rollout",
     "LossOutput": "losses",
     "Mixture": "datamodules",
@@ -166,6 +167,7 @@ __all__ = [
     "LocalEngine",
     "LossOutput",
     "Mixture",
+    "ModelLoading",
     "ModelPool",
     "NonFiniteGuard",
     "ORPOModule",

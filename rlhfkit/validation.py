@@ -1,4 +1,4 @@
-"""Checks of arguments where they are given: numbers, and functions that are given by name.
+"""Checks of arguments where they are given: numbers, dataclasses of options, and functions that are given by name.
 
 A comparison alone lets NaN pass and fails on text with a message about ``<=``. Imports the standard library only.
 """
@@ -8,8 +8,11 @@ import functools
 import math
 import numbers
 import pkgutil
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar, cast
+
+Options = TypeVar("Options")
 
 
 def check_number(
@@ -94,6 +97,22 @@ def _message(name: str, rule: str, value: Any, why: str) -> str:
     if not isinstance(value, str | numbers.Number) and value is not None:
         kind = f" ({type(value).__name__})"
     return f"{name} must be {rule}, got {shown}{kind}" + (f": {why}" if why else "")
+
+
+def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> Options:
+    """Return an options dataclass given as an instance, as a mapping of its fields (from a checkpoint), or as ``None``.
+
+    Raises ValueError if the mapping has other names.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, Mapping):
+        return value
+    known = [field.name for field in fields(cast(Any, kind))]
+    unknown = sorted({*value} - {*known})
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
+    return kind(**value)
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -35,7 +35,7 @@ from rlhfkit import (
     UnpairedPreferenceDataModule,
 )
 from rlhfkit.mesh import SequenceParallel, forward_group_of
-from rlhfkit.models import unwrap
+from rlhfkit.models import ModelLoading, unwrap
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
 
 STEP, STEPS = 8, 2
@@ -163,7 +163,9 @@ def train(
 
     ranks = more.get("devices", 1) // sequence
     size = max(size, 2) if kind in PAIRS else size
-    arguments: dict[str, Any] = {"model": str(folder / "model"), "attention": attention, **settings[setting]}
+    chosen = dict(settings[setting])
+    loading = ModelLoading(attention=attention, tiled_mlp=chosen.pop("tiled_mlp", False))
+    arguments: dict[str, Any] = {"model": str(folder / "model"), "loading": loading, **chosen}
     arguments |= {"teacher": str(folder / "other")} if kind == "distillation" else {}
     fixed = data == "prompts" or (kind == "kto" and setting == 0)
     rows, steps = rows_of(data, None if fixed else order), Steps()

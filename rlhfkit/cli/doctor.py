@@ -31,7 +31,7 @@ FEATURES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "flash-attn": (("flash-attn",), "flash", "faster packed attention on GPUs"),
     "bitsandbytes": (("bitsandbytes",), "qlora", "models in 4 bits"),
     "math-verify": (("math-verify",), "math", "the reward math_match"),
-    "Liger": (("liger-kernel",), "liger", "Triton kernels: liger_kernels=True"),
+    "Liger": (("liger-kernel",), "liger", "Triton kernels: ModelLoading(liger_kernels=True)"),
     "reward server": (("fastapi", "uvicorn", "httpx", "msgspec", "tenacity"), "server", "rlhfkit serve-reward"),
     "agents": (("openai",), "agents", "AgentEpisodes"),
     "MCP tools": (("mcp",), "mcp", "MCPTools"),

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlhfkit.models.load import base_model_name, existing_name, load_causal_lm, load_tokenizer
+from rlhfkit.models.load import ModelLoading, base_model_name, existing_name, load_causal_lm, load_tokenizer
 from rlhfkit.models.lora import adapter_base
 from rlhfkit.models.weights.files import save_weights
 from rlhfkit.modules.checkpointing import CLASSES, CheckpointMixin
@@ -81,7 +81,7 @@ def export(
         made.restore_tokenizer(about)
         _build(made, child)
         _load(made, child, weights, path)
-        start, trusted = base_model_name(hyperparameters["model"]), bool(hyperparameters.get("trust_remote_code"))
+        start, trusted = base_model_name(hyperparameters["model"]), bool(made.trust_remote_code)
         own = adapter and dtype is None  # small, and in float32 beside weights of 16 bits
         written = None if own else resolve_dtype(dtype, start, trust_remote_code=trusted)
         made.save_pretrained(folder, child=child, adapter=adapter, dtype=written)
@@ -177,7 +177,7 @@ def merge_adapter(
         raise ValueError(f"{adapter} holds no adapter (no adapter_config.json)")
     written = resolve_dtype(dtype, base_model_name(adapter), trust_remote_code=trust_remote_code)
     with atomic_folder(output, overwrite=overwrite) as folder:
-        model = load_causal_lm(adapter, trust_remote_code=trust_remote_code)
+        model = load_causal_lm(adapter, loading=ModelLoading(trust_remote_code=trust_remote_code))
         save_weights(model, folder, {name: tensor.clone() for name, tensor in ModuleWeights(model, dtype=written)})
         load_tokenizer(adapter, trust_remote_code=trust_remote_code).save_pretrained(folder)
     return Path(output)

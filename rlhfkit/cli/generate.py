@@ -13,7 +13,7 @@ from rlhfkit.data.types import Sample
 from rlhfkit.datamodules.prompts.rows import PromptColumns, PromptRows
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter
 from rlhfkit.datamodules.tokenization.sources import Source, describe, read_rows
-from rlhfkit.models.load import base_model_name, load_causal_lm, load_tokenizer, precision_dtype
+from rlhfkit.models.load import ModelLoading, base_model_name, load_causal_lm, load_tokenizer, precision_dtype
 from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingSpec
 from rlhfkit.validation import check_integer
 
@@ -128,7 +128,8 @@ def generate(
                 engine.configure_logprobs(sampling)
                 engine.start(base, dtype=dtype, trust_remote_code=trust_remote_code, load_weights=base == model)
                 if base != model:  # the model and its adapter, merged
-                    adapted = load_causal_lm(model, dtype=dtype, trust_remote_code=trust_remote_code)
+                    trusted = ModelLoading(trust_remote_code=trust_remote_code)
+                    adapted = load_causal_lm(model, dtype=dtype, loading=trusted)
                     engine.load(ModuleWeights(adapted), version=0)
             with progress_bar(
                 "generate", len(rows), done=writer.done // size, unit="prompts", shown=progress

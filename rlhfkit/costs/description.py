@@ -63,9 +63,9 @@ def described_run(
         "precision": types,
         "optimizer_state": state,
         "gradient_checkpointing": policy.gradient_checkpointing,
-        "offload_activations": policy.offload_activations,
-        "tiled_mlp": policy.tiled_mlp,
-        "attention": "packed" if policy.attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS) else policy.attention,
+        "offload_activations": policy.loading.offload_activations,
+        "tiled_mlp": policy.loading.tiled_mlp,
+        "attention": "packed" if packed_rows(policy) else policy.loading.attention,
     }
     assumptions: list[str] = []
     problems: list[str] = []
@@ -104,11 +104,16 @@ def described_run(
 # ------------------------------------------------------------------------------------------------ models
 
 
+def packed_rows(policy: modules.PolicyModule) -> bool:
+    """Whether the policy computes rows without padding, if its family can be packed."""
+    return policy.loading.attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS)
+
+
 def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
     """Models that the module trains or holds, those that it has elsewhere, and passes of the policy before updates."""
 
     def shape(name: str, *, trained: bool = False) -> ModelShape:
-        own: dict[str, Any] = {"lora": module.lora, "quantization": module.quantization} if trained else {}
+        own: dict[str, Any] = {"lora": module.lora, "quantization": module.loading.quantization} if trained else {}
         return model_shape(name, **own, trust_remote_code=module.trust_remote_code)
 
     policy = shape(module.model_name, trained=True)
@@ -230,7 +235,7 @@ def _sampling(
     answer = min(answer or limit, limit)
     sequences = prompts * group
     together = group if cap is not None else min(group, data.micro_batch_size)
-    packed = policy.attention in (None, PACKED_ATTENTION, *PACKED_ATTENTIONS)
+    packed = packed_rows(policy)
     tokens = answer + prompt / (together if packed else 1)  # a packed row holds the prompt of a group once
     try:
         if cap is None:

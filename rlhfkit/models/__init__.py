@@ -6,11 +6,12 @@ Start at :mod:`rlhfkit.models.load` and :mod:`rlhfkit.models.forward`.
 
 from rlhfkit.models.forward import PolicyOutput, packs_batches, policy_output, unwrap
 from rlhfkit.models.heads import ScalarModel, load_scalar_model, reward_output, scalar_output
-from rlhfkit.models.load import load_causal_lm, load_tokenizer
+from rlhfkit.models.load import ModelLoading, load_causal_lm, load_tokenizer
 from rlhfkit.models.lora import LoRA, adapter_disabled, has_adapter
 
 __all__ = [
     "LoRA",
+    "ModelLoading",
     "PolicyOutput",
     "ScalarModel",
     "adapter_disabled",

@@ -29,7 +29,7 @@ from rlhfkit.models.forward import (
 )
 from rlhfkit.models.liger import require_liger_kernels, use_liger_kernels
 from rlhfkit.models.load import (
-    Quantization,
+    ModelLoading,
     choose_attention,
     disable_dropout,
     existing_name,
@@ -175,14 +175,9 @@ def load_scalar_model(
     new_head: bool = True,
     head_std: float | None = None,
     dtype: torch.dtype = torch.float32,
-    attention: str | None = None,
     gradient_checkpointing: bool = False,
-    offload_activations: bool = False,
-    tiled_mlp: bool | int = False,
-    liger_kernels: bool = False,
     lora: LoRA | None = None,
-    quantization: Quantization | None = None,
-    trust_remote_code: bool = False,
+    loading: ModelLoading | None = None,
 ) -> ScalarModel:
     """Load a critic or reward model, or make one from a causal language model. Dropout is off.
 
@@ -195,15 +190,10 @@ def load_scalar_model(
         head_std: Standard deviation of a new head's normally distributed weights; ``None``: 1 / (H + 1), as OpenRLHF
             and Stiennon et al. (2020, arXiv:2009.01325, appendix B.1); 0: all outputs start at 0.
         dtype: Of the weights.
-        attention: As in :func:`~rlhfkit.models.load_causal_lm`; ``None``: packed where the model can be packed.
         gradient_checkpointing: Recompute activations in the backward pass.
-        offload_activations: Keep the checkpointed inputs of layers in CPU memory.
-        tiled_mlp: Compute MLPs in tiles of this many tokens; ``True``: of the hidden size.
-        liger_kernels: Compute norms, rotary embeddings and MLPs with Liger's kernels; needs a GPU and the extra
-            ``liger``.
         lora: Train the head and new adapters, and freeze everything else.
-        quantization: Hold the frozen weights in 4 bits; needs ``lora``.
-        trust_remote_code: Run Python code that comes with the model.
+        loading: Attention, kernels, quantization and others, see :class:`~rlhfkit.models.ModelLoading`;
+            ``train_vision`` has no effect.
 
     Returns:
         The model, in training mode.
@@ -216,21 +206,22 @@ def load_scalar_model(
     """
     if head_std is not None and head_std < 0:
         raise ValueError(f"head_std must not be negative, got {head_std}")
-    if quantization is not None and lora is None:
+    loading = loading or ModelLoading()
+    if loading.quantization is not None and lora is None:
         raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
     name = existing_name(name)
     if adapter_base(name) is not None:
         raise ValueError(f"{name} holds an adapter; merge it into its model first (rlhfkit merge-adapter, or peft)")
-    arguments = pretrained_arguments(name, dtype, attention, quantization, trust_remote_code)
+    arguments = pretrained_arguments(name, dtype, loading)
     config = arguments["config"]
-    if liger_kernels:
+    if loading.liger_kernels:
         require_liger_kernels(config.model_type)
     is_new = _needs_head(config, name, stepwise, new_head)
     config.num_labels = 2 if stepwise else 1
     loaded = _from_pretrained(classifier_class(config, stepwise=stepwise), name, is_new, arguments)
-    choose_attention(loaded, attention)
+    choose_attention(loaded, loading.attention)
     keep_4bit_layout(loaded)
-    if liger_kernels:
+    if loading.liger_kernels:
         use_liger_kernels(loaded)
     model = ScalarModel(loaded)
     if is_new:
@@ -239,7 +230,7 @@ def load_scalar_model(
         add_lora(loaded, lora, base=name)
         loaded.score.requires_grad_(True)
     disable_dropout(model)
-    save_activation_memory(loaded, gradient_checkpointing, offload_activations, tiled_mlp)
+    save_activation_memory(loaded, gradient_checkpointing, loading.offload_activations, loading.tiled_mlp)
     return model.train()
 
 

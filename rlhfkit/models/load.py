@@ -3,10 +3,11 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from rlhfkit.models.attention.varlen import FLASH_PACKAGES
 from rlhfkit.models.forward import choose_forward
 from rlhfkit.models.liger import require_liger_kernels, use_liger_kernels
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora, freeze_vision, load_adapter
+from rlhfkit.validation import check_integer, options
 
 Quantization = Literal["nf4"]
 """Format of quantized frozen weights: 4-bit NormalFloat."""
@@ -172,14 +174,69 @@ def require_attention(attention: str | None) -> None:
         )
 
 
-def pretrained_arguments(
-    name: str,
-    dtype: torch.dtype,
-    attention: str | None,
-    quantization: Quantization | None,
-    trust_remote_code: bool,
-) -> dict[str, Any]:
-    """Turn arguments of :func:`load_causal_lm` into those of any ``from_pretrained``; ``config`` may be changed.
+@dataclass(frozen=True)
+class ModelLoading:
+    """How models are loaded and computed, beside the type of their weights: technical options that few runs need.
+
+    Args:
+        attention: How attention is computed. ``None`` or ``auto``: packed where the model can be packed, with the first
+            kernel that can run, else padded. ``varlen`` (torch's ``varlen_attn``), ``flash_attention_2``,
+            ``flash_attention_3`` (packages ``flash_attn`` and ``flash_attn_interface``) and ``buckets`` (torch's
+            ``scaled_dot_product_attention`` over sequences of similar length): packed with this kernel. Else
+            Transformers' ``attn_implementation``, padded: ``eager``, ``sdpa`` (refused where it would leave out a soft
+            cap), ``flex_attention``, ``flash_attention_4``, a kernel on the hub (``organization/name``), or one
+            registered with ``transformers.AttentionInterface``.
+        offload_activations: Keep in CPU memory what ``gradient_checkpointing`` holds until the backward pass; for long
+            rows on GPUs (ALST: Bekman et al., 2025, arXiv:2506.13996).
+        tiled_mlp: Compute dense MLPs in tiles of this many tokens, which the backward pass recomputes: their inner
+            activations exist for one tile only. ``True``: tiles of the hidden size (ALST's).
+        liger_kernels: Compute norms, rotary embeddings and MLPs with Liger's Triton kernels (Hsu et al., 2024,
+            arXiv:2410.10989); needs a GPU and the extra ``liger``.
+        quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314); needs
+            bitsandbytes, and adapters to train.
+        train_vision: Train the tower of a model that sees images, and what brings its results to the language model;
+            they are frozen otherwise. Not with adapters, whose ``modality`` says where they are.
+        trust_remote_code: Run Python code that comes with the model.
+
+    Raises:
+        ValueError: If a value is none of those above.
+    """
+
+    attention: str | None = None
+    offload_activations: bool = False
+    tiled_mlp: bool | int = False
+    liger_kernels: bool = False
+    quantization: Quantization | None = None
+    train_vision: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check_attention(self.attention)
+        if not isinstance(self.tiled_mlp, bool):
+            check_integer("tiled_mlp", self.tiled_mlp, minimum=1, why="it is the number of tokens in a tile")
+        if not isinstance(self.liger_kernels, bool):
+            raise TypeError(f"liger_kernels must be True or False, got {self.liger_kernels!r}")
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
+        """Return the options that were given: themselves, their fields by name, or ``None`` for the defaults.
+
+        Raises:
+            ValueError: If the mapping has other names.
+        """
+        return options(cls, value)
+
+    def plain(self) -> dict[str, Any]:
+        """Dictionary of plain values, for checkpoints and logs."""
+        return asdict(self)
+
+    def frozen(self) -> "ModelLoading":
+        """What of it is for another, frozen model, too: its attention, and whether its code may run."""
+        return ModelLoading(attention=self.attention, trust_remote_code=self.trust_remote_code)
+
+
+def pretrained_arguments(name: str, dtype: torch.dtype, loading: ModelLoading) -> dict[str, Any]:
+    """Arguments of any ``from_pretrained`` for a model of this name; their ``config`` may be changed.
 
     Raises:
         ValueError: If the attention is unknown, or would leave out a soft cap of the model's.
@@ -187,8 +244,9 @@ def pretrained_arguments(
     """
     from transformers import AutoConfig
 
+    attention, quantization = loading.attention, loading.quantization
     require_attention(attention)
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=loading.trust_remote_code)
     cap = attention_cap(config)
     if attention == "sdpa" and cap is not None:
         raise ValueError(
@@ -199,7 +257,7 @@ def pretrained_arguments(
         "config": config,
         "dtype": dtype,
         "attn_implementation": None if attention in _NOT_TRANSFORMERS else attention,  # see choose_attention
-        "trust_remote_code": trust_remote_code,
+        "trust_remote_code": loading.trust_remote_code,
     }
     if quantization is not None:
         arguments["quantization_config"] = quantization_config(quantization, dtype)
@@ -230,15 +288,9 @@ def load_causal_lm(
     name: str,
     *,
     dtype: torch.dtype = torch.float32,
-    attention: str | None = None,
     gradient_checkpointing: bool = False,
-    offload_activations: bool = False,
-    tiled_mlp: bool | int = False,
-    liger_kernels: bool = False,
     lora: LoRA | None = None,
-    quantization: Quantization | None = None,
-    train_vision: bool = False,
-    trust_remote_code: bool = False,
+    loading: ModelLoading | None = None,
 ) -> "PreTrainedModel":
     """Load a causal language model for training, with its vision part if it sees images (:mod:`rlhfkit.models.vision`).
 
@@ -247,20 +299,9 @@ def load_causal_lm(
     Args:
         name: Folder or hub name.
         dtype: Of the weights.
-        attention: ``auto`` or ``None``: packed attention where the model allows it, with the first kernel that can run.
-            ``varlen`` (torch's), ``flash_attention_2``, ``flash_attention_3`` or ``buckets``: packed with this one.
-            Else Transformers' ``attn_implementation``, padded.
         gradient_checkpointing: Recompute activations in the backward pass.
-        offload_activations: Keep the checkpointed inputs of layers in CPU memory.
-        tiled_mlp: Compute MLPs in tiles of this many tokens; ``True``: of the hidden size.
-        liger_kernels: Compute norms, rotary embeddings and MLPs with Liger's kernels; needs a GPU and the extra
-            ``liger``.
         lora: Freeze the weights and train new adapters.
-        quantization: Hold the frozen weights in 4 bits (``nf4``: QLoRA, Dettmers et al., 2023, arXiv:2305.14314). Needs
-            bitsandbytes, and adapters to train.
-        train_vision: Train the tower of a model that sees images, and what brings its results to the language model;
-            they are frozen otherwise. Not with ``lora``, whose ``modality`` says where adapters are.
-        trust_remote_code: Run Python code that comes with the model.
+        loading: Attention, kernels, quantization and others, see :class:`ModelLoading`.
 
     Returns:
         The model, in training mode.
@@ -268,36 +309,36 @@ def load_causal_lm(
     Raises:
         FileNotFoundError: If ``name`` is a path and no folder.
         ValueError: If ``lora`` is given for a folder that holds an adapter, or ``quantization`` without adapters; if
-            ``attention`` is unknown, or cannot be used; if Liger has no kernels for the model; if ``train_vision`` is
-            given with adapters or of a model of text.
+            the attention cannot be used; if Liger has no kernels for the model; if ``train_vision`` is given with
+            adapters or of a model of text.
         ImportError: If flash attention, Liger or bitsandbytes is asked for and not installed, or a GPU is missing.
     """
-    name = existing_name(name)
+    name, loading = existing_name(name), loading or ModelLoading()
     base = base_model_name(name)
     if lora is not None and base != name:
         raise ValueError(f"{name} holds an adapter already, which is trained on; leave lora out, or merge it first")
-    if quantization is not None and lora is None and base == name:
+    if loading.quantization is not None and lora is None and base == name:
         raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
-    arguments = pretrained_arguments(base, dtype, attention, quantization, trust_remote_code)
+    arguments = pretrained_arguments(base, dtype, loading)
     sees = sees_images(arguments["config"])
-    if train_vision and (not sees or lora is not None or base != name):
+    if loading.train_vision and (not sees or lora is not None or base != name):
         why = "adapters are trained, LoRA(modality='both') is how" if sees else "it is of no family that sees images"
         raise ValueError(f"train_vision=True cannot be used with {name}: {why}")
-    if liger_kernels:
+    if loading.liger_kernels:
         require_liger_kernels(arguments["config"].model_type)
     with without_weights_bar():
         model: PreTrainedModel = language_model_class(arguments["config"]).from_pretrained(base, **arguments)
-    choose_attention(model, attention)
+    choose_attention(model, loading.attention)
     keep_4bit_layout(model)
-    if liger_kernels:
+    if loading.liger_kernels:
         use_liger_kernels(model)
     if base != name:
         load_adapter(model, name)
     elif lora is not None:
         add_lora(model, lora, base=name)
-    elif sees and not train_vision:
+    elif sees and not loading.train_vision:
         freeze_vision(model)
-    save_activation_memory(model, gradient_checkpointing, offload_activations, tiled_mlp)
+    save_activation_memory(model, gradient_checkpointing, loading.offload_activations, loading.tiled_mlp)
     return model.train()
 
 

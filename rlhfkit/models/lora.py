@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhfkit.distributed import full_shape
 from rlhfkit.models.attention.families import sees_images
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_integer, check_number, options
 
 INITS: dict[str, bool | str] = {"kaiming": True, "gaussian": "gaussian", "orthogonal": "orthogonal"}
 """Our names of peft's ``init_lora_weights``."""
@@ -82,13 +82,7 @@ class LoRA:
         Raises:
             ValueError: If the dictionary has other names.
         """
-        if value is None or isinstance(value, cls):
-            return value
-        known = [field.name for field in fields(cls)]
-        unknown = sorted({*cast(Mapping[str, Any], value)} - {*known})
-        if unknown:
-            raise ValueError(f"LoRA has no {', '.join(unknown)}; it has {', '.join(known)}")
-        return cls(**cast(Mapping[str, Any], value))
+        return None if value is None else options(cls, value)
 
     def plain(self) -> dict[str, Any]:
         """Dictionary of plain values, for checkpoints and logs."""

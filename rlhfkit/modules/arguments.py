@@ -1,31 +1,12 @@
-"""Arguments of modules that are dataclasses, and arguments that have no effect beside others."""
+"""Arguments that have no effect beside others, or that a subclass does not take."""
 
 import inspect
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import fields
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import lightning as L
 
 from rlhfkit.validation import resolve_function
-
-Options = TypeVar("Options")
-
-
-def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> Options:
-    """Return an options dataclass given as an instance, as a mapping of its fields (from a checkpoint), or as ``None``.
-
-    Raises ValueError if the mapping has other names.
-    """
-    if value is None:
-        return kind()
-    if not isinstance(value, Mapping):
-        return value
-    known = [field.name for field in fields(cast(Any, kind))]
-    unknown = sorted({*value} - {*known})
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
-    return kind(**value)
 
 
 def take_out(names: Iterable[str], given: MutableMapping[str, Any], kind: type) -> list[str]:

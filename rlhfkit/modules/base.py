@@ -1,5 +1,6 @@
 """``PolicyModule``, the base of all modules: loads the model, makes the optimizer, saves, and logs."""
 
+import inspect
 import math
 import random
 import warnings
@@ -30,8 +31,7 @@ from rlhfkit.models import (
 )
 from rlhfkit.models.forward import UnpaddedBatch
 from rlhfkit.models.load import (
-    Quantization,
-    check_attention,
+    ModelLoading,
     context_length,
     load_config,
     precision_dtype,
@@ -48,7 +48,7 @@ from rlhfkit.modules.optimizers.factories import OptimizerFactory
 from rlhfkit.modules.optimizers.schedules import Schedule
 from rlhfkit.parts import GivenPart, Part, attach_all, make_part, overriding, part_name
 from rlhfkit.trainer_parts import callbacks_of
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_number
 
 silence_tips()  # of a module that is imported from its own room
 
@@ -82,26 +82,13 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         min_lr_ratio: The rate at the end, as a part of the peak; not with ``constant``.
         decay_ratio: The part of the run in which ``wsd`` decays, only with it (0.2: Hägele et al., 2024,
             arXiv:2405.18392).
-        attention: How attention is computed. ``None`` or ``auto``: packed where the model can be packed, with the first
-            kernel that can run, else padded. ``varlen`` (torch's ``varlen_attn``), ``flash_attention_2``,
-            ``flash_attention_3`` (packages ``flash_attn`` and ``flash_attn_interface``) and ``buckets`` (torch's
-            ``scaled_dot_product_attention`` over sequences of similar length): packed with this kernel. Else
-            Transformers' ``attn_implementation``, padded: ``eager``, ``sdpa`` (refused where it would leave out a soft
-            cap), ``flex_attention``, ``flash_attention_4``, a kernel on the hub (``organization/name``), or one
-            registered with ``transformers.AttentionInterface``.
         gradient_checkpointing: Recompute activations in the backward pass.
-        offload_activations: Keep in CPU memory what ``gradient_checkpointing`` holds until the backward pass; for long
-            rows on GPUs (ALST: Bekman et al., 2025, arXiv:2506.13996).
-        tiled_mlp: Compute dense MLPs in tiles of this many tokens, which the backward pass recomputes: their inner
-            activations exist for one tile only. ``True``: tiles of the hidden size (ALST's).
-        liger_kernels: Compute norms, rotary embeddings and MLPs of policy and critic with Liger's Triton kernels (Hsu
-            et al., 2024, arXiv:2410.10989); needs a GPU and the extra ``liger``.
         lora: Train adapters, not the model's own weights; checkpoints then hold the adapters only. ``None``: all
             weights, or the adapter that ``model`` holds.
-        quantization: ``nf4`` holds the frozen weights in 4 bits (QLoRA); needs ``lora``.
+        loading: Attention, kernels, quantization, code of the model's own and other technical options of policy and
+            critic: a :class:`~rlhfkit.ModelLoading`, or its fields by name.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, policy or critic, logged as
             ``aux_loss`` (0.001 in Transformers' configurations of Mixtral and Qwen); 0: not computed.
-        trust_remote_code: Run Python code that comes with the model.
         parts: More features, each a :class:`~rlhfkit.Part`, its dotted name, or, as in a configuration file,
             ``{"class_path": ..., "init_args": {...}}``.
 
@@ -109,6 +96,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         ValueError: If an argument is out of range.
     """
 
+    __signature__: inspect.Signature
     policy: nn.Module
     reference: nn.Module
     batch_types: ClassVar[tuple[type, ...]] = ()
@@ -119,6 +107,14 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         "prm/accuracy": "accuracy",
     }
     """Metrics of a step that the progress bar shows beside the loss, and their names there."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the arguments behind ``**kwargs`` in ``help()``, and in command lines with defaults and descriptions."""
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = _whole_signature(cls)
+        # jsonargparse takes Unpack[...] for all there is to know, and finds the base's constructor behind Any.
+        annotations = getattr(vars(cls).get("__init__"), "__annotations__", {})
+        annotations |= {"kwargs": Any} if "kwargs" in annotations else {}
 
     def __init__(
         self,
@@ -135,28 +131,19 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         lr_schedule: Schedule = "constant",
         min_lr_ratio: float = 0.0,
         decay_ratio: float = 0.2,
-        attention: str | None = None,
         gradient_checkpointing: bool = False,
-        offload_activations: bool = False,
-        tiled_mlp: bool | int = False,
-        liger_kernels: bool = False,
         lora: LoRA | None = None,
-        quantization: Quantization | None = None,
+        loading: ModelLoading | None = None,
         router_aux_loss_coef: float = 0.0,
-        trust_remote_code: bool = False,
         parts: Sequence[GivenPart] = (),
         **unknown: Any,
     ) -> None:
         super().__init__()
         refuse_arguments(type(self), unknown)
         check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 leaves the loss out")
-        check_attention(attention)
-        if offload_activations and not gradient_checkpointing:
+        self.loading = ModelLoading.of(loading)
+        if self.loading.offload_activations and not gradient_checkpointing:
             raise ValueError("offload_activations keeps what gradient_checkpointing saves: set both, or neither")
-        if not isinstance(tiled_mlp, bool):
-            check_integer("tiled_mlp", tiled_mlp, minimum=1, why="it is the number of tokens in a tile")
-        if not isinstance(liger_kernels, bool):
-            raise TypeError(f"liger_kernels must be True or False, got {liger_kernels!r}")
         self.save_hyperparameters()
         self.set_optimization(
             lr=lr,
@@ -172,16 +159,11 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             decay_ratio=decay_ratio,
         )
         self.model_name = model
-        self.attention = attention
         self.gradient_checkpointing = gradient_checkpointing
-        self.offload_activations = offload_activations
-        self.tiled_mlp = tiled_mlp
-        self.liger_kernels = liger_kernels
         self.lora = LoRA.of(lora)
-        self.hparams.update(lora=None if self.lora is None else self.lora.plain())  # safe to load, unlike an object
-        self.quantization = quantization
+        plain = {"lora": None if self.lora is None else self.lora.plain(), "loading": self.loading.plain()}
+        self.hparams.update(plain)  # safe to load, unlike objects
         self.router_aux_loss_coef = router_aux_loss_coef
-        self.trust_remote_code = trust_remote_code
         self._tokenizer: Any = None
         self._tokenizer_giver: str | None = None
         self._rows_checked = False
@@ -272,6 +254,11 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             )
 
     @property
+    def trust_remote_code(self) -> bool:
+        """Whether code that comes with the model may run."""
+        return self.loading.trust_remote_code
+
+    @property
     def model_config(self) -> Any:
         """The model's configuration, read when first needed without loading weights."""
         if self._model_config is None:
@@ -298,14 +285,9 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         model: nn.Module = load_causal_lm(
             self.model_name,
             dtype=self.model_dtype,
-            attention=self.attention,
             gradient_checkpointing=self.gradient_checkpointing,
-            offload_activations=self.offload_activations,
-            tiled_mlp=self.tiled_mlp,
-            liger_kernels=self.liger_kernels,
             lora=self.lora,
-            quantization=self.quantization,
-            trust_remote_code=self.trust_remote_code,
+            loading=self.loading,
         )
         return model
 
@@ -436,7 +418,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             self._rows_checked = True
             problems = self.row_problems(batch)
             if problems:
-                raise RuntimeError(f"{'; '.join(problems)}. Load the model with attention='eager' to train it")
+                raise RuntimeError(f"{'; '.join(problems)}. Give loading=ModelLoading(attention='eager') to train it")
 
     def row_problems(self, batch: PaddedBatch) -> list[str]:
         """Compare the output for a random row alone with that in its batch. A collective of two forward passes.
@@ -623,6 +605,21 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             logged = None if name == key else False  # those of the bar are logged under their whole names
             on_bar = bar and (name == "loss" or name != key)
             self.log(name, value, prog_bar=on_bar, logger=logged, on_step=True, on_epoch=False, batch_size=1)
+
+
+def _whole_signature(kind: type) -> inspect.Signature:
+    """The signature of a class, in which the keyword arguments of its bases take the place of ``**kwargs``."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for one in kind.__mro__:
+        if "__init__" not in vars(one):
+            continue
+        own = [*inspect.signature(vars(one)["__init__"]).parameters.values()][1:]
+        parameters |= {each.name: each for each in own if each.name not in parameters}
+        if one is PolicyModule or not any(each.kind is each.VAR_KEYWORD for each in own):
+            break
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [each for each in parameters.values() if each.kind not in variable]
+    return inspect.Signature(sorted(named, key=lambda each: each.kind))
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -63,14 +63,9 @@ class CriticModule(PolicyModule):
         return load_scalar_model(
             self.model_name,
             dtype=self.model_dtype,
-            attention=self.attention,
             gradient_checkpointing=self.gradient_checkpointing,
-            offload_activations=self.offload_activations,
-            tiled_mlp=self.tiled_mlp,
-            liger_kernels=self.liger_kernels,
             lora=self.lora,
-            quantization=self.quantization,
-            trust_remote_code=self.trust_remote_code,
+            loading=self.loading,
         )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

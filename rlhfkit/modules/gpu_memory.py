@@ -52,7 +52,7 @@ def weight_bytes(module: Any) -> dict[str, float]:
     shards = weight_shards(module.trainer.strategy)
     if shards is None:
         return {}
-    itemsize = 0.5 if module.quantization == "nf4" else float(module.model_dtype.itemsize)
+    itemsize = 0.5 if module.loading.quantization == "nf4" else float(module.model_dtype.itemsize)
     try:
         count = count_parameters(module.model_config, trust_remote_code=module.trust_remote_code)
     except Exception:  # a model of another class, or code of its own that needs data: loading says what is wrong

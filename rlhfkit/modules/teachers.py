@@ -91,8 +91,7 @@ def check_teacher_tokens(name: str, student: PolicyModule) -> None:
 def load_teacher(name: str, student: PolicyModule) -> nn.Module:
     """Load a frozen teacher without dropout, like the student; raises ValueError if its tokens differ."""
     check_teacher_tokens(name, student)
-    trusted = student.trust_remote_code
-    teacher = load_causal_lm(name, dtype=student.model_dtype, attention=student.attention, trust_remote_code=trusted)
+    teacher = load_causal_lm(name, dtype=student.model_dtype, loading=student.loading.frozen())
     disable_dropout(teacher)
     return freeze(teacher)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rlhfkit.data.batch import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.packing import balanced_partition
 from rlhfkit.data.types import Sample
-from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, reward_output, scalar_output
+from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model, load_tokenizer, reward_output, scalar_output
 from rlhfkit.models.load import context_length
 from rlhfkit.models.word_odds import word_log_odds, word_token
 from rlhfkit.validation import check_integer
@@ -142,8 +142,7 @@ class ModelReward:
             stepwise=self.stepwise,
             new_head=False,
             dtype=self.dtype,
-            attention=self.attention,
-            trust_remote_code=self.trust_remote_code,
+            loading=ModelLoading(attention=self.attention, trust_remote_code=self.trust_remote_code),
         )
 
     def _sampled(self, samples: Sequence[Sample]) -> list[list[int]]:
@@ -282,9 +281,8 @@ class ProcessModelReward(ModelReward):
         """Return the token classifier, or the language model with ``words``."""
         if self.words is None:
             return super().load_model()
-        model: nn.Module = load_causal_lm(
-            self.model, dtype=self.dtype, attention=self.attention, trust_remote_code=self.trust_remote_code
-        )
+        loading = ModelLoading(attention=self.attention, trust_remote_code=self.trust_remote_code)
+        model: nn.Module = load_causal_lm(self.model, dtype=self.dtype, loading=loading)
         return model
 
     def log_odds(self, batch: TokenBatch, ends: Tensor) -> Tensor:

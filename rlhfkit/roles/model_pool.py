@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, run_on_all_ranks
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.ray_calls import ActorCalls, cause_of
 from rlhfkit.ray_placement import ReservedResources, actor_options
 from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
@@ -280,7 +280,8 @@ class ModelPool:
             self.refresh()
 
     def _initial_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = load_causal_lm(self.model, dtype=dtype, trust_remote_code=self.trust_remote_code)
+        loading = ModelLoading(trust_remote_code=self.trust_remote_code)
+        model = load_causal_lm(self.model, dtype=dtype, loading=loading)
         return {name: tensor.clone() for name, tensor in ModuleWeights(model, check_finite=False)}
 
     def _check_same_weights(self, moved: Mapping[str, Tensor], weights: WeightSource) -> None:

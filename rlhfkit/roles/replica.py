@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output, unwrap
+from rlhfkit.models import (
+    ModelLoading,
+    load_causal_lm,
+    load_scalar_model,
+    load_tokenizer,
+    policy_output,
+    reward_output,
+    unwrap,
+)
 from rlhfkit.models.distillation import likeliest_tokens
 from rlhfkit.models.heads import critic_values
 from rlhfkit.models.load import context_length, disable_dropout
@@ -143,8 +151,7 @@ def load_frozen(options: ReplicaOptions) -> nn.Module:
     model: nn.Module = load(
         options.model,
         dtype=options.weights,
-        attention=options.attention,
-        trust_remote_code=options.trust_remote_code,
+        loading=ModelLoading(attention=options.attention, trust_remote_code=options.trust_remote_code),
         **({} if options.role == "logprobs" else {"new_head": False}),
     )
     disable_dropout(model)

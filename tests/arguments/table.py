@@ -29,7 +29,7 @@ class Unseen:
     reason: str
 
 
-PLACES = ("rlhfkit.modules", "rlhfkit.serving")
+PLACES = ("rlhfkit.modules", "rlhfkit.models.load", "rlhfkit.serving")
 """Where dataclasses of options are."""
 
 Rows = Mapping[str, Change | Unseen]

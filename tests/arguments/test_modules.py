@@ -40,6 +40,7 @@ LEAST: dict[str, Any] = {"model": "@model", "lr": 0.03}
 ELSEWHERE = Unseen("the numbers are the same wherever the reference is; tests/roles/test_model_pool.py")
 WEIGHTS = Unseen("needs several models; tests/modules/on_policy/preparation/test_rewards.py")
 BITS = Unseen("needs the extra qlora; tests/modules/test_lora.py compares with full weights where it is installed")
+VISION = Unseen("needs a model that sees images: tests/models/test_vision.py")
 LIGER = Unseen("needs a GPU and the extra liger: tests/models/test_liger.py")
 
 
@@ -68,15 +69,16 @@ POLICY: dict[str, Change | Unseen] = {
     "warmup_ratio": Change(0.5),
     "min_lr_ratio": Change(0.5, given={"lr_schedule": "linear"}, around={"epochs": 2}),
     "decay_ratio": Change(1.0, given={"lr_schedule": "wsd"}, around={"epochs": 2}),
-    "attention": Change("sdpa", built=True),
     "gradient_checkpointing": Change(True, built=True),
-    "offload_activations": Change(True, given={"gradient_checkpointing": True}, built=True),
-    "tiled_mlp": Change(True, built=True),
-    "liger_kernels": LIGER,
     "lora": Change(LoRA(rank=2), built=True),
-    "quantization": BITS,
     "router_aux_loss_coef": Change(0.5, given={"model": "@experts"}),
-    "trust_remote_code": Change(True, given={"model": "@remote"}, built=True),
+    "loading.attention": Change("sdpa", built=True),
+    "loading.offload_activations": Change(True, given={"gradient_checkpointing": True}, built=True),
+    "loading.tiled_mlp": Change(True, built=True),
+    "loading.liger_kernels": LIGER,
+    "loading.quantization": BITS,
+    "loading.train_vision": VISION,
+    "loading.trust_remote_code": Change(True, given={"model": "@remote"}, built=True),
     "parts": Change([f"{Watches.__module__}.Watches"]),
 }
 REFERENCE: dict[str, Change | Unseen] = {

@@ -172,6 +172,9 @@ for module, data in pairs:
     classes = [line.split()[1].rpartition(".")[2] for line in done.stdout.splitlines() if "  class_path: rlhf" in line]
     assert classes[:4] == ["KTOModule", "UnpairedPreferenceDataModule", "ProcessRewardModule", "StepwiseDataModule"]
     assert "PreferenceDataModule" in classes
+    assert (
+        done.stdout.count("    warmup_ratio: ") == done.stdout.count("    loading: ") == 4
+    )  # of the base, with defaults
 
 
 @pytest.mark.parametrize("name", ["grpo_arithmetic.yaml"])

@@ -37,7 +37,7 @@ from rlhfkit.costs.description import sharding_of
 from rlhfkit.costs.estimation import estimate_run, forward_flops, memory_warning, train_flops
 from rlhfkit.costs.memory import TRAINING
 from rlhfkit.costs.run import GIB, GPUS, find_gpu
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.models.lora import save_adapter
 from rlhfkit.strategies import SequenceParallelDDPStrategy
 
@@ -125,7 +125,8 @@ def test_a_folder_with_an_adapter_is_its_base_model_and_the_adapter(folder: str,
 
 def test_frozen_weights_of_4_bits_are_small(wide: str) -> None:
     small, plain = (
-        estimate(SFTModule(wide, lora=rlhfkit.LoRA(), quantization=quantization)) for quantization in ("nf4", None)
+        estimate(SFTModule(wide, lora=rlhfkit.LoRA(), loading=ModelLoading(quantization=quantization)))
+        for quantization in ("nf4", None)
     )
     assert small.run.policy.quantized > 0.5 * small.run.policy.parameters
     assert small.peak[TRAINING] < plain.peak[TRAINING]

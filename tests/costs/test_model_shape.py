@@ -7,7 +7,7 @@ import pytest
 from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
 
 from rlhfkit.costs.model_shape import model_shape
-from rlhfkit.models import LoRA, load_causal_lm
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
 from rlhfkit.models.lora import add_lora
 
 from .shapes import CONFIGS, SIZES, build, llama_70b
@@ -58,7 +58,7 @@ def test_adapters_are_counted_as_peft_makes_them(name: str, lora: LoRA) -> None:
 def test_matrices_of_4_bits_are_those_that_bitsandbytes_makes(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
     build(CONFIGS["llama"]).save_pretrained(tmp_path)
-    model = load_causal_lm(str(tmp_path), lora=LoRA(rank=4), quantization="nf4")
+    model = load_causal_lm(str(tmp_path), lora=LoRA(rank=4), loading=ModelLoading(quantization="nf4"))
     weights = [one for _, one in model.named_parameters() if hasattr(one, "quant_state")]
     shape = model_shape(CONFIGS["llama"], lora=LoRA(rank=4), quantization="nf4")
     assert shape.quantized == sum(math.prod(one.quant_state.shape) for one in weights) > 0

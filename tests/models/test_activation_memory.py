@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.families import FAMILIES
 from rlhfkit import LoRA, SFTModule
-from rlhfkit.models import load_causal_lm, load_scalar_model
+from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model
 
 CHOSEN = {family.name: family for family in FAMILIES}
 DENSE = ["Llama", "Gemma 3", "GPT-2", "GPT-NeoX (Pythia)", "Phi 3", "Qwen 3", "Qwen 2 MoE"]
@@ -42,7 +42,7 @@ def check_equal(first: Any, second: Any) -> None:
 def test_tiles_of_any_size_change_nothing_but_rounding(folders: dict[str, str], name: str) -> None:
     plain = train(load_causal_lm(folders[name]).eval())
     for tokens, options in ((5, {}), (True, {}), (1, {"gradient_checkpointing": True})):
-        model = load_causal_lm(folders[name], tiled_mlp=tokens, **options)
+        model = load_causal_lm(folders[name], loading=ModelLoading(tiled_mlp=tokens), **options)
         check_equal(plain, train(model.eval() if not options else without_dropout(model)))
 
 
@@ -60,14 +60,16 @@ def test_tiles_work_with_adapters_and_heads_of_scalars(folders: dict[str, str]) 
     torch.manual_seed(0)
     plain = load_causal_lm(folders["Llama"], lora=LoRA(rank=2))
     torch.manual_seed(0)
-    tiled = load_causal_lm(folders["Llama"], lora=LoRA(rank=2), tiled_mlp=4)
+    tiled = load_causal_lm(folders["Llama"], lora=LoRA(rank=2), loading=ModelLoading(tiled_mlp=4))
     check_equal(train(without_dropout(plain)), train(without_dropout(tiled)))
-    critic = load_scalar_model(folders["Llama"], head_std=0.0, tiled_mlp=4)
+    critic = load_scalar_model(folders["Llama"], head_std=0.0, loading=ModelLoading(tiled_mlp=4))
     assert sum("forward" in vars(module) for module in critic.modules()) == 2
 
 
 def test_dropout_inside_a_tile_is_the_same_when_it_is_recomputed(folders: dict[str, str]) -> None:
-    model = load_causal_lm(folders["GPT-2"], tiled_mlp=5)  # drops a tenth in its MLP, in training mode
+    model = load_causal_lm(
+        folders["GPT-2"], loading=ModelLoading(tiled_mlp=5)
+    )  # drops a tenth in its MLP, in training mode
     mlp = model.transformer.h[0].mlp
     hidden = torch.randn(1, 12, 64, requires_grad=True)
     torch.manual_seed(3)
@@ -98,7 +100,7 @@ def test_the_inner_activations_are_there_for_one_tile_only(tmp_path: Path) -> No
         vocab_size=64, hidden_size=32, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    plain, tiled = (load_causal_lm(str(tmp_path), tiled_mlp=tokens) for tokens in (False, 64))
+    plain, tiled = (load_causal_lm(str(tmp_path), loading=ModelLoading(tiled_mlp=tokens)) for tokens in (False, 64))
     growth = [(peak(model, 4096) - peak(model, 2048)) / 2048 for model in (plain, tiled)]
     # Bytes a token: the plain MLP keeps gate, its activation, up and their product, 4 x 256 numbers. A tiled one has
     # the output, its tiles, and the gradients of output and input, 4 to 6 x 32.
@@ -108,8 +110,8 @@ def test_the_inner_activations_are_there_for_one_tile_only(tmp_path: Path) -> No
 
 def test_mixtures_of_experts_and_bad_arguments_are_refused(folders: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="MixtralForCausalLM has no dense MLP"):
-        load_causal_lm(folders["Mixtral"], tiled_mlp=True)
+        load_causal_lm(folders["Mixtral"], loading=ModelLoading(tiled_mlp=True))
     with pytest.raises(ValueError, match="tiled_mlp must be an integer of at least 1"):
-        SFTModule(folders["Llama"], tiled_mlp=0)
+        SFTModule(folders["Llama"], loading=ModelLoading(tiled_mlp=0))
     with pytest.raises(ValueError, match="set both, or neither"):
-        SFTModule(folders["Llama"], offload_activations=True)
+        SFTModule(folders["Llama"], loading=ModelLoading(offload_activations=True))

@@ -15,7 +15,7 @@ from tiny_models import tiny_tokenizer
 
 from models.lora_cases import logprobs, train_a_bit
 from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
-from rlhfkit.models import adapter_disabled, load_causal_lm, policy_output
+from rlhfkit.models import ModelLoading, adapter_disabled, load_causal_lm, policy_output
 from rlhfkit.models.lora import adapter_layers, save_adapter, save_initial_adapter
 from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout import ModuleWeights
@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def load(folder: str, **arguments: Any) -> Any:
-    return load_causal_lm(folder, attention="eager", **arguments)
+    return load_causal_lm(folder, loading=ModelLoading(attention="eager"), **arguments)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -157,7 +157,9 @@ def test_folders_are_written_as_transformers_writes_them(
 def test_engines_sample_from_the_trained_experts(folders: dict[str, str], tmp_path: Path) -> None:
     trainer, module, data, rollouts = setup_run(
         tmp_path,
-        module=lambda _, **more: GRPOModule(folders["mixtral"], lora=LoRA(rank=2), attention="eager", **more),
+        module=lambda _, **more: GRPOModule(
+            folders["mixtral"], lora=LoRA(rank=2), loading=ModelLoading(attention="eager"), **more
+        ),
         module_arguments={"lr": 0.02, "kl_coef": 0.01},
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
     )
@@ -173,7 +175,9 @@ def learned(model: str, folder: Path, size: int, strategy: Any) -> None:
     class PlainSFT(PlainSGD, SFTModule): ...
 
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
-    module = PlainSFT(model, lr=0.5, attention="eager", lora=LoRA(rank=2), gradient_checkpointing=True)
+    module = PlainSFT(
+        model, lr=0.5, loading=ModelLoading(attention="eager"), lora=LoRA(rank=2), gradient_checkpointing=True
+    )
     trainer = L.Trainer(
         accelerator="cpu", devices=4 // size, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,

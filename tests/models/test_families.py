@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from models.families import FAMILIES, Family
 from rlhfkit import LocalEngine, SamplingSpec
 from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.models import LoRA, load_causal_lm, policy_output
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, policy_output
 from rlhfkit.models.attention.packed import PACKED_ATTENTION
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.weights.files import save_weights
@@ -164,7 +164,9 @@ def test_a_vision_tower_keeps_transformers_attention(root: Path) -> None:
     """Patches of an image see one another in both directions; our attention is causal."""
     family = next(family for family in FAMILIES if family.model_type == "gemma3")
     folder = folder_of(family, root)
-    model = load_causal_lm(str(folder), attention=PACKED_ATTENTION).eval()  # by default padded, as images need
+    model = load_causal_lm(
+        str(folder), loading=ModelLoading(attention=PACKED_ATTENTION)
+    ).eval()  # by default padded, as images need
     plain = plain_model(folder, family)
     assert (
         model.config.text_config._attn_implementation

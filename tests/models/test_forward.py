@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_model
 
 from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
 from rlhfkit.models.load import precision_dtype
 
 
@@ -44,7 +44,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_dense_model(folder: Path, packed: bool, temperature: float) -> None:
-    model = load_causal_lm(str(folder), attention=None if packed else "sdpa")
+    model = load_causal_lm(str(folder), loading=ModelLoading(attention=None if packed else "sdpa"))
     batch = experience([(3, 5), (7, 1), (1, 9), (4, 4)])
     out = policy_output(model, batch, batch.action_mask, temperature=temperature)
     torch.testing.assert_close(out.logprobs, dense_logprobs(model, batch, temperature), rtol=1e-5, atol=1e-5)
@@ -68,7 +68,9 @@ def test_packed_and_padded_have_the_same_gradient(folder: Path) -> None:
     batch = experience([(3, 5), (7, 1), (1, 9), (4, 4)])
     gradients = []
     for packed in (True, False):
-        model = load_causal_lm(str(folder), dtype=torch.float64, attention=None if packed else "sdpa")
+        model = load_causal_lm(
+            str(folder), dtype=torch.float64, loading=ModelLoading(attention=None if packed else "sdpa")
+        )
         policy_output(model, batch, batch.action_mask).logprobs.sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
@@ -85,7 +87,9 @@ def test_shared_prompts_change_neither_logprobs_nor_gradient(folder: Path) -> No
     batch = Experience.from_samples(samples)
     results, gradients = [], []
     for packed in (True, False):
-        model = load_causal_lm(str(folder), dtype=torch.float64, attention=None if packed else "sdpa")
+        model = load_causal_lm(
+            str(folder), dtype=torch.float64, loading=ModelLoading(attention=None if packed else "sdpa")
+        )
         seen: list[int] = []
         model.get_input_embeddings().register_forward_pre_hook(lambda _, ids, seen=seen: seen.append(ids[0].numel()))
         out = policy_output(model, batch, batch.action_mask, entropy=True)
@@ -113,7 +117,7 @@ def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
 def test_other_attention_is_padded_and_says_the_same(folder: Path) -> None:
     batch = experience([(3, 5), (1, 9)])
     ours = policy_output(load_causal_lm(str(folder)), batch, batch.action_mask)
-    sdpa = load_causal_lm(str(folder), attention="sdpa")
+    sdpa = load_causal_lm(str(folder), loading=ModelLoading(attention="sdpa"))
     theirs = policy_output(sdpa, batch, batch.action_mask)
     torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-5, atol=1e-5)
 
@@ -123,7 +127,7 @@ def test_a_policy_can_generate_as_any_model_of_transformers(folder: Path, padded
     ids = torch.tensor([[5, 9, 20, 33, 7], [0, 0, 8, 41, 60]])[: 1 + padded]
     mask = (ids != 0).long()
     made = [
-        load_causal_lm(str(folder), attention=attention).generate(
+        load_causal_lm(str(folder), loading=ModelLoading(attention=attention)).generate(
             ids, attention_mask=mask, max_new_tokens=12, do_sample=False
         )
         for attention in (None, "eager")

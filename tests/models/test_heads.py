@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from rlhfkit.data import TokenBatch
 from rlhfkit.data.batch import TokenExample, collate_tokens
-from rlhfkit.models import load_scalar_model, reward_output, scalar_output
+from rlhfkit.models import ModelLoading, load_scalar_model, reward_output, scalar_output
 
 LENGTHS = (3, 9, 6, 1)
 
@@ -40,7 +40,7 @@ def by_transformers(kind: Any, folder: Path, batch: TokenBatch) -> list[torch.Te
 def test_a_saved_reward_model_gives_the_same_scores_in_transformers(
     folder: str, batch: TokenBatch, tmp_path: Path, packed: bool
 ) -> None:
-    model = load_scalar_model(folder, attention=None if packed else "sdpa")
+    model = load_scalar_model(folder, loading=ModelLoading(attention=None if packed else "sdpa"))
     model.save_pretrained(tmp_path)
     expected = torch.cat(by_transformers(AutoModelForSequenceClassification, tmp_path, batch))
     torch.testing.assert_close(reward_output(model, batch), expected, rtol=1e-5, atol=1e-6)
@@ -62,7 +62,9 @@ def test_a_stepwise_model_is_the_log_odds_of_transformers_token_classifier(
 def test_packed_and_padded_have_the_same_numbers_and_gradient(folder: str, batch: TokenBatch) -> None:
     seen = []
     for packed in (True, False):
-        model = load_scalar_model(folder, dtype=torch.float64, attention=None if packed else "sdpa")
+        model = load_scalar_model(
+            folder, dtype=torch.float64, loading=ModelLoading(attention=None if packed else "sdpa")
+        )
         out = scalar_output(model, batch)
         out.square().sum().backward()
         seen.append([out.detach(), *(parameter.grad for parameter in model.parameters())])

@@ -14,7 +14,7 @@ import torch
 from tiny_models import tiny_model
 
 from rlhfkit import PPOModule, SFTModule
-from rlhfkit.models import load_causal_lm, load_scalar_model
+from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model
 from rlhfkit.models.liger import require_liger_family
 
 HAS_LIGER = find_spec("liger_kernel") is not None
@@ -27,7 +27,7 @@ def test_what_is_missing_is_named_before_a_model_is_loaded(load: Callable[..., A
     (folder / "model.safetensors").unlink()
     missing = "there is no GPU" + ("" if HAS_LIGER else ", and liger-kernel is not installed (pip install 'rlhfkit[lig")
     with pytest.raises(ImportError, match=re.escape(f"liger_kernels=True cannot be used: {missing}")):
-        load(str(folder), liger_kernels=True)
+        load(str(folder), loading=ModelLoading(liger_kernels=True))
 
 
 def test_policy_and_critic_are_loaded_with_what_the_module_says(
@@ -41,7 +41,7 @@ def test_policy_and_critic_are_loaded_with_what_the_module_says(
 
     monkeypatch.setattr("rlhfkit.models.load.require_liger_kernels", refuse)
     monkeypatch.setattr("rlhfkit.models.heads.require_liger_kernels", refuse)
-    module = PPOModule(str(tiny_model(tmp_path)), liger_kernels=True)
+    module = PPOModule(str(tiny_model(tmp_path)), loading=ModelLoading(liger_kernels=True))
     for build in (module.build_policy, module.critic_part.build):
         with pytest.raises(ImportError, match="refused"):
             build()
@@ -50,7 +50,7 @@ def test_policy_and_critic_are_loaded_with_what_the_module_says(
 
 def test_a_value_that_is_no_switch_is_refused() -> None:
     with pytest.raises(TypeError, match="liger_kernels must be True or False, got 'rope'"):
-        SFTModule("model", liger_kernels="rope")
+        SFTModule("model", loading=ModelLoading(liger_kernels="rope"))
 
 
 PROGRAM = """

@@ -13,7 +13,7 @@ from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
 from models.test_forward import experience
 from rlhfkit import SFTModule
-from rlhfkit.models import LoRA, load_causal_lm, packs_batches, policy_output
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, packs_batches, policy_output
 from rlhfkit.models.load import choose_attention, text_decoder
 from rlhfkit.rollout import ModuleWeights
 
@@ -31,21 +31,21 @@ def test_attention_that_cannot_run_is_refused_before_transformers_does(
     tmp_path: Path, attention: str, missing: str
 ) -> None:
     with pytest.raises(ImportError, match=re.escape(missing) + ".*attention='auto'"):
-        load_causal_lm(str(tiny_model(tmp_path)), attention=attention)
+        load_causal_lm(str(tiny_model(tmp_path)), loading=ModelLoading(attention=attention))
 
 
 def test_an_unknown_attention_is_refused_when_a_module_is_made_and_when_a_model_is_loaded(tmp_path: Path) -> None:
     folder = str(tiny_model(tmp_path))
     for make in (load_causal_lm, SFTModule):
         with pytest.raises(ValueError, match=r"attention must be None, one of auto, varlen, .*, got 'flash'"):
-            make(folder, attention="flash")
+            make(folder, loading=ModelLoading(attention="flash"))
 
 
 def test_flash_attention_packs_the_families_that_can_be_and_leaves_the_others_as_they_were_loaded(
     tmp_path: Path,
 ) -> None:
     """What :func:`load_causal_lm` does once Transformers has loaded a model with flash attention, which needs a GPU."""
-    packed: Any = load_causal_lm(str(tiny_model(tmp_path)), attention="sdpa")
+    packed: Any = load_causal_lm(str(tiny_model(tmp_path)), loading=ModelLoading(attention="sdpa"))
     recurrent: Any = MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1))
     for model, name in ((packed, "rlhfkit_packed_fa2"), (recurrent, "flash_attention_2")):
         model.config._attn_implementation_internal = "flash_attention_2"
@@ -54,13 +54,13 @@ def test_flash_attention_packs_the_families_that_can_be_and_leaves_the_others_as
         assert packs_batches(model) == (model is packed)
     with pytest.raises(ValueError, match="attention='buckets' would be wrong for MambaForCausalLM"):
         choose_attention(recurrent, "buckets")
-    buckets = load_causal_lm(str(tmp_path), attention="buckets")
+    buckets = load_causal_lm(str(tmp_path), loading=ModelLoading(attention="buckets"))
     assert packs_batches(buckets)
 
 
 def test_a_forward_pass_in_eval_mode_changes_neither_weights_nor_training(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="4 bits are bitsandbytes' (extra qlora)")
-    model = load_causal_lm(str(tiny_model(tmp_path)), lora=LoRA(rank=2), quantization="nf4")
+    model = load_causal_lm(str(tiny_model(tmp_path)), lora=LoRA(rank=2), loading=ModelLoading(quantization="nf4"))
     batch, merged, logprobs, gradients = experience([(3, 5), (7, 1), (1, 9)]), [], [], []
     for _ in range(2):
         out = policy_output(model.train(), batch, batch.action_mask).logprobs

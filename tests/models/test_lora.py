@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models.lora_cases import logprobs, train_a_bit
-from rlhfkit.models import LoRA, adapter_disabled, has_adapter, load_causal_lm, policy_output
+from rlhfkit.models import LoRA, ModelLoading, adapter_disabled, has_adapter, load_causal_lm, policy_output
 from rlhfkit.models.lora import adapter_layers, save_adapter, save_initial_adapter
 from rlhfkit.models.weights.files import save_weights
 from rlhfkit.rollout import ModuleWeights
@@ -45,7 +45,7 @@ class TestTraining:
         model = load_causal_lm(folder, lora=LoRA(rank=4), gradient_checkpointing=checkpointing)
         train_a_bit(model)
         policy_output(model, batch, batch.attention_mask[:, 1:]).logprobs.sum().backward()
-        theirs = load_causal_lm(folder, lora=LoRA(rank=4), attention="sdpa")
+        theirs = load_causal_lm(folder, lora=LoRA(rank=4), loading=ModelLoading(attention="sdpa"))
         train_a_bit(theirs)
         logits = theirs(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         chosen = logits[:, :-1].log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
@@ -95,7 +95,7 @@ class TestTraining:
 
     def test_what_does_not_go_together_says_so(self, folder: str) -> None:
         with pytest.raises(ValueError, match="give lora=LoRA"):
-            load_causal_lm(folder, quantization="nf4")
+            load_causal_lm(folder, loading=ModelLoading(quantization="nf4"))
 
 
 class TestReference:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data import TokenBatch
 from rlhfkit.data.batch import TokenExample, collate_tokens
-from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, reward_output, scalar_output
+from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model, policy_output, reward_output, scalar_output
 from rlhfkit.models.distillation import compare_logits, teacher_logits
 from rlhfkit.models.heads import add_value_head
 from rlhfkit.models.output_logits import OutputLogits, output_logits
@@ -88,7 +88,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_models_own_logits_witho
     batch, found = texts(), []
     dtype = torch.float32 if name == "granitemoe" else torch.float64  # fused experts have no product in float64
     for fused in (True, False):
-        model = load_causal_lm(folders[name], attention="eager", dtype=dtype)
+        model = load_causal_lm(folders[name], loading=ModelLoading(attention="eager"), dtype=dtype)
         seen = widths(model)
         if fused:
             out = policy_output(model, batch, batch.loss_mask, temperature=0.7, entropy=True)
@@ -110,7 +110,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_models_own_logits_witho
 
 
 def test_float32_logprobs_lose_nothing_on_the_way_through_a_cap(folders: dict[str, str]) -> None:
-    model = load_causal_lm(folders["gemma2"], attention="eager")
+    model = load_causal_lm(folders["gemma2"], loading=ModelLoading(attention="eager"))
     batch = texts()
     out = policy_output(model, batch, batch.loss_mask).logprobs[batch.loss_mask]
     torch.testing.assert_close(out, by_transformers(model, batch, 1.0)[0], rtol=2e-6, atol=2e-6)
@@ -118,7 +118,7 @@ def test_float32_logprobs_lose_nothing_on_the_way_through_a_cap(folders: dict[st
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
 def test_a_student_and_a_teacher_are_compared_by_their_own_logits(folders: dict[str, str], name: str) -> None:
-    model = load_causal_lm(folders[name], attention="eager")
+    model = load_causal_lm(folders[name], loading=ModelLoading(attention="eager"))
     batch = texts()
     seen = widths(model)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_student_and_a_teacher_are_compared_by_their_own_logits(folders: dict[
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_value_head_reads_the_hidden_states_of_the_trunk(folders: dict[str, str], name: str) -> None:
-    model: Any = load_causal_lm(folders[name], attention="eager")
+    model: Any = load_causal_lm(folders[name], loading=ModelLoading(attention="eager"))
     add_value_head(model)
     model.value_head.weight.data *= 1000.0
     batch = texts()
@@ -155,7 +155,7 @@ def test_families_without_a_classifier_of_their_own_have_scalar_heads(
     folders: dict[str, str], tmp_path: Path, name: str, stepwise: bool
 ) -> None:
     batch = texts()
-    scalar = load_scalar_model(folders[name], stepwise=stepwise, head_std=1.0, attention="eager")
+    scalar = load_scalar_model(folders[name], stepwise=stepwise, head_std=1.0, loading=ModelLoading(attention="eager"))
     backbone = hf.AutoModel.from_pretrained(folders[name], attn_implementation="eager")
     hidden = backbone(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
     outputs = hidden @ scalar.model.score.weight.T  # type: ignore[operator, union-attr]
@@ -164,7 +164,7 @@ def test_families_without_a_classifier_of_their_own_have_scalar_heads(
     assert found.std() > 0.1
     torch.testing.assert_close(found, expected * batch.attention_mask, rtol=1e-4, atol=1e-5)
     scalar.save_pretrained(tmp_path)
-    again = load_scalar_model(str(tmp_path), stepwise=stepwise, new_head=False, attention="eager")
+    again = load_scalar_model(str(tmp_path), stepwise=stepwise, new_head=False, loading=ModelLoading(attention="eager"))
     assert torch.equal(reward_output(again, batch), reward_output(scalar, batch))
 
 

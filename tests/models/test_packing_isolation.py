@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhfkit.data import TokenBatch, TokenExample, collate_tokens
-from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
 from rlhfkit.models.attention.layout import PackedLayout
 
 LENGTHS = [5, 17, 3, 9, 16]
@@ -34,7 +34,7 @@ def logprobs(model: torch.nn.Module, samples: TokenBatch) -> torch.Tensor:
 @pytest.mark.parametrize("attention", [None, "sdpa", "eager"])
 @pytest.mark.parametrize("changed", range(len(LENGTHS)))
 def test_changing_one_sample_changes_no_other(folder: Path, attention: str | None, changed: int) -> None:
-    model = load_causal_lm(str(folder), attention=attention)
+    model = load_causal_lm(str(folder), loading=ModelLoading(attention=attention))
     samples = batch(LENGTHS)
     before = logprobs(model, samples)
     samples.input_ids[changed, : LENGTHS[changed]] = (samples.input_ids[changed, : LENGTHS[changed]] + 40) % 96 + 3
@@ -61,7 +61,7 @@ def test_a_mask_of_ones_mixes_packed_samples_in_transformers_and_ours_never_give
 
     With the mask, samples see one another, and nothing says so: what this file would find if it happened to us.
     """
-    ours, theirs = load_causal_lm(str(folder)), load_causal_lm(str(folder), attention="sdpa")
+    ours, theirs = load_causal_lm(str(folder)), load_causal_lm(str(folder), loading=ModelLoading(attention="sdpa"))
     samples = batch(LENGTHS)
     layout, tokens = PackedLayout.from_batch(samples.input_ids, samples.attention_mask)
     expected = logprobs(ours, samples)[samples.loss_mask]
@@ -105,7 +105,7 @@ def test_no_tensor_grows_with_the_square_of_the_packed_row(folder: Path, count: 
         logprobs(model, samples)
     total = 32 * count
     assert seen.entries <= 128 * total
-    dense = load_causal_lm(str(folder), attention="sdpa")
+    dense = load_causal_lm(str(folder), loading=ModelLoading(attention="sdpa"))
     layout, tokens = PackedLayout.from_batch(samples.input_ids, samples.attention_mask)
     with Largest() as theirs, torch.no_grad():
         dense.model(input_ids=tokens, position_ids=layout.position_ids, use_cache=False)

@@ -15,7 +15,7 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from models.vision_families import SIDE, VISION_FAMILIES, save_vision_model
 from rlhfkit.data.images import Image
-from rlhfkit.models import LoRA, load_causal_lm, packs_batches, policy_output, vision
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, packs_batches, policy_output, vision
 from rlhfkit.models.attention.families import BOTH_WAYS, sees_images
 from rlhfkit.models.forward import forward_of
 from rlhfkit.models.lora import adapter_layers, vision_parameters
@@ -114,7 +114,10 @@ def plain_model(folder: Path) -> Any:
 @pytest.mark.parametrize("attention", [None, "sdpa"])
 def test_values_and_gradients_are_those_of_transformers(family: str, attention: str | None, root: Path) -> None:
     folder = folder_of(family, root)
-    case, model = case_of(family, folder), load_causal_lm(str(folder), attention=attention, train_vision=True)
+    case, model = (
+        case_of(family, folder),
+        load_causal_lm(str(folder), loading=ModelLoading(attention=attention, train_vision=True)),
+    )
     assert packs_batches(model) == (attention is None and family not in BOTH_WAYS)
     plain = plain_model(folder).train()
     found = policy_output(model, case.batch, case.mask).logprobs
@@ -215,12 +218,12 @@ def test_models_that_cannot_see_refuse_images(root: Path, tmp_path: Path) -> Non
     gemma = folder_of("gemma3", root)
     case = Case(gemma)
     with pytest.raises(ValueError, match="5 sequences of a batch have images"):
-        policy_output(load_causal_lm(str(gemma), attention="buckets"), case.batch, case.mask)
+        policy_output(load_causal_lm(str(gemma), loading=ModelLoading(attention="buckets")), case.batch, case.mask)
     text = tiny_model(tmp_path / "text")
     with pytest.raises(ValueError, match="it reads text only"):
         policy_output(load_causal_lm(str(text)), case.batch, case.mask)
     with pytest.raises(ValueError, match="train_vision=True cannot be used"):
-        load_causal_lm(str(text), train_vision=True)
+        load_causal_lm(str(text), loading=ModelLoading(train_vision=True))
     with pytest.raises(ValueError, match="no vision part"):
         load_causal_lm(str(text), lora=LoRA(modality="vision"))
     assert not sees_images(load_causal_lm(str(text)).config)

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import ProcessRewardModule, Prompt, Sample, StepwiseDataModule
+from rlhfkit.models import ModelLoading
 from rlhfkit.models.word_odds import word_log_odds, word_token
 from rlhfkit.rewards import ProcessModelReward, StepTokens
 
@@ -37,7 +38,7 @@ def made(size: int = 3, **arguments: Any) -> StepwiseDataModule:
 def test_loss_and_gradient_are_cross_entropy_of_two_words_at_the_step_tokens(
     folder: Path, attention: str | None
 ) -> None:
-    module = ProcessRewardModule(str(folder), words=("+", "-"), attention=attention)
+    module = ProcessRewardModule(str(folder), words=("+", "-"), loading=ModelLoading(attention=attention))
     module.configure_model()
     data = made(tokenizer=tiny_tokenizer())
     data.setup()

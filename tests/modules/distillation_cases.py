@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import DistillationModule, SFTDataModule
 from rlhfkit.data.packing import permutation
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 STEP, EPOCHS, LR = 8, 2, 0.5
@@ -79,8 +79,8 @@ def by_hand(folder: Path, token_loss: Any) -> tuple[list[float], dict[str, torch
     source = data(folder, STEP, tokenizer=tiny_tokenizer())
     source.setup()
     examples = source.examples
-    student = load_causal_lm(str(folder / "model"), attention="eager", dtype=torch.float64)
-    teacher = load_causal_lm(str(folder / "teacher"), attention="eager", dtype=torch.float64)
+    student = load_causal_lm(str(folder / "model"), loading=ModelLoading(attention="eager"), dtype=torch.float64)
+    teacher = load_causal_lm(str(folder / "teacher"), loading=ModelLoading(attention="eager"), dtype=torch.float64)
     losses = []
     for epoch in range(EPOCHS):
         order = permutation(24, seed=0, number=epoch)

@@ -13,7 +13,7 @@ from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import DPOModule, PreferenceDataModule
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 STEP, LR = 8, 2e-3
@@ -100,8 +100,8 @@ def by_hand(folder: Path, epochs: int = 2) -> tuple[list[float], dict[str, torch
 
     tokenizer = tiny_tokenizer()
     rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
-    policy = load_causal_lm(str(folder / "model"), attention="eager", dtype=torch.float64)
-    reference = load_causal_lm(str(folder / "reference"), attention="eager", dtype=torch.float64)
+    policy = load_causal_lm(str(folder / "model"), loading=ModelLoading(attention="eager"), dtype=torch.float64)
+    reference = load_causal_lm(str(folder / "reference"), loading=ModelLoading(attention="eager"), dtype=torch.float64)
 
     def logprob(model: Any, row: dict[str, str], answer: str) -> tuple[torch.Tensor, int]:
         prompt, completion = tokenizer(row["prompt"])["input_ids"], tokenizer(row[answer])["input_ids"]

@@ -11,7 +11,7 @@ from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 STEP, EPOCHS, LR = 8, 2, 2e-3
@@ -87,8 +87,8 @@ def by_hand(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Ten
     source = data(folder, STEP, tokenizer=tiny_tokenizer())
     source.setup()
     examples = source.examples
-    policy = load_causal_lm(str(folder / "model"), attention="eager", dtype=torch.float64)
-    reference = load_causal_lm(str(folder / "reference"), attention="eager", dtype=torch.float64)
+    policy = load_causal_lm(str(folder / "model"), loading=ModelLoading(attention="eager"), dtype=torch.float64)
+    reference = load_causal_lm(str(folder / "reference"), loading=ModelLoading(attention="eager"), dtype=torch.float64)
 
     def logprob(model: Any, example: Any) -> torch.Tensor:
         ids = torch.tensor([example.input_ids])

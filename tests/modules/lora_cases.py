@@ -11,11 +11,11 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from rlhfkit import HFExport, LoRA, SFTDataModule, SFTModule
-from rlhfkit.models import policy_output
+from rlhfkit.models import ModelLoading, policy_output
 
 RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-QLORA: dict[str, Any] = {"lora": LoRA(rank=4), "quantization": "nf4"}
+QLORA: dict[str, Any] = {"lora": LoRA(rank=4), "loading": ModelLoading(quantization="nf4")}
 
 
 class Anchored(SFTModule):

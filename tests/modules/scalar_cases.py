@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from rlhfkit import PreferenceDataModule, ProcessRewardModule, RewardModule, StepwiseDataModule
 from rlhfkit.data.packing import permutation
+from rlhfkit.models import ModelLoading
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 ROWS, STEP, EPOCHS, LR, HEAD_STD = 14, 4, 13, 0.01, 0.3
@@ -86,7 +87,7 @@ def fit(
     folder: Path, kind: str, accumulate: int, *, attention: str | None = None, ranks: int = 1, **arguments: Any
 ) -> tuple[list[float], Any]:
     """One run in steps of four examples, however they are split: losses and the trained module."""
-    steps, made = Steps(), module(folder, kind, attention=attention)
+    steps, made = Steps(), module(folder, kind, loading=ModelLoading(attention=attention))
     run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
     run.fit(made, data(folder, kind, STEP // accumulate // ranks))
     return steps.losses, made

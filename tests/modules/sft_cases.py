@@ -11,6 +11,7 @@ import torch
 from tiny_models import tiny_model
 
 from rlhfkit import SFTDataModule, SFTModule
+from rlhfkit.models import ModelLoading
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 STEP, STEPS = 8, 50
@@ -65,7 +66,9 @@ def trajectory(
     What is logged in the end is put into ``metrics``.
     """
     losses = Losses()
-    module = SFTModule(str(folder / "model"), lr=3e-3, attention=attention, lr_schedule="cosine", warmup_steps=3)
+    module = SFTModule(
+        str(folder / "model"), lr=3e-3, loading=ModelLoading(attention=attention), lr_schedule="cosine", warmup_steps=3
+    )
     size = {"max_tokens_per_micro_batch": BUDGET} if budget else {"micro_batch_size": STEP // accumulate // RANKS}
     data = SFTDataModule(str(folder / "data.jsonl"), max_length=BUDGET, cache_dir=folder / "cache", **size)
     strategy = "ddp" if RANKS > 1 else "auto"

@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import DPOModule, LoRA, SFTModule
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.models.lora import save_adapter
 from rlhfkit.modules.gpu_memory import check_parts, weight_bytes, weight_shards
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
@@ -33,7 +33,9 @@ def test_bytes_are_those_of_the_loaded_weights(model: str) -> None:
     count = sum(parameter.numel() for parameter in loaded.parameters())
     assert parts_of(SFTModule(model)) == {"weights of the policy": 4 * count}
     assert parts_of(SFTModule(model), precision="bf16-true") == {"weights of the policy": 2 * count}
-    assert parts_of(SFTModule(model, lora=LoRA(), quantization="nf4")) == {"weights of the policy": count / 2}
+    assert parts_of(SFTModule(model, lora=LoRA(), loading=ModelLoading(quantization="nf4"))) == {
+        "weights of the policy": count / 2
+    }
     both = {"weights of the policy": 4 * count, "weights of the reference": 4 * count}
     assert parts_of(DPOModule(model)) == both
     assert parts_of(DPOModule(model, lora=LoRA())) == {"weights of the policy": 4 * count}

@@ -12,7 +12,7 @@ from rl_runs import digits, setup_run
 from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_the_reference_is_the_policy_before_its_adapters(rl_run: dict[str, Any])
 
 def test_weights_of_4_bits_are_trained_beside_saved_and_merged(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="4 bits are bitsandbytes' (extra qlora)")
-    module = SFTModule(str(folder / "model"), lr=1e-2, lora=LoRA(rank=4), quantization="nf4")
+    module = SFTModule(str(folder / "model"), lr=1e-2, lora=LoRA(rank=4), loading=ModelLoading(quantization="nf4"))
     trainer, losses = fit(folder, module, epochs=6)
     assert losses[-1] < losses[0] - 0.3
     assert module.policy.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8

@@ -27,7 +27,7 @@ from rlhfkit import (
     UnpairedPreferenceDataModule,
 )
 from rlhfkit.losses import LossOutput, max_metric
-from rlhfkit.models import PolicyOutput
+from rlhfkit.models import ModelLoading, PolicyOutput
 
 from . import dpo_cases, sft_cases
 
@@ -66,7 +66,7 @@ def iteration(tmp_path: Path, module: Any, accumulate: int, attention: str | Non
             "lr": 1e-3,
             "kl_coef": 0.1,
             "correction": "tis",
-            "attention": attention,
+            "loading": ModelLoading(attention=attention),
         },
         data_arguments={"micro_batch_size": 16 // accumulate},
         rollouts=RolloutCallback(by_length, engine=Drifting(), sampling=sampling),
@@ -250,7 +250,9 @@ def test_a_limited_validation_has_the_mean_of_the_tokens_that_it_saw(tmp_path: P
     tokens, path = Tokens(), str(tmp_path / "data.jsonl")
     run = sft_cases.trainer(tmp_path, limit_val_batches=2, callbacks=[tokens])
     data = SFTDataModule(path, validation_data=path, micro_batch_size=2, cache_dir=tmp_path / "cache")
-    found = run.validate(SFTModule(str(tmp_path / "model"), attention="sdpa"), data, verbose=False)[0]
+    found = run.validate(
+        SFTModule(str(tmp_path / "model"), loading=ModelLoading(attention="sdpa")), data, verbose=False
+    )[0]
     expected = tokens.loss / tokens.tokens
     assert found["val/loss"] == pytest.approx(expected, rel=1e-5)
     assert found["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)

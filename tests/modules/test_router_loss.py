@@ -29,6 +29,7 @@ from rlhfkit import (
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
 )
+from rlhfkit.models import ModelLoading
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,9 @@ def test_sft_adds_the_routers_loss(folder: Path, attention: str | None) -> None:
     runs = {}
     for coef in (0.0, 0.5):
         losses = Losses()
-        module = SFTModule(str(folder / "experts"), router_aux_loss_coef=coef, attention=attention)
+        module = SFTModule(
+            str(folder / "experts"), router_aux_loss_coef=coef, loading=ModelLoading(attention=attention)
+        )
         source = SFTDataModule([{"prompt": "1+1=", "completion": "2"}], micro_batch_size=1)
         dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, source)
         runs[coef] = losses.pairs[0]
@@ -148,7 +151,7 @@ def test_the_router_is_balanced_while_a_mixture_learns_from_its_samples(
     paths = {name: str(folder / value) if value == "model" else value for name, value in more.items()}
 
     def run(coef: float, losses: First) -> None:
-        arguments = {"router_aux_loss_coef": coef, "attention": "eager", **paths}
+        arguments = {"router_aux_loss_coef": coef, "loading": ModelLoading(attention="eager"), **paths}
         trainer, module, data, _ = setup_run(
             folder / "rl",
             module=lambda _, **more: made(str(folder / "experts"), **arguments, **more),
@@ -166,7 +169,7 @@ def test_the_router_is_balanced_while_a_mixture_learns_from_its_samples(
 @pytest.mark.parametrize("attention", [None, "eager"])
 @pytest.mark.parametrize("kind", ["reward", "process"])
 def test_the_router_of_a_reward_model_is_balanced(folder: Path, kind: str, attention: str | None) -> None:
-    arguments: dict[str, Any] = {"attention": attention}
+    arguments: dict[str, Any] = {"loading": ModelLoading(attention=attention)}
 
     def run(coef: float, losses: First) -> None:
         if kind == "reward":  # prompts of no tokens, since those of a pair go through the model once

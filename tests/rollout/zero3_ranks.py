@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from strategies import ranks
 
+from rlhfkit.models import ModelLoading
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 RANKS = 2
@@ -60,7 +61,7 @@ def trained_adapter(model_folder: str) -> Any:
     """The model in a folder with a LoRA adapter that changes it, in float32 on every rank."""
     from rlhfkit.models import LoRA, load_causal_lm
 
-    model = load_causal_lm(model_folder, attention="sdpa", lora=LoRA(rank=4))
+    model = load_causal_lm(model_folder, loading=ModelLoading(attention="sdpa"), lora=LoRA(rank=4))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -13,7 +13,7 @@ from strategies.toys import save_tiny_llama
 from torch import Tensor, nn
 
 from rlhfkit.losses.metrics import mean_metric
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.strategies.checkpoint import universal
 from simulated_device import record_host_waits, register
 from simulated_device.device import SimulatedTensor
@@ -122,7 +122,9 @@ def offloaded(folder: Path) -> dict[str, Any]:
     name, ids = save_tiny_llama(folder / "llama"), torch.arange(2, 36).view(2, 17)
     found: dict[str, Any] = {}
     for offload in (False, True):
-        model = load_causal_lm(name, attention="eager", gradient_checkpointing=True, offload_activations=offload)
+        model = load_causal_lm(
+            name, loading=ModelLoading(attention="eager", offload_activations=offload), gradient_checkpointing=True
+        )
         model = model.to("sim")  # type: ignore[arg-type]
         with record_host_waits() as forward:
             logits = model(input_ids=ids.to("sim"), use_cache=False).logits

@@ -55,9 +55,6 @@ class GRPOModule(OnPolicyModule):
         warmup_steps: Optimizer steps of linear warm-up.
         lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
             constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        attention: ``None`` or ``auto``: packed with the first kernel that can run, where the model can be packed;
-            ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``buckets``: packed with this one; else
-            Transformers' ``attn_implementation`` (``sdpa``, ``eager``, ...), padded. See :class:`PolicyModule`.
         gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train adapters, not the model's own weights, which are then the reference; ``None``: all weights, or the
             adapter that ``model`` holds.
@@ -88,7 +85,6 @@ class GRPOModule(OnPolicyModule):
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
         lr_schedule: Schedule = "constant",
-        attention: str | None = None,
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
         parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
@@ -135,7 +131,6 @@ class GRPOModule(OnPolicyModule):
             weight_decay=weight_decay,
             warmup_steps=warmup_steps,
             lr_schedule=lr_schedule,
-            attention=attention,
             gradient_checkpointing=gradient_checkpointing,
             lora=lora,
             parts=given,

@@ -151,14 +151,9 @@ class Critic(Part):
         return load_scalar_model(
             cast("str | None", self.model) or base_model_name(module.model_name),
             dtype=module.model_dtype,
-            attention=module.attention,
             gradient_checkpointing=module.gradient_checkpointing,
-            offload_activations=module.offload_activations,
-            tiled_mlp=module.tiled_mlp,
-            liger_kernels=module.liger_kernels,
             lora=module.lora,
-            quantization=module.quantization,
-            trust_remote_code=module.trust_remote_code,
+            loading=module.loading,
         )
 
     def loaded(self) -> None:

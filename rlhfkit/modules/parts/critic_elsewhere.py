@@ -143,15 +143,10 @@ class RemoteCritic:
             min_lr_ratio=module.min_lr_ratio,
             decay_ratio=module.decay_ratio,
             lr_schedule=module.lr_schedule,
-            attention=module.attention,
             gradient_checkpointing=module.gradient_checkpointing,
-            offload_activations=module.offload_activations,
-            tiled_mlp=module.tiled_mlp,
-            liger_kernels=module.liger_kernels,
             lora=module.lora,
-            quantization=module.quantization,
             router_aux_loss_coef=module.router_aux_loss_coef,
-            trust_remote_code=module.trust_remote_code,
+            loading=module.loading,
         )
 
     # ------------------------------------------------------------------ an iteration

@@ -92,13 +92,7 @@ class RewardModel(Part):
         """
         self._check_tokens(name)
         module = self.module
-        return load_scalar_model(
-            name,
-            new_head=False,
-            dtype=module.model_dtype,
-            attention=module.attention,
-            trust_remote_code=module.trust_remote_code,
-        )
+        return load_scalar_model(name, new_head=False, dtype=module.model_dtype, loading=module.loading.frozen())
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         """Check the tokens of models elsewhere."""

@@ -114,12 +114,7 @@ class ReferenceModule(PolicyModule):
         """Load the reference model, frozen and without dropout."""
         if self.ref_model_name is None:
             return freeze(self.build_policy())
-        reference = load_causal_lm(
-            self.ref_model_name,
-            dtype=self.model_dtype,
-            attention=self.attention,
-            trust_remote_code=self.trust_remote_code,
-        )
+        reference = load_causal_lm(self.ref_model_name, dtype=self.model_dtype, loading=self.loading.frozen())
         disable_dropout(reference)
         return freeze(reference)
 

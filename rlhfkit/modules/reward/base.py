@@ -47,14 +47,9 @@ class ScalarModule(PolicyModule):
             stepwise=self.stepwise,
             head_std=self.head_std,
             dtype=self.model_dtype,
-            attention=self.attention,
             gradient_checkpointing=self.gradient_checkpointing,
-            offload_activations=self.offload_activations,
-            tiled_mlp=self.tiled_mlp,
-            liger_kernels=self.liger_kernels,
             lora=self.lora,
-            quantization=self.quantization,
-            trust_remote_code=self.trust_remote_code,
+            loading=self.loading,
         )
         # Transformers' classifiers find the last token by skipping padding tokens. Where the end-of-sequence token is
         # the padding token they would read the one before it; without one they refuse padded batches instead.

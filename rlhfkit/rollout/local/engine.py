@@ -18,7 +18,7 @@ from torch import nn
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.models.attention.families import cache_problem, takes_finished_masks, use_transformers_attention
-from rlhfkit.models.load import language_model_class, load_causal_lm, load_tokenizer, stop_token_ids
+from rlhfkit.models.load import ModelLoading, language_model_class, load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import (
     DrainableWeights,
@@ -103,7 +103,8 @@ class LocalEngine(RolloutEngine):
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
         self._name = model
         if load_weights:
-            loaded = load_causal_lm(model, dtype=dtype, trust_remote_code=trust_remote_code)
+            loading = ModelLoading(trust_remote_code=trust_remote_code)
+            loaded = load_causal_lm(model, dtype=dtype, loading=loading)
             self._place(loaded, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             self.version = 0
 

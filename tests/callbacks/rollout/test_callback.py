@@ -17,6 +17,7 @@ from rlhfkit import GRPOModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.report.page import read_page
 from rlhfkit.data import Experience
 from rlhfkit.losses import LossOutput, group_advantages
+from rlhfkit.models import ModelLoading
 
 
 class Recorder(L.Callback):
@@ -120,7 +121,7 @@ def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, ag
     runs = [
         trained(
             tmp_path,
-            module_arguments=base | {"attention": attention},
+            module_arguments=base | {"loading": ModelLoading(attention=attention)},
             data_arguments={"micro_batch_size": size},
             accumulate_grad_batches=16 // size,
         )

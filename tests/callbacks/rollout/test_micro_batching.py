@@ -21,6 +21,7 @@ from callbacks.rollout.capped_runs import Watch, capped
 from rlhfkit import PPOModule, PromptDataModule, SFTDataModule
 from rlhfkit.callbacks.rollout.micro_batching import plan_iteration
 from rlhfkit.data import Experience, IterationShape, Prompt, Sample
+from rlhfkit.models import ModelLoading
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 
 
@@ -38,7 +39,7 @@ def fit(folder: Path, **arguments: Any) -> tuple[L.Trainer, Any, Watch]:
 PPO = {"module": PlainPPO, "module_arguments": {"critic_lr": 0.05, "kl_coef": 0.01}}
 CASES: dict[str, dict[str, Any]] = {
     "GRPO": {"module_arguments": {"lr_schedule": "linear"}},
-    "GRPO, padded": {"module_arguments": {"attention": "sdpa"}},
+    "GRPO, padded": {"module_arguments": {"loading": ModelLoading(attention="sdpa")}},
     "PPO": PPO,
 }
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaCo
 
 from models.families import FAMILIES as TESTED
 from models.test_forward import experience
-from rlhfkit.models import load_causal_lm, load_scalar_model, policy_output, scalar_output
+from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model, policy_output, scalar_output
 from rlhfkit.models.attention.families import KNOWN, PACKED, _warn_once, exact_attention, packing_problem
 from rlhfkit.models.attention.packed import PACKED_ATTENTION
 from rlhfkit.strategies.deepspeed.zero3 import hugging_face_sharding
@@ -79,8 +79,8 @@ def test_attention_that_would_leave_out_a_soft_cap_is_refused(tmp_path: Path) ->
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     for load in (load_causal_lm, load_scalar_model):
         with pytest.raises(ValueError, match=r"attention='sdpa' would be wrong.*soft cap \(50\).*take 'eager'"):
-            load(str(tmp_path), attention="sdpa")
-    assert load_causal_lm(str(tmp_path), attention="eager").config._attn_implementation == "eager"
+            load(str(tmp_path), loading=ModelLoading(attention="sdpa"))
+    assert load_causal_lm(str(tmp_path), loading=ModelLoading(attention="eager")).config._attn_implementation == "eager"
 
 
 def test_an_unpacked_model_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_packing_that_would_be_wrong_cannot_be_forced(tmp_path: Path) -> None:
     config = AutoConfig.for_model("bloom", vocab_size=128, hidden_size=32, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="would be wrong for BloomForCausalLM"):
-        load_causal_lm(str(tmp_path), attention=PACKED_ATTENTION)
+        load_causal_lm(str(tmp_path), loading=ModelLoading(attention=PACKED_ATTENTION))
 
 
 class Deaf(LlamaForCausalLM):

@@ -23,7 +23,7 @@ from models.attention import varlen_reference
 from models.attention.varlen_reference import plug_in
 from models.test_forward import experience
 from rlhfkit.data import Experience, Prompt, Sample
-from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
 from rlhfkit.models.attention import buckets, varlen
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import PACKED_ATTENTIONS, packed_attention
@@ -127,7 +127,7 @@ def test_a_model_gives_what_the_padded_model_gives(folder: Path, kernel: str, mo
         results = []
         for packed in (True, False):
             how: dict[str, Any] = {"dtype": torch.float64, "gradient_checkpointing": checkpointing}
-            model: Any = load_causal_lm(str(folder), attention=None if packed else "sdpa", **how)
+            model: Any = load_causal_lm(str(folder), loading=ModelLoading(attention=None if packed else "sdpa"), **how)
             if packed:
                 model.config._attn_implementation = PACKED_ATTENTIONS[kernel]
             out = policy_output(model, batch, batch.action_mask, entropy=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfkit import Experience, PPOModule, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.models import ModelLoading
 from rlhfkit.models.heads import load_scalar_model, scalar_output
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.kl_penalty import KLInReward
@@ -77,7 +78,7 @@ def test_three_iterations_are_the_loop_by_hand(tmp_path: Path, shaped: bool) -> 
     folder = str(tmp_path / "model")
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     reference: Any = copy.deepcopy(policy)
-    critic: Any = load_scalar_model(folder, dtype=torch.float64, attention="eager")
+    critic: Any = load_scalar_model(folder, dtype=torch.float64, loading=ModelLoading(attention="eager"))
     started = copy.deepcopy(critic)
     hand = ByHand(policy, reference, critic.model.base_model, critic.model.score, normalize_values=shaped)
     if shaped:

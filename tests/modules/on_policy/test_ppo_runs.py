@@ -25,7 +25,7 @@ from rlhfkit import (
     SFTDataModule,
     SFTModule,
 )
-from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
@@ -116,7 +116,7 @@ def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, sh
     base = {"lr": 0.05, "critic_lr": 0.05, "shared_backbone": shared, "parts": STOPS_EARLY}
     made = []
     for size, attention in [(8, None), (2, None), (4, "sdpa")]:
-        arguments = base | {"attention": attention}
+        arguments = base | {"loading": ModelLoading(attention=attention)}
         trainer, module, data, _ = run(tmp_path, arguments, module=PlainPPO, micro_batch_size=size, max_epochs=2)
         trainer.fit(module, data)
         made.append(weights(module))

@@ -13,7 +13,7 @@ from modules import kto_cases
 from rlhfkit import BCOModule
 from rlhfkit.data.packing import permutation
 from rlhfkit.losses import density_ratio_weights
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 
 BETA, DECAY, LR, STEP = 0.5, 0.6, 2e-3, 8
 
@@ -29,7 +29,7 @@ def logprob(model: Any, example: Any) -> torch.Tensor:
 
 
 def load(folder: Path, name: str) -> Any:
-    return load_causal_lm(str(folder / name), attention="eager", dtype=torch.float64)
+    return load_causal_lm(str(folder / name), loading=ModelLoading(attention="eager"), dtype=torch.float64)
 
 
 def descend(policy: Any) -> None:
@@ -82,7 +82,7 @@ def by_hand(folder: Path, *, matched: bool) -> dict[str, torch.Tensor]:
 def test_bco_is_the_loop_by_hand_however_it_is_split(folder: Path, accumulate: int, matched: bool) -> None:
     module = PlainBCO(
         str(folder / "model"), ref_model=str(folder / "reference"), lr=LR, beta=BETA, shift_decay=DECAY,
-        match_prompts=matched, attention="eager",
+        match_prompts=matched, loading=ModelLoading(attention="eager"),
     )  # fmt: skip
     steps = kto_cases.Steps()
     steps.on_before_optimizer_step = lambda *_: None  # type: ignore[method-assign]

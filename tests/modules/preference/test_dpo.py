@@ -19,7 +19,7 @@ from rlhfkit import DPOModule, PreferenceDataModule
 from rlhfkit.data import PreferenceBatch, collate_preferences
 from rlhfkit.datamodules.tokenization.mixture import Mixture
 from rlhfkit.losses import PreferencePairs
-from rlhfkit.models import PolicyOutput, load_causal_lm
+from rlhfkit.models import ModelLoading, PolicyOutput, load_causal_lm
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["dpo"]
 
@@ -54,7 +54,7 @@ def test_training_is_the_loop_by_hand_however_it_is_split(
     folder: Path, expected: Any, accumulate: int, attention: str | None
 ) -> None:
     losses, weights = expected
-    run = dpo_cases.fit(folder, accumulate, module={"attention": attention}, precision="64-true")
+    run = dpo_cases.fit(folder, accumulate, module={"loading": ModelLoading(attention=attention)}, precision="64-true")
     # The packed head and attention take their statistics in float32 here and there.
     assert windows(run.losses, accumulate) == pytest.approx(losses, rel=1e-6)
     for name, tensor in run.weights.items():
@@ -64,7 +64,7 @@ def test_training_is_the_loop_by_hand_however_it_is_split(
 def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
     runs, metrics = {}, {}
     for attention, accumulate in ((None, 1), (None, 4), ("eager", 2)):
-        options = {"attention": attention, "lr": 5e-3}
+        options = {"loading": ModelLoading(attention=attention), "lr": 5e-3}
         run = dpo_cases.fit(folder, accumulate, module=options, max_steps=50, max_epochs=-1, precision="64-true")
         runs[attention, accumulate] = windows(run.losses, accumulate)
         metrics[attention, accumulate] = run.metrics
@@ -305,7 +305,7 @@ def test_weights_of_wpo_are_those_of_the_whole_vocabulary(folder: Path) -> None:
         weight = 1.0
         for answer in (pair.chosen, pair.rejected):
             ids = torch.tensor([answer.input_ids])
-            model = load_causal_lm(str(folder / "model"), attention="eager")
+            model = load_causal_lm(str(folder / "model"), loading=ModelLoading(attention="eager"))
             probabilities = model(input_ids=ids).logits[0, :-1].detach().double().softmax(-1)
             said = probabilities.gather(-1, ids[0, 1:, None])[:, 0].log()
             alignment = (said - probabilities.square().sum(-1).log())[torch.tensor(answer.loss_mask[1:])]

@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from modules import kto_cases
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
 from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch
-from rlhfkit.models import LoRA
+from rlhfkit.models import LoRA, ModelLoading
 
 pytestmark = pytest.mark.filterwarnings("ignore:the data has")
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["kto"]
@@ -49,7 +49,7 @@ def test_training_is_the_loop_by_hand_however_it_is_split(
 ) -> None:
     points, losses, weights = expected
     assert min(points) > 1  # the reference point counts: with 0 the losses would differ
-    run = kto_cases.fit(folder, accumulate, knobs={"attention": attention}, precision="64-true")
+    run = kto_cases.fit(folder, accumulate, knobs={"loading": ModelLoading(attention=attention)}, precision="64-true")
     # PyTorch's fused attention, which packed batches use, is good to float32 in float64 too.
     tolerance = 1e-6 if attention is None else 1e-10
     assert run.kl == pytest.approx(points, rel=tolerance)
@@ -63,7 +63,9 @@ def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batche
     assert len(first.losses) == 50
     assert first.losses[-1] < 0.95 * first.losses[0]
     for attention, accumulate in ((None, 4), ("eager", 2)):
-        run = kto_cases.fit(folder, accumulate, knobs={"attention": attention}, precision="64-true", **FIFTY)
+        run = kto_cases.fit(
+            folder, accumulate, knobs={"loading": ModelLoading(attention=attention)}, precision="64-true", **FIFTY
+        )
         assert run.kl == pytest.approx(first.kl, rel=1e-5)
         assert summed(run.losses, accumulate) == pytest.approx(first.losses, rel=1e-5)
 

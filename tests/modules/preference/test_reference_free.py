@@ -13,7 +13,7 @@ from plain_sgd import PlainSGD
 from modules import dpo_cases
 from rlhfkit import CPOModule, ORPOModule, PreferenceDataModule, PreferenceModule, SimPOModule
 from rlhfkit.data import PreferenceBatch, collate_preferences
-from rlhfkit.models import PolicyOutput
+from rlhfkit.models import ModelLoading, PolicyOutput
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl.json").read_text())["helpers"]["cpo_orpo"]
 
@@ -65,7 +65,7 @@ def test_steps_have_the_value_of_the_formula_however_they_are_split(
     runs = []
     for accumulate, attention in ((1, None), (4, None), (2, "eager")):
         steps = dpo_cases.Steps()
-        module = plain_sgd(kind)(str(folder / "model"), lr=2e-3, attention=attention, **options)
+        module = plain_sgd(kind)(str(folder / "model"), lr=2e-3, loading=ModelLoading(attention=attention), **options)
         run = dpo_cases.trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], precision="64-true")
         source = dpo_cases.data(folder, 24 // accumulate, shuffle=False)
         run.fit(module, source)  # two steps on all pairs
@@ -74,7 +74,7 @@ def test_steps_have_the_value_of_the_formula_however_they_are_split(
     assert runs[0] == pytest.approx(runs[1], rel=1e-6)
     assert runs[0] == pytest.approx(runs[2], rel=1e-6)
 
-    fresh = kind(str(folder / "model"), attention="eager")
+    fresh = kind(str(folder / "model"), loading=ModelLoading(attention="eager"))
     fresh.configure_model()
     losses = []
     for state in (None, weights):

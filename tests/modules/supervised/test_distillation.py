@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modules import distillation_cases as cases
 from rlhfkit import DistillationModule, SFTDataModule
-from rlhfkit.models import LoRA, load_causal_lm
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_training_is_the_loop_by_hand_however_it_is_split(folder: Path, name: st
     losses, weights = cases.by_hand(folder, token_loss)
     # PyTorch's fused attention, which packed batches use, is good to float32 in float64 too.
     for accumulate, attention, tolerance in ((1, None, 1e-6), (4, None, 1e-6), (2, "eager", 1e-12)):
-        run = cases.fit(folder, accumulate, knobs | {"attention": attention}, precision="64-true")
+        run = cases.fit(folder, accumulate, knobs | {"loading": ModelLoading(attention=attention)}, precision="64-true")
         windows = [sum(run.losses[at : at + accumulate]) for at in range(0, len(run.losses), accumulate)]
         assert windows == pytest.approx(losses, rel=tolerance)
         for key, tensor in run.weights.items():
@@ -76,7 +76,7 @@ def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batche
     assert len(first) == 50
     assert first[-1] < 0.95 * first[0]
     for attention, accumulate in ((None, 4), ("eager", 2)):
-        losses = cases.fit(folder, accumulate, {"attention": attention}, **cases.FIFTY).losses
+        losses = cases.fit(folder, accumulate, {"loading": ModelLoading(attention=attention)}, **cases.FIFTY).losses
         windows = [sum(losses[at : at + accumulate]) for at in range(0, len(losses), accumulate)]
         assert windows == pytest.approx(first, rel=1e-5)
 

@@ -11,7 +11,7 @@ from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import DPOModule, PreferenceDataModule, SFTDataModule, SFTModule
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.modules.parts.token_metrics import TokenMetrics
 
 
@@ -44,7 +44,7 @@ def data(folder: Path, size: int, **arguments: Any) -> SFTDataModule:
 
 def by_hand(folder: Path, lr: float) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Two epochs of full-batch SGD on the mean over completion tokens, one text at a time."""
-    model = load_causal_lm(str(folder / "model"), attention="eager")
+    model = load_causal_lm(str(folder / "model"), loading=ModelLoading(attention="eager"))
     tokenizer = tiny_tokenizer()
     rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
     losses = []

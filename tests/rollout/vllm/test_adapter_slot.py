@@ -13,7 +13,7 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from rlhfkit.models import LoRA, load_causal_lm
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
 from rlhfkit.rollout.vllm.adapter_slot import adapter_arguments
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.source import ADAPTER_SETTINGS, ModuleWeights
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(folder: Path, **arguments: Any) -> nn.Module:
-    return load_causal_lm(str(folder), attention="sdpa", lora=LoRA(**arguments))
+    return load_causal_lm(str(folder), loading=ModelLoading(attention="sdpa"), lora=LoRA(**arguments))
 
 
 def settings_of(rank: int, **others: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def test_the_matrices_alone_are_sent_where_engines_apply_them(folder: Path) -> N
         "rlhfkit.adapter.base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
     ]
     assert len(names) == 1 + 2 * 2 * 2
-    base = load_causal_lm(str(folder), attention="sdpa")
+    base = load_causal_lm(str(folder), loading=ModelLoading(attention="sdpa"))
     expected = dict(ModuleWeights(base).in_checkpoint_format()) | {name: tensor.clone() for name, tensor in alone}
     yielded = {name: tensor.clone() for name, tensor in both}
     assert [(info.name, info.shape) for info in both.metadata()] == [
@@ -116,7 +116,7 @@ def test_any_other_is_merged_and_the_reason_is_logged(
 
 
 def test_without_an_adapter_or_with_merge_nothing_is_decided(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plain = ModuleWeights(load_causal_lm(str(folder), attention="sdpa"))
+    plain = ModuleWeights(load_causal_lm(str(folder), loading=ModelLoading(attention="sdpa")))
     for pool, weights in [(VLLMPool(), plain), (VLLMPool(lora="merge"), ModuleWeights(adapted(folder)))]:
         pool.configure_weights(weights)
         assert pool.adapter is None

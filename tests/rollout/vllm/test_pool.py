@@ -20,7 +20,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.models import LoRA, load_causal_lm
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
 from rlhfkit.rollout.errors import EngineError, RequestError
 from rlhfkit.rollout.local.generator import truncate
@@ -154,7 +154,9 @@ class TestWeights:
     def test_adapters_arrive_merged(self, vllm_pool: SharedPool, vllm_model: Path, prompts: list[Prompt]) -> None:
         for version, (dora, quantization) in enumerate([(True, None), (False, "nf4")], start=1):
             lora = LoRA(rank=4, dora=dora)
-            model = load_causal_lm(str(vllm_model), attention="sdpa", lora=lora, quantization=quantization)
+            model = load_causal_lm(
+                str(vllm_model), loading=ModelLoading(attention="sdpa", quantization=quantization), lora=lora
+            )
             generator = torch.Generator().manual_seed(version)
             with torch.no_grad():
                 for parameter in model.parameters():

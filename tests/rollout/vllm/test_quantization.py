@@ -12,7 +12,7 @@ from shared_pool import SharedPool
 from torch import Tensor, nn
 
 from rlhfkit import PromptDataModule, RolloutCallback, SamplingSpec
-from rlhfkit.models import load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.rollout.vllm.arguments import quantization_arguments
 from rlhfkit.rollout.vllm.pool import VLLMPool
@@ -75,7 +75,7 @@ def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
     )  # fmt: skip
     pool.start(str(vllm_model), dtype=torch.bfloat16)
     try:
-        policy = load_causal_lm(str(vllm_model), attention="sdpa")
+        policy = load_causal_lm(str(vllm_model), loading=ModelLoading(attention="sdpa"))
         scores, policies = [], []
         for version in range(3):
             change(policy, seed=version)

@@ -19,6 +19,7 @@ from modules.on_policy.test_base import experience
 from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec, Stage
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.losses import discounted_returns, group_advantages, whiten
+from rlhfkit.models import ModelLoading
 from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules import presets
@@ -170,7 +171,7 @@ def test_reinforce_plus_plus_credits_tokens_with_what_they_earn_and_groups_are_c
 def test_forward_passes_over_an_iteration_are_within_their_limit_however_long_its_samples_are(
     tmp_path: Path, attention: str | None
 ) -> None:
-    module = GRPOModule(str(tiny_model(tmp_path)), attention=attention, max_tokens_per_forward=40)
+    module = GRPOModule(str(tiny_model(tmp_path)), loading=ModelLoading(attention=attention), max_tokens_per_forward=40)
     module.configure_model()
     samples = [
         Sample(Prompt(prompt, [1] * 6), index, [2] * count, [-1.0] * count, [0] * count, "stop", reward=1.0)
