@@ -6,12 +6,14 @@ import importlib
 import inspect
 import re
 import shlex
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+import yaml
 from jsonargparse import auto_cli, capture_parser
 
 import rlhfkit
@@ -184,7 +186,7 @@ def shell_lines() -> Iterator[tuple[str, str]]:
             text = re.sub(r"(rlhfkit [^\n]+)\n +(?=--)", r"\1 ", text)  # a line of a docstring goes on in the next
         for line in re.findall(rf"(?:^|[:`]) *(rlhfkit (?:{'|'.join(COMMANDS)}) [^`\n]+)", text, re.MULTILINE):
             if "DATA" not in line and ("--" in line or len(shlex.split(line, comments=True)) > 3):
-                yield path.name, line.strip()
+                yield path.name, line.removesuffix("&").strip()
 
 
 COMMAND_FILES = {*(ROOT / "rlhfkit" / "cli").glob("*.py")}
@@ -232,6 +234,15 @@ def test_shell_lines_of_all_kinds_are_found() -> None:
     }  # which take no argument
     pages = {page for page, _ in SHELL_LINES}
     assert {"README.md", "recipes.md", "main.py", "grpo_arithmetic.yaml", "generate.py"} <= pages
+
+
+@every_page
+def test_shell_and_yaml_are_well_formed(page: Path) -> None:
+    for block in blocks(page, "bash"):
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+    for block in blocks(page, "yaml"):
+        assert [*yaml.safe_load_all(block)] != [None], block
 
 
 @every_page

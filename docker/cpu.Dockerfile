@@ -1,0 +1,10 @@
+# docker build -f docker/cpu.Dockerfile -t rlhfkit-cpu .
+# docker run --shm-size 2g rlhfkit-cpu rlhfkit demo
+FROM python:3.11-slim
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap g++ git \
+    && rm -rf /var/lib/apt/lists/*
+COPY requirements/cpu.txt /tmp/
+RUN pip install --no-cache-dir --no-deps -r /tmp/cpu.txt && pip install --no-cache-dir "ray[default]"
+COPY . /src
+RUN pip install --no-cache-dir --no-deps /src
+WORKDIR /work
