@@ -141,7 +141,8 @@ class RLHFDeepSpeedStrategy(
         check_integer("num_nodes", num_nodes, minimum=1, optional=True)
         self._ray_options = RayOptions(launcher, num_nodes, resources_per_rank, return_weights)
         kwargs.setdefault("accelerator", self._ray_options.accelerator)
-        kwargs.setdefault("cluster_environment", self._ray_options.cluster_environment)
+        if kwargs.get("cluster_environment") is None:  # configuration files write Lightning's default, None
+            kwargs["cluster_environment"] = self._ray_options.cluster_environment
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read once, when DeepSpeed is first imported
             warn_if_cuda_is_missing()

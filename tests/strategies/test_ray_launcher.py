@@ -64,13 +64,14 @@ SLURM = {
 
 
 @pytest.mark.parametrize("per_node", [None, "2"])
+@pytest.mark.parametrize("written", [{}, {"cluster_environment": None}], ids=["script", "configuration file"])
 def test_ray_starts_ranks_in_the_batch_script_of_a_slurm_job(
-    monkeypatch: pytest.MonkeyPatch, per_node: str | None
+    monkeypatch: pytest.MonkeyPatch, per_node: str | None, written: dict[str, Any]
 ) -> None:
     """Lightning takes ``--ntasks`` for a sign that srun has started this process as a rank."""
     for name, value in (SLURM | ({"SLURM_NTASKS_PER_NODE": per_node} if per_node else {})).items():
         monkeypatch.setenv(name, value)
-    strategy = make_trainer(3, launcher="ray").strategy
+    strategy = make_trainer(3, launcher="ray", **written).strategy
     assert isinstance(strategy.launcher, RayLauncher)
     assert strategy.launcher.num_ranks == 3
     assert isinstance(strategy.cluster_environment, RayEnvironment)
