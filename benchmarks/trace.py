@@ -1,7 +1,7 @@
 """The files and functions of rlhfkit that one iteration runs, in order; one JSON line.
 
     python benchmarks/trace.py            # print those of GRPO and of DPO
-    python benchmarks/trace.py --write    # and write docs/one_iteration.md
+    python benchmarks/trace.py --write    # and write docs/dev/one_iteration.md
 
 Both runs have one process and random tiny models that are made on the spot: GRPO with ``LocalEngine``, iterations of
 two updates of two micro-batches; DPO with a reference model, epochs of two updates. Two epochs run, and what is counted
@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "rlhfkit"
-PAGE = PACKAGE.parent / "docs" / "one_iteration.md"
+PAGE = PACKAGE.parent / "docs" / "dev" / "one_iteration.md"
 
 STEPS = {
     "RolloutCallback.collect": "Start of the iteration",
@@ -225,7 +225,7 @@ def render(traces: dict[str, Trace]) -> str:
 def main() -> None:
     """Trace both runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/one_iteration.md")
+    parser.add_argument("--write", action="store_true", help="write docs/dev/one_iteration.md")
     options = parser.parse_args()
     traces = {}
     for name, run in RUNS.items():

@@ -1,4 +1,4 @@
-"""Write ``model_families.md`` from the table that the tests of model families are made of.
+"""Write ``reference/model_families.md`` from the table that the tests of model families are made of.
 
 Usage: ``python docs/generate_families.py`` writes the page, ``--check`` exits with 1 when it is stale.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "model_families.md"
+PAGE = DOCS / "reference" / "model_families.md"
 VLLM = DOCS / "model_families_vllm.json"
 """Results of syncs with vLLM by family: ``{"Llama": "yes"}``; written down by hand, see the page."""
 
@@ -23,7 +23,7 @@ Transformers 5.19). A family that is not listed is padded and its logits are com
 `attention="buckets"` it is packed too, and training compares a row of the first batch with what it is alone.
 
 - **packed**: the sequences of a batch are packed into one row without padding. Named in
-  `rlhfkit/models/attention/families.py` ([Models](models.md)); `tests/models/test_families.py` asserts the table.
+  `rlhfkit/models/attention/families.py` ([Models](../models.md)); `tests/models/test_families.py` asserts the table.
   Packed or not, log-probs and entropies are within 1e-4 nats, and the gradient within 1e-4 of its norm, of
   Transformers' results for one sequence at a time with its own attention.
 - **shared prompts**: a prefix that neighbouring rows share is computed once; counted in the same test.
@@ -66,14 +66,16 @@ def render() -> str:
 
 def main() -> int:
     """Write or check the page; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Write docs/model_families.md from tests/models/families.py.")
+    parser = argparse.ArgumentParser(
+        description="Write docs/reference/model_families.md from tests/models/families.py."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 when the page is stale")
     if not parser.parse_args().check:
         PAGE.write_text(render(), encoding="utf-8")
         return 0
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == render():
         return 0
-    print("docs/model_families.md is stale: run python docs/generate_families.py", file=sys.stderr)
+    print("docs/reference/model_families.md is stale: run python docs/generate_families.py", file=sys.stderr)
     return 1
 
 

@@ -1,4 +1,4 @@
-"""Write ``losses.md`` from the signatures and docstrings of ``rlhfkit.losses``, so that it cannot drift from the code.
+"""Write ``reference/losses.md`` from signatures and docstrings of ``rlhfkit.losses``: it cannot drift from the code.
 
     python docs/generate_losses.py            # write the page
     python docs/generate_losses.py --check    # fail when it is stale
@@ -20,7 +20,7 @@ from typing import Any
 import rlhfkit.losses
 from rlhfkit.modules.on_policy.presets import PRESETS
 
-PAGE = Path(__file__).with_name("losses.md")
+PAGE = Path(__file__).with_name("reference") / "losses.md"
 # Modules in the order of the page; others follow by name.
 ORDER = ("policy.ppo", "policy.grpo", "policy.sequence", "policy.reinforce", "policy.trust_region", "policy.entropy")
 ORDER += (
@@ -249,14 +249,16 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 
 def main() -> int:
     """Write or check the page; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Write docs/losses.md from the docstrings of rlhfkit.losses.")
+    parser = argparse.ArgumentParser(
+        description="Write docs/reference/losses.md from the docstrings of rlhfkit.losses."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 when the page is stale")
     if not parser.parse_args().check:
         PAGE.write_text(render(), encoding="utf-8")
         return 0
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == render():
         return 0
-    print("docs/losses.md is stale: run python docs/generate_losses.py", file=sys.stderr)
+    print("docs/reference/losses.md is stale: run python docs/generate_losses.py", file=sys.stderr)
     return 1
 
 

@@ -25,7 +25,7 @@ from rlhfkit.cli.main import COMMANDS, FUNCTION_COMMANDS, main
 from rlhfkit.cli.report import report_parser
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = [
     path
     for folder in ("tutorials", "benchmarks", "docs")

@@ -10,7 +10,7 @@ SPECIFICATION.loader.exec_module(generate_families)
 
 
 def test_page_is_what_the_tests_of_families_assert():
-    stale = "docs/model_families.md is stale: run python docs/generate_families.py"
+    stale = "docs/reference/model_families.md is stale: run python docs/generate_families.py"
     assert generate_families.PAGE.read_text(encoding="utf-8") == generate_families.render(), stale
 
 

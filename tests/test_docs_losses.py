@@ -18,7 +18,7 @@ LOSSES = [name for name in rlhfkit.losses.__all__ if name.endswith("_loss")]
 
 
 def test_page_is_what_the_docstrings_say():
-    stale = "docs/losses.md is stale: run python docs/generate_losses.py"
+    stale = "docs/reference/losses.md is stale: run python docs/generate_losses.py"
     assert generate_losses.PAGE.read_text(encoding="utf-8") == generate_losses.render(), stale
 
 

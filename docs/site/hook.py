@@ -35,8 +35,8 @@ ROOMS = {
 }
 """Rooms of the package that have a chapter of the reference, and its title."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".ipynb": "json"}
-LINK_OUTSIDE = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
-"""A link to a file of the project that is not in ``docs/``."""
+LINK_UPWARD = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
+"""A link that leaves the folder of its page: to another page, or to a file of the project that is not in ``docs/``."""
 
 
 def public_names(room: str) -> list[str]:
@@ -93,8 +93,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the reference, and those of files that pages link to."""
     pages = reference_pages()
     for file in files.documentation_pages():
-        for target, _ in LINK_OUTSIDE.findall(file.content_string):
-            pages[outside_page(target)] = text_of(ROOT / "docs" / target)
+        for target, _ in LINK_UPWARD.findall(file.content_string):
+            if path := outside_docs(file.src_uri, target):
+                pages[outside_page(path)] = text_of(ROOT / path)
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
         if path.startswith("files/"):
@@ -102,9 +103,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def outside_page(target: str) -> str:
-    """Path of the page that shows a file, ``files/tutorials/tool_agent.py.md`` for ``../tutorials/tool_agent.py``."""
-    path = posixpath.normpath(target).removeprefix("../")
+def outside_docs(page: str, target: str) -> str | None:
+    """Path in the project of the file that a page's link leads to; ``None`` if it is a page of ``docs/``."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
+    return None if path.startswith("docs/") else path
+
+
+def outside_page(path: str) -> str:
+    """Path of the page that shows a file, ``files/tutorials/tool_agent.py.md`` for ``tutorials/tool_agent.py``."""
     return f"files/{path}" if path.endswith(".md") else f"files/{path}.md"
 
 
@@ -125,6 +131,12 @@ def text_of(file: Path) -> str:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links to files outside this folder lead to their pages."""
-    if page.file.src_uri.startswith(("reference/", "files/")):
+    if page.file.generated_by or page.file.src_uri.startswith("files/"):
         return markdown
-    return LINK_OUTSIDE.sub(lambda found: f"]({outside_page(found[1])}{found[2] or ''})", markdown)
+    here = posixpath.dirname(page.file.src_uri)
+
+    def shown(link: re.Match[str]) -> str:
+        path = outside_docs(page.file.src_uri, link[1])
+        return f"]({posixpath.relpath(outside_page(path), here)}{link[2] or ''})" if path else link[0]
+
+    return LINK_UPWARD.sub(shown, markdown)

@@ -3,7 +3,7 @@
 :func:`register` adds the device ``sim`` to PyTorch, for the rest of the process: use it in a process of its own, as
 ``test_device.py`` does with ``ranks.run("simulated_device.device_cases:...", ranks=1, folder=...)``. Models and tensors
 move to it with ``.to("sim")``; ``Trainer(**trainer_arguments())`` trains on it; :func:`record_host_waits` records.
-``docs/testing.md`` says what it can show and what not.
+``docs/dev/testing.md`` says what it can show and what not.
 """
 
 from simulated_device.device import SimulatedTensor, register

@@ -1,6 +1,6 @@
 """Process groups of the trainer and the engines' workers, which use no global state of torch: gloo and NCCL.
 
-Everything else of a transfer is the same for both. ``NcclGroup`` is not run on a GPU yet (docs/gpus.md).
+Everything else of a transfer is the same for both. ``NcclGroup`` is not run on a GPU yet (docs/dev/gpus.md).
 """
 
 import contextlib
