@@ -1,10 +1,12 @@
 """Runs of a model with two weights, which take milliseconds, and a callback that saves at every moment of them."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ BATCHES, EPOCHS = 5, 3
 
 
 class Line(L.LightningModule):
-    """Two weights, dropout from the global generator, a step-wise schedule and a buffer; remembers its batches."""
+    """Two weights, noise from the generators of torch, NumPy and Python, a step-wise schedule and a buffer; remembers its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +33,7 @@ class Line(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.seen.append(int(batch[0]))
         noise = torch.rand(2, dtype=torch.float64)
+        noise *= torch.tensor([np.random.rand(), random.random()], dtype=torch.float64)
         return ((self.weights * noise - batch) ** 2).mean()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -171,6 +174,6 @@ def fit(
         }
         | options
     )
-    torch.manual_seed(7 if resume is None else 1234)
+    L.seed_everything(7 if resume is None else 1234, verbose=False)
     trainer.fit(module, data, ckpt_path=resume)
     return module

@@ -1,6 +1,7 @@
 """The probe after a weight sync in 16 bits: on sampled tokens, by their mean, a warning before the error."""
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +14,9 @@ from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 class Shifted(LocalEngine):
     """Scores as if its weights were a little different, more after each sync; notes what it is asked."""
 
-    shifts = (0.0, 0.2, 0.5)
-
-    def __init__(self) -> None:
+    def __init__(self, *shifts: float) -> None:
         super().__init__()
+        self.shifts = shifts
         self.asked: list[list[int]] = []
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -41,7 +41,7 @@ class Samples(RolloutCallback):
 def test_a_small_mean_difference_is_fine_a_larger_one_warned_of_and_a_large_one_an_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Shifted()
+    engine = Shifted(0.0, 0.2, 0.5)
     sampling = SamplingSpec(group_size=4, max_new_tokens=40, min_new_tokens=40)
     rollouts = Samples(digits, engine=engine, sampling=sampling)
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, precision="bf16-true", max_epochs=3)
@@ -54,3 +54,12 @@ def test_a_small_mean_difference_is_fine_a_larger_one_warned_of_and_a_large_one_
     random, *sampled = engine.asked
     assert len(random) == 32
     assert sampled == rollouts.remembered()
+
+
+def test_an_engine_whose_log_probs_are_not_numbers_is_an_error(tmp_path: Path) -> None:
+    engine = Shifted(math.nan)
+    rollouts = RolloutCallback(digits, engine=engine, sampling=SamplingSpec(group_size=4, max_new_tokens=4))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
+    with pytest.raises(RuntimeError, match="differ from the trainer's by nan, more than"):
+        trainer.fit(module, data)
+    assert engine.version is None

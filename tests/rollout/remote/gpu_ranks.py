@@ -76,7 +76,7 @@ def refusal(place: Any) -> str:
     kind = ray.remote(VLLMActor).options(**place.options)
     engine = kind.remote({}, True, place.environment, place.excluded, place.shared)
     try:
-        ray.get(engine.start.remote(), timeout=100)
+        ray.get(engine.start.remote(True), timeout=100)
     except ray.exceptions.RayTaskError as error:
         return str(error.cause)
     finally:

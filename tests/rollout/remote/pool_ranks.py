@@ -147,8 +147,10 @@ def an_engine_and_a_rank_die(folder: Path) -> dict[str, Any]:
     assert pool.engines is not None
     time.sleep(1.0)
     (sample, _) = pool.generate([Prompt(1, [1])], SPEC, iteration=0)
-    # Engine 0 was started again with the weights of version 0, so requests may go to either.
-    engines = [handle for handle in pool.engines.handles if handle.state is not State.DEAD]
+    engines = pool.engines.handles
+    deadline = time.monotonic() + 60  # engine 0 is started again with the weights of version 0
+    while any(handle.state is not State.SERVING for handle in engines) and time.monotonic() < deadline:
+        time.sleep(0.1)
     seen = ray.get([handle.actor.seen.remote() for handle in engines])
     started, aborted = sum(number for number, _ in seen), [key for _, keys in seen for key in keys]
     counted, restarts = sum(handle.num_requests for handle in engines), pool.engines.handles[1].restarts
