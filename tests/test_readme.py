@@ -1,5 +1,6 @@
 """README's first program: its install line has all that it needs, and it runs as it is written."""
 
+import ast
 import configparser
 import importlib.util
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import yaml
 from tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -26,11 +28,42 @@ def program(folder: Path, **sizes: str) -> str:
     rows = [{"question": f"{i}+{i}=", "answer": f"twice {i} #### {2 * i}"} for i in range(80)]
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changed = PROGRAM.replace("Qwen/Qwen3-0.6B", str(tiny_model(folder / "model", context=2048)))
-    changed = changed.replace('"gsm8k.jsonl"', repr(str(folder / "gsm8k.jsonl")))
+    changed = changed.replace('"openai/gsm8k", subset="main"', repr(str(folder / "gsm8k.jsonl")))
     for name, value in sizes.items():
         changed, count = re.subn(rf"\b{name}=\d+", f"{name}={value}", changed)
         assert count == 1, name
     return changed
+
+
+def written(call: ast.Call) -> tuple[str, Any]:
+    """A class and its arguments, as a configuration writes them."""
+    arguments = {word.arg: value_of(word.value) for word in call.keywords}
+    if call.args:
+        arguments["data" if ast.unparse(call.func).endswith("DataModule") else "model"] = value_of(call.args[0])
+    return ast.unparse(call.func), arguments
+
+
+def value_of(node: ast.expr) -> Any:
+    """A literal; classes with their arguments; the name of a function."""
+    if isinstance(node, ast.Call):
+        name, arguments = written(node)
+        return arguments if name == "SamplingSpec" else {"class_path": f"rlhfkit.{name}", "init_args": arguments}
+    return f"rlhfkit.rewards.{node.id}" if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+
+def test_the_configuration_is_the_same_run_as_the_program() -> None:
+    settings = yaml.safe_load(re.search(r"^```yaml\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[1])  # type: ignore[index]
+    calls = {
+        node.targets[0].id: node.value
+        for node in ast.parse(PROGRAM).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call)
+    }
+    assert settings["model"] == value_of(calls["module"])
+    assert settings["data"] == value_of(calls["data"])
+    trainer, [rollouts] = settings["trainer"], settings["trainer"].pop("callbacks")
+    assert rollouts == value_of(calls["rollouts"])
+    words = {word.arg: word.value for word in calls["trainer"].keywords if word.arg != "callbacks"}
+    assert trainer == {name: ast.literal_eval(value) for name, value in words.items()}
 
 
 def modules_of_extras(*names: str) -> set[str]:
