@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from gpu.comparing import Figures, distance
 from rlhfkit.losses import linear_logprobs
 from rlhfkit.losses.fused_head import logprobs as kernels
+from rlhfkit.losses.fused_head import tiles
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Relative in norm. float32: TF32 is off; bfloat16: the order of summation before the last rounding."""
@@ -90,9 +91,9 @@ def test_compiled_kernels_are_the_eager_tiles(
 ) -> None:
     head = random_head(device)
     if device == "cuda":
-        assert kernels.can_compile(device)
+        assert tiles.can_compile(device)
     compiled = with_gradients(head.on(device, dtype), fused)
-    monkeypatch.setattr(kernels, "can_compile", lambda device: False)
+    monkeypatch.setattr(tiles, "can_compile", lambda device: False)
     figures("apart", distance(compiled, with_gradients(head.on(device, dtype), fused)), BOUNDS[dtype] / 2)
 
 

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhfkit.losses.fused_head.compiled import CompiledTiles, can_compile
 from rlhfkit.losses.fused_head.tiles import (
     LogitTransform,
     OutputGradient,
     RunningSoftmax,
     Tiles,
-    accumulate,
     add_product,
     block_rows,
     check_head_arguments,
@@ -28,6 +26,7 @@ from rlhfkit.losses.fused_head.tiles import (
     slices,
     tile_gradient,
     tile_shape,
+    tile_statistics,
 )
 
 
@@ -131,19 +130,6 @@ def logits_logprobs(
     return LogprobsOutput(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
 
-def make_tiles(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    transform: LogitTransform,
-    *,
-    entropy: bool,
-) -> Tiles:
-    """Make :class:`CompiledTiles` where they can run, else :class:`Tiles`."""
-    kind = CompiledTiles if can_compile(device.type) else Tiles
-    return kind(shape, dtype, device, transform, entropy=entropy)
-
-
 class _LinearLogprobs(torch.autograd.Function):
     """Forward and backward of :func:`linear_logprobs`."""
 
@@ -199,7 +185,7 @@ def head_statistics(
     rows, columns = shape
     device = hidden.device
     with torch.autocast(device.type, enabled=False):
-        tiles = make_tiles(shape, dtype, device, transform, entropy=entropy)
+        tiles = Tiles(shape, dtype, device, transform, entropy=entropy)
         state = RunningSoftmax.empty(hidden.shape[0], tiles.reduction, device, entropy=entropy)
         source = hidden.to(dtype)
         for column in slices(weight.shape[0], columns):
@@ -224,7 +210,7 @@ def head_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Recompute every tile of logits and propagate its gradient to hidden, weight and bias."""
     rows, columns = shape
-    tiles = make_tiles(shape, dtype, hidden.device, transform, entropy=gradient.entropy is not None)
+    tiles = Tiles(shape, dtype, hidden.device, transform, entropy=gradient.entropy is not None)
     source = hidden.to(dtype)
     to_hidden = torch.zeros_like(hidden, dtype=tiles.reduction) if needed[0] else None
     # Written tile by tile; with no tokens at all there are no tiles.
@@ -272,9 +258,10 @@ class _LogitsLogprobs(torch.autograd.Function):
         work = torch.empty(min(rows, tokens), vocabulary, dtype=reduction, device=logits.device)
         spare = torch.empty_like(work) if entropy else None
         for row in slices(tokens, rows):
-            part = logits[row]
+            part, known = logits[row], state.rows(row)
             buffers = (work[: len(part)], None if spare is None else spare[: len(part)])
-            accumulate(state.rows(row), part, transform.factor, targets[row], *buffers)
+            statistics = known.peak, known.total, known.chosen, known.weighted
+            known.update(*tile_statistics(part, targets[row], *statistics, transform.factor, None, *buffers))
         normalizer, entropies = state.log_normalizer(), state.entropy()
         ctx.save_for_backward(logits, targets, normalizer, entropies)
         ctx.transform = transform
@@ -295,10 +282,11 @@ class _LogitsLogprobs(torch.autograd.Function):
         buffer = torch.empty(block, dtype=normalizer.dtype, device=logits.device) if narrow else None
         spare = None if gradient.entropy is None else torch.empty_like(buffer if buffer is not None else result[:rows])
         for row in slices(logits.shape[0], rows):
-            part, target = logits[row], result[row]
+            part, outer, target = logits[row], gradient.rows(row), result[row]
             work = target if buffer is None else buffer[: len(part)]
+            saved = outer.logprobs, outer.entropy, outer.log_normalizer, outer.entropy_value
             second = None if spare is None else spare[: len(part)]
-            found = tile_gradient(part, ctx.transform.factor, targets[row], gradient.rows(row), work, second)
+            found = tile_gradient(part, targets[row], *saved, ctx.transform.factor, None, work, second)
             if found is not target:
                 target.copy_(found)
         return result, None, None, None

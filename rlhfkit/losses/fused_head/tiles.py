@@ -5,21 +5,24 @@ a tile of logits ``z`` the functions here keep a running softmax (Milakov and Gi
 
     m' = max(m, max_v z_v),   S' = S exp(m - m') + sum_v exp(z_v - m'),   log Z = m + log S
     A' = (A - (m' - m) S) exp(m - m') + sum_v exp(z_v - m') (z_v - m'),   entropy = log S - A / S
-    Q' = Q exp(2 (m - m')) + sum_v exp(2 (z_v - m')),   sum_v p_v^2 = Q / S^2
 
 and, once ``log Z`` and the entropy ``E`` are known, turn a recomputed tile into the gradient with respect to it::
 
     d logprob / d z_v = 1[v = target] - p_v,          d E / d z_v = -p_v (log p_v + E),          p_v = exp(z_v - log Z)
 
-They work in place on buffers of the caller: besides the matrix products, memory traffic and page faults take most of
-the time on a CPU. N are tokens, H the hidden size, V the vocabulary.
+The same two functions run everywhere. On a CPU they get buffers to write to, since memory traffic and page faults take
+most of the time beside the matrix products; on CUDA ``torch.compile`` makes one kernel of each, which reads a tile once
+or twice and writes it once. N are tokens, H the hidden size, V the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlhfkit.losses.fused_head.compiled import can_compile, run_compiled
 
 # exp() of this is 0 even in float64; a logit of -inf (a masked vocabulary entry) must give p log p = 0, not 0 * -inf.
 NEGLIGIBLE = -1e4
@@ -51,18 +54,10 @@ class LogitTransform:
         """Factor from ``inner`` to the logits."""
         return (self.logit_scale if self.softcap is None else self.softcap) / self.temperature
 
-    def inner(self, raw: Tensor, buffer: Tensor | None) -> Tensor:
-        """``raw`` itself without a cap, else ``tanh(logit_scale * raw / cap)`` written to ``buffer``."""
-        if self.softcap is None:
-            return raw
-        return torch.mul(raw, self.logit_scale / self.softcap, out=buffer).tanh_()
-
-    def inner_gradient(self, gradient: Tensor, inner: Tensor) -> Tensor:
-        """Turn ``d / d inner`` into ``d / d raw``, in place; overwrites ``inner``."""
-        if self.softcap is None:
-            return gradient
-        slope = inner.square_().neg_().add_(1.0)
-        return gradient.mul_(slope).mul_(self.logit_scale / self.softcap)
+    @property
+    def slope(self) -> float | None:
+        """Factor on the raw logits inside ``tanh``; ``None`` without a cap, where ``inner`` are the raw logits."""
+        return None if self.softcap is None else self.logit_scale / self.softcap
 
 
 @dataclass
@@ -95,6 +90,12 @@ class RunningSoftmax:
         weighted = None if self.weighted is None else self.weighted[rows]
         return RunningSoftmax(self.peak[rows], self.total[rows], self.chosen[rows], weighted)
 
+    def update(self, *statistics: Tensor | None) -> None:
+        """Write the results of :func:`tile_statistics`, in place."""
+        for old, new in zip((self.peak, self.total, self.chosen, self.weighted), statistics, strict=True):
+            if old is not None and new is not None:
+                old.copy_(new)
+
     def move_peak(self, peak: Tensor) -> None:
         """Refer the sums to another ``peak`` (N,), which is at least the own one, in place."""
         decay = (self.peak - peak).exp_()
@@ -112,29 +113,37 @@ class RunningSoftmax:
         return None if self.weighted is None else self.total.log() - self.weighted / self.total
 
 
-def accumulate(
-    state: RunningSoftmax, inner: Tensor, factor: float, targets: Tensor, work: Tensor, spare: Tensor | None
-) -> None:
-    """Update the running statistics of n tokens by one (n, W) tile with logits ``factor * inner``, in place.
+def tile_statistics(
+    raw: Tensor,
+    targets: Tensor,
+    peak: Tensor,
+    total: Tensor,
+    chosen: Tensor,
+    weighted: Tensor | None,
+    factor: float,
+    slope: float | None,
+    work: Tensor | None = None,
+    spare: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The new statistics (n,) of a :class:`RunningSoftmax` after one more (n, W) tile of raw logits.
 
-    ``targets`` (n,) are relative to the tile's first vocabulary entry, outside [0, W) when in another tile. ``work``
-    (n, W) in the reduction dtype is a buffer, which ``inner`` may be; ``spare`` a second one, only for the entropy.
+    ``targets`` (n,) are relative to the tile's first vocabulary entry, outside [0, W) when in another tile. ``factor``
+    and ``slope`` are those of :class:`LogitTransform`. ``work`` (n, W) in the reduction dtype is written to, and may be
+    ``raw``; ``spare`` likewise, only for the entropy. New tensors in place of ``None``.
     """
+    inner = raw if slope is None else raw.to(peak.dtype, copy=True).mul_(slope).tanh_()
     inside, index = _locate(targets, inner.shape[1])
-    chosen = inner.gather(1, index).squeeze(1).to(work.dtype) * factor
-    state.chosen.copy_(torch.where(inside, chosen, state.chosen))
-    peak = torch.maximum(state.peak, inner.amax(1).to(work.dtype) * factor)
-    shifted = torch.add(-peak[:, None], inner, alpha=factor, out=work)
-    decay = (state.peak - peak).exp_()
-    if state.weighted is None:
+    chosen = torch.where(inside, inner.gather(1, index).squeeze(1).to(peak.dtype) * factor, chosen)
+    new_peak = torch.maximum(peak, inner.amax(1).to(peak.dtype) * factor)
+    shifted = torch.add(-new_peak[:, None], inner, alpha=factor, out=work)
+    decay = (peak - new_peak).exp()
+    if weighted is None:
         exponential = shifted.exp_()
-        state.total.mul_(decay).add_(exponential.sum(1))
-    else:
-        exponential = torch.exp(shifted.clamp_(min=NEGLIGIBLE), out=spare)
-        state.weighted.sub_((peak - state.peak) * state.total).mul_(decay)
-        state.total.mul_(decay).add_(exponential.sum(1))
-        state.weighted.add_(shifted.mul_(exponential).sum(1))
-    state.peak.copy_(peak)
+        return new_peak, total * decay + exponential.sum(1), chosen, None
+    exponential = torch.exp(shifted.clamp_(min=NEGLIGIBLE), out=spare)
+    weighted = (weighted - (new_peak - peak) * total) * decay
+    new_total = total * decay + exponential.sum(1)
+    return new_peak, new_total, chosen, weighted + shifted.mul_(exponential).sum(1)
 
 
 @dataclass
@@ -161,29 +170,47 @@ class OutputGradient:
 
 
 def tile_gradient(
-    inner: Tensor, factor: float, targets: Tensor, gradient: OutputGradient, work: Tensor, spare: Tensor | None
+    raw: Tensor,
+    targets: Tensor,
+    to_logprobs: Tensor | None,
+    to_entropy: Tensor | None,
+    log_normalizer: Tensor,
+    entropy: Tensor | None,
+    factor: float,
+    slope: float | None,
+    work: Tensor | None = None,
+    spare: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the loss with respect to the recomputed ``inner``, (n, W), in ``work``; see :func:`accumulate`."""
-    logp = torch.add(-gradient.log_normalizer[:, None], inner, alpha=factor, out=work)
-    if gradient.entropy is None or gradient.entropy_value is None:
-        assert gradient.logprobs is not None
-        result = logp.exp_().mul_((-factor * gradient.logprobs)[:, None])
+    """Gradient (n, W) with respect to the raw logits, from the fields of an :class:`OutputGradient`.
+
+    Buffers as in :func:`tile_statistics`; the result is ``work``, without buffers a tensor in the dtype of ``raw``.
+    """
+    inner = raw if slope is None else raw.to(log_normalizer.dtype, copy=True).mul_(slope).tanh_()
+    logp = torch.add(-log_normalizer[:, None], inner, alpha=factor, out=work)
+    if to_entropy is None or entropy is None:
+        assert to_logprobs is not None
+        result = logp.exp_().mul_((-factor * to_logprobs)[:, None])
     else:
         probability = torch.exp(logp.clamp_(min=NEGLIGIBLE), out=spare)
-        slope = -factor * gradient.entropy
-        offset = slope * gradient.entropy_value
-        if gradient.logprobs is not None:
-            offset = offset - factor * gradient.logprobs
-        result = torch.addcmul(offset[:, None], slope[:, None], logp, out=work).mul_(probability)
-    return _add_target_term(result, factor, targets, gradient)
+        weight = -factor * to_entropy
+        offset = weight * entropy
+        if to_logprobs is not None:
+            offset = offset - factor * to_logprobs
+        result = torch.addcmul(offset[:, None], weight[:, None], logp, out=work).mul_(probability)
+    if to_logprobs is not None:
+        result = _add_at_targets(result, targets, factor * to_logprobs)
+    if slope is not None:
+        result = result.mul_(inner.square_().neg_().add_(1.0)).mul_(slope)
+    return result.to(raw.dtype) if work is None else result
 
 
-def _add_target_term(result: Tensor, factor: float, targets: Tensor, gradient: OutputGradient) -> Tensor:
-    """Add the term of ``1[v = target]``, in place, for the targets in this tile."""
-    if gradient.logprobs is not None:
-        inside, index = _locate(targets, result.shape[1])
-        result.scatter_add_(1, index, torch.where(inside, factor * gradient.logprobs, 0.0)[:, None])
-    return result
+def _add_at_targets(values: Tensor, targets: Tensor, added: Tensor) -> Tensor:
+    """Add (n,) to (n, W) at the targets that are in this tile, in place."""
+    if torch.compiler.is_compiling():  # a comparison fuses into the kernel and is deterministic, a scatter is neither
+        match = torch.arange(values.shape[1], device=targets.device)[None, :] == targets[:, None]
+        return values + torch.where(match, added[:, None], 0.0)
+    inside, index = _locate(targets, values.shape[1])
+    return values.scatter_add_(1, index, torch.where(inside, added, 0.0)[:, None])
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
@@ -281,19 +308,15 @@ class Tiles:
         self.dtype = dtype
         self.reduction = torch.promote_types(dtype, torch.float32)
         self.transform = transform
-        self._size = shape[0] * shape[1]
-        self._device = device
-        self._raw = self._buffer(dtype)
-        self._allocate(entropy=entropy)
-
-    def _buffer(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self._size, dtype=dtype, device=self._device)
-
-    def _allocate(self, *, entropy: bool) -> None:
-        """Allocate the buffers beyond the raw logits."""
-        self._work = self._buffer(self.reduction) if self.dtype != self.reduction else None
-        self._spare = self._buffer(self.reduction) if entropy else None
-        self._inner = self._buffer(self.reduction) if self.transform.softcap is not None else None
+        self.is_compiled = can_compile(device.type)
+        """Whether the arithmetic between matrix products is one kernel, whose intermediate values stay in registers."""
+        size = shape[0] * shape[1]
+        self._raw = torch.empty(size, dtype=dtype, device=device)
+        self._work = self._spare = None
+        if not self.is_compiled:
+            narrow = dtype != self.reduction
+            self._work = torch.empty(size, dtype=self.reduction, device=device) if narrow else self._raw
+            self._spare = torch.empty(size, dtype=self.reduction, device=device) if entropy else None
 
     def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Raw logits ``hidden @ weight.T + bias``, (n, W), in a buffer that the next product overwrites."""
@@ -303,23 +326,23 @@ class Tiles:
         return torch.addmm(bias, hidden, weight.t(), out=out)
 
     def accumulate(self, state: RunningSoftmax, raw: Tensor, targets: Tensor) -> None:
-        """Update the running statistics of n tokens by a tile; ``targets`` as in :func:`accumulate`."""
-        accumulate(state, self._inner_of(raw), self.transform.factor, targets, *self._buffers(raw))
+        """Update the running statistics of n tokens by a tile; ``targets`` as in :func:`tile_statistics`."""
+        statistics = state.peak, state.total, state.chosen, state.weighted
+        state.update(*self._run(tile_statistics, raw, targets, *statistics))
 
     def gradient(self, raw: Tensor, targets: Tensor, outer: OutputGradient) -> Tensor:
         """Gradient of the loss with respect to the raw logits, (n, W) in the dtype of the matrix products."""
-        inner = self._inner_of(raw)
-        tile = tile_gradient(inner, self.transform.factor, targets, outer, *self._buffers(raw))
-        tile = self.transform.inner_gradient(tile, inner)
+        saved = outer.logprobs, outer.entropy, outer.log_normalizer, outer.entropy_value
+        found: Tensor = self._run(tile_gradient, raw, targets, *saved)
         # The raw logits are no longer needed: what is too wide for the matrix products takes their place.
-        return tile if self.dtype == self.reduction else raw.copy_(tile)
+        return found if found.dtype == self.dtype else raw.copy_(found)
 
-    def _inner_of(self, raw: Tensor) -> Tensor:
-        return self.transform.inner(raw, None if self._inner is None else _view(self._inner, raw.shape))
-
-    def _buffers(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
-        work = raw if self._work is None else _view(self._work, raw.shape)
-        return work, None if self._spare is None else _view(self._spare, raw.shape)
+    def _run(self, function: Callable[..., Any], raw: Tensor, *values: Tensor | None) -> Any:
+        arguments = raw, *values, self.transform.factor, self.transform.slope
+        if self.is_compiled:
+            return run_compiled(function, *arguments)
+        buffers = (None if buffer is None else _view(buffer, raw.shape) for buffer in (self._work, self._spare))
+        return function(*arguments, *buffers)
 
 
 def _view(buffer: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor:

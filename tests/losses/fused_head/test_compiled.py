@@ -1,4 +1,4 @@
-"""The functions that CUDA compiles, run on the CPU beside the in-place ones that it uses itself."""
+"""The functions of tiles, compiled as for CUDA and run on the CPU, beside the same functions run as they are."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhfkit.losses import linear_logprobs
-from rlhfkit.losses.fused_head import compiled, logprobs
+from rlhfkit.losses.fused_head import compiled, tiles
 
 from ..head_cases import random_head
 from .test_logprobs import KNOBS
@@ -39,7 +39,7 @@ def head_results(head, dtype, entropy, knobs):
     [(torch.float64, False, KNOBS[0]), (torch.float64, True, KNOBS[-1]), (torch.bfloat16, False, KNOBS[1])],
     ids=str,
 )
-def test_compiled_tiles_equal_the_in_place_ones(request, dtype, entropy, knobs):
+def test_compiled_tiles_equal_those_that_run_as_they_are(request, dtype, entropy, knobs):
     head = random_head(7, width=8, vocabulary=23)
     expected = head_results(head, dtype, entropy, knobs)
     request.getfixturevalue("compiling")
@@ -51,8 +51,8 @@ def test_compiled_tiles_equal_the_in_place_ones(request, dtype, entropy, knobs):
 
 
 def test_the_cpu_does_not_compile():
-    tiles = logprobs.make_tiles((2, 3), torch.float32, torch.device("cpu"), logprobs.LogitTransform(), entropy=False)
-    assert type(tiles) is logprobs.Tiles
+    of_cpu = tiles.Tiles((2, 3), torch.float32, torch.device("cpu"), tiles.LogitTransform(), entropy=False)
+    assert not of_cpu.is_compiled
 
 
 def test_without_a_compiler_training_goes_on_and_one_line_says_why(tmp_path):

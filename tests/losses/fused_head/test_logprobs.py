@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from rlhfkit.losses import linear_logprobs, logits_logprobs
-from rlhfkit.losses.fused_head.tiles import RunningSoftmax, accumulate
+from rlhfkit.losses.fused_head.tiles import RunningSoftmax, tile_statistics
 
 from ..head_cases import dense_logprobs, random_head
 
@@ -304,7 +304,8 @@ def test_compiles_without_graph_breaks(entropy):
 def test_a_target_in_no_tile_gives_nan_where_its_range_is_not_checked():
     state = RunningSoftmax.empty(2, torch.float32, torch.device("cpu"), entropy=False)
     logits = torch.randn(2, 4)
-    accumulate(state, logits.clone(), 1.0, torch.tensor([-100, 3]), torch.empty(2, 4), None)
+    statistics = state.peak, state.total, state.chosen, state.weighted
+    state.update(*tile_statistics(logits, torch.tensor([-100, 3]), *statistics, 1.0, None))
     assert state.chosen[0].isnan()
     torch.testing.assert_close(state.chosen[1], logits[1, 3])
 
