@@ -45,7 +45,6 @@ from rlhfkit.losses.aggregation import (
 from rlhfkit.losses.distillation import (
     distillation_loss,
     on_policy_distillation_advantages,
-    on_policy_distillation_loss,
 )
 from rlhfkit.losses.fused_head.logprobs import linear_logprobs, logits_logprobs
 from rlhfkit.losses.importance_sampling import (
@@ -175,7 +174,6 @@ __all__ = [
     "normalize_rewards",
     "off_policy_sequence_mask",
     "on_policy_distillation_advantages",
-    "on_policy_distillation_loss",
     "opo_advantages",
     "optimal_token_advantages",
     "orpo_loss",

@@ -1,8 +1,8 @@
 """Distillation: make the student's next-token distribution that of a teacher.
 
-:func:`distillation_loss` compares whole distributions (or the teacher's top K tokens);
-:func:`on_policy_distillation_loss` needs only the teacher's log-prob of each sampled token. Mixed with cross-entropy:
-``(1 - c) * cross_entropy_loss(...).loss + c * distillation_loss(...).loss``.
+:func:`distillation_loss` compares whole distributions (or the teacher's top K tokens). From the teacher's log-prob of
+each sampled token :func:`on_policy_distillation_advantages` makes any policy loss on-policy distillation. Mixed with
+cross-entropy: ``(1 - c) * cross_entropy_loss(...).loss + c * distillation_loss(...).loss``.
 """
 
 import inspect
@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rlhfkit.losses.aggregation import (
     Aggregation,
@@ -48,7 +47,6 @@ def distillation_loss(
     aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
     max_length: int | None = None,
-    chunk_size: int | None = None,
 ) -> LossOutput:
     """Divergence between the next-token distributions of teacher ``q`` and student ``p``, averaged over tokens.
 
@@ -73,12 +71,8 @@ def distillation_loss(
         teacher_ids: (B, T, K) distinct token ids of ``teacher``; entries of log-prob ``-inf`` are ignored.
         remainder: With K < V, ``bucket`` makes all other tokens one category, which keeps a true divergence;
             ``renormalize`` compares the conditional distributions over the K tokens.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
-        chunk_size: Tokens compared at a time, recomputed in backward: memory is a few times ``chunk_size * V`` besides
-            the inputs and the student's gradient. All at once when ``None``.
+        aggregation: The ``mode`` of :func:`aggregate`.
+        denominator, max_length: See :func:`aggregate`.
 
     Returns:
         The loss with metric ``distillation/divergence``, nats per token of this micro-batch. Tokens of probability 0
@@ -97,7 +91,6 @@ def distillation_loss(
         top_k=top_k,
         teacher_ids=teacher_ids,
         remainder=remainder,
-        chunk_size=chunk_size,
     )
     metrics = {"distillation/divergence": masked_mean(token_loss.detach(), mask)}
     return LossOutput(aggregate(token_loss, mask, aggregation, denominator, max_length=max_length), metrics)
@@ -114,40 +107,25 @@ def token_divergence(
     top_k: int | None = None,
     teacher_ids: Tensor | None = None,
     remainder: Remainder = "bucket",
-    chunk_size: int | None = None,
 ) -> Tensor:
     """The ``ℓ_t`` of :func:`distillation_loss`, which has the arguments and errors: (B, T) nats, 0 where masked."""
-    _check(student, teacher, mask, temperature, top_k, teacher_ids, remainder, chunk_size)
+    _check(student, teacher, mask, temperature, top_k, teacher_ids, remainder)
     compare = divergence_function(divergence, teacher_weight)
-    vocabulary = student.shape[-1]
-    student_rows, teacher_rows = student.reshape(-1, vocabulary), teacher.detach().reshape(-1, teacher.shape[-1])
-    keep = mask.bool().reshape(-1)
-    ids = None if teacher_ids is None else teacher_ids.reshape(-1, teacher_ids.shape[-1])
-
-    def compare_rows(student: Tensor, teacher: Tensor, keep: Tensor, ids: Tensor | None) -> Tensor:
-        student = select(full_precision(student), keep.unsqueeze(-1)) / temperature
-        teacher = select(full_precision(teacher), keep.unsqueeze(-1)) / temperature
-        if ids is not None:
-            ids = select(ids, keep.unsqueeze(-1))
-        student, teacher = _on_common_support(student, teacher, ids, top_k, remainder)
-        return select(compare(student.clamp(min=LOG_ZERO), teacher.clamp(min=LOG_ZERO)), keep)
-
-    if chunk_size is None:
-        return compare_rows(student_rows, teacher_rows, keep, ids).reshape(mask.shape)
-    pieces = []
-    for start in range(0, keep.shape[0], chunk_size):
-        rows = slice(start, start + chunk_size)
-        chunk_ids = None if ids is None else ids[rows]
-        pieces.append(
-            checkpoint(compare_rows, student_rows[rows], teacher_rows[rows], keep[rows], chunk_ids, use_reentrant=False)
-        )
-    return torch.cat(pieces).reshape(mask.shape)
+    keep = mask.bool()
+    student = select(full_precision(student), keep.unsqueeze(-1)) / temperature
+    teacher = select(full_precision(teacher.detach()), keep.unsqueeze(-1)) / temperature
+    ids = None if teacher_ids is None else select(teacher_ids, keep.unsqueeze(-1))
+    student, teacher = _on_common_support(student, teacher, ids, top_k, remainder)
+    return select(compare(student.clamp(min=LOG_ZERO), teacher.clamp(min=LOG_ZERO)), keep)
 
 
 def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Per-token advantage that turns any policy loss into on-policy distillation.
 
     ``A_t = log q(y_t) - log p(y_t)``, detached: minus the one-sample reverse KL of the token.
+
+    The sampled reverse KL of MiniLLM (Gu et al., 2023, arXiv:2306.08543) and GKD (arXiv:2306.13649), per token and
+    undiscounted as in Lu and Thinking Machines Lab ("On-Policy Distillation", 2025), who take :func:`reinforce_loss`.
 
     Args:
         logprobs: (B, T) log-probs ``log p`` of the sampled tokens under the student.
@@ -163,58 +141,6 @@ def on_policy_distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor
     check_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     student, teacher = full_precision(logprobs.detach()), full_precision(teacher_logprobs.detach())
     return select(teacher, mask) - select(student, mask)
-
-
-def on_policy_distillation_loss(
-    logprobs: Tensor,
-    teacher_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    rollout_logprobs: Tensor | None = None,
-    log_ratio_clamp: float | None = 20.0,
-    aggregation: Aggregation = "token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
-    """On-policy distillation on sampled tokens: policy gradient on the per-token reverse KL to the teacher.
-
-    ``ℓ_t = ρ_t sg(log p(y_t) - log q(y_t))`` with ``ρ_t = exp(clamp(log p(y_t) - sg(log p_rollout(y_t)), ±20))``, then
-    :func:`aggregate`.
-
-    The sampled reverse KL of MiniLLM (Gu et al., 2023, arXiv:2306.08543) and GKD (arXiv:2306.13649), per token and
-    undiscounted as in Lu and Thinking Machines Lab ("On-Policy Distillation", 2025). For clipping or a trust region
-    give :func:`on_policy_distillation_advantages` to a policy loss.
-
-    Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the student, with gradient.
-        teacher_logprobs: (B, T) the same under the teacher.
-        mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
-            included.
-        rollout_logprobs: (B, T) under the policy that sampled; ``logprobs`` itself when ``None`` (ρ = 1).
-        log_ratio_clamp: Limit of the log-ratio in nats, beyond which the gradient is 0; no limit when ``None``.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
-
-    Returns:
-        The loss with metric ``distillation/reverse_kl``, the mean of ``log p - log q`` (nats per token).
-
-    Raises:
-        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
-    """
-    check_same_shape(rollout_logprobs=rollout_logprobs, logprobs=logprobs)
-    if log_ratio_clamp is not None and not log_ratio_clamp > 0.0:
-        raise ValueError(f"log_ratio_clamp must be positive or None, got {log_ratio_clamp}")
-    difference = -on_policy_distillation_advantages(logprobs, teacher_logprobs, mask)
-    current = select(full_precision(logprobs), mask)
-    sampled = current if rollout_logprobs is None else select(full_precision(rollout_logprobs), mask)
-    log_ratio = current - sampled.detach()
-    if log_ratio_clamp is not None:
-        log_ratio = log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp)
-    token_loss = torch.exp(log_ratio) * difference
-    metrics = {"distillation/reverse_kl": masked_mean(difference, mask)}
-    return LossOutput(aggregate(token_loss, mask, aggregation, denominator, max_length=max_length), metrics)
 
 
 def _forward_kl(_: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -295,7 +221,6 @@ def _check(
     top_k: int | None,
     teacher_ids: Tensor | None,
     remainder: Remainder,
-    chunk_size: int | None,
 ) -> None:
     if student.shape[:-1] != mask.shape or teacher.shape[:-1] != mask.shape:
         raise ValueError(
@@ -319,5 +244,3 @@ def _check(
             "a teacher given for some tokens only cannot be brought to another temperature with remainder='bucket': "
             "its normaliser is unknown; use remainder='renormalize' or temperature=1"
         )
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")

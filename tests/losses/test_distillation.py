@@ -1,6 +1,5 @@
 import itertools
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from losses.whole_graph import WHOLE_GRAPH
-from rlhfkit.losses import distillation_loss, on_policy_distillation_advantages, on_policy_distillation_loss
+from rlhfkit.losses import distillation_loss, on_policy_distillation_advantages, policy_loss_output, policy_tokens
 
 GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
-FORMS = [{}, {"top_k": 3}, {"top_k": 3, "remainder": "renormalize"}, {"temperature": 2.0}, {"chunk_size": 3}]
+FORMS = [{}, {"top_k": 3}, {"top_k": 3, "remainder": "renormalize"}, {"temperature": 2.0}]
 
 
 def logits_batch(seed: int = 0, dtype: torch.dtype = torch.float64, vocabulary: int = 7):
@@ -167,15 +166,15 @@ def test_banned_tokens_do_not_change_the_forward_divergence_of_the_others():
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10_000), parts=st.integers(1, 4), chunk_size=st.one_of(st.none(), st.integers(1, 30)))
+@given(seed=st.integers(0, 10_000), parts=st.integers(1, 4))
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_gradient_does_not_depend_on_order_padding_micro_batches_and_chunks(divergence, seed, parts, chunk_size):
+def test_gradient_does_not_depend_on_order_padding_or_micro_batches(divergence, seed, parts):
     student, teacher, mask = logits_batch(seed)
     whole = student.clone().requires_grad_()
     distillation_loss(whole, teacher, mask, divergence=divergence).loss.backward()
     split = F.pad(student, (0, 0, 0, 2), value=float("nan")).requires_grad_()
     padded_teacher, padded_mask = F.pad(teacher, (0, 0, 0, 2), value=float("nan")), F.pad(mask, (0, 2))
-    knobs = {"divergence": divergence, "chunk_size": chunk_size, "denominator": mask.sum()}
+    knobs = {"divergence": divergence, "denominator": mask.sum()}
     for rows in torch.randperm(4, generator=torch.Generator().manual_seed(seed)).tensor_split(parts):
         distillation_loss(split[rows], padded_teacher[rows], padded_mask[rows], **knobs).loss.backward()
     torch.testing.assert_close(split.grad[:, :-2], whole.grad)
@@ -193,23 +192,6 @@ def test_masked_tokens_reach_neither_loss_nor_gradient(form):
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(output.metrics["distillation/divergence"], expected.metrics["distillation/divergence"])
     assert (poisoned.grad[~mask] == 0).all()
-
-
-def test_chunks_keep_no_vocabulary_sized_tensors_for_backward():
-    student, teacher, mask = logits_batch(vocabulary=512)
-    student = student.requires_grad_() * 1.0  # so that the inputs are no leaves
-    saved = []
-
-    def remember(tensor):
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        distillation_loss(student, teacher, mask, chunk_size=4)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    inputs = {tensor.untyped_storage().data_ptr() for tensor in (student, teacher)}
-    kept = sum(size for pointer, size in storages.items() if pointer not in inputs)
-    assert kept < 4 * 512 * 8
 
 
 def test_a_function_can_be_the_divergence():
@@ -247,7 +229,6 @@ def test_compiles_without_graph_breaks(form):
         ({"top_k": 0}, "top_k must lie"),
         ({"top_k": 8}, "top_k must lie"),
         ({"remainder": "drop"}, "remainder must be"),
-        ({"chunk_size": 0}, "chunk_size must be"),
         ({"mask": torch.ones(4, 6)}, r"mask \(B, T\)"),
         ({"teacher": torch.zeros(4, 5, 6)}, "share one vocabulary"),
         ({"teacher_ids": torch.zeros(4, 5, 3).long()}, "same shape"),
@@ -283,21 +264,32 @@ def test_sampled_gradient_is_in_expectation_the_reverse_kl_gradient():
     torch.testing.assert_close(expectation, torch.autograd.grad(exact, student)[0])
 
 
+def sampled_loss(logprobs, teacher, mask, rollout, denominator=None):
+    """The unclipped surrogate of the advantages."""
+    advantages = on_policy_distillation_advantages(logprobs, teacher, mask)
+    tokens = policy_tokens(logprobs, rollout, advantages, mask)
+    surrogate = -tokens.ratio * tokens.advantages
+    return policy_loss_output(surrogate, tokens, aggregation="token-mean", denominator=denominator).loss
+
+
 def on_policy_token_losses(logprobs, teacher_logprobs):
     one = torch.ones(1, 1)
     rows = zip(logprobs.reshape(-1, 1, 1), teacher_logprobs.reshape(-1, 1, 1), strict=True)
-    losses = [on_policy_distillation_loss(student, teacher, one).loss for student, teacher in rows]
-    return torch.stack(losses).reshape(logprobs.shape)
+    return torch.stack([sampled_loss(student, teacher, one, student) for student, teacher in rows]).reshape(
+        logprobs.shape
+    )
 
 
-def test_sampled_loss_is_the_ratio_times_minus_the_advantage():
+def test_sampled_advantages_are_detached_and_0_where_masked():
     logprobs, teacher, rollout, mask = sampled_batch()
     advantages = on_policy_distillation_advantages(logprobs.requires_grad_(), teacher, mask)
     assert not advantages.requires_grad
     assert (advantages[~mask] == 0).all()
-    output = on_policy_distillation_loss(logprobs, teacher, mask, rollout_logprobs=rollout)
-    torch.testing.assert_close(output.loss, -((logprobs - rollout).exp() * advantages)[mask].mean())
-    torch.testing.assert_close(output.metrics["distillation/reverse_kl"], -advantages[mask].mean())
+    torch.testing.assert_close(
+        sampled_loss(logprobs, teacher, mask, rollout), -((logprobs - rollout).exp() * advantages)[mask].mean()
+    )
+    poisoned = (torch.where(mask, tensor, float("nan")) for tensor in (logprobs, teacher))
+    torch.testing.assert_close(on_policy_distillation_advantages(*poisoned, mask), advantages)
 
 
 def test_sampled_gradient_matches_prime_rl():
@@ -310,49 +302,8 @@ def test_sampled_gradient_matches_prime_rl():
     logprobs, teacher, rollout = inputs["new"].requires_grad_(), inputs["old"], inputs["rollout"]
     moved = logprobs.detach().exp() - rollout.exp()
     kept = mask & (moved >= -0.2)
-    output = on_policy_distillation_loss(logprobs, teacher, kept, rollout_logprobs=rollout, denominator=1.0)
     penalty = 1e-3 * (logprobs - rollout)[mask].square().sum()
-    (output.loss + penalty).backward()
-    assert (output.loss + penalty).item() == pytest.approx(case["loss"], rel=1e-9)
+    total = sampled_loss(logprobs, teacher, kept, rollout, denominator=1.0) + penalty
+    total.backward()
+    assert total.item() == pytest.approx(case["loss"], rel=1e-9)
     torch.testing.assert_close(logprobs.grad, torch.tensor(case["grad"], dtype=torch.float64), rtol=1e-9, atol=1e-12)
-
-
-def test_sampled_gradcheck():
-    logprobs, teacher, rollout, mask = sampled_batch()
-    fixed = logprobs.clone()
-
-    def loss(logprobs):  # the advantage is a constant to autograd, so it must be one to finite differences
-        advantage = on_policy_distillation_advantages(fixed, teacher, mask)
-        shifted = logprobs.detach() + advantage
-        return on_policy_distillation_loss(logprobs, shifted, mask, rollout_logprobs=rollout).loss
-
-    assert torch.autograd.gradcheck(loss, (logprobs.requires_grad_(),))
-
-
-def test_masked_samples_reach_neither_loss_nor_gradient():
-    logprobs, teacher, rollout, mask = sampled_batch()
-    expected = on_policy_distillation_loss(logprobs, teacher, mask, rollout_logprobs=rollout).loss
-    logprobs, teacher, rollout = (torch.where(mask, tensor, float("nan")) for tensor in (logprobs, teacher, rollout))
-    output = on_policy_distillation_loss(logprobs.requires_grad_(), teacher, mask, rollout_logprobs=rollout)
-    output.loss.backward()
-    torch.testing.assert_close(output.loss, expected)
-    assert (logprobs.grad[~mask] == 0).all()
-
-
-def test_sampled_shapes_must_agree():
-    with pytest.raises(ValueError, match="same shape"):
-        on_policy_distillation_loss(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3))
-    with pytest.raises(ValueError, match="same shape"):
-        on_policy_distillation_loss(*torch.zeros(3, 2, 3), rollout_logprobs=torch.zeros(2, 4))
-
-
-def test_on_policy_distillation_of_extreme_ratios_stays_finite():
-    logprobs = torch.tensor([[0.0, -1e3, -1.0]], requires_grad=True)
-    rollout, teacher = torch.tensor([[-1e3, 0.0, -1.1]]), torch.full((1, 3), -2.0)
-    output = on_policy_distillation_loss(logprobs, teacher, torch.ones(1, 3), rollout_logprobs=rollout, denominator=1.0)
-    ratios = [math.exp(20), math.exp(-20), math.exp(0.1)]
-    assert output.loss.item() == pytest.approx(ratios[0] * 2.0 + ratios[1] * -998.0 + ratios[2] * 1.0, rel=1e-6)
-    gradient = torch.autograd.grad(output.loss, logprobs)[0][0].tolist()
-    assert gradient == pytest.approx([0.0, 0.0, ratios[2]], rel=1e-5)  # beyond the clamp none, as of any policy loss
-    with pytest.raises(ValueError, match="log_ratio_clamp must be positive"):
-        on_policy_distillation_loss(logprobs, teacher, torch.ones(1, 3), log_ratio_clamp=0.0)
