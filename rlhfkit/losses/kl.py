@@ -120,10 +120,8 @@ def kl_loss(
         estimator: ``k1`` (whose gradient has mean 0 unless weighted), ``k2`` or ``k3``.
         clamp: Limit of the estimate in nats; off by default.
         importance_weight: (B, T) ratio ``π/π_behaviour`` to multiply by; not detached.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        aggregation: The ``mode`` of :func:`aggregate`.
+        denominator, max_length: See :func:`aggregate`.
 
     Returns:
         The loss with metric ``policy/ref_kl``, the mean of ``kl_t`` (nats per token).

@@ -37,9 +37,7 @@ def cross_entropy_loss(
         mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
             included.
         aggregation: How the token losses become one number; ``token-mean`` as in TRL, OpenRLHF and Transformers.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        denominator, max_length: See :func:`aggregate`.
 
     Returns:
         The loss with metrics ``sft/nll`` (nats per trained token) and ``sft/perplexity`` (its exponential).
@@ -73,9 +71,7 @@ def dft_loss(
         mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
             included.
         aggregation: How the token losses become one number; ``token-mean`` as in the paper's code and TRL.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        denominator, max_length: See :func:`aggregate`.
 
     Returns:
         The loss with metrics ``sft/nll`` and ``sft/perplexity`` of the unweighted cross-entropy.

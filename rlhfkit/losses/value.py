@@ -39,10 +39,8 @@ def value_loss(
         returns: (B, T) targets, detached here.
         mask: (B, T), true where the policy chose the token. Masked entries may hold anything.
         clip: ``ε`` > 0 in units of the return, 0.5 in OpenRLHF and verl, 0.2 in TRL; ``None``: plain regression.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        aggregation: The ``mode`` of :func:`aggregate`.
+        denominator, max_length: See :func:`aggregate`.
 
     Returns:
         The loss with metrics ``value/clip_fraction`` (tokens whose clipped error is the larger), ``value/mean``,

@@ -98,15 +98,8 @@ def policy_tokens(
     """Check, cast to float32, mask and detach the inputs of a policy loss.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
-            no gradient. No limit when ``None``.
+        log_ratio_clamp: See :func:`ppo_loss`.
+        logprobs, old_logprobs, advantages, mask: See :mod:`rlhfkit.losses.policy`.
 
     Raises:
         ValueError: If shapes do not fit or the clamp is not positive.
@@ -196,13 +189,8 @@ def policy_loss_output(
     Args:
         token_loss: (B, T).
         tokens: The inputs of the loss.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
         metrics: Further metrics to return.
+        weights, aggregation, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with ``policy/approx_kl`` (k3), ``policy/ppo_kl`` (k1, verl's name), ``policy/ratio_mean`` and

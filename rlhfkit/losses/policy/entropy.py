@@ -70,10 +70,8 @@ def entropy_bonus(
         mask: (B, T), true where a token counts. Masked entries of the other tensors may hold anything, NaN
             included.
         coef: ``c``; positive raises the entropy. With 0 the entropy is only measured.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        aggregation: The ``mode`` of :func:`aggregate`.
+        denominator, max_length: See :func:`aggregate`.
 
     Returns:
         The loss with metric ``policy/entropy``, the mean of ``H_t``.

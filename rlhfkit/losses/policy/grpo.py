@@ -40,26 +40,9 @@ def grpo_loss(
     Shao et al. (2024, arXiv:2402.03300, equation 3). ``weights`` multiply the surrogate and not the KL, as in TRL.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
         advantages: (B,) from :func:`group_advantages`, (B, 1) or (B, T); detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
-        clip_low: ``ε_low`` in [0, 1]: the ratio is clipped at ``1 - ε_low``.
-        clip_high: ``ε_high`` ≥ 0: the ratio is clipped at ``1 + ε_high``.
-        dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
-            no gradient. No limit when ``None``.
-        delta: ``δ`` ≥ 1 + ``ε_high``, upper bound of the unclipped ratio; off by default, 4 in INTELLECT-2.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
         aggregation: How the token losses become one number; ``sequence-mean-token-mean`` in the paper; the
             default of TRL and verl is ``token-mean``.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
         ref_logprobs: (B, T) log-probs under the reference policy, needed by ``kl_coef`` > 0; with 0 the KL is only
             measured.
         kl_coef: ``β`` ≥ 0, weight of the KL penalty; 0.04 in the GRPO paper, 0 in TRL and here.
@@ -68,6 +51,8 @@ def grpo_loss(
             default, see :func:`kl_estimate`. Off as in the GRPO paper.
         kl_clamp: Limit of each token's KL estimate in nats, before the weight, beyond which it has no gradient; off
             as in TRL, 10 in OpenRLHF, and in verl for ``k3``.
+        clip_low, clip_high, dual_clip, log_ratio_clamp, delta: See :func:`ppo_loss`.
+        logprobs, old_logprobs, mask, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss`; with ``ref_logprobs`` also ``policy/ref_kl`` (nats per token).
@@ -124,33 +109,12 @@ def dapo_loss() -> None:
     (:class:`rlhfkit.rewards.LengthPenalty`), dynamic sampling (groups of equal rewards are rejected) and no KL penalty.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         clip_low: ``ε_low``; the paper's 0.2.
         clip_high: ``ε_high``; the paper's 0.28, 0.2 in TRL.
-        dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
-            no gradient. No limit when ``None``.
-        delta: ``δ`` ≥ 1 + ``ε_high``, upper bound of the unclipped ratio; off by default, 4 in INTELLECT-2.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
         aggregation: How the token losses become one number; the paper's ``token-mean``.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
-        ref_logprobs: (B, T) log-probs under the reference policy, needed by ``kl_coef`` > 0; with 0 the KL is only
-            measured.
-        kl_coef: ``β`` ≥ 0, weight of the KL penalty; 0.04 in the GRPO paper, 0 in TRL and here.
-        kl_estimator: Estimator of :func:`kl_estimate`; ``k3`` in the GRPO paper.
-        kl_importance_weight: Multiply the KL by the ratio ``ρ_t``, with its gradient: unbiased off-policy, TRL's
-            default, see :func:`kl_estimate`. Off as in the GRPO paper.
-        kl_clamp: Limit of each token's KL estimate in nats, before the weight, beyond which it has no gradient; off
-            as in TRL, 10 in OpenRLHF, and in verl for ``k3``.
+        ref_logprobs, kl_coef, kl_estimator, kl_importance_weight, kl_clamp: See :func:`grpo_loss`.
+        dual_clip, log_ratio_clamp, delta: See :func:`ppo_loss`.
+        logprobs, old_logprobs, advantages, mask, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`grpo_loss`.
@@ -168,31 +132,9 @@ def bnpo_loss() -> None:
     :func:`dapo_loss` with a ``denominator``.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
-        clip_low: ``ε_low`` in [0, 1]: the ratio is clipped at ``1 - ε_low``.
-        clip_high: ``ε_high`` ≥ 0: the ratio is clipped at ``1 + ε_high``.
-        dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
-            no gradient. No limit when ``None``.
-        delta: ``δ`` ≥ 1 + ``ε_high``, upper bound of the unclipped ratio; off by default, 4 in INTELLECT-2.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
-        ref_logprobs: (B, T) log-probs under the reference policy, needed by ``kl_coef`` > 0; with 0 the KL is only
-            measured.
-        kl_coef: ``β`` ≥ 0, weight of the KL penalty; 0.04 in the GRPO paper, 0 in TRL and here.
-        kl_estimator: Estimator of :func:`kl_estimate`; ``k3`` in the GRPO paper.
-        kl_importance_weight: Multiply the KL by the ratio ``ρ_t``, with its gradient: unbiased off-policy, TRL's
-            default, see :func:`kl_estimate`. Off as in the GRPO paper.
-        kl_clamp: Limit of each token's KL estimate in nats, before the weight, beyond which it has no gradient; off
-            as in TRL, 10 in OpenRLHF, and in verl for ``k3``.
+        ref_logprobs, kl_coef, kl_estimator, kl_importance_weight, kl_clamp: See :func:`grpo_loss`.
+        clip_low, clip_high, dual_clip, log_ratio_clamp, delta: See :func:`ppo_loss`.
+        logprobs, old_logprobs, advantages, mask, weights, aggregation, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`grpo_loss`.
@@ -210,33 +152,13 @@ def dr_grpo_loss() -> None:
     of an answer then changes neither the sign nor the size of the gradients of its tokens.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
-        clip_low: ``ε_low`` in [0, 1]: the ratio is clipped at ``1 - ε_low``.
-        clip_high: ``ε_high`` ≥ 0: the ratio is clipped at ``1 + ε_high``.
-        dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
-            no gradient. No limit when ``None``.
-        delta: ``δ`` ≥ 1 + ``ε_high``, upper bound of the unclipped ratio; off by default, 4 in INTELLECT-2.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
         aggregation: How the token losses become one number; the paper's ``constant-length``.
         denominator: Sequences of the whole optimizer step, divided by the number of micro-batches that are averaged; B
             when ``None``.
         max_length: Tokens; the generation limit, as in the paper and TRL. Required.
-        ref_logprobs: (B, T) log-probs under the reference policy, needed by ``kl_coef`` > 0; with 0 the KL is only
-            measured.
-        kl_coef: ``β`` ≥ 0, weight of the KL penalty; 0.04 in the GRPO paper, 0 in TRL and here.
-        kl_estimator: Estimator of :func:`kl_estimate`; ``k3`` in the GRPO paper.
-        kl_importance_weight: Multiply the KL by the ratio ``ρ_t``, with its gradient: unbiased off-policy, TRL's
-            default, see :func:`kl_estimate`. Off as in the GRPO paper.
-        kl_clamp: Limit of each token's KL estimate in nats, before the weight, beyond which it has no gradient; off
-            as in TRL, 10 in OpenRLHF, and in verl for ``k3``.
+        ref_logprobs, kl_coef, kl_estimator, kl_importance_weight, kl_clamp: See :func:`grpo_loss`.
+        clip_low, clip_high, dual_clip, log_ratio_clamp, delta: See :func:`ppo_loss`.
+        logprobs, old_logprobs, advantages, mask, weights: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`grpo_loss`.

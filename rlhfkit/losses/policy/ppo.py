@@ -1,9 +1,4 @@
-"""PPO's clipped surrogate.
-
-All policy losses are called as ``loss(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator,
-max_length, ...)``, with ``rollout_logprobs`` (engine) or ``ref_logprobs`` (reference model) where needed, so each can
-be the ``policy_loss`` of a module. B are sequences, T tokens on the next-token axis.
-"""
+"""PPO's clipped surrogate."""
 
 from torch import Tensor
 
@@ -47,27 +42,16 @@ def ppo_loss(
     three policies see :func:`decoupled_ppo_loss`.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         clip_low: ``ε_low`` in [0, 1]; 0.2 in all published variants.
         clip_high: ``ε_high`` ≥ 0; 0.2 in PPO, 0.28 in DAPO.
         dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
         log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
             no gradient. No limit when ``None``.
         delta: ``δ`` ≥ 1 + ``ε_high``, upper bound of the unclipped ratio; off by default, 4 in INTELLECT-2.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
         aggregation: How the token losses become one number; ``token-mean`` as in OpenRLHF and verl.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
         ratio_level: ``token``; ``sequence``: the geometric mean of the ratios of a sequence, as in
             :func:`gspo_loss`; ``sequence-sum``: their product, as in :func:`rloo_loss`.
+        logprobs, old_logprobs, advantages, mask, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with metrics ``policy/clip_fraction`` (and ``_low``, ``_high``: tokens that lost their gradient at

@@ -29,18 +29,8 @@ def reinforce_loss(
     :func:`importance_weights` make it off-policy.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
         old_logprobs: (B, T) under the policy before this iteration, only for the metrics.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        logprobs, advantages, mask, weights, aggregation, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss, whose value has no meaning of its own, with the metrics of :func:`policy_loss_output`.
@@ -67,18 +57,9 @@ def gpg_loss() -> None:
     factor.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
         old_logprobs: (B, T) under the policy before this iteration, only for the metrics.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
         aggregation: How the token losses become one number; the paper's ``token-mean``.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        logprobs, advantages, mask, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`.
@@ -110,26 +91,12 @@ def cispo_loss(
     MiniMax-M1 (2025, arXiv:2506.13585), without a lower bound.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         ratio_min: ``ρ_min`` ≥ 0.
         ratio_max: ``ρ_max`` > ``ρ_min``; 5 in ScaleRL (Khatri et al., 2025, arXiv:2510.13786). Bounds the ratio itself,
             as in TRL (whose default 0.2 is left over from PPO); a peer's ``1 + ε_high`` is ``ratio_max=1.28``.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
-            no gradient. No limit when ``None``.
-        ratio_level: ``token``; ``sequence``: the geometric mean of the ratios of a sequence, as in
-            :func:`gspo_loss`; ``sequence-sum``: their product, as in :func:`rloo_loss`.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
         aggregation: How the token losses become one number; the paper's ``token-mean``.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        log_ratio_clamp, ratio_level: See :func:`ppo_loss`.
+        logprobs, old_logprobs, advantages, mask, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
@@ -176,25 +143,11 @@ def sapo_loss(
     Gao et al. (Qwen, 2025, arXiv:2511.20347), whose aggregation and temperatures are the defaults.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         temperature_positive: ``τ_pos`` > 0; the larger, the faster the gradient falls off.
         temperature_negative: ``τ_neg`` > 0; a little larger, since negative updates spread over the whole vocabulary.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
-            no gradient. No limit when ``None``.
-        ratio_level: ``token``; ``sequence``: the geometric mean of the ratios of a sequence, as in
-            :func:`gspo_loss`; ``sequence-sum``: their product, as in :func:`rloo_loss`.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        log_ratio_clamp, ratio_level: See :func:`ppo_loss`.
+        logprobs, old_logprobs, advantages, mask, weights, aggregation, denominator, max_length: See
+            :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`.

@@ -62,23 +62,13 @@ def gspo_loss() -> None:
     term.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
         advantages: (B,) or (B, 1), detached here. Those of a sequence's tokens, (B, T), are averaged in the gradient,
             as in OpenRLHF; :func:`gspo_token_loss` gives each token its own, and modules refuse them here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         clip_low: ``ε_low``; 3e-4 in section 5.1 of the paper.
         clip_high: ``ε_high``; 4e-4 there.
         log_ratio_clamp: Limit of each token's log-ratio in nats, before the mean; no limit when ``None``.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
         aggregation: How the token losses become one number. verl always takes this one.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        logprobs, old_logprobs, mask, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss`; ``policy/clip_fraction`` counts the tokens of clipped sequences.
@@ -98,23 +88,12 @@ def luspo_loss() -> None:
     training.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
         advantages: (B,) or (B, 1), detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         clip_low: ``ε_low``; GSPO's 3e-4.
         clip_high: ``ε_high``; GSPO's 4e-4.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
-            no gradient. No limit when ``None``.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
         aggregation: How the token losses become one number; the paper's ``sequence-mean-token-sum``.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        log_ratio_clamp: See :func:`ppo_loss`.
+        logprobs, old_logprobs, mask, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`gspo_loss`.
@@ -146,22 +125,11 @@ def gspo_token_loss(
     share one advantage; also valid when they do not.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         clip_low: ``ε_low``; 3e-4 in section 5.1 of the paper.
         clip_high: ``ε_high``; 4e-4 there.
         log_ratio_clamp: Limit of each token's log-ratio in nats, before the mean; no limit when ``None``.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        logprobs, old_logprobs, advantages, mask, weights, aggregation, denominator, max_length: See
+            :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`gspo_loss`.
@@ -194,21 +162,12 @@ def rloo_loss() -> None:
     gradient; the paper and TRL have no such clamp and overflow.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
         advantages: (B,) or (B, 1), detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
-        clip_low: ``ε_low`` in [0, 1]: the ratio is clipped at ``1 - ε_low``.
-        clip_high: ``ε_high`` ≥ 0: the ratio is clipped at ``1 + ε_high``.
         log_ratio_clamp: Limit of each token's log-ratio in nats, before the sum; no limit when ``None``.
         weights: Factors; (B,) or (B, 1) is one factor for the term of each sequence. Detached here.
         aggregation: How the term of a sequence, which all its tokens share, is counted; once with the default.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        clip_low, clip_high: See :func:`ppo_loss`.
+        logprobs, old_logprobs, mask, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss`; ``policy/clip_fraction`` counts the tokens of clipped sequences,
@@ -241,22 +200,12 @@ def gmpo_loss(
     Zhao et al. (2025, arXiv:2507.20673), whose clip is ``(e^-0.4, e^0.4)``.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
         advantages: (B,) or (B, 1), detached here; of (B, T) the mean over the sequence is taken, as in verl.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         clip_low: ``ε_low`` ≥ 0, nats.
         clip_high: ``ε_high`` ≥ 0, nats.
         log_ratio_clamp: Limit of each token's log-ratio in nats, before the mean; no limit when ``None``.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
         aggregation: How the term of a sequence, which all its tokens share, is counted; once with the default.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        logprobs, old_logprobs, mask, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
@@ -311,23 +260,14 @@ def vespo_loss(
     defaults 1.21 at w = 2/3 where ``A ≥ 0``, 1.24 at w = 3/2 where ``A < 0``. Defaults and clamps are TRL's.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         k_positive: ``k`` where ``A ≥ 0``.
         lambda_positive: ``λ`` where ``A ≥ 0``.
         k_negative: ``k`` where ``A < 0``.
         lambda_negative: ``λ`` where ``A < 0``.
         weights: (B, T), (B, 1) or (B,) importance weights, factors of ``w`` instead of the loss. A weight of 0 removes
             its tokens from the loss and does not change ``w``.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        logprobs, old_logprobs, advantages, mask, aggregation, denominator, max_length: See
+            :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output` and ``policy/vespo_weight``, the mean of φ over

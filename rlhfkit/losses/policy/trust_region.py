@@ -58,28 +58,15 @@ def decoupled_ppo_loss(
     :func:`log_linear_proximal_logprobs`.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
         old_logprobs: (B, T) under the proximal policy, the policy before this iteration; detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         rollout_logprobs: (B, T) the engine's, under the policies that sampled; where NaN (not given), the weight is 1.
         level: ``token``, ``sequence`` or ``geometric``, see :func:`importance_weights`.
         mode: ``truncate``, ``clip``, ``mask`` or ``none``, see :func:`importance_weights`.
         low: Lower bound of ``w_t``; none when ``None``.
         high: Upper bound of ``w_t``; AReaL's 5.
-        clip_low: ``ε_low`` in [0, 1]: the ratio is clipped at ``1 - ε_low``.
-        clip_high: ``ε_high`` ≥ 0: the ratio is clipped at ``1 + ε_high``.
-        dual_clip: ``c`` > 1, the largest ratio at a negative advantage; off by default as in OpenRLHF, 3 in verl.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, 20 as in OpenRLHF and verl; beyond it a token has
-            no gradient. No limit when ``None``.
-        delta: ``δ`` ≥ 1 + ``ε_high``, upper bound of the unclipped ratio; off by default, 4 in INTELLECT-2.
         weights: Further factors, (B, T), (B, 1) or (B,), which multiply ``w_t``; detached here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        clip_low, clip_high, dual_clip, log_ratio_clamp, delta: See :func:`ppo_loss`.
+        logprobs, advantages, mask, aggregation, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss` and of :func:`importance_weights`.
@@ -136,24 +123,14 @@ def dppo_loss(
     mismatch of engine and trainer.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
         old_logprobs: (B, T) under the trainer's policy before this iteration, for the metrics and in place of missing
             ``rollout_logprobs``; detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them; NaN where it gave none.
         mask_low: ``D_low`` in [0, 1]; 0.2 in prime-rl.
         mask_high: ``D_high`` in [0, 1]; 0.2 in prime-rl.
         log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl. It pulls dropped tokens back.
         log_ratio_clamp: Limit of each token's log-ratio in nats, beyond which it has no gradient; none in prime-rl.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        logprobs, advantages, mask, weights, aggregation, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`; ``policy/clip_fraction`` (and ``_low``, ``_high``)
@@ -197,23 +174,13 @@ def ipo_policy_loss(
     towards ``μ``, this one drops it too. No relative of the preference loss of that name.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
         old_logprobs: (B, T) under the trainer's policy before this iteration, for the metrics and in place of missing
             ``rollout_logprobs``; detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them; NaN where it gave none.
         threshold: Largest difference of the two probabilities, in [0, 1]; 0.2 in prime-rl.
         log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl.
         log_ratio_clamp: Limit of each token's log-ratio in nats, beyond which it has no gradient; none in prime-rl.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        logprobs, advantages, mask, weights, aggregation, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`dppo_loss`.
@@ -289,25 +256,13 @@ def clip_cov_loss(
     on how a step is split.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         fraction: Share of tokens to take the gradient from, in (0, 1].
         covariance_low: Lower bound of the covariance of candidates.
         covariance_high: Upper bound.
-        clip_low: ``ε_low`` in [0, 1]: the ratio is clipped at ``1 - ε_low``.
-        clip_high: ``ε_high`` ≥ 0: the ratio is clipped at ``1 + ε_high``.
         priority: (B, T) random numbers; candidates with the largest are drawn. From torch's generator when ``None``.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        clip_low, clip_high: See :func:`ppo_loss`.
+        logprobs, old_logprobs, advantages, mask, weights, aggregation, denominator, max_length: See
+            :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`ppo_loss` and ``policy/covariance_fraction``, the share of tokens drawn.
@@ -363,21 +318,10 @@ def kl_cov_loss(
     on how a step is split.
 
     Args:
-        logprobs: (B, T) log-probs of the sampled tokens under the policy, with gradient; ``logprobs[:, t]`` belongs
-            to token t + 1.
-        old_logprobs: (B, T) log-probs under the policy before this iteration (``logprobs.detach()`` in its first
-            update); detached here.
-        advantages: (B, T), or (B, 1) or (B,) when all tokens of a sequence share one; detached here.
-        mask: (B, T), true where the policy chose the token and it is trained on. Masked entries of the other
-            tensors may hold anything, NaN included.
         fraction: Share of tokens to penalise, in (0, 1].
         kl_coef: ``β`` ≥ 0.
-        weights: (B, T), (B, 1) or (B,) factors of the token losses, e.g. of :func:`importance_weights`; detached
-            here.
-        aggregation: How the token losses become one number, see :func:`aggregate`.
-        denominator: Tokens (for ``token-mean``) or sequences of the whole optimizer step, divided by the number of
-            micro-batches that are averaged. The count of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        logprobs, old_logprobs, advantages, mask, weights, aggregation, denominator, max_length: See
+            :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output` and ``policy/covariance_fraction``, the share of tokens

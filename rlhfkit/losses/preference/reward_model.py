@@ -98,7 +98,7 @@ def process_reward_loss(
         aggregation: How the steps become one number; the mean over all steps by default, as in OpenRLHF.
         denominator: Steps (or answers) of the whole optimizer step, divided by the number of micro-batches that are
             averaged; the steps of this call when ``None``.
-        max_length: Tokens, e.g. the generation limit; only for ``aggregation="constant-length"``.
+        max_length: See :func:`aggregate`.
 
     Returns:
         The loss with metrics ``prm/accuracy`` (share of steps whose likelier class is the label; soft labels count as
