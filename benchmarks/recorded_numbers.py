@@ -43,6 +43,7 @@ ITERATIONS = 3
 UNSTABLE = ("time/", "memory/", "rollout/tokens_per_second")
 """Prefixes of logged values that depend on the machine."""
 MOVING = {"class_path": "rlhfkit.modules.parts.moving_reference.MovingReference", "init_args": {"steps": 2}}
+AHEAD = {"class_path": "rlhfkit.Ahead", "init_args": {"max_staleness": 1}}
 NEFTUNE = {"class_path": "rlhfkit.modules.parts.neftune.NEFTune", "init_args": {"alpha": 5.0}}
 Recording = dict[str, dict[str, Any]]
 
@@ -200,12 +201,14 @@ def reinforce(
     """A module of rlhfkit, by name, that learns from its own samples: 8 prompts with 4 answers each."""
     import rlhfkit
 
-    given = {"reward": reward, "sampling": rlhfkit.SamplingSpec(group_size=4, max_new_tokens=6), "alarms": []}
+    given = {"reward": reward, "sampling": rlhfkit.SamplingSpec(group_size=4, max_new_tokens=6)}
     ranks = int(os.environ.get("RANKS", "1"))
     size = {"rollout_batch_size": 8, "micro_batch_size": 8 // ranks}
     data = rlhfkit.PromptDataModule(str(folder / "prompts.jsonl"), prompt="prompt", **size | dict(rows or {}))
     made = getattr(rlhfkit, kind)(str(folder / model), **{"lr": 1e-3} | module)
-    callback = rlhfkit.RolloutCallback(**given | dict(rollout or {}))
+    rollout = dict(rollout or {})
+    parts = [*rollout.pop("parts", ()), {"class_path": "rlhfkit.callbacks.Alarms", "init_args": {"alarms": []}}]
+    callback = rlhfkit.RolloutCallback(**given | rollout, parts=parts)
     return fit(made, data, folder, [callback], **dict(trainer or {}))
 
 
@@ -286,8 +289,8 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         ),
         "remax": grpo(**presets.REMAX),
         "moving_reference": grpo(kl_coef=0.1, parts=[MOVING]),
-        "stale": grpo(proximal="log-linear", rollout={"max_staleness": 1}),
-        "dynamic_sampling": grpo(correction="tis", rollout={"dynamic_sampling": rlhfkit.DynamicSampling()}),
+        "stale": grpo(proximal="log-linear", rollout={"parts": [AHEAD]}),
+        "dynamic_sampling": grpo(correction="tis", rollout={"parts": [{"class_path": "rlhfkit.DynamicSampling"}]}),
         "optimal_token_baseline": grpo(advantages="rlhfkit.modules.on_policy.presets.optimal_token_baseline"),
         "ppo": ppo(),
         # Every other option of the modules' own files.
@@ -302,14 +305,14 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "early_stop_epochs": grpo(parts=control(None, 0.0005), **epochs),
         "entropy_bonus": grpo(entropy_coef=0.05),
         "entropy_both": grpo(entropy_coef=0.05, parts=[part("entropy.EntropyTarget", target=2.5, step=0.02)]),
-        "off_policy": grpo(parts=[part("token_filters.OffPolicyMask", threshold=0.0)], rollout={"max_staleness": 1}),
+        "off_policy": grpo(parts=[part("token_filters.OffPolicyMask", threshold=0.0)], rollout={"parts": [AHEAD]}),
         "rejection": grpo(
             parts=[part("token_filters.Rejection", level="sequence-mean", divergence="k3", high=3e-3)],
-            rollout={"max_staleness": 1},
+            rollout={"parts": [AHEAD]},
         ),
-        "sequence_correction": grpo(correction={"level": "sequence", "high": 1.01}, rollout={"max_staleness": 1}),
-        "stale_recomputed": grpo(rollout={"max_staleness": 1}),
-        "decoupled": grpo(**presets.DECOUPLED_PPO, rollout={"max_staleness": 1}),
+        "sequence_correction": grpo(correction={"level": "sequence", "high": 1.01}, rollout={"parts": [AHEAD]}),
+        "stale_recomputed": grpo(rollout={"parts": [AHEAD]}),
+        "decoupled": grpo(**presets.DECOUPLED_PPO, rollout={"parts": [AHEAD]}),
         "stop_properly": grpo(parts=[part("rewards.StopProperly", coef=0.2)], advantage_scale="none"),
         "mask_truncated": grpo(mask_truncated=True, parts=[part("token_filters.TopEntropy", fraction=0.3)]),
         "token_rewards": grpo(token_level_rewards=True, advantage_scale="none", rollout={"reward": token_reward}),

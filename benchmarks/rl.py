@@ -36,6 +36,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from rlhfkit import Ahead
+
 VOCABULARY = 4096
 WORDS = [f"w{number}" for number in range(VOCABULARY - 2)]
 
@@ -127,8 +129,7 @@ def run_ours(
         lambda samples: [sum(sample.token_ids.tolist()) % 97 / 97 for sample in samples],
         engine=engine,
         sampling=SamplingSpec(group_size=options.group, max_new_tokens=length, min_new_tokens=length),
-        max_staleness=staleness,
-        in_flight=in_flight,
+        parts=[Ahead(staleness, in_flight=in_flight)] if staleness else [],
     )
     trainer = L.Trainer(
         accelerator="cpu",

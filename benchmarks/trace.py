@@ -175,12 +175,13 @@ def fit(module: Any, data: Any, folder: Path, callbacks: list[Any], **arguments:
 def trace_grpo(folder: Path) -> Trace:
     """Eight prompts, four samples of each, two updates of two micro-batches."""
     from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
+    from rlhfkit.callbacks import Alarms
 
     prompts = [{"prompt": f"{number}+{number}="} for number in range(8)]
     rollouts = RolloutCallback(
         lambda samples: [float(len(sample.token_ids) % 2) for sample in samples],
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-        alarms=[],
+        parts=[Alarms([])],
     )
     data = PromptDataModule(prompts, rollout_batch_size=8, micro_batch_size=8)
     module = GRPOModule(make_model(folder / "model"), lr=1e-3)

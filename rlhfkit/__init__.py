@@ -10,13 +10,18 @@ from rlhfkit._version import __version__
 if TYPE_CHECKING:
     from rlhfkit.callbacks import (
         EMA,
+        Ahead,
+        DynamicSampling,
         HFExport,
         Invariants,
         NonFiniteGuard,
+        Oversampling,
+        ReplayBuffer,
         RolloutCallback,
         RolloutDump,
         RunReport,
         SampleTable,
+        Validation,
     )
     from rlhfkit.costs import estimate
     from rlhfkit.data import Experience, Prompt, Sample
@@ -57,12 +62,10 @@ if TYPE_CHECKING:
     from rlhfkit.parts import Part, Prepare, Stage
     from rlhfkit.roles import CriticPool, ModelPool, Placement, RoleResources, ServedModel
     from rlhfkit.rollout import (
-        DynamicSampling,
         HealthPolicy,
         LocalEngine,
         ReferenceMixture,
         ReferenceSamples,
-        ReplayBuffer,
         ReplayEngine,
         RolloutEngine,
         SamplingSpec,
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
     from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 _HOMES = {
+    "Ahead": "callbacks",
     "AgentEpisodes": "episodes",
     "BCOModule": "modules",
     "CPOModule": "modules",
@@ -79,7 +83,7 @@ _HOMES = {
     "DFTModule": "modules",
     "DPOModule": "modules",
     "DistillationModule": "modules",
-    "DynamicSampling": "rollout",
+    "DynamicSampling": "callbacks",
     "EMA": "callbacks",
     "Environment": "episodes",
     "Episodes": "episodes",
@@ -105,6 +109,7 @@ _HOMES = {
     "OnPolicyDistillationModule": "modules",
     "OnPolicyModule": "modules",
     "OnlineDPOModule": "modules",
+    "Oversampling": "callbacks",
     "PPOModule": "modules",
     "PolicyModule": "modules",
     "PolicyOutput": "models",
@@ -116,7 +121,7 @@ _HOMES = {
     "PromptDataModule": "datamodules",
     "RLHFDeepSpeedStrategy": "strategies",
     "ReferenceModule": "modules",
-    "ReplayBuffer": "rollout",
+    "ReplayBuffer": "callbacks",
     "ReplayEngine": "rollout",
     "RewardModule": "modules",
     "RoleResources": "roles",
@@ -135,6 +140,7 @@ _HOMES = {
     "Step": "episodes",
     "StepwiseDataModule": "datamodules",
     "UnpairedPreferenceDataModule": "datamodules",
+    "Validation": "callbacks",
     "VLLMPool": "rollout",
     "VLLMServer": "rollout",
     "estimate": "costs",
@@ -148,6 +154,7 @@ _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
 __all__ = [
     "EMA",
     "AgentEpisodes",
+    "Ahead",
     "BCOModule",
     "CPOModule",
     "CriticPool",
@@ -174,6 +181,7 @@ __all__ = [
     "OnPolicyDistillationModule",
     "OnPolicyModule",
     "OnlineDPOModule",
+    "Oversampling",
     "PPOModule",
     "Part",
     "Placement",
@@ -211,6 +219,7 @@ __all__ = [
     "UnpairedPreferenceDataModule",
     "VLLMPool",
     "VLLMServer",
+    "Validation",
     "__version__",
     "estimate",
     "local_rows",

@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
@@ -56,7 +56,26 @@ class Child:
     """Peak learning rate; ``None``: the module's."""
 
 
-class Part(Callback):
+class Configured:
+    """Something that is made of arguments which are attributes of the same names, with plain values or functions."""
+
+    def plain(self) -> dict[str, Any]:
+        """Class and arguments as plain values, as in YAML: ``{"class_path": ..., "init_args": {...}}``.
+
+        Raises:
+            TypeError: If an argument is no attribute of its name, or has no plain value.
+        """
+        return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": arguments_of(self)}
+
+    def __repr__(self) -> str:
+        """Class and arguments that are not the default."""
+        defaults = {name: each.default for name, each in inspect.signature(type(self)).parameters.items()}
+        given = {name: getattr(self, name, default) for name, default in defaults.items()}
+        shown = [f"{name}={value!r}" for name, value in given.items() if _differ(value, defaults[name])]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Part(Configured, Callback):
     """A feature of a module. A subclass overrides what it takes part in; the rest is not called.
 
     Arguments of its ``__init__`` are attributes of the same names with plain values or functions, by which
@@ -187,21 +206,6 @@ class Part(Callback):
     def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore what :meth:`save_weights` has saved, after the models were built. A collective."""
 
-    def plain(self) -> dict[str, Any]:
-        """Class and arguments as plain values, as in YAML: ``{"class_path": ..., "init_args": {...}}``.
-
-        Raises:
-            TypeError: If an argument is no attribute of its name, or has no plain value.
-        """
-        return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": arguments_of(self)}
-
-    def __repr__(self) -> str:
-        """Class and arguments that are not the default."""
-        defaults = {name: each.default for name, each in inspect.signature(type(self)).parameters.items()}
-        given = {name: getattr(self, name, default) for name, default in defaults.items()}
-        shown = [f"{name}={value!r}" for name, value in given.items() if _differ(value, defaults[name])]
-        return f"{type(self).__name__}({', '.join(shown)})"
-
 
 def _differ(value: Any, default: Any) -> bool:
     return not (value is default or (isinstance(value, str | int | float) and value == default))
@@ -270,6 +274,8 @@ class Prepare(Part):
 
 # ---------------------------------------------------------------------- making and ordering parts
 
+Kind = TypeVar("Kind")
+
 GivenPart = Part | Mapping[str, Any] | Callable[[Experience], Experience] | str
 """A part as users give it, see :func:`make_part`."""
 
@@ -283,23 +289,36 @@ def make_part(given: GivenPart) -> Part:
     """
     if isinstance(given, Part):
         return given
+    kind, arguments = named_part(given)
+    if not isinstance(kind, type):
+        return Prepare(kind, **arguments)
+    return of_class(kind, Part, "rlhfkit.Part, or give a function of the rows")(**arguments)
+
+
+def named_part(given: Any) -> tuple[Any, dict[str, Any]]:
+    """The class or function that is meant by a dotted name, a mapping or itself, and its arguments.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If a name cannot be found.
+    """
     if isinstance(given, str):
-        given = resolve_function(given, "parts")
+        return resolve_function(given, "parts"), {}
     if isinstance(given, Mapping):
         unknown = sorted({*given} - {"class_path", "init_args"})
         if unknown or not isinstance(given.get("class_path"), str):
             raise ValueError(f"a part is {{class_path: ..., init_args: {{...}}}}, got {dict(given)}")
-        kind = resolve_function(given["class_path"], "class_path")
-        arguments = dict(given.get("init_args") or {})
-    elif callable(given):
-        kind, arguments = given, {}
-    else:
+        return resolve_function(given["class_path"], "class_path"), dict(given.get("init_args") or {})
+    if not callable(given):
         raise TypeError(f"a part is a Part, a function of the rows, or their dotted name, got {given!r}")
-    if not isinstance(kind, type):
-        return Prepare(kind, **arguments)
-    if not issubclass(kind, Part):
-        raise TypeError(f"{kind.__name__} is no Part: derive it from rlhfkit.Part, or give a function of the rows")
-    return kind(**arguments)
+    return given, {}
+
+
+def of_class(kind: Any, base: type[Kind], instead: str) -> type[Kind]:
+    """A class that is derived from ``base``; raises TypeError, which says what to derive it from, if it is not."""
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise TypeError(f"{getattr(kind, '__name__', kind)} is no {base.__name__}: derive it from {instead}")
+    return kind
 
 
 def arrange(steps: Iterable[Part], parts: Iterable[Part], provided: Iterable[str]) -> list[Part]:
@@ -347,10 +366,10 @@ def attach_all(parts: Sequence[Part], module: Any) -> None:
         part.attach(module)
 
 
-def overriding(parts: Iterable[Part], method: str) -> list[Any]:
-    """A method of all parts that override it, bound."""
-    base = getattr(Part, method)
-    return [getattr(part, method) for part in parts if getattr(type(part), method) is not base]
+def overriding(parts: Iterable[Any], method: str, base: type = Part) -> list[Any]:
+    """A method of all parts that override that of ``base``, bound."""
+    empty = getattr(base, method)
+    return [getattr(part, method) for part in parts if getattr(type(part), method) is not empty]
 
 
 def part_name(part: Part) -> str:

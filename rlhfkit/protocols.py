@@ -95,8 +95,13 @@ class ExperienceLearner(GenerativeModule, Protocol):
 class ModelsElsewhere(Protocol):
     """Models on machines of their own, which compute for finished groups while others are sampled."""
 
-    def begin_asking(self, iteration: int) -> bool:
-        """Start the models before an iteration's samples; whether there are any. A collective, in the main thread."""
+    @property
+    def present(self) -> bool:
+        """Whether there are any."""
+        ...
+
+    def begin_asking(self, iteration: int) -> None:
+        """Start the models before an iteration's samples. A collective, in the main thread."""
         ...
 
     def ask_early(self, experience: Experience, iteration: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from rlhfkit.protocols import ComparesGroups, ExperienceSource, LearnsFromText, UsesGreedyRewards
+from rlhfkit.protocols import ComparesGroups, ExperienceSource, LearnsFromText
 
 if TYPE_CHECKING:
     import lightning as L
@@ -41,12 +41,6 @@ def prompts_of(trainer: L.Trainer) -> PromptSource:
             "trainer.fit(module, datamodule=PromptDataModule(...))"
         )
     return cast("PromptSource", data)
-
-
-def needs_greedy_rewards(trainer: L.Trainer) -> bool:
-    """Return whether the Trainer's LightningModule compares samples with greedy answers."""
-    module = trainer.lightning_module
-    return isinstance(module, UsesGreedyRewards) and module.needs_greedy_rewards
 
 
 def learns_from_text(trainer: L.Trainer) -> bool:

@@ -12,6 +12,7 @@ from plain_sgd import PlainSGD
 from tiny_models import tiny_model
 
 from rlhfkit import (
+    Ahead,
     GRPOModule,
     LocalEngine,
     PromptDataModule,
@@ -106,6 +107,11 @@ class SharedEngine(LocalEngine):
     """One engine that serves all ranks, as a pool does."""
 
     shared = True
+
+
+def ahead(max_staleness: int, *others: Any) -> list[Any]:
+    """Parts of a run that samples ahead by some iterations, and does not for 0."""
+    return [*([Ahead(max_staleness)] if max_staleness else []), *others]
 
 
 def samples_of_all_ranks(rollouts: RolloutCallback) -> list[Sample]:

@@ -34,6 +34,7 @@ from rlhfkit import (
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
 )
+from rlhfkit.callbacks import Probe
 from rlhfkit.mesh import SequenceParallel, forward_group_of
 from rlhfkit.models import ModelLoading, unwrap
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
@@ -178,7 +179,7 @@ def train(
     if data == "prompts":
         sampling = SamplingSpec(group_size=2, max_new_tokens=4, stop_token_ids=tuple(range(64, 128)))
         engine: Any = LocalEngine()
-        used.insert(0, RolloutCallback(learning.scored, engine=engine, sampling=sampling, probe_tolerance=1e-3))
+        used.insert(0, RolloutCallback(learning.scored, engine=engine, sampling=sampling, parts=[Probe(1e-3)]))
         source: Any = PromptDataModule(rows[:STEP], rollout_batch_size=STEP, micro_batch_size=size, shuffle=False)
     else:
         types = {

@@ -51,6 +51,8 @@ ENGINE = LocalEngine()
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "SequenceParallelDDPStrategy": {"sequence_parallel_size": 2},
+    "Alarm": {"metric": "loss", "advice": "lower it"},
+    "Oversampling": {"share": 0.5},
     "AgentEpisodes": {"agent": lambda connection, prompt: 0.0},
     "CosineLength": {"correct": len, "max_length": 8},
     "ByColumn": {"name": "difficulty"},
@@ -96,7 +98,7 @@ ANY = "*"
 ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     (ANY, "seed"): ((-1,), "any integer seeds"),
     (ANY, "tiled_mlp"): ((True,), "tiles of the default size"),
-    ("RolloutCallback", "probe_tolerance"): ((math.inf,), "switches the probe off"),
+    ("Probe", "tolerance"): ((math.inf,), "switches the probe off"),
     ("VLLMPool", "probe_tolerance"): ((math.inf,), "switches the probe off"),
     ("CosineLength", "success_threshold"): ((-1.0,), "rewards may be negative"),
     **{
@@ -109,7 +111,9 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
             "at_limit",
         )
     },
-    ("RolloutCallback", "success_threshold"): ((-1.0,), "rewards may be negative"),
+    ("Validation", "success_threshold"): ((-1.0,), "rewards may be negative"),
+    ("Alarm", "low"): ((-1.0,), "metrics may be negative"),
+    ("Alarm", "high"): ((-1.0,), "metrics may be negative"),
     ("ReplayBuffer", "min_reward"): ((-1.0,), "rewards may be negative"),
     ("GymEnvironment", "invalid_reward"): ((-1.0,), "rewards may be negative"),
     ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),

@@ -12,13 +12,18 @@ PARTS = {path for path in PACKAGE.rglob("parts/*.py") if path.name != "__init__.
 
 
 def imports_at_the_top(path: Path) -> set[str]:
-    """Dotted names that are imported when a file is, those for type checkers included; not those in functions."""
+    """Dotted names that are imported when a file is, those for type checkers included; not those in functions.
+
+    Nor those of the names that a package offers, for type checkers.
+    """
     found: set[str] = set()
     open_nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while open_nodes:
         node = open_nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
+        if path.name == "__init__.py" and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue  # the types of names that are imported when they are used
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):

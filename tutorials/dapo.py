@@ -60,7 +60,7 @@ def train(
     rollouts = RolloutCallback(
         WeightedSum(correct=math_match, overlong=LengthPenalty(max_new_tokens, soft_zone=max_new_tokens // 4)),
         engine=engine,
-        dynamic_sampling=DynamicSampling(by="correct"),  # groups that are all right or all wrong are replaced
+        parts=[DynamicSampling(by="correct")],  # groups that are all right or all wrong are replaced
         sampling=SamplingSpec(group_size=group_size, max_new_tokens=max_new_tokens),
     )
     trainer = L.Trainer(

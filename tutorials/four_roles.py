@@ -23,6 +23,7 @@ import transformers
 from grpo_arithmetic import quiet_trainer
 
 from rlhfkit import (
+    Ahead,
     LocalEngine,
     Placement,
     PPOModule,
@@ -35,6 +36,7 @@ from rlhfkit import (
     SamplingSpec,
     SFTDataModule,
     SFTModule,
+    Validation,
 )
 from rlhfkit.cli.jsonl import read_lines
 
@@ -71,7 +73,7 @@ def preferred(folder: Path, model: Path) -> float:
     )
     sampling = SamplingSpec(max_new_tokens=12)
     rollouts = RolloutCallback(
-        shows_question, engine=LocalEngine(max_sequences=500), validation_sampling=sampling, sampling=sampling
+        shows_question, engine=LocalEngine(max_sequences=500), sampling=sampling, parts=[Validation(sampling)]
     )
     module = PPOModule(str(model), kl_coef=0.0)
     return quiet_trainer(folder, callbacks=[rollouts]).validate(module, data, verbose=False)[0]["val/reward"]
@@ -93,7 +95,7 @@ def train_with_ppo(folder: Path, start: Path, reward: Path, iterations: int, max
     rollouts = RolloutCallback(
         engine=placement.engines(max_model_len=64, kv_cache_gib=0.125),
         sampling=SamplingSpec(group_size=2, max_new_tokens=12),
-        max_staleness=max_staleness,
+        parts=[Ahead(max_staleness)] if max_staleness else [],
     )
     data = PromptDataModule(
         str(folder / "train.jsonl"), prompt="question", answer="answer", rollout_batch_size=256, micro_batch_size=128

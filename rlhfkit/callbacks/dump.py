@@ -21,7 +21,7 @@ class RolloutDump(Callback):
     With several ranks each writes the samples that it generated, as ``iteration_000012.rank_0_of_4.jsonl`` and so on.
     They are written before the iteration is trained on. A run that resumes inside an iteration keeps that iteration's
     file; if a resumed run samples an iteration differently, the old file becomes ``iteration_000012.replaced-1.jsonl``.
-    :class:`~rlhfkit.rollout.ReplayEngine` replays the samples. With a ``replay_buffer`` the file also has the
+    :class:`~rlhfkit.rollout.ReplayEngine` replays the samples. With a ``ReplayBuffer`` the file also has the
     samples in whose place others were replayed.
 
     Args:

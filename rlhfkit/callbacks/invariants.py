@@ -26,8 +26,8 @@ class Invariants(Callback):
     - padding is not trained on;
     - no group has a sample twice, and no iteration a prompt twice;
     - groups whose rewards are all equal have advantage 0 (``compares_groups``);
-    - no token was sampled by a future policy, or by one older than ``max_staleness`` allows (older ones may be replayed
-      samples, and what partial rollouts continue);
+    - no token was sampled by a future policy, or by one older than ``Ahead(max_staleness=...)`` allows (older ones may
+      be replayed samples, and what partial rollouts continue);
     - a random row of a random micro-batch has the same log-probs with and without the other rows (rlhfkit's modules
       always check this in the first batch of a fit).
 
@@ -58,9 +58,9 @@ class Invariants(Callback):
         experience = rollouts.experience
         if experience is None:  # resumed inside an iteration
             return
-        self._versions = [*self._versions, trainer.global_step][-rollouts.max_staleness - 1 :]
-        # With partial rollouts a token may be older by an iteration for each time that its sample was cut.
-        oldest = None if rollouts.collector.partials is not None else self._versions[0]
+        staleness = rollouts.max_staleness
+        self._versions = [*self._versions, trainer.global_step][-(staleness or 0) - 1 :]
+        oldest = None if staleness is None else self._versions[0]
         of_versions = self._of_versions(experience, oldest, trainer.global_step)
         own = [*self._of_tokens(experience), *self._of_groups(experience), *of_versions]
         problems = list(dict.fromkeys(each for share in gather_objects(own) for each in share))

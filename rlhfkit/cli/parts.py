@@ -9,7 +9,7 @@ from rlhfkit.parts import Part
 
 ROOMS = {
     "For modules, parts=[...]:": "rlhfkit.modules.parts",
-    "For RolloutCallback, by its arguments or parts=[...]:": "rlhfkit.callbacks.rollout.parts",
+    "For RolloutCallback, parts=[...]:": "rlhfkit.callbacks.rollout.parts",
 }
 """Where parts are, by where they are passed."""
 
@@ -27,7 +27,7 @@ def parts() -> None:
 
 def classes(room: str) -> list[type]:
     """The parts that the files of a room define, in order of file and line, without those that others derive from."""
-    from rlhfkit.callbacks.rollout.source import RolloutPart
+    from rlhfkit.callbacks.rollout.part import RolloutPart
 
     found = []
     for file in iter_modules(import_module(room).__path__, f"{room}."):

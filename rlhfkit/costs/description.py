@@ -86,8 +86,12 @@ def described_run(
             "rollouts=RolloutCallback(...)), which say how many there are and how they are made"
         )
     fields |= _sampling(policy, data, rollouts, given, sharding, accumulate_grad_batches, assumptions, problems)
-    offload = rollouts.phases.offload_training
-    fields["offload_training"] = rollouts.phases.colocate and gpu.name != "cpu" if offload is None else offload
+    from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
+
+    devices = rollouts.part(SharedDevices)
+    if devices is not None:
+        offload = devices.offload_training
+        fields["offload_training"] = devices.colocate and gpu.name != "cpu" if offload is None else offload
     if rollouts.groups is not None and rollouts.groups.function.holds_model:
         assumptions.append(f"the model in {type(rollouts.groups.function).__name__} is not counted")
     fields["engine"] = engine_shape(rollouts.engine, Run(**fields), assumptions)
@@ -255,7 +259,7 @@ def _sampling(
         "micro_batch_tokens": float(max(micro_batch, prompt + limit)),  # a sequence is never divided
         "trained_share": min(answer / tokens, 1.0),
         "passes": data.epochs_per_iteration,
-        "max_staleness": rollouts.max_staleness,
+        "max_staleness": max((part.staleness or 0 for part in rollouts.parts), default=0),
     }
 
 

@@ -1,7 +1,7 @@
 """``SandboxedReward`` and ``SubprocessReward``: rewards in child processes, with limits or only out of the way.
 
 Python runs one thread of a process at a time, so a reward in plain Python that scores in the thread of
-``max_staleness`` takes its time from the training loop; in a process of its own it does not, and one that hangs can be
+``Ahead`` takes its time from the training loop; in a process of its own it does not, and one that hangs can be
 killed. Both use :class:`~rlhfkit.rewards.sandbox.SandboxPool`; samples go there as plain values, answers come back as
 JSON.
 """
@@ -284,7 +284,7 @@ class SubprocessReward(RewardInProcesses):
 
     Example::
 
-        RolloutCallback(SubprocessReward("my_rewards.grade"), max_staleness=1, sampling=sampling)
+        RolloutCallback(SubprocessReward("my_rewards.grade"), parts=[Ahead(1)], sampling=sampling)
         SubprocessReward(WeightedSum(correct=exact_match, style=Style("strict")), workers=4, timeout=60)
     """
 

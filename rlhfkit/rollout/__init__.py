@@ -6,9 +6,7 @@ Start at :mod:`rlhfkit.rollout.engine` (the interface), then ``local/``, ``vllm/
 
 from typing import TYPE_CHECKING, Any
 
-from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource, sample_seed
-from rlhfkit.rollout.replay_buffer import ReplayBuffer
 from rlhfkit.rollout.supervision.health import HealthPolicy
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ _LAZY = {
 }
 
 __all__ = [
-    "DynamicSampling",
     "GroupFunction",
     "GroupSampler",
     "HealthPolicy",
@@ -45,7 +42,6 @@ __all__ = [
     "ModuleWeights",
     "ReferenceMixture",
     "ReferenceSamples",
-    "ReplayBuffer",
     "ReplayEngine",
     "RolloutEngine",
     "SamplingSpec",

@@ -8,7 +8,7 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -65,6 +65,10 @@ class SamplingSpec:
     """JSON schema of every completion, a mapping or its JSON text, which is what it becomes; vLLM only."""
     seed: int = 0
     """Base of all sampling seeds."""
+
+    def greedy(self) -> "SamplingSpec":
+        """The most likely completion, one of the same length."""
+        return replace(self, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
     def __post_init__(self) -> None:
         """Check every field."""

@@ -15,24 +15,29 @@ import torch
 
 from rlhfkit import (
     EMA,
+    Ahead,
+    DynamicSampling,
     GRPOModule,
     HFExport,
     LocalEngine,
     LoRA,
     NonFiniteGuard,
+    Oversampling,
     Prompt,
     PromptDataModule,
+    ReplayBuffer,
     RolloutCallback,
     Sample,
     SamplingSpec,
+    Validation,
     callbacks,
     episodes,
     rollout,
 )
-from rlhfkit.callbacks import Invariants, RolloutDump, RunReport, SampleTable
-from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
+from rlhfkit.callbacks import Alarms, Invariants, Probe, RolloutDump, RunReport, SampleTable, SharedDevices
+from rlhfkit.callbacks.rollout.part import RolloutPart
 from rlhfkit.datamodules.prompts.curriculum import ByColumn
-from rlhfkit.rollout import DynamicSampling, GroupSampler, ReplayBuffer
+from rlhfkit.rollout import GroupSampler
 
 from . import learning, test_engines
 from .table import Change, Rows, Unseen, arguments_of, ignored
@@ -157,10 +162,10 @@ def put_together(folder: Path, kind: type, given: dict[str, Any], around: Mappin
     data |= {"validation_data": str(folder / "others.jsonl"), "validation_split": "train"}
     sampling = SamplingSpec(**(SAMPLING | given if kind is SamplingSpec else SAMPLING))
     rollouts: dict[str, Any] = {"reward": learning.scored, "sampling": sampling, "engine": LocalEngine()}
-    if kind is DynamicSampling:
-        rollouts["dynamic_sampling"] = DynamicSampling(**given)
+    if issubclass(kind, RolloutPart):
+        rollouts["parts"] = [kind(**given)]
     if kind is ReplayBuffer:
-        rollouts |= {"replay_buffer": ReplayBuffer(**given), "reward": seldom}
+        rollouts["reward"] = seldom
     callback = RolloutCallback(**(rollouts | given if kind is RolloutCallback else rollouts))
     extra = [kind(**given)] if issubclass(kind, L.Callback) and kind is not RolloutCallback else []
     made = Infinite if around.get("infinite") else GRPOModule
@@ -243,19 +248,23 @@ TABLE: dict[type, Rows] = {
         "engine": Change(Cut()),
         "group": Change(first_tokens),
         "sampling": Change(SamplingSpec(**SAMPLING | {"max_new_tokens": 2})),
-        "validation_sampling": Change(SamplingSpec(**SAMPLING)),
-        "success_threshold": Change(
-            0.1, given={"validation_sampling": SamplingSpec(**SAMPLING), "success_threshold": 1e9}
-        ),
-        "dynamic_sampling": Change(DynamicSampling(keep=never, max_rounds=2)),
-        "replay_buffer": Change(ReplayBuffer(), given={"reward": seldom}),
-        "max_staleness": Change(1),
-        "in_flight": Unseen("when weights change depends on time: tests/callbacks/rollout/test_async_rollouts.py"),
         "rollout_timeout": Unseen("seconds: tests/callbacks/rollout/test_async_rollouts.py"),
-        "offload_training": Change(True),
-        "alarms": Unseen("warnings: tests/callbacks/test_alarms.py"),
-        "probe_tolerance": Change(0.0, refused=True),
         "parts": Change([Oversampling(0.5)]),
+    },
+    Ahead: {
+        "max_staleness": Change(2, around={"epochs": 3}),
+        "in_flight": Unseen("when weights change depends on time: tests/callbacks/rollout/test_async_rollouts.py"),
+    },
+    Oversampling: {
+        "share": Change(1.0),
+        "continued": Change(True),
+    },
+    Alarms: {"alarms": Unseen("warnings: tests/callbacks/test_alarms.py")},
+    Probe: {"tolerance": Change(0.0, refused=True)},
+    SharedDevices: {"offload_training": Change(True)},
+    Validation: {
+        "sampling": Change(SamplingSpec(**SAMPLING)),
+        "success_threshold": Change(0.1, given={"sampling": SamplingSpec(**SAMPLING), "success_threshold": 1e9}),
     },
     LocalEngine: {
         "max_sequences": Unseen(SAME_NUMBERS + "so many at a time: tests/rollout/local/test_engine.py"),
@@ -295,6 +304,7 @@ TABLE: dict[type, Rows] = {
     },
 }
 LEAST: dict[type, dict[str, Any]] = {
+    Oversampling: {"share": 0.25},
     HFExport: {"folder": "@here"},
     RolloutDump: {"folder": "@here"},
     RunReport: {"path": "@here.html"},

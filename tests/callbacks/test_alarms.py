@@ -8,7 +8,7 @@ import pytest
 from rl_runs import setup_run
 
 from rlhfkit import RolloutCallback, SamplingSpec
-from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
+from rlhfkit.callbacks.rollout.parts.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from rl_runs import digits, setup_run, weights
 from torch import Tensor
 
 from rlhfkit import (
+    Ahead,
     GRPOModule,
     Invariants,
+    Oversampling,
     ReplayBuffer,
     ReplayEngine,
     RolloutCallback,
@@ -26,7 +28,6 @@ from rlhfkit import (
     SamplingSpec,
 )
 from rlhfkit.callbacks import InvariantError
-from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
 from rlhfkit.data import Experience
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
@@ -119,8 +120,8 @@ STOPPING = SamplingSpec(group_size=4, max_new_tokens=24, stop_token_ids=tuple(ra
     "arguments",
     [
         {},
-        {"max_staleness": 1},
-        {"reward": only_odd, "replay_buffer": ReplayBuffer()},
+        {"parts": [Ahead(1)]},
+        {"reward": only_odd, "parts": [ReplayBuffer()]},
         {"sampling": STOPPING, "parts": [Oversampling(0.5, continued=True)]},
     ],
     ids=["in turns", "ahead", "replayed", "continued"],
@@ -132,9 +133,9 @@ def test_what_must_hold_holds(tmp_path: Path, arguments: dict[str, Any]) -> None
     trainer.fit(module, data)
     assert watch.checked == 3
     metrics = trainer.callback_metrics
-    if "replay_buffer" in arguments:
+    if "reward" in arguments:
         assert metrics["rollout/replayed_fraction"] > 0
-    if "parts" in arguments:
+    if "sampling" in arguments:
         assert metrics["rollout/staleness"] > 0
         assert metrics["rollout/mixed_fraction"] > 0
 

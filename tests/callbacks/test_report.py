@@ -15,9 +15,9 @@ from rl_runs import digits, prompts_file, setup_run
 from tiny_models import tiny_model
 
 from rlhfkit import RolloutCallback, RunReport, SamplingSpec, SFTDataModule, SFTModule
-from rlhfkit.callbacks.alarms import Alarm
 from rlhfkit.callbacks.report.page import BINS, MOST_POINTS, Curve, Histogram, RunData, read_page, write_page
 from rlhfkit.callbacks.report.timeline import Interval, merged, recorded_intervals
+from rlhfkit.callbacks.rollout.parts.alarms import Alarm, Alarms
 from rlhfkit.cli.main import main
 
 
@@ -105,7 +105,7 @@ def test_the_time_of_the_trainer_is_shown(run: Run) -> None:
 def test_alarms_that_went_off_are_in_the_page(tmp_path: Path) -> None:
     alarm = Alarm(metric="rollout/length", high=0.5, advice="answers are long")
     sampling = SamplingSpec(group_size=4, max_new_tokens=4)
-    rollouts = RolloutCallback(digits, sampling=sampling, alarms=[alarm])
+    rollouts = RolloutCallback(digits, sampling=sampling, parts=[Alarms([alarm])])
     report = RunReport(str(tmp_path / "report.html"))
     fit(tmp_path, report, epochs=1, rollouts=rollouts, data_arguments={"rollout_batch_size": 4})
     [found] = read_page(tmp_path / "report.html")[0].alarms

@@ -13,6 +13,7 @@ from tiny_models import tiny_model
 
 import rlhfkit
 from rlhfkit import (
+    Ahead,
     CriticPool,
     DistillationModule,
     DPOModule,
@@ -32,6 +33,7 @@ from rlhfkit import (
     SFTModule,
     VLLMPool,
 )
+from rlhfkit.callbacks import SharedDevices
 from rlhfkit.costs import GPU, MemoryCheck, estimate
 from rlhfkit.costs.description import sharding_of
 from rlhfkit.costs.estimation import estimate_run, forward_flops, memory_warning, train_flops
@@ -144,7 +146,7 @@ def test_targets_that_are_no_layers_are_refused_and_parts_of_names_found(wide: s
     [
         ({}, False),
         ({"engine": LocalEngine(share_weights=False)}, True),
-        ({"max_staleness": 1}, True),
+        ({"parts": [Ahead(1)]}, True),
         ({"strategy": "rlhf_zero2"}, False),
         ({"strategy": "rlhf_zero3"}, True),
         ({"precision": "bf16-mixed"}, True),
@@ -155,7 +157,7 @@ def test_a_local_engine_has_weights_of_its_own_where_it_cannot_use_the_policys(
     folder: str, changes: dict[str, Any], copies: bool
 ) -> None:
     """The reasons are those of ``LocalEngine(share_weights=...)``."""
-    of_callback = {name: value for name, value in changes.items() if name in ("engine", "max_staleness")}
+    of_callback = {name: value for name, value in changes.items() if name in ("engine", "parts")}
     of_trainer = {name: value for name, value in changes.items() if name in ("strategy", "precision")}
     module = GRPOModule(folder, lora=changes.get("lora"))
     found = estimate(module, prompts(), rollouts(**of_callback), **of_trainer)
@@ -209,7 +211,7 @@ def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
 def test_training_states_leave_the_gpus_of_colocated_engines_unless_told_otherwise(wide: str) -> None:
     pool = VLLMPool(colocate=True)
     for given, expected in ((None, True), (False, False)):
-        callback = rollouts(engine=pool, offload_training=given)
+        callback = rollouts(engine=pool, parts=[SharedDevices(given)])
         assert estimate(GRPOModule(wide), prompts(), callback).run.offload_training is expected
     assert not estimate(GRPOModule(wide), prompts(), rollouts()).run.offload_training
 

@@ -18,6 +18,7 @@ from gpu.cases import ACCELERATORS, difference, texts
 from gpu.comparing import Figures
 from gpu.launch import launch
 from rlhfkit import LocalEngine, LoRA, RolloutCallback, SamplingSpec, SFTModule
+from rlhfkit.callbacks import SharedDevices
 
 APART = 2e-4
 """Largest difference of a loss, or of a weight that SGD has moved."""
@@ -51,7 +52,9 @@ def test_log_probs_of_engine_and_trainer_agree_in_16_bits(
 
 
 @pytest.mark.parametrize(
-    "options", [{"offload_training": (False, True)}, {"engine": (True, False)}], ids=["states leave", "weights copied"]
+    "options",
+    [{"parts": ([SharedDevices(False)], [SharedDevices(True)])}, {"engine": (True, False)}],
+    ids=["states leave", "weights copied"],
 )
 def test_where_states_and_weights_are_changes_no_bit(
     device: str, options: dict[str, Any], tmp_path: Path, figures: Figures

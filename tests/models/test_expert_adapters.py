@@ -15,6 +15,7 @@ from tiny_models import tiny_tokenizer
 
 from models.lora_cases import logprobs, train_a_bit
 from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
+from rlhfkit.callbacks import Probe
 from rlhfkit.models import ModelLoading, adapter_disabled, load_causal_lm, policy_output
 from rlhfkit.models.lora import adapter_layers, save_adapter, save_initial_adapter
 from rlhfkit.models.weights.files import save_weights
@@ -164,7 +165,7 @@ def test_engines_sample_from_the_trained_experts(folders: dict[str, str], tmp_pa
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
     )
     trainer.fit(module, data)  # after each sync a probe compares the engine's log-probs with the trainer's
-    assert rollouts.weight_synchronizer.difference < 1e-4
+    assert rollouts.part(Probe).difference < 1e-4
     trained = {name for name, parameter in module.policy.named_parameters() if ".lora_B" in name and parameter.any()}
     assert sum(".experts" in name for name in trained) == 4
 

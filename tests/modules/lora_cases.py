@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from rlhfkit import HFExport, LoRA, SFTDataModule, SFTModule
+from rlhfkit.callbacks import Probe
 from rlhfkit.models import ModelLoading, policy_output
 
 RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -46,7 +47,7 @@ class Watch(L.Callback):
         if trainer.current_epoch == 0:
             difference = (experience.columns["ref_logprobs"] - experience.rollout_logprobs)[experience.action_mask]
             self.report["reference"].append(float(difference.abs().max()))
-        self.report["probes"].append(trainer.callbacks[0].weight_synchronizer.difference)
+        self.report["probes"].append(trainer.callbacks[0].part(Probe).difference)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.report["children"] = [name for name, _ in pl_module.named_children()]

@@ -12,6 +12,7 @@ from rl_runs import digits, setup_run
 from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
+from rlhfkit.callbacks import Probe
 from rlhfkit.models import ModelLoading, load_causal_lm
 
 
@@ -118,7 +119,7 @@ def rl_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             experience = trainer.callbacks[0].experience
             seen["kl"].append(float(trainer.callback_metrics["policy/ref_kl"]))
             seen["rewards"].append(float(experience.rewards.mean()))
-            seen["probes"].append(trainer.callbacks[0].weight_synchronizer.difference)
+            seen["probes"].append(trainer.callbacks[0].part(Probe).difference)
 
     rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
     trainer, module, data, _ = setup_run(

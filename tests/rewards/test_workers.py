@@ -14,7 +14,7 @@ import torch
 from rl_runs import digits, setup_run
 
 from rewards import worker_rewards
-from rlhfkit import RolloutCallback, SamplingSpec
+from rlhfkit import Ahead, RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.rewards import SubprocessReward, WeightedSum, reward_metrics, score_samples
 from rlhfkit.rewards.base import CompositeReward, RewardError, part_names, tell_progress
@@ -126,7 +126,7 @@ def test_a_run_that_samples_ahead_is_the_same_with_it(tmp_path: Path) -> None:
     weights = []
     for name in ("here", "there"):
         reward = digits if name == "here" else SubprocessReward("rl_runs.digits")
-        rollouts = RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8), max_staleness=1)
+        rollouts = RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8), parts=[Ahead(1)])
         trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=3)
         trainer.fit(module, data)
         weights.append({key: value.clone() for key, value in module.state_dict().items()})

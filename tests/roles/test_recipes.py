@@ -7,7 +7,7 @@ from types import MethodType
 from typing import Any
 
 import pytest
-from rl_runs import setup_run
+from rl_runs import ahead, setup_run
 from shared_pool import SharedPool
 from strategies import ray_cases
 from tiny_models import tiny_model
@@ -87,7 +87,7 @@ def test_the_reference_with_the_trainer_and_the_reward_model_apart(
     folder: Path, apart: tuple[Placement, VLLMPool], max_staleness: int
 ) -> None:
     placement = Placement(trainer=1, engines=PART, reference=WITH, reward=PART, critic=WITH)
-    module = learn(folder, placement, apart[1], max_staleness=max_staleness)
+    module = learn(folder, placement, apart[1], parts=ahead(max_staleness))
     assert module.reward_models[""] is not None
     assert sum(row.machines == {} for row in placement.plan) == 2
     placement.close()

@@ -7,11 +7,10 @@ from typing import Any
 
 import lightning as L
 import pytest
-from rl_runs import setup_run, weights
+from rl_runs import ahead, setup_run, weights
 
-from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.rollout import DynamicSampling
-from rlhfkit.rollout.dynamic_sampling import has_signal
+from rlhfkit import DynamicSampling, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks.rollout.parts.dynamic_sampling import has_signal
 
 
 def group(index: int, rewards: Sequence[float | None]) -> list[Sample]:
@@ -63,8 +62,7 @@ def run(folder: Path, staleness: int = 0, **trainer_arguments: Any) -> tuple[Any
     rollouts = RolloutCallback(
         odd_prompts_only,
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-        dynamic_sampling=DynamicSampling(),
-        max_staleness=staleness,
+        parts=ahead(staleness, DynamicSampling()),
     )
     keep = Keep(rollouts)
     trainer, module, data, _ = setup_run(folder, rollouts=rollouts, callbacks=[keep], max_epochs=3, **trainer_arguments)
@@ -88,7 +86,7 @@ def test_training_sees_only_groups_with_signal_and_resumes_bitwise(tmp_path: Pat
     assert trainer.callback_metrics["rollout/zero_advantage_fraction"] == 0.0
     saver = SaveInside()
     rollouts = RolloutCallback(
-        odd_prompts_only, sampling=SamplingSpec(group_size=4, max_new_tokens=8), dynamic_sampling=DynamicSampling()
+        odd_prompts_only, sampling=SamplingSpec(group_size=4, max_new_tokens=8), parts=[DynamicSampling()]
     )
     stopped, second, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[saver], max_epochs=2)
     stopped.fit(second, data)
@@ -112,7 +110,7 @@ def test_an_iteration_without_enough_signal_is_filled_up_and_says_so(
     rollouts = RolloutCallback(
         lambda samples: [1.0] * len(samples),
         sampling=SamplingSpec(group_size=4, max_new_tokens=4),
-        dynamic_sampling=DynamicSampling(max_rounds=2),
+        parts=[DynamicSampling(max_rounds=2)],
     )
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
     trainer.fit(module, data)

@@ -16,8 +16,16 @@ from shared_pool import SharedPool
 from strategies import ranks
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit import DynamicSampling, Invariants, OnlineDPOModule, ReplayEngine, RolloutCallback, RolloutDump
-from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
+from rlhfkit import (
+    Ahead,
+    DynamicSampling,
+    Invariants,
+    OnlineDPOModule,
+    Oversampling,
+    ReplayEngine,
+    RolloutCallback,
+    RolloutDump,
+)
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout import GroupSampler, LocalEngine, ModuleWeights, SamplingSpec, sample_groups
 from rlhfkit.rollout.groups import GroupError, GroupRunner
@@ -291,9 +299,9 @@ def test_vllm_makes_the_same_kind_of_groups(vllm_pool: SharedPool, vllm_model: P
 
 MORE: list[dict[str, Any]] = [
     {},
-    {"dynamic_sampling": DynamicSampling()},
+    {"parts": [DynamicSampling()]},
     {"parts": [Oversampling(0.5)]},
-    {"max_staleness": 1},
+    {"parts": [Ahead(1)]},
 ]
 
 
@@ -313,7 +321,7 @@ def test_the_default_function_trains_to_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("group", [ask_again, tree, shortest, all_together])
 @pytest.mark.parametrize(
-    "more", [{}, {"dynamic_sampling": DynamicSampling()}, {"parts": [Oversampling(0.5)]}, {"max_staleness": 1}]
+    "more", [{}, {"parts": [DynamicSampling()]}, {"parts": [Oversampling(0.5)]}, {"parts": [Ahead(1)]}]
 )
 def test_every_function_trains_with_every_kind_of_rollout(tmp_path: Path, group: Any, more: Any) -> None:
     checks = Invariants()

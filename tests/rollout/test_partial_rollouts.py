@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit import LocalEngine, Prompt, ReplayEngine, RolloutCallback, Sample, SamplingSpec, VLLMPool
-from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
+from rlhfkit import LocalEngine, Oversampling, Prompt, ReplayEngine, RolloutCallback, Sample, SamplingSpec, VLLMPool
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.rollout.local.engine import LocalStream

@@ -11,6 +11,7 @@ import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import LocalEngine, ReferenceMixture, ReferenceSamples, RolloutCallback, VLLMPool
+from rlhfkit.callbacks import SharedDevices
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import GroupFunction, ModuleWeights, SamplingSpec, sample_seed
@@ -158,7 +159,7 @@ def test_either_engine_may_be_on_the_ranks_gpus_and_prompts_have_to_fit_both() -
         rollouts = RolloutCallback(
             engine=VLLMPool(1, max_model_len=64, **ours), group=ReferenceSamples(VLLMPool(1, **theirs))
         )
-        assert rollouts.phases.colocate is expected
+        assert (rollouts.part(SharedDevices) is not None) is expected
     for lengths, expected_length in (((64, 32), 32), ((64, None), 64), ((None, None), None)):
         policy, reference = (VLLMPool(1, max_model_len=length) for length in lengths)
         assert GroupRunner(policy, ReferenceSamples(reference)).max_model_len == expected_length

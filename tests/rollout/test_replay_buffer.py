@@ -16,14 +16,13 @@ from torch import Tensor
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, ReplayBuffer, ReplayEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import RolloutDump
-from rlhfkit.callbacks.rollout.parts.replay import Replay
+from rlhfkit.callbacks.rollout.parts.dynamic_sampling import check_part
 from rlhfkit.data import Experience
 from rlhfkit.losses import group_advantages
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.protocols import STATES_OF_RANKS
 from rlhfkit.rollout.collector import CollectedGroups
-from rlhfkit.rollout.replay_buffer import GroupReplay
 from rlhfkit.rollout.sample_state import sample_from_state, sample_state
 
 
@@ -39,7 +38,7 @@ def collected(*groups: list[Sample]) -> CollectedGroups:
     return CollectedGroups(list(groups), [one[0].prompt.index for one in groups], len(groups), len(groups), 0, 0.0, {})
 
 
-def iterations(replay: GroupReplay, *each: Sequence[list[Sample]], seed: int = 0) -> list[list[tuple[int, bool]]]:
+def iterations(replay: ReplayBuffer, *each: Sequence[list[Sample]], seed: int = 0) -> list[list[tuple[int, bool]]]:
     """Prompts of the groups that are trained on, and whether they are replayed, of iterations of one update each."""
     found = []
     for number, groups in enumerate(each):
@@ -53,7 +52,7 @@ GOOD, EQUAL = [1.0, 0.0], [0.0, 0.0]
 
 
 def test_groups_without_a_signal_are_replaced_by_kept_ones_in_their_places() -> None:
-    replay = GroupReplay(ReplayBuffer(fraction=0.5))
+    replay = ReplayBuffer(fraction=0.5)
     first, second, third = iterations(
         replay,
         [group(0, GOOD), group(1, EQUAL), group(2, [1.0, 0.5]), group(3, EQUAL)],
@@ -68,13 +67,13 @@ def test_groups_without_a_signal_are_replaced_by_kept_ones_in_their_places() -> 
 
 
 def test_a_group_is_replayed_until_a_token_is_too_old_and_ages_are_logged() -> None:
-    replay = GroupReplay(ReplayBuffer(max_age=3, fraction=1.0))
+    replay = ReplayBuffer(max_age=3, fraction=1.0)
     silent = [[group(10 + number, EQUAL), group(20 + number, EQUAL)] for number in range(4)]
     runs = iterations(replay, [group(0, GOOD, version=0), group(1, EQUAL)], *silent)
     assert [run[0] for run in runs] == [(0, False), (0, True), (0, True), (0, True), (13, False)]
-    again = GroupReplay(ReplayBuffer(max_age=3, fraction=1.0))
+    again = ReplayBuffer(max_age=3, fraction=1.0)
     iterations(again, [group(0, GOOD, version=0), group(1, EQUAL)], *silent[:3])
-    assert again.metrics == {
+    assert again.measured == {
         "rollout/replayed_fraction": 0.5,
         "rollout/replayed_age": 2.5,  # tokens of versions 0 and 1 at version 3
         "rollout/replayed_age_max": 3.0,
@@ -84,20 +83,20 @@ def test_a_group_is_replayed_until_a_token_is_too_old_and_ages_are_logged() -> N
 
 
 def test_the_groups_that_differ_most_stay_and_the_newest_of_a_prompt() -> None:
-    replay = GroupReplay(ReplayBuffer(capacity=2, min_reward=0.5))
+    replay = ReplayBuffer(capacity=2, min_reward=0.5)
     iterations(
         replay,
         [group(0, [0.6, 0.0]), group(1, [1.0, 0.0]), group(2, [0.9, 0.0]), group(3, [0.4, -9.0])],
         [group(1, [0.8, 0.2]), group(4, [0.5, 0.4])],
     )
-    kept = {state["samples"][0]["index"]: state["samples"][0]["reward"] for state in replay.state_dict()}
+    kept = {state["samples"][0]["index"]: state["samples"][0]["reward"] for state in replay.state_dict(0)}
     assert kept == {2: 0.9, 1: 0.8}
 
 
 def test_the_choice_is_drawn_in_proportion_to_the_deviations() -> None:
     counts = {0: 0, 1: 0}
     for seed in range(400):
-        replay = GroupReplay(ReplayBuffer(fraction=0.5))
+        replay = ReplayBuffer(fraction=0.5)
         (_, second) = iterations(
             replay, [group(0, [3.0, 0.0]), group(1, [1.0, 0.0])], [group(2, EQUAL), group(3, EQUAL)], seed=seed
         )
@@ -109,13 +108,13 @@ def test_what_differs_may_be_a_part_of_the_reward() -> None:
     samples = group(0, [1.0, 0.9])
     for sample in samples:
         sample.reward_parts = {"right": 1.0}
-    replay = GroupReplay(ReplayBuffer(by="right"))
+    replay = ReplayBuffer(by="right")
     iterations(replay, [samples])
-    assert replay.state_dict() == []
+    assert replay.state_dict(0) == []
     with pytest.raises(ValueError, match=r"ReplayBuffer\(by='right'\): no reward part is called that"):
         iterations(replay, [group(1, GOOD)])
     with pytest.raises(ValueError, match=r"ReplayBuffer\(by='wrong'\): no reward part is called that; .* are right"):
-        ReplayBuffer(by="wrong").check_parts(["right"])
+        check_part("ReplayBuffer", "wrong", ["right"])
 
 
 def test_states_are_plain_and_hold_every_field_exactly() -> None:
@@ -132,14 +131,14 @@ def test_states_are_plain_and_hold_every_field_exactly() -> None:
 def test_the_newest_group_of_a_prompt_counts_where_several_ranks_states_hold_one() -> None:
     states = []
     for number in (0, 1):
-        replay = GroupReplay(ReplayBuffer())
+        replay = ReplayBuffer()
         replay.replay(collected(group(0, [1.0, float(number) / 2])), iteration=number, version=0, seed=0)
-        states += replay.state_dict()
-    replay.load_state_dict(states, group_size=2)
-    assert len(replay.state_dict()) == 1
-    assert replay.state_dict()[0]["iteration"] == 1
-    replay.load_state_dict(states, group_size=3)  # the run goes on with larger groups
-    assert replay.state_dict() == []
+        states += replay.state_dict(0)
+    replay.take(states, group_size=2)
+    assert len(replay.state_dict(0)) == 1
+    assert replay.state_dict(0)[0]["iteration"] == 1
+    replay.take(states, group_size=3)  # the run goes on with larger groups
+    assert replay.state_dict(0) == []
 
 
 # ---------------------------------------------------------------------- the expected gradient
@@ -242,7 +241,7 @@ def fit(folder: Path, *callbacks: Any, engine: Any = None, resume: Any = None, *
         only_odd,
         engine=engine or LocalEngine(),
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-        replay_buffer=ReplayBuffer(fraction=0.25, max_age=4),
+        parts=[ReplayBuffer(fraction=0.25, max_age=4)],
         **arguments,
     )
     trainer, module, data, _ = setup_run(
@@ -297,13 +296,14 @@ def test_a_recorded_run_with_a_buffer_is_repeated_bitwise(straight: Any) -> None
 
 def test_groups_of_other_ranks_states_are_divided_when_the_number_of_ranks_changes() -> None:
     def callback() -> RolloutCallback:
-        return RolloutCallback(only_odd, sampling=SamplingSpec(group_size=2), replay_buffer=ReplayBuffer())
+        return RolloutCallback(only_odd, sampling=SamplingSpec(group_size=2), parts=[ReplayBuffer()])
 
     saved = []
     for prompt in range(4):  # each of four ranks has one
         one = callback()
-        (kept,) = (part for part in one.parts if isinstance(part, Replay))
-        kept.groups.replay(collected(group(prompt, GOOD)), iteration=0, version=0, seed=0)
+        kept = one.part(ReplayBuffer)
+        assert kept is not None
+        kept.replay(collected(group(prompt, GOOD)), iteration=0, version=0, seed=0)
         saved.append({"callbacks": {one.state_key: one.state_dict()}})
     found = []
     for rank in range(2):
@@ -311,7 +311,7 @@ def test_groups_of_other_ranks_states_are_divided_when_the_number_of_ranks_chang
         trainer: Any = SimpleNamespace(global_rank=rank, world_size=2)
         one.on_load_checkpoint(trainer, trainer, {STATES_OF_RANKS: saved})
         one.load_state_dict(saved[0]["callbacks"][one.state_key])
-        found.append([each["samples"][0]["index"] for each in one.state_dict()["replay"]])
+        found.append([each["samples"][0]["index"] for each in one.state_dict()["parts"]["ReplayBuffer[0]"]])
     assert found == [[0, 2], [1, 3]]
 
 
@@ -326,7 +326,7 @@ def test_a_module_without_weights_and_groups_of_one_are_refused(
     tmp_path: Path, correction: str, group_size: int, says: str
 ) -> None:
     rollouts = RolloutCallback(
-        only_odd, sampling=SamplingSpec(group_size=group_size, max_new_tokens=4), replay_buffer=ReplayBuffer()
+        only_odd, sampling=SamplingSpec(group_size=group_size, max_new_tokens=4), parts=[ReplayBuffer()]
     )
     trainer, module, data, _ = setup_run(tmp_path, module_arguments={"correction": correction}, rollouts=rollouts)
     with pytest.raises(ValueError, match=says):

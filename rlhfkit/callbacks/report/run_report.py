@@ -240,8 +240,11 @@ class RunReport(Callback):
         rollouts = rollouts_of(trainer)
         if not trainer.is_global_zero or rollouts is None:
             return
+        from rlhfkit.callbacks.rollout.parts.alarms import Alarms
+
+        alarms = rollouts.part(Alarms)
         known = {(one["iteration"], one["metric"]) for one in self.data.alarms}
-        for number, alarm, value in rollouts.alarms.triggered:
+        for number, alarm, value in () if alarms is None else alarms.triggered:
             if (number, alarm.metric) not in known:
                 found = {"iteration": number, "metric": alarm.metric, "value": value, "advice": alarm.advice}
                 self.data.alarms.append(found)

@@ -7,6 +7,7 @@ score, select), lets the module prepare them, and splits them into micro-batches
 import dataclasses
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -18,7 +19,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from rlhfkit.argument_names import refuse_arguments
-from rlhfkit.callbacks.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 from rlhfkit.callbacks.rollout.checks import (
     check_learner,
     check_prompts,
@@ -26,41 +26,40 @@ from rlhfkit.callbacks.rollout.checks import (
     check_sizes,
     check_whole_iterations,
 )
-from rlhfkit.callbacks.rollout.group_collector import GroupCollector, ScoresSamples
 from rlhfkit.callbacks.rollout.metrics import iteration_metrics
 from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches, check_whole_groups, shape_of
+from rlhfkit.callbacks.rollout.part import RolloutPart, make_rollout_part
+from rlhfkit.callbacks.rollout.parts import default_parts, parts_of
 from rlhfkit.callbacks.rollout.sharing import SharedIteration, share_copies, share_iteration
-from rlhfkit.callbacks.rollout.source import Ask, RolloutPart, SeparateDevices, Source
+from rlhfkit.callbacks.rollout.source import Ask, GroupCollector, Source
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
-from rlhfkit.callbacks.rollout.validation import ValidationRuns, log_validation
 from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
 from rlhfkit.data.exchange import gather_columns
-from rlhfkit.data.types import Experience, Sample
-from rlhfkit.distributed import cpu_group, gather_objects, run_on_all_ranks, true_on_all_ranks
+from rlhfkit.data.types import Experience, Prompt, Sample
+from rlhfkit.distributed import cpu_group, run_on_all_ranks, true_on_all_ranks
 from rlhfkit.mesh import mesh_of
-from rlhfkit.protocols import STATES_OF_RANKS, AsksWhileSampling, HasChatTemplate
-from rlhfkit.rewards.base import Reward, answer_reader, mean_metrics, reward_metrics
+from rlhfkit.parts import overriding
+from rlhfkit.protocols import STATES_OF_RANKS, HasChatTemplate
+from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.collector import CollectedGroups
-from rlhfkit.rollout.dynamic_sampling import DynamicSampling
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
-from rlhfkit.rollout.replay_buffer import ReplayBuffer
 from rlhfkit.trainer_parts import (
     callbacks_of,
     compares_groups,
     datamodule_of,
     learner_of,
-    needs_greedy_rewards,
     policy_of,
     profiler_of,
     prompts_of,
 )
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_number
 
 if TYPE_CHECKING:
     from rlhfkit.rollout.groups import AnyGroupFunction, GroupRunner
 
 T = TypeVar("T")
+P = TypeVar("P", bound=RolloutPart)
 
 log = logging.getLogger(__name__)
 
@@ -83,35 +82,20 @@ class RolloutCallback(Callback):
             :class:`~rlhfkit.rollout.GroupSampler`, or an object such as :class:`~rlhfkit.Episodes`; see
             ``docs/rollout.md``. ``None``: they are ``group_size`` completions.
         sampling: How to sample in training.
-        validation_sampling: How to sample in validation; ``None``: one greedy completion of the same length per prompt.
-            A mapping gives several settings by name, with metrics ``val/<name>/reward`` and so on.
-        success_threshold: A validation sample with at least this reward counts as correct in ``val/pass@k``, logged if
-            ``validation_sampling`` takes several samples per prompt, beside ``val/avg@n``, ``val/best@k`` and, for
-            rewards that read answers (``math_match``, ``exact_match``), ``val/maj@k``.
-        dynamic_sampling: Replace groups without a learning signal by those of further prompts (DAPO); ``None``: train
-            on every group.
-        replay_buffer: Keep groups with a learning signal, and train on them again in place of later groups without one,
-            with importance weights; ``None``: none are kept.
-        max_staleness: Iterations by which sampling may be ahead of learning. 0: they alternate. 1 or more: they overlap
-            in a thread, and samples may be that many iterations old; give the module a ``correction`` for it.
-        in_flight: With ``max_staleness``: sync weights while the engine generates; later tokens use the new ones, and
-            each token records its version.
-        rollout_timeout: Seconds that one iteration's samples may take, on several ranks or with ``max_staleness``.
-        offload_training: Whether weights, gradients and optimizer states are in CPU memory while the engine generates.
-            ``None``: if it shares the GPUs of the training ranks (``VLLMPool(colocate=True)``). The numbers are the
-            same bit for bit. See ``docs/rollout.md`` for the order, ``memory/...`` for what it frees.
-        alarms: Bounds on metrics, each with advice that is logged when a run first crosses it. ``None``:
-            ``ROLLOUT_ALARMS``; an empty list: none.
-        probe_tolerance: Largest difference between the engine's and the trainer's log-probs after a sync; in 16-bit
-            types (and TF32) their mean difference. ``None``: 1e-3 in float32, 0.3 in bfloat16 (a warning from 0.1 on),
-            0.1 in float16 (0.02), 1 for quantized engines (0.3); ``inf`` switches the probe off.
-        parts: Features of your own, around those of the other arguments; see
-            :class:`~rlhfkit.callbacks.rollout.source.RolloutPart`.
+        parts: Features, each with arguments of its own, such as :class:`~rlhfkit.DynamicSampling` or
+            :class:`~rlhfkit.Ahead`; those that wrap the source of groups do so in this order, from the inside to the
+            outside. A mapping is ``{"class_path": ..., "init_args": {...}}``. Without being told a run has
+            :class:`~rlhfkit.callbacks.Validation`, :class:`~rlhfkit.callbacks.Probe`,
+            :class:`~rlhfkit.callbacks.Alarms` and, if an engine shares the GPUs of the training ranks,
+            :class:`~rlhfkit.callbacks.SharedDevices`; one that is given takes the place of the default one of its
+            class. ``rlhfkit parts`` lists all.
+        rollout_timeout: Seconds that one iteration's samples may take, where they are waited for: on several ranks, or
+            when they are made beside training.
 
     Raises:
-        TypeError: If ``reward`` cannot be called, ``engine`` is not a :class:`~rlhfkit.rollout.RolloutEngine`, or
-            ``group`` is not async.
-        ValueError: If a number is out of range, or the engine cannot do what ``in_flight`` or a part needs.
+        TypeError: If ``reward`` cannot be called, ``engine`` is not a :class:`~rlhfkit.rollout.RolloutEngine`,
+            ``group`` is not async, or one of ``parts`` is no part.
+        ValueError: If a number is out of range, or the engine cannot do what a part needs.
     """
 
     def __init__(
@@ -121,17 +105,8 @@ class RolloutCallback(Callback):
         engine: RolloutEngine | None = None,
         group: "AnyGroupFunction | None" = None,
         sampling: SamplingSpec | None = None,
-        validation_sampling: SamplingSpec | Mapping[str, SamplingSpec] | None = None,
-        success_threshold: float = 1.0,
-        dynamic_sampling: DynamicSampling | None = None,
-        replay_buffer: ReplayBuffer | None = None,
-        max_staleness: int = 0,
-        in_flight: bool = False,
+        parts: Sequence[RolloutPart | Mapping[str, Any] | str] = (),
         rollout_timeout: float = 7200.0,
-        offload_training: bool | None = None,
-        alarms: Sequence[Alarm] | None = None,
-        probe_tolerance: float | None = None,
-        parts: Sequence[RolloutPart] = (),
         **unknown: Any,
     ) -> None:
         refuse_arguments(type(self), unknown)
@@ -143,78 +118,43 @@ class RolloutCallback(Callback):
             engine = LocalEngine()
         if not isinstance(engine, RolloutEngine):
             raise TypeError(f"engine must implement rlhfkit.rollout.RolloutEngine, got {type(engine).__name__}")
+        check_number("rollout_timeout", rollout_timeout, above=0, why="it is in seconds")
         self.reward = reward
         self.engine = engine
         self.sampling = sampling or SamplingSpec()
-        greedy = dataclasses.replace(self.sampling, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        self.validation_sampling = validation_sampling or greedy
-        self.validation = ValidationRuns(self.validation_sampling, success_threshold)
-        check_integer("max_staleness", max_staleness, minimum=0, why="0 takes turns")
-        check_number("rollout_timeout", rollout_timeout, above=0, why="it is in seconds")
-        check_number("probe_tolerance", probe_tolerance, above=0, optional=True, infinite=True, why="inf is no probe")
-        if in_flight and not max_staleness:
-            raise ValueError("in_flight=True syncs weights while the engine generates: give max_staleness=1 or more")
-        if offload_training and max_staleness:
-            raise ValueError(
-                "offload_training=True takes the training states off the device while the engine generates, and with "
-                f"max_staleness={max_staleness} it generates while the policy learns: use one"
-            )
+        self.rollout_timeout = rollout_timeout
         self.timing = Timing()
         """How long each part of each iteration took on this rank; ``timing.write_trace(path)`` writes a trace of it."""
-        self.max_staleness = max_staleness
         self.groups = _group_runner(engine, group)
         """Makes groups by ``group``; ``None``: the engine does."""
+        self.engines: Sequence[RolloutEngine] = (engine, *(() if self.groups is None else self.groups.function.engines))
+        """What generates; the first is the policy's."""
         self.collector = GroupCollector(engine, reward, self.timing, rollout_timeout, self.groups)
-        self.phases = self._devices(offload_training)
-        """Who has the memory of shared devices; documents the order."""
-        self.parts: list[RolloutPart] = []
-        """What this run has besides drawing, generating, scoring and learning, in the order of wrapping."""
-        if max_staleness:
-            from rlhfkit.callbacks.rollout.parts.ahead import Ahead
-
-            shared = self.phases.colocate
-            self.parts.append(
-                Ahead(self.collector, max_staleness, rollout_timeout, in_flight=in_flight, shared_devices=shared)
-            )
-        if dynamic_sampling is not None:
-            from rlhfkit.callbacks.rollout.parts.dynamic_sampling import Selection
-
-            self.parts.append(Selection(self.collector, dynamic_sampling))
-        if replay_buffer is not None:
-            from rlhfkit.callbacks.rollout.parts.replay import Replay
-
-            size = None if group is not None else self.sampling.group_size
-            self.parts.append(Replay(replay_buffer, size, collector=self.collector, sampling=self.sampling))
-        self.alarms = Alarms(ROLLOUT_ALARMS if alarms is None else alarms)
-        if alarms is None or alarms:
-            self.parts.append(self.alarms)
-        for part in parts:
-            if not isinstance(part, RolloutPart):
-                raise TypeError(
-                    f"parts must be rlhfkit.callbacks.rollout.source.RolloutPart, got {type(part).__name__}"
-                )
+        given = [make_rollout_part(part) for part in parts]
+        kinds = [type(part) for part in given]
+        self.parts = [*given, *(part for part in default_parts(self.engines) if type(part) not in kinds)]
+        """What this run has besides drawing, generating, scoring and learning."""
+        numbers = Counter[type]()
+        for part in self.parts:
+            part.number = numbers[type(part)]
+            numbers[type(part)] += 1
             part.attach(self)
-            self.parts.append(part)
-        self.replay_buffer = replay_buffer
-        self._of_module: list[RolloutPart] = []  # what the module of the run asks for
-        self._scores: ScoresSamples | None = None  # by models of the module
+        self.overlaps = any(part.overlaps for part in self.parts)
+        """Whether the engine generates while the policy learns."""
+        self._of_module: list[RolloutPart] = []  # what the module of the run needs
         self.source: Source = self.collector
         """Where the groups of an iteration come from: the collector, and around it what the parts of a run make of it;
         complete after ``setup``."""
         self._sampling_source: Source = self.collector
-        self.weight_synchronizer = WeightSynchronizer(
-            engine,
-            self.phases,
-            probe_tolerance,
-            overlaps=any(part.overlaps for part in self.parts),
-            start=None if self.groups is None else self.groups.function.start,
-        )
+        self.weight_synchronizer = self._synchronizer()
         self.planner = IterationPlanner()
         self.iteration = 0
         self.samples: list[Sample] = []
         """The samples of the current iteration that this rank generated, now or for an earlier one, with rewards."""
         self.sample_rows: list[int] = []
         """Which row of the iteration each of :attr:`samples` is."""
+        self.validation_samples: list[Sample] = []
+        """The samples of the last validation that this rank generated."""
         self.mean_advantages: Tensor | None = None
         """(N,) float64, mean advantage of each row of the current iteration, of all ranks; ``None``: there is none."""
         self._trainer: L.Trainer | None = None
@@ -234,6 +174,16 @@ class RolloutCallback(Callback):
                 return callback
         raise TypeError("this callback reads the samples of a RolloutCallback: add one to Trainer(callbacks=[...])")
 
+    def part(self, kind: type[P]) -> P | None:
+        """Return the part of a class, the first of several; ``None``: there is none."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Iterations by which tokens may be older than the policy that learns from them; ``None``: any number."""
+        ages = [part.staleness for part in self.parts]
+        return None if None in ages else sum(age or 0 for age in ages)
+
     # ------------------------------------------------------------------ one iteration, from top to bottom
 
     def collect(self) -> Sequence[Experience]:
@@ -242,12 +192,14 @@ class RolloutCallback(Callback):
         self.samples, self._micro_batches = [], None  # frees the last iteration
         self.sync_weights()
         policy_version = trainer.global_step
-        self.collector.begin_asking(trainer, self.iteration)
+        for begin in self._hooks("before_collect"):
+            begin(trainer, self.iteration)
         collected = self.collect_groups()
         shared = self.share(collected)
         with profiler_of(trainer).profile("rollout.prepare"), self.timing.record("prepare", self.iteration):
             experience = learner_of(trainer).prepare(shared.experience)
-        self.collector.note_asked_seconds(trainer, self.iteration)
+        for note in self._hooks("after_prepare"):
+            note(trainer, self.iteration)
         self._metrics = self._iteration_metrics(shared, experience, policy_version)
         experience = share_copies(experience, shared.plan, group=cpu_group())
         planned = shared.plan.micro_batches[trainer.global_rank]
@@ -260,8 +212,8 @@ class RolloutCallback(Callback):
         """Give the engine the current weights, if it has others, and probe that they arrived. A collective."""
         trainer = self._attached()
         with ExitStack() as allowed:
-            for part in self.parts:
-                allowed.enter_context(part.updating_weights(trainer))
+            for updating in self._hooks("updating_weights"):
+                allowed.enter_context(updating(trainer))
             with self.timing.record("weight_sync", self.iteration):
                 self.weight_synchronizer.sync(trainer)
 
@@ -288,7 +240,6 @@ class RolloutCallback(Callback):
         if shared.other_sizes:
             check_sizes(learner_of(trainer), shared.other_sizes, self.group_size, len(collected.prompts))
         self.samples, self.sample_rows = shared.samples, shared.rows
-        self.weight_synchronizer.remember(shared.samples)
         return shared
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -307,8 +258,8 @@ class RolloutCallback(Callback):
             prompts_of(trainer).set_cursor(self._after)
             self.iteration += 1
             self._inside_iteration = False
-            for part in self.parts:
-                part.end_iteration(self.iteration)
+            for end in self._hooks("end_iteration"):
+                end(self.iteration)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the iteration and sync the new weights."""
@@ -316,15 +267,15 @@ class RolloutCallback(Callback):
         # The numbers are the same on every rank; sync_dist only tells Lightning so.
         pl_module.log_dict(self._metrics, sync_dist=True)
         pl_module.log_dict(slowest(run_on_all_ranks(lambda: self.timing.metrics(finished))), sync_dist=True)
-        for part in self.parts:
-            part.logged(trainer, finished)
+        for logged in self._hooks("logged"):
+            logged(trainer, finished)
         if "rollout/reward" in self._metrics:
             pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
         bar = trainer.progress_bar_callback is not None
         if bar and self._tokens:  # after a resume inside an iteration they were sampled by another run
             speed = self._tokens / (time.perf_counter() - self._began)
             pl_module.log("tokens/s", speed, prog_bar=True, logger=False, sync_dist=True)
-        if not self.phases.offloads(trainer):  # else when samples are asked for, after a checkpoint of this epoch
+        if not any(defers(trainer) for defers in self._hooks("defers_sync")):
             self.sync_weights()
 
     # ------------------------------------------------------------------ parts of an iteration
@@ -345,11 +296,6 @@ class RolloutCallback(Callback):
     def replaced(self) -> list[Sample]:
         """Samples of this rank in the current iteration that others have taken the place of."""
         return [sample for part in self.parts for sample in part.replaced]
-
-    @property
-    def validation_samples(self) -> list[Sample]:
-        """The samples of the last validation that this rank generated."""
-        return self.validation.samples
 
     @property
     def group_size(self) -> int:
@@ -398,13 +344,11 @@ class RolloutCallback(Callback):
                 "what it cannot score",
                 *(self.iteration, len(shared.summary)),
             )
-        metrics["rollout/probe_difference"] = self.weight_synchronizer.difference
         metrics |= self.weight_synchronizer.metrics
         if reward is not None:
             metrics |= mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
-        metrics |= self.phases.metrics()
-        for part in self.parts:
-            metrics |= part.metrics(shared, policy_version)
+        for measure in self._hooks("metrics"):
+            metrics |= measure(shared, policy_version)
         return metrics
 
     def _share_advantages(self, experience: Experience, total: int) -> Tensor | None:
@@ -426,49 +370,71 @@ class RolloutCallback(Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Generate and score the prompts of a validation batch with the current policy."""
-        if batch_idx == 0 and dataloader_idx == 0:
-            self.validation.begin()
+        """Have parts look at the prompts of a validation batch."""
+        first = batch_idx == 0 and dataloader_idx == 0
+        if first:
+            self.validation_samples = []
+        for validate in self._hooks("validate"):
+            validate(trainer, batch, first=first)
+
+    def sample(self, prompts: Sequence[Prompt], ways: Mapping[str, SamplingSpec]) -> dict[str, list[Sample]]:
+        """Generate and score samples with the current policy, not to be trained on. A collective.
+
+        Args:
+            prompts: Those of all ranks, the same on every rank.
+            ways: How to sample, by name.
+
+        Returns:
+            This rank's samples by name, also in :attr:`validation_samples`.
+        """
+        trainer = self._attached()
         self.sync_weights()
-        prompts = [prompt for share in gather_objects(list(batch)) for prompt in share]
-        with ExitStack() as paused:
-            for part in self.parts:
-                paused.enter_context(part.paused(trainer))
+        with ExitStack() as stack:
+            for paused in self._hooks("paused"):
+                stack.enter_context(paused(trainer))
             sampled = self._with_weights(
-                lambda: self.validation.generate(
-                    lambda sampling: self.collector.sample(trainer, prompts, sampling, iteration=-1)
-                )
+                lambda: {
+                    name: self.collector.sample(trainer, prompts, sampling, iteration=-1)
+                    for name, sampling in ways.items()
+                }
             )
-        scores_samples = policy_of(trainer).scores_samples
-        if scores_samples:
-            for samples in sampled.values():
-                assert self._scores is not None  # made in setup
-                self._scores.add(trainer, samples, iteration=-1)
-        rewarded = scores_samples or self.reward is not None
-        log_validation(pl_module, self.validation.metrics(sampled, rewarded=rewarded, read=answer_reader(self.reward)))
+        for samples in sampled.values():
+            for add in self._hooks("add_scores"):
+                add(trainer, samples, -1)
+            self.validation_samples += samples
+        return sampled
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the metrics of each source of prompts."""
-        log_validation(pl_module, self.validation.source_metrics())
+        """Have parts log what they have found in all batches."""
+        for end in self._hooks("end_validation"):
+            end(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let engines on the ranks' GPUs make room for training."""
-        if not self.weight_synchronizer.overlaps:
-            self.phases.learn(trainer, self.iteration)
+        self.end_generating(trainer)
+
+    def end_generating(self, trainer: L.Trainer) -> None:
+        """Have the engines sleep until the next sync, unless they generate while the policy learns. A collective."""
+        if self.overlaps:
+            return
+        for engine in self.engines:
+            engine.sleep()
+        for end in self._hooks("after_generate"):
+            end(trainer, self.iteration)
 
     # ------------------------------------------------------------------ start and end
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check that module, data and sampling fit together, before anything is loaded."""
         if trainer is not self._trainer:
-            for part in self.parts:
-                part.clear()
+            for clear in self._hooks("clear"):
+                clear()
         self._trainer = trainer
-        self.planner = IterationPlanner()
         if stage not in ("fit", "validate"):
             return
         self._inside_iteration = False
         self.engine.version = None  # equal steps of two runs, or of two checkpoints, are not equal weights
+        self.planner, self.weight_synchronizer = IterationPlanner(), self._synchronizer()
         prompts_of(trainer)
         check_reward(trainer, self.reward, fit=stage == "fit")
         module = policy_of(trainer)
@@ -484,17 +450,20 @@ class RolloutCallback(Callback):
                 trust_remote_code=module.trust_remote_code,
                 score=None if self.reward is None else partial(self.collector.ask_reward, trainer),
             )
-        for sampling in self.validation.ways.values():
-            check_prompts(trainer, policy_of(trainer), self.collector.policy_source, sampling, validation=True)
-        self._of_module = self._parts_of_module(trainer)
+        self.collector.forget_module()
+        self._of_module = parts_of(module)
+        for part in self._of_module:
+            part.attach(self)
+        for prepare in self._hooks("setup"):
+            prepare(trainer)
         if stage == "fit":
             self._check_fit(trainer)
 
     def _check_fit(self, trainer: L.Trainer) -> None:
         check_prompts(trainer, policy_of(trainer), self.collector.source, self._training_sampling())
         module = learner_of(trainer)
-        for part in [*self.parts, *self._of_module]:
-            part.check(trainer)
+        for check in self._hooks("check"):
+            check(trainer)
         check_learner(
             module, self.engine, self.sampling, rewarded=self.reward is not None, source=self.collector.source
         )
@@ -504,76 +473,61 @@ class RolloutCallback(Callback):
         check_whole_iterations(trainer)
         self._join_sources()
 
-    def _parts_of_module(self, trainer: L.Trainer) -> list[RolloutPart]:
-        """What the module asks of its samples: scores of models of its own, greedy answers."""
-        found: list[RolloutPart] = []
-        self.collector.scores_early = self.collector.greedy_answers = None  # of another module
-        if policy_of(trainer).scores_samples:
-            from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
-
-            self._scores = ModelScores(self.collector, in_thread=self.weight_synchronizer.overlaps)
-            found.append(self._scores)
-        if needs_greedy_rewards(trainer):
-            from rlhfkit.callbacks.rollout.parts.greedy_answers import GreedyAnswers
-
-            found.append(GreedyAnswers(self.collector))
-        return found
-
     def _join_sources(self) -> None:
         """Put the parts around the collector: first those that sample, then those that use what was sampled."""
-        parts = [*self._of_module, *self.parts]
         self._sampling_source = self.collector
-        for part in parts:
-            self._sampling_source = part.wrap_sampling(self._sampling_source)
+        for wrap in self._hooks("wrap_sampling"):
+            self._sampling_source = wrap(self._sampling_source)
         self.source = _Sampled(self)
-        for part in parts:
-            self.source = part.wrap(self.source)
+        for wrap in self._hooks("wrap"):
+            self.source = wrap(self.source)
 
-    def _devices(self, offload_training: bool | None) -> SeparateDevices:
-        """Return who makes room on devices that engines and training share, if they do."""
-        more = () if self.groups is None else tuple(self.groups.function.engines)
-        if offload_training not in (None, True, False):
-            raise TypeError(f"offload_training must be None, True or False, got {offload_training!r}")
-        if not offload_training and not any(engine.colocate for engine in (self.engine, *more)):
-            return SeparateDevices((self.engine, *more), offload_training)
-        from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
+    def _synchronizer(self) -> WeightSynchronizer:
+        more = None if self.groups is None else self.groups.function.start
+        return WeightSynchronizer(self.engine, self._hooks, more)
 
-        return SharedDevices(self.engine, offload_training, self.timing, more)
+    def _hooks(self, name: str) -> list[Any]:
+        """A hook of all parts that have it, those of the module first."""
+        return overriding([*self._of_module, *self.parts], name, RolloutPart)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends; ``trainer.validate`` leaves it running."""
         if stage == "fit":
             self._close()
-        self.phases.recover()
+        self._recover()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Free the engine, and models elsewhere, after an error or interrupt; Lightning calls no ``teardown`` then."""
+        """Free the engine, and what parts have, after an error or interrupt; Lightning calls no ``teardown`` then."""
         self._close()
-        self.phases.recover()
-        if isinstance(pl_module, AsksWhileSampling):
-            pl_module.placed.close()
+        self._recover()
+
+    def _recover(self) -> None:
+        for recover in self._hooks("recover"):
+            recover()
 
     def _close(self) -> None:
         if self.groups is not None:
             self.groups.close()
         self.engine.close()
-        for part in self.parts:
-            part.close()
+        for close in self._hooks("close"):
+            close()
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration and its metrics; the DataModule saves the prompt cursor, the module the weights."""
         state = {"iteration": self.iteration, "metrics": self._metrics, "after": self._after}
         if self._inside_iteration and self._trainer is not None:
             state["inside"] = [self._trainer.global_rank, self._trainer.world_size]
-        state |= {
-            part.name: part.state_dict(self.iteration + self._inside_iteration) for part in self.parts if part.name
-        }
+        upcoming = self.iteration + self._inside_iteration
+        state["parts"] = {part.state_key: part.state_dict(upcoming) for part in self._with_state()}
         return state
 
+    def _with_state(self) -> list[RolloutPart]:
+        return [part for part in self.parts if overriding([part], "state_dict", RolloutPart)]
+
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Divide kept and dropped groups anew if another number of ranks has saved the checkpoint."""
+        """Divide what parts have kept anew if another number of ranks has saved the checkpoint."""
         states, self._saved_states = checkpoint.get(STATES_OF_RANKS), None
-        if states is not None and any(part.name for part in self.parts):
+        if states is not None and self._with_state():
             ranks = range(trainer.global_rank, len(states), trainer.world_size)
             self._saved_states = [states[rank]["callbacks"][self.state_key] for rank in ranks]
 
@@ -586,10 +540,13 @@ class RolloutCallback(Callback):
         states = [state_dict] if self._saved_states is None else self._saved_states
         trainer, inside = self._trainer, state_dict.get("inside")
         rank, world_size = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-        for part in self.parts:
-            if part.name:
-                taken = [one for each in states for one in each.get(part.name, ())]
-                part.load_state_dict(state_dict.get(part.name, ()), taken, rank=rank, world_size=world_size)
+        known = {part.state_key for part in self._with_state()}
+        unused = sorted(name for name, saved in state_dict["parts"].items() if saved and name not in known)
+        if unused:
+            log.warning("the checkpoint has states of parts that this run has not: %s", ", ".join(unused))
+        for part in self._with_state():
+            taken = [one for each in states for one in each["parts"].get(part.state_key, ())]
+            part.load_state_dict(state_dict["parts"].get(part.state_key, ()), taken, rank=rank, world_size=world_size)
         self._inside_iteration = inside is not None
         if trainer is None or inside is None or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -624,6 +581,5 @@ class _Sampled:
     def collect(self, ask: Ask) -> CollectedGroups:
         rollouts = self._rollouts
         collected = rollouts._with_weights(lambda: rollouts._sampling_source.collect(ask))
-        if not rollouts.weight_synchronizer.overlaps:
-            rollouts.phases.learn(ask.trainer, ask.iteration)  # until the next sync
+        rollouts.end_generating(ask.trainer)
         return collected

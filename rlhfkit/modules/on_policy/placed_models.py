@@ -40,13 +40,16 @@ class PlacedModels:
         given = module.given_tokenizer
         pool.start(role, policy=module.model_name if given is None else given, **types)
 
-    def begin_asking(self, iteration: int) -> bool:
-        """Start the models before an iteration's samples; whether there are any to ask early. A collective."""
-        placed = self.by_role()
-        for pool, role in placed.values():
+    @property
+    def present(self) -> bool:
+        """Whether there are any."""
+        return bool(self.by_role())
+
+    def begin_asking(self, iteration: int) -> None:
+        """Start the models before an iteration's samples. A collective."""
+        for pool, role in self.by_role().values():
             self.start(pool, role)
             pool.early.drop_before(iteration)
-        return bool(placed)
 
     def ask_early(self, experience: Experience, iteration: int) -> None:
         """Ask about samples of an iteration that are finished; the mask has the policy's tokens. Any thread may."""

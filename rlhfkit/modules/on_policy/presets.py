@@ -2,7 +2,7 @@
 
 ``GRPOModule(model, **presets.DAPO)``, or with a change ``**presets.DAPO | {"clip_high": 0.3}``. Clip and aggregation
 are the defaults of the policy loss; advantages are GRPO's unless named. Sampling and rewards are set elsewhere:
-``RolloutCallback(dynamic_sampling=...)``, :class:`~rlhfkit.rewards.LengthPenalty`.
+``RolloutCallback(parts=[DynamicSampling()])``, :class:`~rlhfkit.rewards.LengthPenalty`.
 """
 
 from collections.abc import Mapping
@@ -97,7 +97,7 @@ whose advantages are centred and not scaled."""
 DECOUPLED_PPO = _preset(
     policy_loss="decoupled_ppo_loss", advantages="rlhfkit.modules.on_policy.presets.no_baseline", whiten_advantages=True
 )
-"""For samples of older policies (``max_staleness``): the clip is around the policy before the iteration, and weights
+"""For samples of older policies (``Ahead``): the clip is around the policy before the iteration, and weights
 correct from the policy that sampled to that one. AReaL (Fu et al., 2025, arXiv:2505.24298): no critic, advantages
 whitened over the batch."""
 

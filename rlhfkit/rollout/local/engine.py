@@ -49,8 +49,8 @@ class LocalEngine(RolloutEngine):
         device: ``None``: that of the first weights that are loaded (a model's own: the first GPU, if any).
         share_weights: Use the memory of the policy's weights instead of copying them; the samples are the same bit for
             bit. ``None``: where a ``RolloutCallback`` says that it is safe, which a line in the log states with the
-            reason if not. It is not while training overlaps (``max_staleness``) or its states leave the device
-            (``offload_training``), nor for weights that are sharded (ZeRO 3, FSDP), merged with LoRA adapters, in 4
+            reason if not. It is not while training overlaps (``Ahead``) or its states leave the device
+            (``SharedDevices``), nor for weights that are sharded (ZeRO 3, FSDP), merged with LoRA adapters, in 4
             bits or of another type (``bf16-mixed``). ``True``: an error where it is not safe. ``False``: never.
 
     Raises:

@@ -9,9 +9,8 @@ import lightning as L
 import torch
 from rl_runs import PlainGRPO, SharedEngine, digits, samples_of_all_ranks, setup_run, weights
 
-from rlhfkit import LocalEngine, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import DynamicSampling, LocalEngine, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.distributed import gather_objects
-from rlhfkit.rollout import DynamicSampling
 from rlhfkit.rollout.weight_sync import source
 
 # Read once: Lightning deletes WORLD_SIZE from the environment when a fit ends.
@@ -71,7 +70,7 @@ def resumed(folder: Path, strategy: str, after: int) -> dict[str, Any] | str:
 
     def run(rows: Rows) -> Any:
         sampling, buffer = SamplingSpec(group_size=4, max_new_tokens=8), ReplayBuffer()
-        rollouts = RolloutCallback(seldom, sampling=sampling, replay_buffer=buffer)
+        rollouts = RolloutCallback(seldom, sampling=sampling, parts=[buffer])
         return prepare(folder, strategy, module=PlainGRPO, rollouts=rollouts, callbacks=[rows], max_epochs=3)
 
     trainer, module, data, _ = run(straight)
@@ -110,7 +109,7 @@ def selected(folder: Path, strategy: str, engine: LocalEngine) -> list[tuple[int
     rollouts = RolloutCallback(
         engine=engine,
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-        dynamic_sampling=DynamicSampling(by=above_zero),
+        parts=[DynamicSampling(by=above_zero)],
     )
     arguments = {"reward_model": str(folder / "reward")}
     trainer, module, data, _ = prepare(folder, strategy, rollouts=rollouts, module_arguments=arguments, max_epochs=1)

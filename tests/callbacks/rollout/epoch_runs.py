@@ -10,7 +10,7 @@ from rl_runs import PlainGRPO, digits, weights
 
 from callbacks.rollout import capped_runs
 from callbacks.rollout.capped_runs import Growing, Watch, capped
-from rlhfkit import OnlineDPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import Ahead, OnlineDPOModule, PPOModule, RolloutCallback, SamplingSpec
 
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -61,7 +61,7 @@ def fit(folder: Path, *, epochs: int = 3, resume: Any = None, cap: int | None = 
         given |= capped(cap, updates)
     if staleness := arguments.pop("max_staleness", 0):
         sampling = SamplingSpec(group_size=4, max_new_tokens=16)
-        given["rollouts"] = RolloutCallback(digits, engine=Growing(), sampling=sampling, max_staleness=staleness)
+        given["rollouts"] = RolloutCallback(digits, engine=Growing(), sampling=sampling, parts=[Ahead(staleness)])
     given["data_arguments"] |= {"epochs_per_iteration": epochs, **arguments.pop("data_arguments", {})}
     trainer, module, data, rollouts = capped_runs.run(folder, **given | arguments)
     trainer.fit(module, data, ckpt_path=resume)

@@ -13,6 +13,7 @@ from tiny_models import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rlhfkit import GRPOModule, LocalEngine, PPOModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks import SharedDevices
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.rollout.errors import WeightsNeededError
 
@@ -34,7 +35,7 @@ class Tenant(LocalEngine):
 
     def note(self, what: str) -> None:
         trainer = self.rollouts._attached()
-        phases = self.rollouts.phases
+        phases = self.rollouts.part(SharedDevices)
         found = phases._of(trainer).state_bytes() if phases.offloads(trainer) else {"weights": 1, "optimizer": 1}
         trained = trainer.global_step > 0 or found["optimizer"] > 0
         self.log.append((what, bool(found["weights"]), bool(found["optimizer"]) or not trained))
@@ -128,7 +129,7 @@ def run(
     """Two iterations; what was trained on and what came of it."""
     engine = engine or Tenant()
     rollouts = RolloutCallback(
-        reward, engine=engine, sampling=SPEC, offload_training=offload, **(rollout_arguments or {})
+        reward, engine=engine, sampling=SPEC, parts=[SharedDevices(offload)], **(rollout_arguments or {})
     )
     engine.rollouts = rollouts
     look = Look(rollouts)

@@ -136,9 +136,9 @@ def runs(folder: Path) -> dict[str, Any]:
     """The runs that must be the same on any number of ranks."""
     dump = folder / f"dump_{RANKS}"
     plain = RolloutCallback(digits, sampling=SAMPLING)
-    selected = RolloutCallback(only_odd, sampling=SAMPLING, dynamic_sampling=DynamicSampling())
+    selected = RolloutCallback(only_odd, sampling=SAMPLING, parts=[DynamicSampling()])
     ordered = RolloutCallback(only_odd, sampling=SAMPLING)
-    again = RolloutCallback(only_odd, sampling=SAMPLING, replay_buffer=ReplayBuffer(capacity=3))
+    again = RolloutCallback(only_odd, sampling=SAMPLING, parts=[ReplayBuffer(capacity=3)])
     return {
         "plain": report(fit(folder, plain, Invariants(), RolloutDump(dump))),
         "selected": report(fit(folder, selected, Invariants())),

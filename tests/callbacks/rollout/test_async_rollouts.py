@@ -16,11 +16,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, samples_of_all_ranks, setup_run, weights
+from rl_runs import ahead, digits, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
 
-from rlhfkit import DynamicSampling, Invariants, LocalEngine, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
+from rlhfkit import Ahead, DynamicSampling, Invariants, LocalEngine, Oversampling, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.timing import MOST_EVENTS, Timing
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
@@ -49,7 +48,7 @@ class Watch(L.Callback):
 
 def run(folder: Path, staleness: int, **arguments: Any) -> tuple[Any, Any, RolloutCallback, Watch]:
     watch = Watch()
-    rollouts = RolloutCallback(digits, sampling=SAMPLING, max_staleness=staleness)
+    rollouts = RolloutCallback(digits, sampling=SAMPLING, parts=ahead(staleness))
     trainer, module, data, _ = setup_run(
         folder, rollouts=rollouts, callbacks=[watch], **({"max_epochs": 4} | arguments)
     )
@@ -69,7 +68,7 @@ def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_p
     assert all(len(ages) == 1 for ages in ahead.ages)  # an iteration is sampled from one policy
     assert [max(ages) for ages in turns.ages] == [0] * 4
     assert trainer.callback_metrics["rollout/staleness"] == max(ahead.ages[-1])
-    assert rollouts.weight_synchronizer.overlaps
+    assert rollouts.overlaps
 
 
 def test_no_staleness_is_bitwise_the_run_that_takes_turns(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_generating_overlaps_with_training_and_the_trace_shows_it(tmp_path: Path
             handshake.generating(iteration)
             return super().generate(prompts, sampling, iteration=iteration)
 
-    rollouts = RolloutCallback(digits, engine=Engine(), sampling=SAMPLING, max_staleness=1)
+    rollouts = RolloutCallback(digits, engine=Engine(), sampling=SAMPLING, parts=[Ahead(1)])
     trainer, module, data, _ = setup_run(
         tmp_path, rollouts=rollouts, callbacks=[Training(handshake)], max_epochs=handshake.last + 1
     )
@@ -174,7 +173,7 @@ def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) ->
     training = Training(handshake)
     sampling = SamplingSpec(group_size=4, max_new_tokens=8, min_new_tokens=8)
     rollouts = RolloutCallback(
-        digits, engine=HalfWay(handshake, updates=2), sampling=sampling, max_staleness=1, in_flight=True
+        digits, engine=HalfWay(handshake, updates=2), sampling=sampling, parts=[Ahead(1, in_flight=True)]
     )
     trainer, module, data, _ = setup_run(
         tmp_path,
@@ -209,10 +208,7 @@ def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
     rollouts = RolloutCallback(
         only_odd,
         sampling=SAMPLING,
-        dynamic_sampling=DynamicSampling(),
-        parts=[Oversampling(0.25)],
-        max_staleness=2,
-        in_flight=True,
+        parts=[DynamicSampling(), Oversampling(0.25), Ahead(2, in_flight=True)],
     )
     watch = Watch()
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[watch, Invariants()], max_epochs=5)
@@ -237,7 +233,7 @@ def test_validation_has_the_engine_to_itself(tmp_path: Path) -> None:
 
 def test_reward_rises_with_weights_that_change_in_flight(tmp_path: Path) -> None:
     watch = Watch()
-    rollouts = RolloutCallback(digits, sampling=SAMPLING, max_staleness=1, in_flight=True)
+    rollouts = RolloutCallback(digits, sampling=SAMPLING, parts=[Ahead(1, in_flight=True)])
     trainer, module, data, _ = setup_run(
         tmp_path,
         rollouts=rollouts,
@@ -263,7 +259,7 @@ def test_an_error_while_sampling_ahead_ends_the_run_with_that_error(tmp_path: Pa
             raise ArithmeticError("the reward is broken")
         return digits(samples)
 
-    rollouts = RolloutCallback(broken_later, sampling=SAMPLING, max_staleness=2)
+    rollouts = RolloutCallback(broken_later, sampling=SAMPLING, parts=[Ahead(2)])
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=6)
     with pytest.raises(ArithmeticError, match="the reward is broken"):
         trainer.fit(module, data)
@@ -275,14 +271,12 @@ def test_what_does_not_fit_together_is_refused() -> None:
         can_stream = False
         updates_in_flight = False
 
-    with pytest.raises(ValueError, match="max_staleness must be an integer of at least 0"):
-        RolloutCallback(digits, max_staleness=-1)
+    with pytest.raises(ValueError, match="max_staleness must be an integer of at least 1"):
+        Ahead(0)
     with pytest.raises(ValueError, match="rollout_timeout"):
-        RolloutCallback(digits, max_staleness=1, rollout_timeout=0)
-    with pytest.raises(ValueError, match="give max_staleness=1 or more"):
-        RolloutCallback(digits, in_flight=True)
+        RolloutCallback(digits, parts=[Ahead()], rollout_timeout=0)
     with pytest.raises(ValueError, match="Plain does not say that it can"):
-        RolloutCallback(digits, engine=Plain(), max_staleness=1, in_flight=True)
+        RolloutCallback(digits, engine=Plain(), parts=[Ahead(in_flight=True)])
     with pytest.raises(ValueError, match="share must be a finite number above 0"):
         Oversampling(-0.5)
     with pytest.raises(ValueError, match=r"Oversampling\(0\.5\) .* Plain cannot"):
@@ -296,14 +290,9 @@ class Shared(LocalEngine):
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "selected": {"dynamic_sampling": DynamicSampling(), "in_flight": True},
-    "shared": {
-        "dynamic_sampling": DynamicSampling(),
-        "in_flight": True,
-        "parts": [Oversampling(0.25)],
-        "engine": Shared(),
-    },
+    "plain": {"parts": [Ahead(1)]},
+    "selected": {"parts": [DynamicSampling(), Ahead(1, in_flight=True)]},
+    "shared": {"parts": [DynamicSampling(), Ahead(1, in_flight=True), Oversampling(0.25)], "engine": Shared()},
 }
 
 
@@ -323,7 +312,7 @@ def train_ahead_on_ranks(folder: Path) -> dict[str, Any]:
         os.environ["WORLD_SIZE"] = "2"  # Lightning deletes it when a fit ends
         watch = Watch()
         reward = digits if name == "plain" else only_odd
-        rollouts = RolloutCallback(reward, sampling=SAMPLING, max_staleness=1, **arguments)
+        rollouts = RolloutCallback(reward, sampling=SAMPLING, **arguments)
         epochs = 4 if name == "plain" else 3
         micro = {"micro_batch_size": 4}
         trainer, module, data, _ = setup_run(

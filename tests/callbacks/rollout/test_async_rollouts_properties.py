@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit import DynamicSampling, Prompt, Sample, SamplingSpec
-from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.parts.ahead import Ahead
-from rlhfkit.callbacks.rollout.parts.dynamic_sampling import Selection
-from rlhfkit.callbacks.rollout.source import Ask
+from rlhfkit.callbacks.rollout.source import Ask, GroupCollector
 from rlhfkit.callbacks.rollout.timing import Timing
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 
@@ -140,9 +138,12 @@ def play(
         lightning_module=SimpleNamespace(tokenizer=tokenizer, scores_samples=False),
     )
     collector = GroupCollector(engine, score, Timing())  # type: ignore[arg-type]
+    rollouts: Any = SimpleNamespace(collector=collector, rollout_timeout=30.0)
     if select:
-        Selection(collector, DynamicSampling())
-    ahead = Ahead(collector, staleness, 30.0, in_flight=in_flight) if staleness else None
+        DynamicSampling().attach(rollouts)
+    ahead = Ahead(staleness, in_flight=in_flight) if staleness else None
+    if ahead is not None:
+        ahead.attach(rollouts)
     trained: Trained = []
     drawn = 0
     for iteration in range(iterations):

@@ -1,5 +1,6 @@
 """Training on episodes, some of which fail: GRPO and PPO, dynamic sampling, metrics and recorded episodes."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlhfkit import (
     SamplingSpec,
     Step,
 )  # fmt: skip
+from rlhfkit.callbacks import Probe
 from rlhfkit.data.types import Experience
 from rlhfkit.episodes import Action
 from rlhfkit.rewards import EnvironmentReward
@@ -82,7 +84,7 @@ def test_episodes_that_fail_are_left_out_and_the_rest_is_learned(tmp_path: Path,
 
 
 def test_groups_without_signal_are_drawn_again_and_episodes_replayed(tmp_path: Path) -> None:
-    recorded = rollouts(dynamic_sampling=DynamicSampling())
+    recorded = rollouts(parts=[DynamicSampling()])
     dump = RolloutDump(tmp_path / "dump")
     trainer, made, data, _ = setup_run(tmp_path, rollouts=recorded, callbacks=[dump], max_epochs=1)
     trainer.fit(made, data)
@@ -90,9 +92,7 @@ def test_groups_without_signal_are_drawn_again_and_episodes_replayed(tmp_path: P
     assert not any(prompt % 5 == 4 or prompt % 7 == 6 for prompt in {s.prompt.index for s in recorded.samples})
     assert float(trainer.callback_metrics["rollout/accepted_fraction"]) < 1
 
-    replayed = rollouts(
-        engine=ReplayEngine(tmp_path / "dump"), dynamic_sampling=None, probe_tolerance=float("inf")
-    )  # fmt: skip
+    replayed = rollouts(engine=ReplayEngine(tmp_path / "dump"), parts=[Probe(math.inf)])
     prompts = list({id(sample.prompt): sample.prompt for sample in recorded.samples}.values())
     again = replayed.engine.generate(prompts, SAMPLING, iteration=0)
     assert [sample.token_rewards.tolist() for sample in again] == [

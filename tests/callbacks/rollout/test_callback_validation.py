@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rl_runs import digits, setup_run
 
-from rlhfkit import RolloutCallback, SamplingSpec
+from rlhfkit import RolloutCallback, SamplingSpec, Validation
 
 MONITORS = ("val/greedy/reward", "val/sampled/pass@2/hard")
 
@@ -32,11 +32,15 @@ def test_the_best_checkpoint_is_the_one_with_the_best_evaluation(tmp_path: Path)
         rollouts = RolloutCallback(
             digits,
             sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-            validation_sampling={
-                "greedy": SamplingSpec(group_size=1, max_new_tokens=8, temperature=0.0),
-                "sampled": SamplingSpec(group_size=4, max_new_tokens=8, seed=7),
-            },
-            success_threshold=0.5,
+            parts=[
+                Validation(
+                    {
+                        "greedy": SamplingSpec(group_size=1, max_new_tokens=8, temperature=0.0),
+                        "sampled": SamplingSpec(group_size=4, max_new_tokens=8, seed=7),
+                    },
+                    success_threshold=0.5,
+                )
+            ],
         )
         data = {"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"}
         return *setup_run(

@@ -12,7 +12,8 @@ from rl_runs import digits, prompts_file, samples_of_all_ranks
 from strategies import ranks
 
 from callbacks.rollout import vllm_ranks
-from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import Ahead, GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks import Probe
 from rlhfkit.models import load_scalar_model, load_tokenizer
 
 
@@ -31,7 +32,7 @@ def test_vllm_follows_the_policy_update_by_update(vllm_pool: Any, vllm_model: Pa
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             rewards.append(float(rollouts.experience.rewards.mean()))  # type: ignore[union-attr]
-            probes.append(rollouts.weight_synchronizer.difference)
+            probes.append(rollouts.part(Probe).difference)
             mismatch.append(float(trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"]))
 
     rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
@@ -58,7 +59,7 @@ def test_vllm_samples_ahead_in_a_thread_of_the_trainer(vllm_pool: Any, vllm_mode
             versions.append((trainer.global_step, set(batch.versions[batch.action_mask].tolist())))
 
     sampling = SamplingSpec(group_size=4, max_new_tokens=8)
-    rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, max_staleness=1)
+    rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, parts=[Ahead(1)])
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_epochs=4, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Keep()],
@@ -66,7 +67,7 @@ def test_vllm_samples_ahead_in_a_thread_of_the_trainer(vllm_pool: Any, vllm_mode
     data = PromptDataModule(prompts_file(tmp_path), answer="answer", rollout_batch_size=8, micro_batch_size=32)
     trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, correction="tis"), data)
     assert versions == [(step, {max(step - 1, 0)}) for step in range(4)]
-    assert rollouts.weight_synchronizer.difference <= 1e-5
+    assert rollouts.part(Probe).difference <= 1e-5
     # The weights of an older policy differ, and the correction sees it.
     assert trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"] > 1e-4
 
@@ -86,7 +87,7 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
             samples.extend(samples_of_all_ranks(rollouts))
 
     sampling = SamplingSpec(group_size=4, max_new_tokens=300, min_new_tokens=300)
-    rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, max_staleness=1, in_flight=True)
+    rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, parts=[Ahead(1, in_flight=True)])
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_epochs=4, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Keep()],

@@ -10,9 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rl_runs import digits, prompts_file, setup_run
 from strategies import ranks
 
-from rlhfkit import LocalEngine, LoRA, RolloutCallback
+from rlhfkit import Ahead, LocalEngine, LoRA, RolloutCallback
 from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
-from rlhfkit.callbacks.rollout.timing import Timing
 
 from .offload_runs import SPEC, OwnGRPO, OwnPPO, Tenant, reward_model, run
 
@@ -71,7 +70,9 @@ def test_trainer_validate_leaves_the_weights_on_the_device(folder: Path, tmp_pat
     found = []
     for offload in (False, True):
         engine = Tenant()
-        engine.rollouts = rollouts = RolloutCallback(digits, engine=engine, sampling=SPEC, offload_training=offload)
+        engine.rollouts = rollouts = RolloutCallback(
+            digits, engine=engine, sampling=SPEC, parts=[SharedDevices(offload)]
+        )
         data = {"rollout_batch_size": 8, "validation_data": prompts_file(tmp_path, rows=20)}
         trainer, module, data, _ = setup_run(folder, module=OwnGRPO, rollouts=rollouts, data_arguments=data)
         (metrics,) = trainer.validate(module, data, verbose=False)
@@ -159,16 +160,22 @@ def test_two_ranks_learn_the_same(two_ranks: list[dict[str, Any]], strategy: str
 
 def test_by_default_states_move_only_on_shared_gpus(tmp_path: Path) -> None:
     trainer, *_ = setup_run(tmp_path)
-    assert not SharedDevices(Tenant(), None, Timing()).offloads(trainer)  # on a CPU there is nothing to gain
+
+    def offloads(engine: LocalEngine, given: bool | None) -> bool:
+        part = SharedDevices(given)
+        RolloutCallback(digits, engine=engine, parts=[part])
+        return part.offloads(trainer)
+
+    assert not offloads(Tenant(), None)  # on a CPU there is nothing to gain
     trainer.strategy._root_device = torch.device("cuda", 0)
-    assert SharedDevices(Tenant(), None, Timing()).offloads(trainer)
-    assert not SharedDevices(Tenant(), False, Timing()).offloads(trainer)
-    assert not SharedDevices(LocalEngine(), None, Timing()).offloads(trainer)
-    assert SharedDevices(LocalEngine(), True, Timing()).offloads(trainer)
+    assert offloads(Tenant(), None)
+    assert not offloads(Tenant(), False)
+    assert not offloads(LocalEngine(), None)
+    assert offloads(LocalEngine(), True)
 
 
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="offload_training must be None, True or False, got 'cpu'"):
-        RolloutCallback(digits, offload_training="cpu")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_staleness=1 it generates while the policy learns"):
-        RolloutCallback(digits, offload_training=True, max_staleness=1)
+        SharedDevices("cpu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="with Ahead it generates while the policy learns"):
+        RolloutCallback(digits, parts=[Ahead(1), SharedDevices(True)])

@@ -11,10 +11,10 @@ from modules.on_policy.preparation.test_rewards import reward_model
 from rl_runs import digits, setup_run
 from tiny_models import tiny_tokenizer
 
-from rlhfkit import LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import Ahead, DynamicSampling, LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess
 from rlhfkit.rewards import ModelReward, WeightedSum
-from rlhfkit.rollout import DynamicSampling, GroupSampler
+from rlhfkit.rollout import GroupSampler
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 
@@ -26,7 +26,7 @@ def above_zero(sample: Sample) -> float:
 
 def fitted(tmp_path: Path, reward: Any, **arguments: Any) -> tuple[Any, RolloutCallback]:
     """A run with dynamic sampling by the sign of the reward model's score."""
-    rollouts = RolloutCallback(reward, sampling=SAMPLING, dynamic_sampling=DynamicSampling(by=above_zero))
+    rollouts = RolloutCallback(reward, sampling=SAMPLING, parts=[DynamicSampling(by=above_zero)])
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2, **arguments)
     trainer.fit(module, data)
     return trainer, rollouts
@@ -103,7 +103,7 @@ def mostly_solved(samples: Sequence[Sample]) -> list[float]:
 @pytest.mark.parametrize("by", [None, "right", lambda sample: sample.reward_parts["right"]], ids=["total", "part", "f"])
 def test_a_length_penalty_makes_no_signal_where_a_part_decides(tmp_path: Path, by: Any) -> None:
     reward = WeightedSum(right=mostly_solved, length=too_long)
-    rollouts = RolloutCallback(reward, sampling=SAMPLING, dynamic_sampling=DynamicSampling(by=by))
+    rollouts = RolloutCallback(reward, sampling=SAMPLING, parts=[DynamicSampling(by=by)])
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
     trainer.fit(module, data)
     unsolved = fmean(sample.prompt.index % 3 == 0 for sample in rollouts.samples)
@@ -121,9 +121,9 @@ plain.name = "model"  # type: ignore[attr-defined]
 @pytest.mark.parametrize(
     ("rollouts", "data", "message"),
     [
-        ({"dynamic_sampling": DynamicSampling(by="math_match")}, {}, "the parts are digits, model$"),
-        ({"dynamic_sampling": DynamicSampling(), "max_staleness": 1}, {}, "thread beside training"),
-        ({"max_staleness": 1}, {"curriculum": BySuccess()}, "thread beside training"),
+        ({"parts": [DynamicSampling(by="math_match")]}, {}, "the parts are digits, model$"),
+        ({"parts": [DynamicSampling(), Ahead(1)]}, {}, "thread beside training"),
+        ({"parts": [Ahead(1)]}, {"curriculum": BySuccess()}, "thread beside training"),
         ({"reward": plain}, {}, "is called 'model'"),
     ],
     ids=["unknown part", "ahead", "ahead with a curriculum", "another part of that name"],
@@ -148,7 +148,7 @@ def test_scores_that_nothing_is_chosen_by_may_come_after_sampling_ahead(tmp_path
         tmp_path,
         module_arguments={"reward_model": folder},
         data_arguments={"curriculum": ByColumn("answer")},
-        rollouts=RolloutCallback(sampling=SAMPLING, max_staleness=1),
+        rollouts=RolloutCallback(sampling=SAMPLING, parts=[Ahead(1)]),
         max_epochs=2,
     )
     trainer.fit(module, data)

@@ -12,7 +12,7 @@ import pytest
 from rl_runs import digits, setup_run
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.callbacks.rollout.validation import SampleNumbers, ValidationRuns, validation_metrics
+from rlhfkit.callbacks.rollout.parts.validation import SampleNumbers, Validation, validation_metrics
 from rlhfkit.rewards import CosineLength, ExactMatch, LastTurnReward, WeightedSum, exact_match, math_match
 from rlhfkit.rewards.base import answer_reader, extracts_answer
 from rlhfkit.rewards.benchmarks import majority_at_k
@@ -72,14 +72,16 @@ def test_a_reward_of_zero_is_a_success_where_that_is_enough() -> None:
 
 
 def test_sources_are_told_apart_over_all_batches_when_there_are_several() -> None:
-    runs = ValidationRuns({"greedy": SamplingSpec(), "sampled": SamplingSpec(group_size=2)}, success_threshold=1.0)
+    runs = Validation({"greedy": SamplingSpec(), "sampled": SamplingSpec(group_size=2)}, success_threshold=1.0)
+    seen: list[Sample] = []
 
     def batch(*each: tuple[str, list[float | None]], way: str = "sampled") -> dict[str, tuple[float, int]]:
         made = []
         for source, rewards in each:
-            prompt = Prompt(len(runs.samples) + len(made), [5], metadata={"source": source})
+            prompt = Prompt(len(seen) + len(made), [5], metadata={"source": source})
             made += [Sample(prompt, place, [7], [0.0], [0], "stop", reward=one) for place, one in enumerate(rewards)]
-        return runs.metrics({way: made}, rewarded=True, read=lambda sample: "ab"[sample.sample_index])
+        seen.extend(made)
+        return runs.batch_metrics({way: made}, rewarded=True, read=lambda sample: "ab"[sample.sample_index])
 
     runs.begin()
     assert batch(("easy", [1.0, 1.0]))["val/sampled/length"] == (1.0, 2)
@@ -94,7 +96,6 @@ def test_sources_are_told_apart_over_all_batches_when_there_are_several() -> Non
     runs.begin()
     assert batch(("easy", [1.0]), way="greedy")["val/greedy/reward"] == (1.0, 1)
     assert runs.source_metrics() == {}
-    assert len(runs.samples) == 1
 
 
 @extracts_answer(lambda sample: sample.text[:1])
@@ -107,8 +108,7 @@ def test_a_run_logs_metrics_of_k_samples_for_sampled_validation(tmp_path: Path) 
     rollouts = RolloutCallback(
         WeightedSum(digits=first_letter),
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-        validation_sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-        success_threshold=0.25,
+        parts=[Validation(SamplingSpec(group_size=4, max_new_tokens=8), success_threshold=0.25)],
     )
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
     held = {"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"}

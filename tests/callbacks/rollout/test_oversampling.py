@@ -12,8 +12,7 @@ import pytest
 import torch
 from rl_runs import digits, setup_run, weights
 
-from rlhfkit import LocalEngine, RolloutCallback, SamplingSpec
-from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
+from rlhfkit import LocalEngine, Oversampling, RolloutCallback, SamplingSpec
 
 
 class Watched(LocalEngine):

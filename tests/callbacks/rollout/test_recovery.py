@@ -11,7 +11,7 @@ import torch
 from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks, setup_run, weights
 from strategies import ranks
 
-from rlhfkit import DynamicSampling, Episodes, LocalEngine, RolloutCallback, SamplingSpec
+from rlhfkit import Ahead, DynamicSampling, Episodes, LocalEngine, RolloutCallback, SamplingSpec
 from rlhfkit.episodes import Action, Environment, Step
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
 
@@ -79,7 +79,7 @@ def run(folder: Path, engine: Any, *, group: Any = None, validate: bool = False,
 def test_a_run_that_takes_turns_is_bitwise_the_undisturbed_one(tmp_path: Path, case: str) -> None:
     options: dict[str, Any] = {"validate": case == "validation"}
     if case == "dynamic sampling":
-        options["dynamic_sampling"] = DynamicSampling()
+        options["parts"] = [DynamicSampling()]
     results = []
     for engine in (Forgetful(), Forgetful(1, 3, 4)):
         group = Episodes(Once) if case == "episodes" else None
@@ -94,7 +94,7 @@ def test_a_run_that_takes_turns_is_bitwise_the_undisturbed_one(tmp_path: Path, c
 
 @pytest.mark.parametrize(("loses_at", "in_flight"), [(1, True), (2, False), (3, True)])
 def test_sampling_ahead_begins_anew_with_the_same_prompts(tmp_path: Path, loses_at: int, in_flight: bool) -> None:
-    options: dict[str, Any] = {"max_staleness": 1, "in_flight": in_flight}
+    options: dict[str, Any] = {"parts": [Ahead(1, in_flight=in_flight)]}
     seen, *_ = run(tmp_path, Forgetful(), **options)
     engine = Forgetful(loses_at)
     again, _, rollouts = run(tmp_path, engine, **options)

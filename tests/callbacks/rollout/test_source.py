@@ -1,6 +1,7 @@
 """Sources and parts of the rollout side: what wraps what, and that a plain run enters no file of a feature."""
 
 import dataclasses
+import json
 import sys
 import threading
 from collections.abc import Iterable
@@ -12,10 +13,21 @@ import pytest
 from rl_runs import digits, setup_run, weights
 
 import rlhfkit
-from rlhfkit import DynamicSampling, ReplayBuffer, RolloutCallback, SamplingSpec
-from rlhfkit.callbacks.rollout.parts.oversampling import Oversampling
+from rlhfkit import (
+    Ahead,
+    DynamicSampling,
+    Oversampling,
+    ReplayBuffer,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+    Validation,
+    callbacks,
+)
+from rlhfkit.callbacks import Alarm, Alarms, Probe, SharedDevices
+from rlhfkit.callbacks.rollout.part import RolloutPart, make_rollout_part
 from rlhfkit.callbacks.rollout.sharing import SharedIteration
-from rlhfkit.callbacks.rollout.source import Ask, RolloutPart, Source
+from rlhfkit.callbacks.rollout.source import Ask, Source
 from rlhfkit.rollout.collector import CollectedGroups
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
@@ -23,15 +35,15 @@ PACKAGE = Path(rlhfkit.__file__).parent
 FEATURES = (
     *(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("callbacks/rollout/parts/*.py")),
     *("rollout/groups.py", "rollout/request_batcher.py", "rollout/event_loop.py", "rollout/reference_samples.py"),
-    *("rollout/background.py", "rollout/prompt_stream.py", "rollout/dynamic_sampling.py", "rollout/replay_buffer.py"),
-    "rollout/partial_rollouts.py",
+    *("rollout/background.py", "rollout/prompt_stream.py", "rollout/partial_rollouts.py"),
 )
-SELECTION = {"callbacks/rollout/parts/dynamic_sampling.py", "rollout/dynamic_sampling.py"}
+DEFAULT = {f"callbacks/rollout/parts/{name}.py" for name in ("__init__", "alarms", "probe")}
+"""What every run has: bounds on metrics, and a comparison after each sync."""
 
 
-def entered(folder: Path, **arguments: Any) -> set[str]:
+def entered(folder: Path, parts: Any) -> set[str]:
     """Files of features of which a run calls a function between the start and the end of its fit."""
-    trainer, module, data, _ = setup_run(folder, rollouts=RolloutCallback(digits, sampling=SAMPLING, **arguments))
+    trainer, module, data, _ = setup_run(folder, rollouts=RolloutCallback(digits, sampling=SAMPLING, parts=parts))
     found: set[str] = set()
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -52,29 +64,69 @@ def entered(folder: Path, **arguments: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("parts", "expected"),
     [
-        ({}, set()),
-        ({"dynamic_sampling": DynamicSampling()}, SELECTION),
-        ({"parts": [Oversampling(0.5)]}, {"callbacks/rollout/parts/oversampling.py"}),
-        ({"replay_buffer": ReplayBuffer()}, {"callbacks/rollout/parts/replay.py", "rollout/replay_buffer.py"}),
-        (
-            {"max_staleness": 1},
-            {"callbacks/rollout/parts/ahead.py", "rollout/background.py"},
-        ),
+        ([], set()),
+        ([DynamicSampling()], {"callbacks/rollout/parts/dynamic_sampling.py"}),
+        ([Oversampling(0.5)], {"callbacks/rollout/parts/oversampling.py"}),
+        # Replay compares groups by the functions of dynamic sampling.
+        ([ReplayBuffer()], {f"callbacks/rollout/parts/{name}.py" for name in ("replay_buffer", "dynamic_sampling")}),
+        ([Ahead(1)], {"callbacks/rollout/parts/ahead.py", "rollout/background.py"}),
     ],
     ids=["plain", "dynamic sampling", "oversampling", "replay", "ahead"],
 )
-def test_a_run_enters_the_files_of_its_features_only(tmp_path: Path, arguments: Any, expected: set[str]) -> None:
-    found = entered(tmp_path, **arguments)
-    # Replay compares groups by the functions of dynamic sampling.
-    assert found - ({"rollout/dynamic_sampling.py"} if "replay_buffer" in arguments else set()) == expected
+def test_a_run_enters_the_files_of_its_features_only(tmp_path: Path, parts: Any, expected: set[str]) -> None:
+    assert entered(tmp_path, parts) - DEFAULT == expected
+
+
+def by_digits(sample: Sample) -> float:
+    """What is compared."""
+    return digits([sample])[0]
+
+
+GIVEN: dict[type[RolloutPart], list[dict[str, Any]]] = {
+    Ahead: [{"max_staleness": 2, "in_flight": True}],
+    Alarms: [{}, {"alarms": [Alarm(metric="loss", high=5.0, advice="lower the learning rate")]}],
+    DynamicSampling: [{"by": "right", "max_rounds": 2}, {"by": by_digits}],
+    Oversampling: [{"share": 0.5, "continued": True}],
+    Probe: [{"tolerance": 0.1}],
+    ReplayBuffer: [{"capacity": 3, "fraction": 0.25, "max_age": 7, "min_reward": 0.5, "by": "right"}],
+    SharedDevices: [{"offload_training": False}],
+    Validation: [{"sampling": {"one": SamplingSpec(max_new_tokens=7)}, "success_threshold": 0.5}],
+}
+
+
+def test_every_part_that_is_passed_is_made_again_of_plain_values() -> None:
+    """As in YAML and in checkpoints: JSON is enough."""
+    for kind, several in GIVEN.items():
+        assert kind.__name__ in callbacks.__all__
+        for arguments in several:
+            part = kind(**arguments)
+            plain = part.plain()
+            again = make_rollout_part(json.loads(json.dumps(plain)))
+            assert type(again) is kind
+            assert again.plain() == plain
+            assert all(getattr(again, name) == getattr(part, name) for name in arguments)
+    assert repr(DynamicSampling(by="right")) == "DynamicSampling(by='right')"
+    rollouts = RolloutCallback(digits, parts=["rlhfkit.Ahead", DynamicSampling().plain()])
+    assert [type(part) for part in rollouts.parts] == [Ahead, DynamicSampling, Validation, Probe, Alarms]
+
+
+def test_a_part_that_is_given_takes_the_place_of_the_default_one_and_two_of_a_class_keep_two_states() -> None:
+    given = [Alarms([]), ReplayBuffer(), ReplayBuffer(by="right"), Probe(1.0)]
+    rollouts = RolloutCallback(digits, parts=given)
+    assert [type(part) for part in rollouts.parts] == [*map(type, given), Validation]
+    assert list(rollouts.state_dict()["parts"]) == ["ReplayBuffer[0]", "ReplayBuffer[1]"]
+
+
+def test_states_of_parts_that_are_not_there_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    state = RolloutCallback(digits).state_dict() | {"parts": {"ReplayBuffer[0]": [1], "Ahead[0]": []}}
+    RolloutCallback(digits).load_state_dict(state)
+    assert caplog.messages == ["the checkpoint has states of parts that this run has not: ReplayBuffer[0]"]
 
 
 class Backwards(RolloutPart):
     """Turns the order of each iteration around, and counts its iterations over stops."""
-
-    name = "backwards"
 
     def __init__(self) -> None:
         self.count = 0
@@ -131,5 +183,5 @@ def test_a_part_of_ones_own_wraps_the_source_measures_and_is_resumed(tmp_path: P
     again = Backwards()
     run(again, ckpt_path=str(tmp_path / "3.ckpt"))
     assert again.count == 3
-    with pytest.raises(TypeError, match="parts must be"):
+    with pytest.raises(TypeError, match=r"derive it from rlhfkit\.callbacks\.RolloutPart"):
         RolloutCallback(digits, parts=[len])  # type: ignore[list-item]

@@ -45,7 +45,7 @@ def test_a_small_mean_difference_is_fine_a_larger_one_warned_of_and_a_large_one_
     sampling = SamplingSpec(group_size=4, max_new_tokens=40, min_new_tokens=40)
     rollouts = Samples(digits, engine=engine, sampling=sampling)
     trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, precision="bf16-true", max_epochs=3)
-    caplog.set_level(logging.WARNING, logger="rlhfkit.callbacks.rollout.weight_sync")
+    caplog.set_level(logging.WARNING, logger="rlhfkit.callbacks.rollout.parts.probe")
     with pytest.raises(RuntimeError, match=r"differ from the trainer's by 0\.\d+ on average over 40 tokens, more than"):
         trainer.fit(module, data)
     warned = [record.message for record in caplog.records if "on average over 40 tokens" in record.message]

@@ -9,7 +9,8 @@ import torch
 from rl_runs import PlainGRPO, digits, prompts_file, samples_of_all_ranks
 from shared_pool import SharedPool
 
-from rlhfkit import Invariants, LoRA, ModelPool, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool
+from rlhfkit import Ahead, Invariants, LoRA, ModelPool, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool
+from rlhfkit.callbacks import Probe
 from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
@@ -20,7 +21,7 @@ SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 MODES: dict[str, dict[str, Any]] = {
     "in turns": {},
     "roles elsewhere": {},
-    "in flight": {"max_staleness": 1, "in_flight": True},
+    "in flight": {"parts": [Ahead(1, in_flight=True)]},
 }
 
 
@@ -36,7 +37,7 @@ class Keep(L.Callback):
         samples = samples_of_all_ranks(rollouts)
         self.report["tokens"].append([(one.prompt.index, one.sample_index, one.token_ids.tolist()) for one in samples])
         self.report["versions"].append([sorted({version for one in samples for version in one.versions.tolist()})])
-        self.report["probes"].append(rollouts.weight_synchronizer.difference)
+        self.report["probes"].append(rollouts.part(Probe).difference)
         self.report["sync_bytes"] = rollouts.weight_synchronizer.metrics["rollout/sync_bytes"]
         self.report["own"].append(len(rollouts.samples))
         self.report["ranks"] = [get_rank(), get_world_size()]

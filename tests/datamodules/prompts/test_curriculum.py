@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_runs import setup_run, weights
+from rl_runs import ahead, setup_run, weights
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.datamodules.prompts.curriculum import MAX_RECENT, ByColumn, BySuccess, Curriculum, PromptPass, PromptStats
@@ -159,7 +159,7 @@ def run(tmp_path: Path) -> Run:
             tmp_path,
             data_arguments={"curriculum": curriculum},
             rollouts=RolloutCallback(
-                by_prompt, sampling=SamplingSpec(group_size=4, max_new_tokens=2), max_staleness=staleness
+                by_prompt, sampling=SamplingSpec(group_size=4, max_new_tokens=2), parts=ahead(staleness)
             ),
             callbacks=[watch],
             max_epochs=9,

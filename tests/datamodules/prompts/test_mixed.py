@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rl_runs import digits, setup_run
 from tiny_models import tiny_tokenizer
 
-from rlhfkit import Mixture, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit import Mixture, PromptDataModule, RolloutCallback, SamplingSpec, Validation
 from rlhfkit.datamodules.prompts.rows import source_names
 
 
@@ -115,8 +115,7 @@ def test_validation_is_told_apart_by_source(tmp_path: Path) -> None:
     rollouts = RolloutCallback(
         digits,
         sampling=SamplingSpec(group_size=4, max_new_tokens=6),
-        validation_sampling=SamplingSpec(group_size=2, max_new_tokens=6),
-        success_threshold=0.2,
+        parts=[Validation(SamplingSpec(group_size=2, max_new_tokens=6), success_threshold=0.2)],
     )
     held = {
         "validation_data": sources,

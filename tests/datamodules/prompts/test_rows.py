@@ -13,7 +13,7 @@ import pytest
 from rl_runs import setup_run
 from tiny_models import tiny_tokenizer
 
-from rlhfkit import PreferenceDataModule, PromptDataModule, RolloutCallback, SamplingSpec, SFTDataModule
+from rlhfkit import PreferenceDataModule, PromptDataModule, RolloutCallback, SamplingSpec, SFTDataModule, Validation
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter
 
 Write = Callable[..., str]
@@ -84,7 +84,7 @@ def test_validation_needs_room_for_its_own_answers_only(tmp_path: Path) -> None:
             rollouts=RolloutCallback(
                 reward=lambda samples: [0.0] * len(samples),
                 sampling=SamplingSpec(group_size=2, max_new_tokens=training),
-                validation_sampling=SamplingSpec(group_size=1, max_new_tokens=validation),
+                parts=[Validation(SamplingSpec(group_size=1, max_new_tokens=validation))],
             ),
             data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
         )

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import setup_run, weights
+from rl_runs import ahead, setup_run, weights
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import DynamicSampling, PromptDataModule, RolloutCallback, Sample, SamplingSpec
@@ -197,8 +197,7 @@ def run(tmp_path: Path) -> Any:
             rollouts=RolloutCallback(
                 by_number,
                 sampling=SamplingSpec(group_size=4, max_new_tokens=2),
-                dynamic_sampling=DynamicSampling(max_rounds=3),
-                max_staleness=staleness,
+                parts=ahead(staleness, DynamicSampling(max_rounds=3)),
             ),
             callbacks=[watch],
             max_epochs=7,

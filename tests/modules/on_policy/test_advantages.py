@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import ahead, digits, setup_run
 
 from rlhfkit import (
     Environment,
@@ -85,7 +85,7 @@ def test_the_baseline_is_the_reward_of_the_greedy_answer(tmp_path: Path, max_sta
     trainer, module, data, _ = setup_run(
         tmp_path,
         module_arguments=dict(presets.REMAX),
-        rollouts=RolloutCallback(lengthy, sampling=ONE, max_staleness=max_staleness),
+        rollouts=RolloutCallback(lengthy, sampling=ONE, parts=ahead(max_staleness)),
         data_arguments={"micro_batch_size": 4},
         callbacks=[greedy] if not max_staleness else [],  # else the answers are those of earlier weights
     )

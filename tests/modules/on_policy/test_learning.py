@@ -32,9 +32,9 @@ def test_the_reward_comes_close_to_the_best_possible(tmp_path: Path, name: str) 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             rewards.append(sum(digits(rollouts.samples)) / len(rollouts.samples))
 
-    selection = DynamicSampling() if "dynamic" in name else None
+    selection = [DynamicSampling()] if "dynamic" in name else []
     sampling = SamplingSpec(group_size=size, max_new_tokens=8)
-    rollouts = RolloutCallback(digits, sampling=sampling, dynamic_sampling=selection)
+    rollouts = RolloutCallback(digits, sampling=sampling, parts=selection)
     trainer, made, data, _ = setup_run(
         tmp_path,
         module=module,

@@ -7,6 +7,7 @@ Several ranks, epochs and caps of tokens: ``tests/callbacks/rollout/test_epochs.
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import LocalEngine, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.callbacks.rollout.parts.replay import check_replay
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.rewards import MissingEndPenalty, NormalizeRewards
 from rlhfkit.rewards import PairwiseReward
@@ -157,5 +157,7 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
 
 def test_replayed_samples_are_refused_as_the_loss_has_no_weights(tmp_path: Path) -> None:
     module = OnlineDPOModule(str(tmp_path))
+    buffer = ReplayBuffer()
+    RolloutCallback(sampling=SamplingSpec(group_size=2), parts=[buffer])
     with pytest.raises(ValueError, match="samples of earlier policies, for which it has no importance weights"):
-        check_replay(module, ReplayBuffer(), SamplingSpec(group_size=2), None)
+        buffer.check(SimpleNamespace(lightning_module=module))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, setup_run, weights
+from rl_runs import PlainGRPO, ahead, digits, setup_run, weights
 from torch import Tensor
 
 from modules.on_policy.test_base import experience
@@ -191,7 +191,7 @@ def test_log_linear_log_probs_lie_between_engine_and_policy(tmp_path: Path, max_
         tmp_path,
         module=Proximal,
         module_arguments={"proximal": "log-linear", "lr": 0.05},
-        rollouts=RolloutCallback(digits, sampling=sampling, max_staleness=max_staleness),
+        rollouts=RolloutCallback(digits, sampling=sampling, parts=ahead(max_staleness)),
         max_epochs=3,
     )
     trainer.fit(module, data)

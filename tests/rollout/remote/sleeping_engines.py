@@ -20,6 +20,7 @@ from callbacks.rollout.offload_runs import Look, OwnGRPO
 from rl_runs import prompts_file, setup_run
 
 from rlhfkit import RolloutCallback, Sample, SamplingSpec
+from rlhfkit.callbacks import SharedDevices
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import sample_seed
 from rlhfkit.rollout.errors import RefusedRequest
@@ -226,12 +227,7 @@ def run(folder: Path, pool: RemoteEnginePool, *, reward: Any = parity, **argumen
     """Two iterations of two updates, with a validation before them and after each; what was learned."""
     other = folder / "validation"
     other.mkdir(parents=True, exist_ok=True)
-    kept = {
-        name: arguments.pop(name)
-        for name in ("dynamic_sampling", "offload_training", "max_staleness")
-        if name in arguments
-    }
-    rollouts = RolloutCallback(reward, engine=pool, sampling=SPEC, **kept)
+    rollouts = RolloutCallback(reward, engine=pool, sampling=SPEC, parts=arguments.pop("parts", ()))
     look = Look(rollouts)
     torch.manual_seed(0)
     ranks = arguments.get("devices", 1)
@@ -287,7 +283,7 @@ def on_ranks(folder: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder(patch)
         pool = SleepingPool(folder)
-        found = run(folder / f"rank{rank}", pool, offload_training=True, strategy="ddp", devices=2)
+        found = run(folder / f"rank{rank}", pool, parts=[SharedDevices(True)], strategy="ddp", devices=2)
         assert isinstance(pool.sender, MappedSender)
         result = {
             "digest": found["digest"],

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhfkit import DynamicSampling
+from rlhfkit import Ahead, DynamicSampling
+from rlhfkit.callbacks import SharedDevices
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.supervision.health import State
 from rollout.remote.sleeping_engines import (
@@ -59,7 +60,7 @@ def test_everything_happens_in_the_order_that_device_phases_documents(
     """One recorded order of the rank's calls and the engine's; what is learned is what an engine apart gives."""
     recorder = Recorder(monkeypatch)
     events(pool)
-    found = run(tmp_path, pool, offload_training=True)
+    found = run(tmp_path, pool, parts=[SharedDevices(True)])
     assert all(found[name] == apart[name] for name in ("digest", "tokens"))
     assert found["metrics"]["val/reward"] == apart["metrics"]["val/reward"]
     seen, expected = merged(recorder.log, events(pool)), phases_of_a_run(level)
@@ -73,14 +74,14 @@ def test_everything_happens_in_the_order_that_device_phases_documents(
 def test_rounds_of_dynamic_sampling_are_one_generating_phase(
     pool: SleepingPool, tmp_path: Path, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sampled(**arguments: Any) -> dict[str, Any]:
-        return run(tmp_path, pool, dynamic_sampling=DynamicSampling(max_rounds=8), reward=rarely, **arguments)
+    def sampled(*parts: Any) -> dict[str, Any]:
+        return run(tmp_path, pool, parts=[DynamicSampling(max_rounds=8), *parts], reward=rarely)
 
     pool.wake()
     with monkeypatch.context() as patch:
         patch.setattr(pool, "colocate", False)
         expected = sampled()
-    found = sampled(offload_training=True)
+    found = sampled(SharedDevices(True))
     assert found["metrics"]["rollout/accepted_fraction"] < 0.5  # so one round was not enough
     assert all(found[name] == expected[name] for name in ("digest", "tokens"))
 
@@ -104,9 +105,9 @@ def test_after_an_error_the_next_run_begins_as_the_first(
     with monkeypatch.context() as patch:
         patch.setattr(pool, "fails", False)
         with pytest.raises(ArithmeticError if where == "reward" else RequestError):
-            run(tmp_path, pool, reward=broken, offload_training=True, callbacks=[Each(break_engine)])
+            run(tmp_path, pool, reward=broken, parts=[SharedDevices(True)], callbacks=[Each(break_engine)])
     assert pool.version is None
-    found = run(tmp_path, pool, offload_training=True)
+    found = run(tmp_path, pool, parts=[SharedDevices(True)])
     assert all(found[name] == apart[name] for name in ("digest", "tokens"))
 
 
@@ -133,7 +134,7 @@ def test_an_engine_that_dies_asleep_gets_the_weights_that_the_pool_thinks_it_has
         engines.update(at_once=True)
         assert engines.handles[0] is killed[0]  # training has the memory
 
-    found = run(tmp_path, pool, offload_training=True, callbacks=[Each(kill_once)])
+    found = run(tmp_path, pool, parts=[SharedDevices(True)], callbacks=[Each(kill_once)])
     assert engines.handles[0].restarts == killed[0].restarts + 1
     assert all(found[name] == apart[name] for name in ("digest", "tokens"))
 
@@ -142,5 +143,5 @@ def test_an_engine_that_dies_asleep_gets_the_weights_that_the_pool_thinks_it_has
 def test_engines_that_sleep_during_training_cannot_sample_during_training(
     pool: SleepingPool, tmp_path: Path, level: int
 ) -> None:
-    with pytest.raises(ValueError, match=r"gives its memory to training .* use one"):
-        run(tmp_path, pool, max_staleness=1)
+    with pytest.raises(ValueError, match=r"has it sleep while the policy learns.* use one"):
+        run(tmp_path, pool, parts=[Ahead(1)])

@@ -7,17 +7,17 @@ from typing import Any
 
 import lightning as L
 
-from rlhfkit.callbacks.rollout.group_collector import GroupCollector
 from rlhfkit.callbacks.rollout.metrics import staleness_metrics
+from rlhfkit.callbacks.rollout.part import RolloutPart, Rollouts
 from rlhfkit.callbacks.rollout.sharing import SharedIteration
-from rlhfkit.callbacks.rollout.source import Ask, RolloutPart, Source
+from rlhfkit.callbacks.rollout.source import Ask, Source
 from rlhfkit.distributed import gather_objects
 from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.rollout.prompt_stream import PromptStream
 from rlhfkit.trainer_parts import prompts_of
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_integer
 
 
 class Ahead(RolloutPart):
@@ -34,44 +34,49 @@ class Ahead(RolloutPart):
     leaves no longest answers to wait for, nor with an order of prompts that goes by rewards. Iterations are still
     trained on whole and in order: the first to finish would be the short ones, and the others too old.
 
-    A sync waits for the iterations being collected, and queued ones wait for the sync. With ``in_flight`` the engine
-    swaps the weights between two tokens instead. ``timeout`` is the seconds that one iteration may take.
+    Example::
+
+        GRPOModule("Qwen/Qwen3-0.6B", correction="tis")
+        RolloutCallback(math_match, engine=VLLMPool(num_engines=2), parts=[Ahead(1, in_flight=True)])
+
+    Args:
+        max_staleness: Iterations by which sampling may be ahead of learning, so that samples may be that many
+            iterations old; give the module a ``correction`` for it.
+        in_flight: Sync weights while the engine generates: it swaps them between two tokens, and each token records its
+            version. Otherwise a sync waits for the iterations being collected, and queued ones wait for the sync.
 
     Raises:
-        ValueError: If an argument is out of range, or the engine cannot change its weights while it generates.
+        ValueError: If ``max_staleness`` is below 1, or, when a ``RolloutCallback`` takes it, if the engine cannot
+            change its weights while it generates.
     """
 
-    name = "ahead"
     overlaps = True
 
-    def __init__(
-        self,
-        collector: GroupCollector,
-        max_staleness: int,
-        timeout: float,
-        *,
-        in_flight: bool = False,
-        shared_devices: bool = False,
-    ) -> None:
-        engine = collector.engine
-        check_integer("max_staleness", max_staleness, minimum=1, why="asynchronous rollouts need some")
-        check_number("rollout_timeout", timeout, above=0, why="it is in seconds")
-        if in_flight and not engine.updates_in_flight:
-            raise ValueError(
-                f"in_flight=True changes the weights while the engine generates, and {type(engine).__name__} does not "
-                "say that it can (updates_in_flight): use LocalEngine or VLLMPool, or in_flight=False"
-            )
-        self.collector = collector
-        self.max_staleness = max_staleness
-        self.timeout = timeout
+    def __init__(self, max_staleness: int = 1, *, in_flight: bool = False) -> None:
+        check_integer("max_staleness", max_staleness, minimum=1, why="without Ahead sampling and learning take turns")
+        self.max_staleness = self.staleness = max_staleness
         self.in_flight = in_flight
-        self.shared_devices = shared_devices
         self._jobs: BackgroundRollouts[CollectedGroups] = BackgroundRollouts()
         self._submitted = -1
         self._place: dict[str, Any] = {}  # where the next job's prompts begin
         self._prompts: PromptStream | None = None  # groups of later jobs, if they may be in flight
         self._positions: dict[int, int] = {}  # of the first prompt of iterations among all of the run
         self._failure: BaseException | None = None  # of a job; later ones would have other prompts without it
+
+    def attach(self, rollouts: Rollouts) -> None:
+        """Take the collector of this callback, and its time limit."""
+        super().attach(rollouts)
+        self.collector, self.timeout = rollouts.collector, rollouts.rollout_timeout
+        engine = self.collector.engine
+        if self.in_flight and not engine.updates_in_flight:
+            raise ValueError(
+                f"in_flight=True changes the weights while the engine generates, and {type(engine).__name__} does not "
+                "say that it can (updates_in_flight): use LocalEngine or VLLMPool, or in_flight=False"
+            )
+
+    def why_copied(self, trainer: L.Trainer) -> str | None:
+        """They change meanwhile."""
+        return "the engine generates while they are trained (Ahead)"
 
     def wrap_sampling(self, source: Source) -> Source:
         """Take the place of the collector, which is asked in a thread."""
@@ -156,14 +161,6 @@ class Ahead(RolloutPart):
 
         with self._jobs.paused(self.timeout, agree=newest_of_all):
             yield
-
-    def check(self, trainer: L.Trainer) -> None:
-        """Raise ValueError if engines give their memory to training while they would sample."""
-        if self.shared_devices:
-            raise ValueError(
-                "VLLMPool(colocate=True) gives its memory to training while the policy learns, and with "
-                "max_staleness it would sample in that time: use one"
-            )
 
     def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
         """Return how old the samples are."""

@@ -1,18 +1,15 @@
 """``Oversampling``: more groups are in flight than are needed; those that finish first are trained on."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
 from rlhfkit.callbacks.rollout.metrics import staleness_metrics
+from rlhfkit.callbacks.rollout.part import RolloutPart, Rollouts
 from rlhfkit.callbacks.rollout.sharing import SharedIteration
-from rlhfkit.callbacks.rollout.source import RolloutPart
 from rlhfkit.rollout.partial_rollouts import PartialRollouts
 from rlhfkit.validation import check_number
-
-if TYPE_CHECKING:
-    from rlhfkit.callbacks.rollout.callback import RolloutCallback
 
 
 class Oversampling(RolloutPart):
@@ -30,7 +27,7 @@ class Oversampling(RolloutPart):
         share: Further groups in flight, as a share of the iteration, above 0.
         continued: Continue the groups that were not finished in the next iteration, from what was sampled of them,
             instead of sampling them anew (partial rollouts); each token records its version, the older ones are
-            corrected for as with ``max_staleness``.
+            corrected for as with :class:`~rlhfkit.Ahead`.
 
     Raises:
         ValueError: If ``share`` is out of range, or, when a ``RolloutCallback`` takes it, if the engine cannot drop or
@@ -40,12 +37,14 @@ class Oversampling(RolloutPart):
     def __init__(self, share: float, *, continued: bool = False) -> None:
         check_number("share", share, above=0, why="Oversampling has further groups in flight, a share of the iteration")
         self.share = share
+        self.continued = continued
         self.partials = PartialRollouts() if continued else None
         """What was made of dropped groups; ``None``: it is lost."""
-        self.name = "partials" if continued else ""
+        self.staleness = None if continued else 0  # an iteration more each time that a sample is cut
 
-    def attach(self, rollouts: "RolloutCallback") -> None:  # type: ignore[override]  # the one callback that has parts
+    def attach(self, rollouts: Rollouts) -> None:
         """Have the collector of this callback start more groups."""
+        super().attach(rollouts)
         self.collector = rollouts.collector
         if not self.collector.source.can_stream:
             raise ValueError(

@@ -24,52 +24,62 @@ calls the policy, brings the states back by itself (:mod:`rlhfkit.training_state
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import lightning as L
 import torch
 
-from rlhfkit.callbacks.rollout.source import SeparateDevices
-from rlhfkit.callbacks.rollout.timing import Timing
+from rlhfkit.callbacks.rollout.part import RolloutPart, Rollouts
+from rlhfkit.callbacks.rollout.sharing import SharedIteration
 from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.protocols import RLHFStrategy
-from rlhfkit.rollout.engine import RolloutEngine
 from rlhfkit.trainer_parts import policy_of
 from rlhfkit.training_states import TrainingStates
 
 log = logging.getLogger(__name__)
 
 
-class SharedDevices(SeparateDevices):
-    """Moves from phase to phase; without offloading only colocated engines sleep and wake.
+class SharedDevices(RolloutPart):
+    """Gives the memory of devices that engines and training share to one of them at a time.
+
+    A ``RolloutCallback`` has it by default if an engine shares the GPUs of the training ranks
+    (``VLLMPool(colocate=True)``). Without offloading only such engines sleep and wake. Numbers are the same bit for
+    bit.
 
     Args:
-        engine: What generates.
-        offload_training: See :class:`~rlhfkit.RolloutCallback`.
-        timing: Records how long states take to come back, as ``time/reload``.
-        more: Engines that sleep and wake with it.
+        offload_training: Whether weights, gradients and optimizer states are in CPU memory while the engine generates.
+            ``None``: if a GPU is shared; ``True`` for any engine, such as a ``LocalEngine`` on the same GPU.
+
+    Raises:
+        TypeError: If ``offload_training`` is something else.
+        ValueError: When a ``RolloutCallback`` takes it, if another part has the engine generate while the policy
+            learns.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        offload_training: bool | None,
-        timing: Timing,
-        more: Sequence[RolloutEngine] = (),
-    ) -> None:
+    def __init__(self, offload_training: bool | None = None) -> None:
         if offload_training not in (None, True, False):
             raise TypeError(f"offload_training must be None, True or False, got {offload_training!r}")
-        self.engine = engine
-        super().__init__((engine, *more), offload_training)
-        self.colocate = any(one.colocate for one in self._engines)
+        self.offload_training = offload_training
+        self.colocate = False
         """Whether an engine uses the GPUs of the training ranks."""
-        self.timing = timing
         self._states: RLHFStrategy | TrainingStates | None = None
         self._started = False
         self._phase: Literal["learn", "sync", "generate"] = "learn"
         self._before = 0  # bytes of the states when all were on the device
         self._bytes: dict[str, int] = {}
+
+    def attach(self, rollouts: Rollouts) -> None:
+        """Look for engines that share devices."""
+        super().attach(rollouts)
+        self.colocate = any(engine.colocate for engine in rollouts.engines)
+        ahead = [type(part).__name__ for part in rollouts.parts if part.overlaps]
+        if ahead and (self.colocate or self.offload_training):
+            what = "VLLMPool(colocate=True)" if self.colocate else "SharedDevices(offload_training=True)"
+            raise ValueError(
+                f"{what} takes the training states off the device while the engine generates, or has it sleep while "
+                f"the policy learns, and with {ahead[0]} it generates while the policy learns: use one"
+            )
 
     def offloads(self, trainer: L.Trainer) -> bool:
         """Whether training states leave the device while engines generate: by default if a GPU is shared."""
@@ -77,46 +87,52 @@ class SharedDevices(SeparateDevices):
             return self.offload_training
         return self.colocate and trainer.strategy.root_device.type == "cuda"
 
+    def why_copied(self, trainer: L.Trainer) -> str | None:
+        """They leave the device."""
+        return "they leave the device while it generates (SharedDevices)" if self.offloads(trainer) else None
+
+    def defers_sync(self, trainer: L.Trainer) -> bool:
+        """When samples are asked for, after a checkpoint of the epoch."""
+        return self.offloads(trainer)
+
     # ------------------------------------------------------------------ the phases, each a collective
 
-    def start(self, trainer: L.Trainer, start: Callable[[], None]) -> None:
-        """Start the engines, and then :meth:`sync`. They check that the memory they may use is free when they start."""
+    def before_start(self, trainer: L.Trainer) -> None:
+        """Make room for engines that start: they check that the memory they may use is free."""
         if self.offloads(trainer) and not self._started:
             self._offload_all(trainer)
-        run_on_all_ranks(start)
-        self._started = True
-        self.sync(trainer)
 
-    def sync(self, trainer: L.Trainer) -> None:
+    def after_start(self, trainer: L.Trainer) -> None:
         """Make room for the engines' weights; the training weights are on the device afterwards."""
+        self._started = True
         if not self.offloads(trainer):
             return
         if self._phase == "generate":  # engines have lost their weights
-            self._sleep()
+            for engine in self.rollouts.engines:
+                engine.sleep()
             run_on_all_ranks(lambda: self._of(trainer).reload_states(optimizer=False))
         self._offload(trainer, weights=False)
         self._phase = "sync"
 
-    def generate(self, trainer: L.Trainer) -> None:
+    def before_generate(self, trainer: L.Trainer) -> None:
         """Make room for everything that engines need, and have them take it."""
         if self.offloads(trainer):
             self._offload_all(trainer)
         if self.colocate:
-            for engine in self._engines:
+            for engine in self.rollouts.engines:
                 run_on_all_ranks(engine.wake)
 
-    def learn(self, trainer: L.Trainer, iteration: int) -> None:
-        """Have the engines sleep, and bring the training states back."""
-        self._sleep()
+    def after_generate(self, trainer: L.Trainer, iteration: int) -> None:
+        """Bring the training states back."""
         if not self.offloads(trainer):
             return
         self._bytes["generate"] = self._measure(trainer)
-        with self.timing.record("reload", iteration):
+        with self.rollouts.timing.record("reload", iteration):
             run_on_all_ranks(self._of(trainer).reload_states)
         self._phase = "learn"
 
     def recover(self) -> None:
-        """Bring the training states back after an error, or at the end; engines are closed. Not a collective."""
+        """Bring the training states back after an error, or at the end; engines are closed."""
         states, self._states, self._phase, self._started = self._states, None, "learn", False
         if states is None:
             return
@@ -125,14 +141,10 @@ class SharedDevices(SeparateDevices):
         except torch.OutOfMemoryError as error:
             log.error("training states stay in CPU memory, as the device has no room for them: %s", error)
 
-    def _sleep(self) -> None:
-        for engine in self._engines:
-            engine.sleep()
-
     # ------------------------------------------------------------------ states and their sizes
 
-    def metrics(self) -> dict[str, float]:
-        """Memory of the last learning and generating phase in GiB, of the rank with most. A collective.
+    def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
+        """Memory of the last learning and generating phase in GiB, of the rank with most.
 
         On a GPU ``memory/learn_gib`` and ``memory/generate_gib`` are the most that torch had allocated, on a CPU what
         training states occupied; ``memory/train_offloaded_gib`` is what left the device.

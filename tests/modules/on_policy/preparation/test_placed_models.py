@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import PlainGRPO, digits, setup_run, weights
+from rl_runs import PlainGRPO, ahead, digits, setup_run, weights
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -82,8 +82,10 @@ def test_each_group_is_asked_about_when_it_is_finished_and_the_numbers_are_the_c
         rollouts = RolloutCallback(
             digits,
             sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-            dynamic_sampling=DynamicSampling(by=lambda sample: float(sample.num_tokens)),  # so that groups stream
-            max_staleness=max_staleness,
+            parts=ahead(
+                max_staleness,
+                DynamicSampling(by=lambda sample: float(sample.num_tokens)),  # so that groups stream
+            ),
         )
         arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "reference": elsewhere}
         trainer, module, data, _ = setup_run(tmp_path, module=PlainGRPO, module_arguments=arguments, rollouts=rollouts)
@@ -173,7 +175,7 @@ def test_a_teacher_elsewhere_gives_the_numbers_of_the_child(tmp_path: Path) -> N
         rollouts = RolloutCallback(
             digits,
             sampling=SamplingSpec(group_size=4, max_new_tokens=8, top_k=8),
-            dynamic_sampling=DynamicSampling(by=lambda sample: float(sum(sample.token_ids.tolist()))),
+            parts=[DynamicSampling(by=lambda sample: float(sum(sample.token_ids.tolist())))],
         )
         trainer, module, data, _ = setup_run(
             tmp_path,

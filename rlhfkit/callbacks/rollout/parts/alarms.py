@@ -8,7 +8,8 @@ from typing import Any
 
 import lightning as L
 
-from rlhfkit.callbacks.rollout.source import RolloutPart
+from rlhfkit.callbacks.rollout.part import RolloutPart
+from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,11 @@ class Alarm:
     """Highest value without an alarm; ``None``: no bound."""
     advice: str
     """What the value means and what to do."""
+
+    def __post_init__(self) -> None:
+        """Check the bounds."""
+        check_number("Alarm.low", self.low, optional=True)
+        check_number("Alarm.high", self.high, optional=True)
 
     def is_triggered(self, metrics: Mapping[str, Any]) -> bool:
         """Whether the metric (a number or scalar tensor) is logged and out of bounds; NaN is out of bounds."""
@@ -45,14 +51,14 @@ ROLLOUT_ALARMS = (
     Alarm(
         metric="rollout_corr/untruncated_eff_sample_size",
         low=0.3,
-        advice="few samples carry most of the weight, the policy that sampled is too far away: lower max_staleness or "
-        "the learning rate, or give the module a correction ('mis' masks whole samples)",
+        advice="few samples carry most of the weight, the policy that sampled is too far away: lower "
+        "Ahead(max_staleness=...) or the learning rate, or give the module a correction ('mis' masks whole samples)",
     ),
     Alarm(
         metric="rollout/zero_advantage_fraction",
         high=0.9,
         advice="almost all samples have advantage 0: the task is too hard or too easy, or the reward is constant; try "
-        "RolloutCallback(dynamic_sampling=DynamicSampling()) or a larger group_size",
+        "RolloutCallback(parts=[DynamicSampling()]) or a larger group_size",
     ),
     Alarm(
         metric="rollout/truncated_fraction",
@@ -66,21 +72,26 @@ ROLLOUT_ALARMS = (
         advice="the reward returns None for many samples, which are not trained on: check what it cannot score",
     ),
 )
-"""Bounds of ``RolloutCallback``. An effective sample size below 0.3 is verl's alarm; the others are ours."""
+"""Bounds of every run. An effective sample size below 0.3 is verl's alarm; the others are ours."""
 
 
 class Alarms(RolloutPart):
     """Logs the advice of each alarm once, when it is first triggered.
 
     After the first iteration it also warns of alarms on metrics that were not logged; not of our own, whose metrics not
-    every run has.
+    every run has. A ``RolloutCallback`` has our own by default.
+
+    Args:
+        alarms: Bounds on metrics, each with advice; a mapping has the fields of an :class:`Alarm`. ``None``:
+            ``ROLLOUT_ALARMS``; an empty list: none.
     """
 
-    def __init__(self, alarms: Sequence[Alarm]) -> None:
+    def __init__(self, alarms: Sequence[Alarm | Mapping[str, Any]] | None = None) -> None:
+        self.alarms = ROLLOUT_ALARMS if alarms is None else tuple(_made(one) for one in alarms)
         self.triggered: list[tuple[int, Alarm, float]] = []
         """The alarms of the run so far: iteration, alarm, and value of the metric."""
-        self._quiet = list(alarms)
-        self._unheard = [alarm.metric for alarm in alarms if alarm not in ROLLOUT_ALARMS]
+        self._quiet = list(self.alarms)
+        self._unheard = [alarm.metric for alarm in self.alarms if alarm not in ROLLOUT_ALARMS]
 
     def logged(self, trainer: L.Trainer, iteration: int) -> None:
         """Check what was logged of an iteration."""
@@ -106,3 +117,7 @@ class Alarms(RolloutPart):
         for alarm in triggered:
             log.warning("iteration %d: %s is %.3g: %s", iteration, alarm.metric, metrics[alarm.metric], alarm.advice)
         return triggered
+
+
+def _made(alarm: Alarm | Mapping[str, Any]) -> Alarm:
+    return alarm if isinstance(alarm, Alarm) else Alarm(**alarm)

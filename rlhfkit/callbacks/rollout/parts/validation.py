@@ -1,18 +1,21 @@
 """Validation: prompts are answered, scored, and described by metrics that count prompts and sources."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import lightning as L
 
-from rlhfkit.data.types import Sample
+from rlhfkit.callbacks.rollout.checks import check_prompts
+from rlhfkit.callbacks.rollout.part import RolloutPart
+from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import gather_objects
-from rlhfkit.rewards.base import AnswerReader
+from rlhfkit.rewards.base import AnswerReader, answer_reader
 from rlhfkit.rewards.benchmarks import best_at_k, majority_at_k, pass_at_k, sizes_of_subsets
 from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.trainer_parts import policy_of
 from rlhfkit.validation import check_number
 
 _DRAWS = 100
@@ -20,35 +23,66 @@ _DRAWS = 100
 which takes about 10 ms a prompt."""
 
 
-class ValidationRuns:
-    """One or several ways to sample in validation, and the samples of the last one.
+class Validation(RolloutPart):
+    """Answers and scores the prompts of validation with the current policy, in one or several ways.
+
+    Logs ``val/reward``, its parts, lengths and truncated answers; with several samples per prompt also ``val/pass@k``,
+    ``val/avg@n``, ``val/best@k`` and, for rewards that read answers (``math_match``, ``exact_match``), ``val/maj@k``. A
+    ``RolloutCallback`` has it by default.
 
     Args:
-        sampling: How to sample, or several ways by name.
-        success_threshold: A sample with at least this reward is correct.
+        sampling: How to sample; ``None``: one greedy completion per prompt, of the same length as in training. A
+            mapping gives several ways by name, with metrics ``val/<name>/reward`` and so on.
+        success_threshold: A sample with at least this reward counts as correct in ``val/pass@k``.
 
     Raises:
         ValueError: If ``success_threshold`` is no number.
     """
 
-    def __init__(self, sampling: SamplingSpec | Mapping[str, SamplingSpec], success_threshold: float) -> None:
+    def __init__(
+        self, sampling: SamplingSpec | Mapping[str, SamplingSpec | Any] | None = None, success_threshold: float = 1.0
+    ) -> None:
         check_number("success_threshold", success_threshold)
-        self.ways = dict(sampling) if isinstance(sampling, Mapping) else {"": sampling}
+        self.sampling = None if sampling is None else _made(sampling)
         self.success_threshold = success_threshold
-        self.samples: list[Sample] = []
-        """The samples of the last validation that this rank generated."""
         self._of_sources: dict[str, list[tuple[float, int]]] = {}  # by name and source: a mean and its count per batch
         self._sources: set[str] = set()
 
+    @property
+    def ways(self) -> dict[str, SamplingSpec]:
+        """How to sample, by name."""
+        if isinstance(self.sampling, Mapping):
+            return dict(self.sampling)
+        if self.sampling is not None:
+            return {"": self.sampling}
+        return {"": self.rollouts.sampling.greedy()}
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Check that every prompt can be answered."""
+        for sampling in self.ways.values():
+            source = self.rollouts.collector.policy_source
+            check_prompts(trainer, policy_of(trainer), source, sampling, validation=True)
+
+    def validate(self, trainer: L.Trainer, prompts: Sequence[Prompt], *, first: bool) -> None:
+        """Generate, score and log."""
+        if first:
+            self.begin()
+        rollouts = self.rollouts
+        of_all = [prompt for share in gather_objects(list(prompts)) for prompt in share]
+        sampled = rollouts.sample(of_all, self.ways)
+        rewarded = rollouts.reward is not None or policy_of(trainer).scores_samples
+        metrics = self.batch_metrics(sampled, rewarded=rewarded, read=answer_reader(rollouts.reward))
+        log_validation(trainer.lightning_module, metrics)
+
     def begin(self) -> None:
         """Forget the last validation."""
-        self.samples, self._of_sources, self._sources = [], {}, set()
+        self._of_sources, self._sources = {}, set()
 
-    def generate(self, sample: Callable[[SamplingSpec], list[Sample]]) -> dict[str, list[Sample]]:
-        """Have ``sample`` answer the prompts in every way; returns this rank's samples by way."""
-        return {name: sample(sampling) for name, sampling in self.ways.items()}
+    def end_validation(self, trainer: L.Trainer) -> None:
+        """Log the metrics of each source of prompts."""
+        log_validation(trainer.lightning_module, self.source_metrics())
 
-    def metrics(
+    def batch_metrics(
         self, sampled: Mapping[str, list[Sample]], *, rewarded: bool, read: AnswerReader | None = None
     ) -> dict[str, tuple[float, int]]:
         """Metrics of a batch of prompts, over the samples of all ranks, by the name that they are logged under.
@@ -65,7 +99,6 @@ class ValidationRuns:
         """
         found: dict[str, tuple[float, int]] = {}
         for way, samples in sampled.items():
-            self.samples += samples
             prefix = f"val/{way}/" if way else "val/"
             voting = read if self.ways[way].group_size > 1 else None
             own = [SampleNumbers.of(sample, voting) for sample in samples]
@@ -93,6 +126,15 @@ class ValidationRuns:
         if len(self._sources) < 2:
             return {}
         return {name: _mean(batches) for name, batches in self._of_sources.items()}
+
+
+def _made(sampling: SamplingSpec | Mapping[str, Any]) -> SamplingSpec | dict[str, SamplingSpec]:
+    """Settings, or several by name, of which each may be given as a mapping."""
+    if isinstance(sampling, SamplingSpec):
+        return sampling
+    if not all(isinstance(one, SamplingSpec | Mapping) for one in sampling.values()):
+        return SamplingSpec(**sampling)
+    return {name: one if isinstance(one, SamplingSpec) else SamplingSpec(**one) for name, one in sampling.items()}
 
 
 def log_validation(module: L.LightningModule, metrics: Mapping[str, tuple[float, int]]) -> None:

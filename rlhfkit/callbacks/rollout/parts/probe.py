@@ -1,0 +1,125 @@
+"""``Probe``: after each sync the log-probs of engine and trainer are compared, to prove that the weights arrived."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from rlhfkit.callbacks.rollout.part import RolloutPart
+from rlhfkit.callbacks.rollout.sharing import SharedIteration
+from rlhfkit.data.types import Sample
+from rlhfkit.distributed import gather_objects, run_on_all_ranks
+from rlhfkit.models.load import precision_dtype
+from rlhfkit.rollout.probe_bounds import ProbeBounds
+from rlhfkit.trainer_parts import policy_of
+from rlhfkit.validation import check_number
+
+log = logging.getLogger(__name__)
+
+_PROBE_LENGTH = 32
+_SAMPLED_LENGTH = 1024
+"""Longest sequence with sampled tokens that is used, which bounds the memory of the forward pass."""
+
+
+class _Question(NamedTuple):
+    """What the engine is asked, and what the answer should be."""
+
+    ids: Tensor
+    """(1, T) tokens."""
+    start: int
+    """The first token that counts; those before it were not sampled."""
+    expected: Tensor
+    """(T-1,) the trainer's log-probs of all tokens after the first."""
+    bounds: ProbeBounds
+
+
+class Probe(RolloutPart):
+    """Compares log-probs after each sync, as equal parameters do not prove equal models.
+
+    In float32 those of a fixed sequence of random tokens, in 16 bits those of a sample of the last iteration where
+    there is one, as improbable tokens are far less exact. A ``RolloutCallback`` has a probe by default.
+
+    Args:
+        tolerance: Largest difference that is accepted; in 16-bit types (and TF32) of the mean difference. ``None``:
+            1e-3 in float32, 0.3 in bfloat16 (a warning from 0.1 on), 0.1 in float16 (0.02), 1 for quantized engines
+            (0.3), see :class:`~rlhfkit.rollout.probe_bounds.ProbeBounds`; ``inf`` switches the probe off.
+
+    Raises:
+        ValueError: If ``tolerance`` is not above 0.
+    """
+
+    def __init__(self, tolerance: float | None = None) -> None:
+        check_number("tolerance", tolerance, above=0, optional=True, infinite=True, why="inf is no probe")
+        self.tolerance = tolerance
+        self.difference = 0.0
+        """Largest difference of log-probs in the last probe; in 16 bits the mean difference."""
+        self._sampled: tuple[list[int], int] | None = None  # tokens of a sample, and how many of them are its prompt
+        self._question: _Question | None = None
+
+    def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
+        """Keep a sample for later probes; return the difference."""
+        self._remember(shared.samples)
+        return {"rollout/probe_difference": self.difference}
+
+    def _remember(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            prompt = sample.prompt.num_tokens
+            if sample.num_tokens >= _PROBE_LENGTH and prompt + sample.num_tokens <= _SAMPLED_LENGTH:
+                self._sampled = (sample.all_token_ids.tolist(), prompt)
+                return
+
+    def after_load(self, trainer: L.Trainer) -> None:
+        """Compute the trainer's log-probs."""
+        self._question = None
+        engine, module = self.rollouts.engine, policy_of(trainer)
+        if self.tolerance == float("inf") or not engine.can_score:
+            return
+        tf32 = trainer.strategy.root_device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        dtype = precision_dtype(trainer.precision, compute=True)
+        bounds = ProbeBounds.of(dtype, self.tolerance, tf32=tf32, quantized=engine.quantized)
+        tokens, start = _random_tokens(len(module.tokenizer)), 1
+        if bounds.statistic == "mean":  # all ranks take the same, as they may compute one forward pass together
+            tokens, start = next((one for one in gather_objects(self._sampled) if one is not None), (tokens, start))
+        ids = torch.tensor([tokens])
+        self._question = _Question(ids, max(start, 1), module.token_logprobs(ids)[0], bounds)
+
+    def after_sync(self, trainer: L.Trainer) -> None:
+        """Compare the engine's log-probs; raises RuntimeError if they differ too much."""
+        asked, engine = self._question, self.rollouts.engine
+        if asked is None:
+            return
+
+        def difference() -> float:
+            if engine.shared and trainer.global_rank > 0:
+                return 0.0
+            scores = torch.tensor(engine.score(asked.ids.tolist())[0])
+            return asked.bounds.measure((scores - asked.expected)[asked.start - 1 :])
+
+        bounds = asked.bounds
+        # max() of Python passes over NaN, which must fail.
+        self.difference = worst = float(torch.tensor(run_on_all_ranks(difference), dtype=torch.float64).max())
+        kind = "" if bounds.statistic == "max" else f" on average over {len(asked.expected) - asked.start + 1} tokens"
+        found = (
+            f"after syncing version {trainer.global_step} the engine's log-probs differ from the trainer's by "
+            f"{worst:.3g}{kind}"
+        )
+        if not worst <= bounds.fail:
+            engine.version = None  # nothing may be sampled from weights that are not the policy's
+            raise RuntimeError(
+                f"{found}, more than Probe(tolerance={bounds.fail:g}): the weights did not arrive, or the two run "
+                "different models (type, attention); a larger tolerance accepts it"
+            )
+        if worst > bounds.warn:
+            log.warning(
+                "%s; up to %g is usual in this type. Tokens are trained on with the engine's log-probs: look at the "
+                "mismatch metrics, and consider a correction (GRPOModule(correction=...))", found, bounds.warn
+            )  # fmt: skip
+
+
+def _random_tokens(vocabulary: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    tokens: list[int] = torch.randint(vocabulary, (min(_PROBE_LENGTH, vocabulary),), generator=generator).tolist()
+    return tokens
