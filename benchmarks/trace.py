@@ -41,7 +41,6 @@ STEPS = {
     "ExactResume.on_train_batch_start": "Before a micro-batch",
     "OnPolicyModule.training_step": "Learn",
     "PreferenceModule.training_step": "Learn",
-    "ReferenceModule.optimizer_step": "Optimizer step",
     "PolicyModule.on_before_optimizer_step": "Optimizer step",
     "RolloutCallback.on_train_epoch_end": "Log",
 }

@@ -5,7 +5,7 @@ every such choice is noted, so that a report can state it.
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
@@ -125,8 +125,8 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
     if isinstance(module, modules.RewardModule | modules.ProcessRewardModule):
         policy = policy.with_scalar_head()
     roles: dict[str, Any] = {"policy": policy, "frozen": frozen, "policy_passes": 0.0}
-    if isinstance(module, modules.ReferenceModule) and module.uses_reference and module.ref_model_name is not None:
-        frozen["reference"] = shape(module.ref_model_name)
+    if module.has_reference and getattr(module, "ref_model_name", None) is not None:
+        frozen["reference"] = shape(cast(Any, module).ref_model_name)
     elif module.needs_reference and policy.adapters:
         roles["policy_passes"] = 1.0  # the policy without its adapters
     elif module.needs_reference:

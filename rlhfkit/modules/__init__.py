@@ -13,11 +13,9 @@ from rlhfkit.modules.on_policy.online_dpo import OnlineDPOModule
 from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.ranks import local_rows
 from rlhfkit.modules.preference.base import PreferenceModule
-from rlhfkit.modules.preference.bco import BCOModule
 from rlhfkit.modules.preference.dpo import DPOModule
-from rlhfkit.modules.preference.kto import KTOModule
-from rlhfkit.modules.preference.reference import ReferenceModule
 from rlhfkit.modules.preference.reference_free import CPOModule, ORPOModule, SimPOModule
+from rlhfkit.modules.preference.unpaired import BCOModule, KTOModule
 from rlhfkit.modules.reward.base import ScalarModule
 from rlhfkit.modules.reward.process_reward import ProcessRewardModule
 from rlhfkit.modules.reward.reward_model import RewardModule
@@ -40,7 +38,6 @@ __all__ = [
     "PolicyModule",
     "PreferenceModule",
     "ProcessRewardModule",
-    "ReferenceModule",
     "RewardModule",
     "SFTModule",
     "ScalarModule",

@@ -46,7 +46,7 @@ from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
 from rlhfkit.modules.optim import OptimizationMixin
 from rlhfkit.modules.optimizers.factories import OptimizerFactory
 from rlhfkit.modules.optimizers.schedules import Schedule
-from rlhfkit.parts import GivenPart, Part, attach_all, make_part, overriding, part_name
+from rlhfkit.parts import Child, GivenPart, Part, attach_all, make_part, overriding, part_name
 from rlhfkit.trainer_parts import callbacks_of
 from rlhfkit.validation import check_number
 
@@ -181,6 +181,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         self.observers: list[Any] = []
         """:meth:`Part.observe` of the parts that override it; callbacks may append functions of an iteration."""
         self._attached = False
+        self._children: dict[str, Child] = {}
         self.outputs: frozenset[str] = frozenset()
         """What they need of the policy's output beside log-probs."""
 
@@ -207,6 +208,9 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         attach_all(self.parts, self)
         self.terms, self.observers = (overriding(self.parts, name) for name in ("term", "observe"))
         self.outputs = frozenset(name for part in self.parts for name in part.outputs)
+        self._children = {name: child for part in self.parts for name, child in part.children().items()}
+        frozen = (name for name, child in self._children.items() if not child.trained)
+        self.frozen_children = (*dict.fromkeys((*type(self).frozen_children, *frozen)),)
 
     def with_terms(self, result: LossOutput, batch: Any, out: Any) -> LossOutput:
         """Add the terms of parts to the loss of a micro-batch of data."""
@@ -315,26 +319,28 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         print_sizes(self)
 
     def configure_model(self) -> None:
-        """Build the network, once: Lightning calls this again before validation."""
-        if hasattr(self, "policy"):
-            return
-        self.policy = self.build_policy()
-        if not self.needs_reference:
-            return
-        if has_adapter(self.policy):
-            save_initial_adapter(self.policy)
-        else:
-            self.reference = freeze(self.build_policy())
+        """Build the models, those of parts too, and let the parts have them; Lightning may call this again."""
+        if not hasattr(self, "policy"):
+            self.policy = self.build_policy()
+            if self.needs_reference and has_adapter(self.policy):
+                save_initial_adapter(self.policy)
+            elif self.needs_reference:
+                self.reference = freeze(self.build_policy())
+        for name, child in self._children.items():
+            if not hasattr(self, name):
+                setattr(self, name, child.build() if child.trained else freeze(child.build()))
+        for part in self.parts:
+            part.loaded()
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or a part uses :meth:`reference_model`; override it to get one."""
+        """Whether the loss or a part uses the initial model as :meth:`reference_model`; override it to get one."""
         return any(part.loads_reference for part in self.parts)
 
     @property
     def has_reference(self) -> bool:
         """Whether a reference model is asked during training, here or elsewhere."""
-        return self.needs_reference
+        return self.needs_reference or any("reference" in part.children() for part in self.parts)
 
     def configure_callbacks(self) -> list[Callback]:
         """The parts, whose hooks Lightning calls and whose states it saves.

@@ -31,10 +31,3 @@ class PolicyArguments(TypedDict, total=False):
     loading: ModelLoading | None
     router_aux_loss_coef: float
     parts: Sequence[GivenPart]
-
-
-class ReferenceArguments(PolicyArguments, total=False):
-    """Those of :class:`~rlhfkit.modules.ReferenceModule`, which describes them."""
-
-    ref_cache: str | None
-    max_tokens_per_forward: int

@@ -14,7 +14,9 @@ import lightning as L
 import torch
 
 from rlhfkit.data.batch import TokenExample
+from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.models.lora import adapter_base
+from rlhfkit.protocols import MixedDataset
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,15 @@ def token_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
         batches[-1].append(index)
         left -= lengths[index]
     return batches
+
+
+def data_sets(loaders: Any) -> list[Any]:
+    """The data sets of the Trainer's StepLoader(s); for a mixture, its sources."""
+    found: list[Any] = []
+    for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+        if isinstance(loader, StepLoader):
+            found += loader.examples.sources if isinstance(loader.examples, MixedDataset) else [loader.examples]
+    return found
 
 
 def cache_folder(chosen: str | None, kind: str) -> Path:

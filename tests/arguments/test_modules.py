@@ -84,8 +84,6 @@ POLICY: dict[str, Change | Unseen] = {
 REFERENCE: dict[str, Change | Unseen] = {
     "ref_model": Change("@other"),
     "precompute_ref_log_probs": Change(True),
-    "ref_cache": Change("@cache", given={"precompute_ref_log_probs": True}),
-    "max_tokens_per_forward": Change(8, given={"precompute_ref_log_probs": True}),
 }
 PAIRS: dict[str, Change | Unseen] = {"beta": Change(0.7), "label_smoothing": Change(0.2), "nll_coef": Change(0.5)}
 CONSTANT: dict[str, Any] = {"aggregation": "constant-length", "max_length": 4}
@@ -194,7 +192,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "match_prompts": Change(True),
             "ref_model": Change("@other"),
             "precompute_ref_log_probs": Change(True),
-            "loss_type": Change("kto", refused=True),
         },
     ),
     RewardModule: ("pairs", SCALAR | {"center_rewards_coefficient": Change(0.5), "label_smoothing": Change(0.2)}),
@@ -256,7 +253,7 @@ LEAST_OF: dict[type, dict[str, Any]] = {
     DistillationModule: {"teacher": "@other"},
     OnPolicyDistillationModule: {"teacher": "@other"},
 }
-ABSTRACT = {"PolicyModule", "PreferenceModule", "ReferenceModule", "ScalarModule", "OnPolicyModule"}
+ABSTRACT = {"PolicyModule", "PreferenceModule", "ScalarModule", "OnPolicyModule"}
 
 
 @pytest.fixture(scope="module")

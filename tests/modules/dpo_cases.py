@@ -131,6 +131,12 @@ def by_hand(folder: Path, epochs: int = 2) -> tuple[list[float], dict[str, torch
     return losses, policy.state_dict()
 
 
+def computed(cache: Path | str, **arguments: Any) -> dict[str, Any]:
+    """Arguments of a module whose reference's log-probs are computed before training, and kept in a folder."""
+    name = "rlhfkit.modules.parts.answer_reference.PrecomputedReference"
+    return {"parts": [{"class_path": name, "init_args": {"cache": str(cache), **arguments}}]}
+
+
 def moving(steps: int, alpha: float) -> list[dict[str, Any]]:
     """A ``MovingReference`` for every module that is made."""
     name = "rlhfkit.modules.parts.moving_reference.MovingReference"
@@ -141,10 +147,10 @@ FOLLOWING: dict[str, Any] = {"ref_model": None, "parts": moving(2, 0.75)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero2": ("rlhf_zero2", 2, {}),
     "zero3": ("rlhf_zero3", 1, {}),
-    "zero3, computed before": ("rlhf_zero3", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
+    "zero3, computed before": ("rlhf_zero3", 1, {"computed": True, "ref_model": None}),
     "zero3, following": ("rlhf_zero3", 2, FOLLOWING),
     "ddp, following": ("ddp", 1, FOLLOWING),
-    "ddp, computed before": ("ddp", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
+    "ddp, computed before": ("ddp", 1, {"computed": True, "ref_model": None}),
 }
 """Strategy, micro-batches per step and rank, and arguments of the module.
 
@@ -155,13 +161,15 @@ At ZeRO 2 KTO's log-probs are computed before, and references of ranks that shar
 def on_ranks(folder: Path, model: str) -> dict[str, Any]:
     """What one rank runs: all cases in one process group; rank 0 also writes the weights."""
     report: dict[str, Any] = {}
-    for name, (strategy, accumulate, options) in CASES.items():
-        cache = {"ref_cache": str(folder / name)} if "precompute_ref_log_probs" in options else {}
+    for name, (strategy, accumulate, given) in CASES.items():
+        options = dict(given)
+        if options.pop("computed", False):
+            options |= computed(folder / name)
         saving: dict[str, Any] = {}
         if name == "zero3, following":  # a reference that moves, in shards
             saver = ModelCheckpoint(folder / "saved", filename="{epoch}", save_top_k=-1)
             saving = {"callbacks": [saver], "enable_checkpointing": True}
-        shared: dict[str, Any] = {"ranks": RANKS, "strategy": strategy, "num_nodes": 1, "module": options | cache}
+        shared: dict[str, Any] = {"ranks": RANKS, "strategy": strategy, "num_nodes": 1, "module": options}
         steps = fit(Path(model), accumulate, **shared, **saving)
         report[name] = steps.losses
         if steps.weights:

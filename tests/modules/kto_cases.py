@@ -10,6 +10,7 @@ import torch
 from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
+from modules.dpo_cases import computed
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
 from rlhfkit.models import ModelLoading, load_causal_lm
 
@@ -21,7 +22,8 @@ KNOBS = {"beta": 0.5, "desirable_weight": 1.2, "undesirable_weight": 0.7}
 
 def made(folder: Path, **arguments: Any) -> "PlainKTO":
     """The module; it starts away from its reference, so that the reference point counts."""
-    return PlainKTO(str(folder / "model"), ref_model=str(folder / "reference"), lr=LR, **KNOBS, **arguments)
+    own = {} if "parts" in arguments else {"ref_model": str(folder / "reference")}  # a part says which itself
+    return PlainKTO(str(folder / "model"), lr=LR, **own, **KNOBS, **arguments)
 
 
 class PlainKTO(PlainSGD, KTOModule):
@@ -127,7 +129,7 @@ def by_hand(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Ten
 def on_ranks(folder: Path, model: str) -> dict[str, Any]:
     """What one rank runs: the reference on disk, then sharded beside the policy; rank 0 also writes the weights."""
     report: dict[str, Any] = {}
-    on_disk = {"precompute_ref_log_probs": True, "ref_cache": str(folder / "cache")}
+    on_disk = computed(folder / "cache", model=f"{model}/reference")
     for strategy, accumulate, knobs in (("rlhf_zero2", 2, on_disk), ("rlhf_zero3", 1, {})):
         steps = fit(Path(model), accumulate, ranks=RANKS, strategy=strategy, knobs=knobs)
         report[strategy] = {"kl": steps.kl, "margins": steps.margins[accumulate - 1 :: accumulate]}

@@ -24,7 +24,7 @@ from rlhfkit.losses import (
 )
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.base import PolicyModule, freeze
+from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.advantages import check_advantages
 from rlhfkit.modules.on_policy.forward_passes import ForwardPasses, two_tokens
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages, PolicyLoss
@@ -313,9 +313,6 @@ class OnPolicyModule(PolicyModule):
             names = [part_name(part) for part in in_loss if overriding([part], "weigh")]
             raise ValueError(f"{self.policy_loss.name} takes no weights, which {', '.join(names)} gives to tokens")
         self._begin = overriding(self.parts, "begin")
-        self._children = {name: child for part in self.parts for name, child in part.children().items()}
-        frozen = (name for name, child in self._children.items() if not child.trained)
-        self.frozen_children = (*type(self).frozen_children, *frozen)
         self._arranged()
 
     @property
@@ -373,15 +370,6 @@ class OnPolicyModule(PolicyModule):
         policy = super().build_policy()
         disable_dropout(policy)
         return policy
-
-    def configure_model(self) -> None:
-        """Build the models, those of parts too, and let the parts have them."""
-        super().configure_model()
-        for name, child in self._children.items():
-            if not hasattr(self, name):
-                setattr(self, name, child.build() if child.trained else freeze(child.build()))
-        for part in self.parts:
-            part.loaded()
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Each trained child, with its learning rate."""

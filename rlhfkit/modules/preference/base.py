@@ -11,6 +11,19 @@ from rlhfkit.losses.metrics import share_metric
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
+from rlhfkit.parts import Part
+
+
+def reference_part(model: str | None, *, precompute: bool) -> Part:
+    """The part that gives log-probs of a reference model, during training or computed before it."""
+    from rlhfkit.modules.parts.answer_reference import AnswerReference, PrecomputedReference
+
+    return PrecomputedReference(model) if precompute else AnswerReference(model)
+
+
+def reference_of(module: PolicyModule) -> Any:
+    """The :class:`~rlhfkit.modules.parts.answer_reference.AnswerReference` of a module; ``None``: it has none."""
+    return next((part for part in module.parts if "ref_logprobs" in part.writes), None)
 
 
 class PreferenceModule(PolicyModule):

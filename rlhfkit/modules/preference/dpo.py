@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExamples
+from rlhfkit.data.formats.preferences import PreferenceBatch
 from rlhfkit.losses import (
     LossOutput,
     dpo_loss,
@@ -16,17 +16,19 @@ from rlhfkit.losses import (
 )
 from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
 from rlhfkit.models import PolicyOutput, policy_output
-from rlhfkit.modules.policy_arguments import ReferenceArguments
-from rlhfkit.modules.preference.base import PreferenceModule
-from rlhfkit.modules.preference.reference import ReferenceModule
+from rlhfkit.modules.policy_arguments import PolicyArguments
+from rlhfkit.modules.preference.base import PreferenceModule, reference_of, reference_part
 from rlhfkit.validation import check_number, function_name, resolve_function
 
 
-class DPOModule(PreferenceModule, ReferenceModule):
+class DPOModule(PreferenceModule):
     """Direct preference optimization: learning from preference pairs, regularized towards a reference model.
 
-    :class:`ReferenceModule` describes the reference, :class:`PreferenceModule` the metrics. Override :meth:`loss` for
-    another objective, or pass a function of :class:`~rlhfkit.losses.PreferencePairs` as ``loss_type``::
+    The reference is the initial policy: a frozen copy (the default), the policy with its adapters switched off (with
+    ``lora``), or log-probs that are computed once before training, see
+    :class:`~rlhfkit.modules.parts.answer_reference.PrecomputedReference`. :class:`PreferenceModule` describes the
+    metrics. Override :meth:`loss` for another objective, or pass a function of
+    :class:`~rlhfkit.losses.PreferencePairs` as ``loss_type``::
 
         DPOModule("Qwen/Qwen3-0.6B", loss_type={"sigmoid": 1.0, "sft": 0.2}, precompute_ref_log_probs=True)
 
@@ -50,8 +52,7 @@ class DPOModule(PreferenceModule, ReferenceModule):
         reference_free: Use no reference; its log-probs are taken as 0.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
-        **kwargs: Reference, optimizer and loading of the model:
-            :class:`~rlhfkit.modules.policy_arguments.ReferenceArguments`.
+        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
 
     Raises:
         ValueError: If an argument is out of range, or two of them contradict each other.
@@ -74,16 +75,12 @@ class DPOModule(PreferenceModule, ReferenceModule):
         reference_free: bool = False,
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
-        **kwargs: Unpack[ReferenceArguments],
+        **kwargs: Unpack[PolicyArguments],
     ) -> None:
-        self.reference_free = reference_free  # before super(), which asks uses_reference
-        super().__init__(
-            model,
-            lr=lr,
-            ref_model=ref_model,
-            precompute_ref_log_probs=precompute_ref_log_probs,
-            **kwargs,
-        )
+        if reference_free and (precompute_ref_log_probs or ref_model is not None):
+            raise ValueError("reference_free uses no reference: leave ref_model and precompute_ref_log_probs out")
+        self.own_parts = [] if reference_free else [reference_part(ref_model, precompute=precompute_ref_log_probs)]
+        super().__init__(model, lr=lr, **kwargs)
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("divergence_alpha", divergence_alpha)
@@ -102,11 +99,13 @@ class DPOModule(PreferenceModule, ReferenceModule):
         self.divergence_alpha = divergence_alpha
         self.discopop_temperature = discopop_temperature
         self.nll_coef = nll_coef
+        self.reference_free = reference_free
+        self.ref_model_name = ref_model
+        self.precompute_ref_log_probs = precompute_ref_log_probs
         self.ld_alpha = ld_alpha
         self.use_weighting = use_weighting
         self._sorts = bool(SORTS_THE_BATCH.intersection(self.loss_types))
-        if reference_free and (precompute_ref_log_probs or ref_model is not None):
-            raise ValueError("reference_free uses no reference: leave ref_model and precompute_ref_log_probs out")
+        self.attach_parts()
         reference = None if reference_free else torch.zeros(1)
         self._check_loss(ref_chosen=reference, ref_rejected=reference, weights=torch.ones(1) if use_weighting else None)
 
@@ -126,19 +125,14 @@ class DPOModule(PreferenceModule, ReferenceModule):
     # ------------------------------------------------------------------ the reference
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether a reference model is evaluated during training."""
-        return super().uses_reference and not self.reference_free
+    def measure(self) -> tuple[Any, ...]:
+        """What :meth:`answer_logprobs` depends on beside its class, by which computed log-probs are found again."""
+        return (self.ld_alpha,)
 
-    def precompute(self, examples: Any) -> None:
-        """Give preference pairs reference log-probs, unless they have them."""
-
-        def logprobs(model: nn.Module, batch: PreferenceBatch) -> Tensor:
-            return self.answer_logprobs(batch, policy_output(model, batch, batch.loss_mask).logprobs)
-
-        if isinstance(examples, PreferenceExamples) and examples.ref_logprobs is None:
-            details = self.ld_alpha, function_name(type(self).answer_logprobs)
-            examples.ref_logprobs = self.computed_reference(examples, logprobs, *details)
+    def prepare(self, batch: PreferenceBatch) -> PreferenceBatch:
+        """Add the reference's log-probs unless the data has them; RuntimeError if they should be precomputed."""
+        reference = reference_of(self)
+        return batch if reference is None else dataclasses.replace(batch, ref_logprobs=reference.logprobs(batch))
 
     # ------------------------------------------------------------------ one micro-batch
 
@@ -153,19 +147,6 @@ class DPOModule(PreferenceModule, ReferenceModule):
         lengths = batch.loss_mask.sum(-1)
         shared = torch.minimum(batch.chosen(lengths), batch.rejected(lengths)).repeat_interleave(2)
         return length_desensitized_logprobs(logprobs, batch.loss_mask, shared, alpha=alpha)
-
-    def prepare(self, batch: PreferenceBatch) -> PreferenceBatch:
-        """Add the reference's log-probs unless the data has them; with ``precompute_ref_log_probs`` RuntimeError."""
-        if self.reference_free or batch.ref_logprobs is not None:
-            return batch
-        if self.precompute_ref_log_probs:
-            raise RuntimeError(
-                "precompute_ref_log_probs found no PreferenceExamples behind this batch's loader: use "
-                "PreferenceDataModule, or a StepLoader over PreferenceExamples"
-            )
-        with torch.no_grad(), self.reference_model() as reference:
-            logprobs = policy_output(reference, batch, batch.loss_mask).logprobs
-            return dataclasses.replace(batch, ref_logprobs=self.answer_logprobs(batch, logprobs))
 
     @torch.no_grad()
     def sharpened_logprobs(self, batch: PreferenceBatch) -> Tensor:

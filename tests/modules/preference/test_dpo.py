@@ -1,6 +1,6 @@
 """DPOModule against a loop written by hand, TRL's numbers, and itself on other splits, ranks and references.
 
-Covers ``preference/base.py`` and ``preference/reference.py``.
+Covers ``preference/base.py`` and ``parts/answer_reference.py``.
 """
 
 import json
@@ -133,20 +133,20 @@ def test_log_probs_computed_before_training_are_kept_beside_the_tokens(
 
 def test_log_probs_computed_before_training_are_those_of_the_live_reference(folder: Path, tmp_path: Path) -> None:
     live = dpo_cases.fit(folder, 2, module={"ref_model": None})
-    before = {"ref_model": None, "precompute_ref_log_probs": True, "ref_cache": str(tmp_path)}
+    before = {"ref_model": None, **dpo_cases.computed(tmp_path)}
     computed = dpo_cases.fit(folder, 2, module=before)
     again = dpo_cases.fit(folder, 2, module=before)
     # Sums of float32 over other groups of rows: one more or less in the last of seven digits.
     assert computed.losses == pytest.approx(live.losses, rel=2e-6)
     assert again.losses == computed.losses
     assert len(list(tmp_path.iterdir())) == 1
-    named = before | {"ref_model": str(folder / "reference")}
+    named = before | dpo_cases.computed(tmp_path, model=str(folder / "reference"))
     assert dpo_cases.fit(folder, 2, module=named).losses == pytest.approx(dpo_cases.fit(folder, 2).losses, rel=2e-6)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_computed_log_probs_are_read_from_disk_and_belong_to_data_and_model(folder: Path, tmp_path: Path) -> None:
-    before = {"ref_model": None, "precompute_ref_log_probs": True, "ref_cache": str(tmp_path / "cache")}
+    before = {"ref_model": None, **dpo_cases.computed(tmp_path / "cache")}
     fresh = dpo_cases.fit(folder, module=before)
     (file,) = (tmp_path / "cache").iterdir()
     torch.save(torch.load(file) + torch.tensor([5.0, 0.0]), file)
@@ -169,7 +169,7 @@ def test_computed_log_probs_are_read_from_disk_and_belong_to_data_and_model(fold
 def test_a_mixture_of_sources_gets_its_log_probs_before_training_too(folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}", "chosen": "x" * (i + 1), "rejected": "y"} for i in range(8)]
     runs = []
-    for options in ({}, {"precompute_ref_log_probs": True, "ref_cache": str(tmp_path / "cache")}):
+    for options in ({}, dpo_cases.computed(tmp_path / "cache")):
         steps = dpo_cases.Steps()
         mixed = Mixture([(rows[:6], 3.0), (rows[6:], 1.0)])
         source = PreferenceDataModule(mixed, validation_data=rows, validation_split="train", micro_batch_size=4)
@@ -213,7 +213,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, kind: s
     options: dict[str, Any] = {
         "frozen": {"ref_model": None},
         "following": FOLLOWING | {"parts": dpo_cases.moving(1, 0.75)},
-        "computed": {"ref_model": None, "precompute_ref_log_probs": True, "ref_cache": str(tmp_path / "cache")},
+        "computed": {"ref_model": None, **dpo_cases.computed(tmp_path / "cache")},
     }[kind]
 
     def run(epochs: int, **arguments: Any) -> DPOModule:
@@ -337,8 +337,12 @@ def test_a_loss_can_be_a_function_and_is_remembered_by_name() -> None:
         ({"parts": dpo_cases.moving(0, 0.6)}, "MovingReference.steps must be an integer of at least 1"),
         ({"parts": dpo_cases.moving(5, 0.6), "precompute_ref_log_probs": True}, "that nothing asks"),
         ({"parts": dpo_cases.moving(5, 0.6), "reference_free": True}, "that nothing asks"),
-        ({"ref_cache": "cache"}, "ref_cache would have no effect beside precompute_ref_log_probs=False"),
-        ({"max_tokens_per_forward": 512}, "max_tokens_per_forward would have no effect"),
+        (dpo_cases.computed("cache") | {"ref_model": "other"}, "it out, or ref_model$"),
+        (dpo_cases.computed("cache") | {"reference_free": True}, "it out, or reference_free$"),
+        (
+            dpo_cases.computed("cache", max_tokens_per_forward=0),
+            "max_tokens_per_forward must be an integer of at least",
+        ),
         ({"reference_free": True, "ref_model": "other"}, "reference_free uses no reference"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from strategies import ranks
 from tiny_models import tiny_model
 
-from modules import kto_cases
+from modules import dpo_cases, kto_cases
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
 from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch
 from rlhfkit.models import LoRA, ModelLoading
@@ -89,7 +89,7 @@ def test_two_ranks_of_deepspeed_train_as_one(folder: Path, expected: Any, tmp_pa
 
 
 def test_a_reference_kept_on_disk_is_the_one_beside_the_policy(folder: Path, tmp_path: Path) -> None:
-    knobs = {"precompute_ref_log_probs": True, "ref_cache": str(tmp_path)}
+    knobs = dpo_cases.computed(tmp_path, model=str(folder / "reference"))
     beside, computed = kto_cases.fit(folder, 2), kto_cases.fit(folder, 2, knobs=knobs)
     (file,) = tmp_path.iterdir()
     written = file.stat().st_mtime_ns
@@ -105,7 +105,7 @@ def test_a_reference_kept_on_disk_is_the_one_beside_the_policy(folder: Path, tmp
 def test_a_step_costs_the_gradient_pass_and_one_without_gradient(folder: Path, tmp_path: Path) -> None:
     """TRL runs four: policy and reference, on the answers and on the mismatched ones."""
     passes: list[bool] = []
-    module = kto_cases.made(folder, precompute_ref_log_probs=True, ref_cache=str(tmp_path))
+    module = kto_cases.made(folder, **dpo_cases.computed(tmp_path, model=str(folder / "reference")))
 
     class Count(kto_cases.L.Callback):
         def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -139,13 +139,16 @@ class Given(KTOModule):
         logprobs = self.given[int(batch.input_ids[0, 0])]["policy" if model is None else model]
         return torch.where(batch.loss_mask, logprobs, 0.0).sum(-1)
 
+    def reference_logprobs(self, batch: ReferencedBatch) -> torch.Tensor:
+        return self._answer_logprobs("reference", batch)
+
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
 def test_loss_reference_point_and_metrics_are_those_of_trl(case: dict[str, Any], tmp_path: Path) -> None:
     inputs = {name: torch.tensor(value) for name, value in GOLDEN["inputs"].items() if name != "label"}
     arguments = dict(case["args"])
     module = Given("unused", **arguments)
-    module.__dict__["policy"], module.__dict__["reference"] = None, "reference"
+    module.__dict__["policy"] = None
     module._trainer = kto_cases.trainer(tmp_path)
     answers, mismatched = 0, 1
     sources = {answers: ("policy_per_token_logps", "ref_per_token_logps", "completion_mask")}
@@ -163,7 +166,7 @@ def test_loss_reference_point_and_metrics_are_those_of_trl(case: dict[str, Any],
         }
     batch = UnpairedBatch(desirable=torch.tensor(case["label"]), **batches[answers])
     kl = torch.zeros(())
-    if module._has_reference_point:
+    if module.has_reference_point:
         kl = module.kl_estimate([ReferencedBatch(**batches[mismatched])])
         assert float(kl) == pytest.approx(case["metrics"]["kl"], rel=1e-6)
     logprobs = module._answer_logprobs(module.policy, batch)
