@@ -102,6 +102,12 @@ def by_hand(folder: Path, token_loss: Any) -> tuple[list[float], dict[str, torch
     return losses, student.state_dict()
 
 
+def computed(cache: Path) -> dict[str, Any]:
+    """Arguments of a module whose teacher's likeliest tokens are computed before training, and kept in a folder."""
+    name = "rlhfkit.modules.parts.precomputed_teacher.PrecomputedTeacher"
+    return {"parts": [{"class_path": name, "init_args": {"cache": str(cache)}}]}
+
+
 def on_ranks(folder: Path, data: str, knobs: dict[str, Any]) -> list[float]:
     """What one rank runs: ZeRO 3, where the teacher is an inference engine; then with the teacher's tokens on disk.
 
@@ -109,7 +115,7 @@ def on_ranks(folder: Path, data: str, knobs: dict[str, Any]) -> list[float]:
         Losses of fifty further steps.
     """
     steps = fit(Path(data), 2, knobs, ranks=RANKS, strategy="rlhf_zero3")
-    cache = {"precompute_teacher": True, "top_k": 5, "teacher_cache": str(folder / "cache")}
+    cache = {"top_k": 5, **computed(folder / "cache")}
     kept = fit(Path(data), 2, knobs | cache, ranks=RANKS, strategy="rlhf_zero2")
     if steps.weights:
         torch.save([steps.weights, kept.weights], folder / "weights.pt")

@@ -19,6 +19,7 @@ from rlhfkit import DistillationModule, GRPOModule, OnPolicyDistillationModule, 
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.moving_reference import MovingReference
+from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
 from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel, frozen_model
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.serving.access import AccessToken
@@ -107,7 +108,9 @@ def test_likeliest_tokens_of_a_server_teach_what_those_of_a_loaded_teacher_do(
     made: list[DistillationModule] = []
     for teacher in (str(folder), ServedModel(**served.plain())):
         arguments: dict[str, Any] = {"top_k": 5, "precompute_teacher": True, "lr": 1e-3, "divergence": "reverse_kl"}
-        module = DistillationModule(str(tmp_path / "model"), teacher, teacher_cache=str(tmp_path / "c"), **arguments)
+        module = DistillationModule(
+            str(tmp_path / "model"), teacher, parts=[PrecomputedTeacher(cache=str(tmp_path / "c"))], **arguments
+        )
         cases.trainer(tmp_path, max_epochs=1).fit(module, cases.data(tmp_path, 8))
         made.append(module)
     assert len(list((tmp_path / "c").iterdir())) == 2

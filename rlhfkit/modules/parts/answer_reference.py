@@ -53,8 +53,8 @@ class AnswerReference(Part):
         super().attach(module)
         if self not in module.given_parts:
             return
-        names = ("reference_free", "ref_model", "precompute_ref_log_probs")
-        chosen = [name for name in names if module.hparams.get(name)]
+        names = ("reference_free", "ref_model_name", "precompute_ref_log_probs")
+        chosen = [name.removesuffix("_name") for name in names if getattr(module, name, None)]
         if chosen or not hasattr(module, "answer_logprobs"):
             raise ValueError(
                 f"{type(self).__name__} says which model the reference is and when it is asked: leave it out, or "

@@ -1,42 +1,23 @@
 """``DistillationModule``: train a student on the next-token distributions of a teacher (Hinton et al., 2015)."""
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.batch import TokenBatch, collate_tokens
-from rlhfkit.data.formats.distilled import DistilledBatch, DistilledExamples, collate_distilled
-from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
-from rlhfkit.distributed import all_reduce, exchange_errors
+from rlhfkit.data.batch import TokenBatch
+from rlhfkit.data.formats.distilled import DistilledBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
 from rlhfkit.losses.metrics import share_metric
-from rlhfkit.models import unwrap
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
-from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.policy_arguments import PolicyArguments
-from rlhfkit.modules.precompute import (
-    cache_folder,
-    load_or_compute,
-    model_fingerprint,
-    token_batches,
-    tokens_fingerprint,
-)
-from rlhfkit.modules.teachers import (
-    check_comparison,
-    check_teacher_tokens,
-    load_teacher,
-)
-from rlhfkit.roles import ModelPoolError, ServedModel, frozen_model
+from rlhfkit.modules.teachers import check_comparison, load_teacher
+from rlhfkit.roles import ServedModel, frozen_model
 from rlhfkit.roles.served_model import MAX_TOP
-from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
-
-_SERVED_EXAMPLES = 256
-"""Examples whose answers of a server are in memory at a time."""
+from rlhfkit.validation import check_number, function_name, resolve_function
 
 
 class DistillationModule(PolicyModule):
@@ -59,11 +40,9 @@ class DistillationModule(PolicyModule):
         distillation_coef: c in [0, 1]; 1 leaves the cross-entropy out (OpenRLHF's ``kd_coef`` is 0.4).
         top_k: Compare only the teacher's K likeliest tokens; ``None``: all.
         remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
-        precompute_teacher: Compute the teacher's K likeliest tokens before training; needs ``top_k``.
-        teacher_cache: Folder for them, only with it; ``None``: ``rlhfkit/teacher_logprobs`` in the
-            cache folder of ``datasets``.
+        precompute_teacher: Compute the teacher's K likeliest tokens before training, see
+            :class:`~rlhfkit.modules.parts.precomputed_teacher.PrecomputedTeacher`; needs ``top_k``.
         chunk_size: Trained tokens whose logits exist at a time; changes memory and speed, not the result.
-        max_tokens_per_forward: Tokens per forward pass of ``precompute_teacher``; only with it.
         **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
 
     Raises:
@@ -87,21 +66,16 @@ class DistillationModule(PolicyModule):
         top_k: int | None = None,
         remainder: Remainder = "bucket",
         precompute_teacher: bool = False,
-        teacher_cache: str | None = None,
         chunk_size: int = 1024,
-        max_tokens_per_forward: int = 16384,
         **kwargs: Unpack[PolicyArguments],
     ) -> None:
+        if precompute_teacher:
+            from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
+
+            self.own_parts = [PrecomputedTeacher()]
         super().__init__(model, lr=lr, **kwargs)
         check_number("temperature", temperature, above=0)
         check_number("distillation_coef", distillation_coef, minimum=0, maximum=1)
-        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
-        if precompute_teacher and top_k is None:
-            raise ValueError("precompute_teacher keeps the teacher's likeliest tokens only: say how many, top_k=64")
-        if not precompute_teacher:
-            given = {"teacher_cache": teacher_cache is not None}
-            given |= {"max_tokens_per_forward": max_tokens_per_forward != 16384}
-            refuse_without_effect(given, "precompute_teacher=False")
         named = isinstance(divergence, str) and "." not in divergence
         self.divergence: Any = divergence if named else resolve_function(divergence, "divergence")
         self.hparams.update(divergence=divergence if isinstance(divergence, str) else function_name(divergence))
@@ -110,11 +84,6 @@ class DistillationModule(PolicyModule):
         self.teacher_name = str(teacher) if self.served_teacher is None else self.served_teacher.model
         if self.served_teacher is not None:
             self.hparams.update(teacher=self.served_teacher.plain())
-            if not precompute_teacher:
-                raise ValueError(
-                    "a ServedModel gives the teacher's likeliest tokens, once before training: use "
-                    f"precompute_teacher=True with top_k, which vLLM limits to {MAX_TOP} (--max-logprobs)"
-                )
         check_comparison(
             divergence,
             teacher_weight=teacher_weight,
@@ -127,15 +96,19 @@ class DistillationModule(PolicyModule):
         self.distillation_coef = distillation_coef
         self.top_k = top_k
         self.remainder: Remainder = remainder
-        self.precompute_teacher = precompute_teacher
-        self.teacher_cache = teacher_cache
         self.chunk_size = chunk_size
-        self.max_tokens_per_forward = max_tokens_per_forward
+        self.attach_parts()
+        self.precompute_teacher = any("teacher_logprobs" in part.writes for part in self.parts)
+        """Whether the teacher's outputs are computed before training."""
+        if self.served_teacher is not None and not self.precompute_teacher:
+            raise ValueError(
+                "a ServedModel gives the teacher's likeliest tokens, once before training: use "
+                f"precompute_teacher=True with top_k, which vLLM limits to {MAX_TOP} (--max-logprobs)"
+            )
         # Compute the loss of one token, so that bad arguments raise before training.
         rows = torch.zeros(1, max(top_k or 0, 2))
-        ids = torch.arange(rows.shape[1])[None] if precompute_teacher else None
+        ids = torch.arange(rows.shape[1])[None] if self.precompute_teacher else None
         self.compare(rows, (rows, ids), torch.zeros(1, dtype=torch.int64), None)
-        self.attach_parts()
 
     def configure_model(self) -> None:
         """Build the student, and the teacher unless its outputs are computed before training."""
@@ -216,105 +189,7 @@ class DistillationModule(PolicyModule):
             )
         return teacher_logits(self.teacher, batch, batch.loss_mask)
 
-    # ------------------------------------------------------------------ the teacher, before training
-
-    def _precompute(self, loaders: Any) -> None:
-        """Replace the examples of rlhfkit's loaders by ones with the teacher's likeliest tokens. A collective."""
-        if not self.precompute_teacher:
-            return
-        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
-            if isinstance(loader, StepLoader) and loader.collate is collate_tokens:
-                examples = cast(TokenizedDataset, loader.examples)
-                loader.examples = DistilledExamples(examples, *self._load_or_compute(examples))
-                loader.collate = collate_distilled
-
-    def _load_or_compute(self, examples: TokenizedDataset) -> tuple[Tensor, Tensor]:
-        """:meth:`teacher_top_k` from the cache, or by a teacher that is loaded for this pass only."""
-        count = len(examples.lengths)
-
-        def key() -> list[Any]:
-            data = tokens_fingerprint(examples[index] for index in range(count))
-            if self.served_teacher is not None:  # what the server has loaded cannot be seen
-                return [data, self.served_teacher.plain(), self.top_k]
-            return [data, model_fingerprint(self.teacher_name), self.top_k, str(self.trainer.precision)]
-
-        def compute() -> tuple[Tensor, Tensor]:
-            if self.served_teacher is not None:
-                return self.served_top_k(examples, self.served_teacher)
-            return self.teacher_top_k(examples, self.build_teacher().to(self.device))
-
-        folder = cache_folder(self.teacher_cache, "teacher_logprobs")
-        what = f"the teacher's {self.top_k} likeliest tokens of {count} examples"
-        found: tuple[Tensor, Tensor] = load_or_compute(key, folder, self.trainer, compute, what)
-        return found
-
-    @torch.no_grad()
-    def teacher_top_k(self, examples: TokenizedDataset, teacher: nn.Module) -> tuple[Tensor, Tensor]:
-        """The teacher's K likeliest tokens at every trained token, each rank computing its share. A collective.
-
-        ``examples`` are the same on every rank. Returns (all trained tokens, K) float32 log-probs over the whole
-        vocabulary and int32 ids, on the CPU, the same on every rank.
-        """
-        from tqdm.auto import tqdm
-
-        world, rank, top_k = self.trainer.world_size, self.global_rank, cast(int, self.top_k)
-        student: Any = unwrap(self.policy)
-        vocabulary = student.config.get_text_config().vocab_size  # the teacher's may be padded further
-        ends = list(accumulate(examples.targets))
-        logprobs = torch.zeros(ends[-1], top_k)
-        ids = torch.zeros(ends[-1], top_k, dtype=torch.int32)
-        batches = token_batches(examples.lengths, self.max_tokens_per_forward)
-        for chosen in tqdm(batches[rank::world], desc="Teacher log-probs", disable=rank > 0, leave=False):
-            batch = collate_tokens([examples[row] for row in chosen]).to(self.device)
-            places = torch.cat([torch.arange(ends[row] - examples.targets[row], ends[row]) for row in chosen])
-            with self.trainer.precision_plugin.forward_context():
-                rows = teacher_logits(teacher, batch, batch.loss_mask)
-                for start in range(0, len(places), self.chunk_size):
-                    part = slice(start, start + self.chunk_size)
-                    best = rows(part)[0][:, :vocabulary].float().log_softmax(-1).topk(top_k, -1)
-                    logprobs[places[part]], ids[places[part]] = best.values.cpu(), best.indices.int().cpu()
-        return all_reduce(logprobs.to(self.device)).cpu(), all_reduce(ids.to(self.device)).cpu()
-
-    def served_top_k(self, examples: TokenizedDataset, teacher: ServedModel) -> tuple[Tensor, Tensor]:
-        """:meth:`teacher_top_k` of a teacher behind a server; each rank asks for its share. A collective."""
-        check_teacher_tokens(self.teacher_name, self)
-        world, rank, top_k = self.trainer.world_size, self.global_rank, cast(int, self.top_k)
-        precision = torch.float32  # the server's own counts
-        teacher.start("logprobs", weights=precision, compute=precision)
-        ends = list(accumulate(examples.targets))
-        logprobs, ids = torch.zeros(ends[-1], top_k), torch.zeros(ends[-1], top_k, dtype=torch.int32)
-        own = [row for row in range(rank, len(examples.lengths), world) if examples.targets[row]]
-        try:
-            failure: Exception | None = None
-            try:
-                for start in range(0, len(own), _SERVED_EXAMPLES):
-                    chosen = own[start : start + _SERVED_EXAMPLES]
-                    rows = [examples[row] for row in chosen]
-                    found = teacher.top_tokens([list(row.input_ids) for row in rows], top_k)
-                    for row, example, (values, tokens) in zip(chosen, rows, found, strict=True):
-                        trained = torch.as_tensor(example.loss_mask, dtype=torch.bool)[-len(values) :]
-                        part = slice(ends[row] - examples.targets[row], ends[row])
-                        logprobs[part], ids[part] = values[trained], tokens[trained].int()
-            except Exception as error:  # the other ranks are told
-                failure = error
-            raised = exchange_errors(failure, error_type=ModelPoolError)
-            if raised is not None:
-                raise raised
-        finally:
-            teacher.close()
-        return all_reduce(logprobs.to(self.device)).cpu(), all_reduce(ids.to(self.device)).cpu()
-
     # ------------------------------------------------------------------ hooks
-
-    def on_train_start(self) -> None:
-        """Compute the teacher's outputs for all data, if they are precomputed."""
-        super().on_train_start()
-        self._precompute(self.trainer.train_dataloader)
-        self._precompute(self.trainer.val_dataloaders)
-
-    def on_validation_start(self) -> None:
-        """Compute the teacher's outputs for validation data, if they are precomputed."""
-        self._precompute(self.trainer.val_dataloaders)
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""

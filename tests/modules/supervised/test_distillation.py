@@ -83,7 +83,7 @@ def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batche
 
 def test_a_teacher_kept_on_disk_is_the_teacher_beside_the_student(folder: Path, tmp_path: Path) -> None:
     beside = cases.fit(folder, 2, REVERSE)
-    cache = REVERSE | {"precompute_teacher": True, "teacher_cache": str(tmp_path)}
+    cache = REVERSE | cases.computed(tmp_path)
     computed = cases.fit(folder, 2, cache)
     (file,) = tmp_path.iterdir()
     written = file.stat().st_mtime_ns
@@ -195,8 +195,6 @@ def test_another_vocabulary_is_refused_and_a_padded_one_is_not(folder: Path, tmp
         ({"precompute_teacher": True}, "top_k=64"),
         ({"precompute_teacher": True, "top_k": 4, "temperature": 2.0}, "renormalize"),
         ({"chunk_size": 0}, "chunk_size"),
-        ({"teacher_cache": "cache"}, "teacher_cache would have no effect beside precompute_teacher=False"),
-        ({"max_tokens_per_forward": 512}, "max_tokens_per_forward would have no effect"),
         ({"teacher_weight": 0.3}, "it belongs to 'jsd'"),
         ({"remainder": "renormalize"}, "remainder would have no effect beside top_k=None"),
     ],
