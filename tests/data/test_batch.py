@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rlhfkit.data import StepTotals, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data import TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data.batch import StepTotals
 
 EXAMPLES = [TokenExample([5, 6, 7], [True, False, True]), TokenExample([8, 9], [False, True])]
 

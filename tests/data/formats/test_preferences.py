@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rlhfkit.data import PreferenceBatch, PreferenceExample, PreferenceExamples, StepTotals, collate_preferences
+from rlhfkit.data import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
+from rlhfkit.data.batch import StepTotals
 
 PAIRS = [
     PreferenceExample.from_token_ids([5, 6], [7, 8, 1], [9, 1], margin=0.5),
