@@ -158,55 +158,15 @@ def muon(
     )
 
 
-def sgd(
-    groups: Groups, *, lr: float, weight_decay: float, momentum: float = 0.0, nesterov: bool = False
-) -> torch.optim.SGD:
-    """Make torch's stochastic gradient descent; its weight decay is added to the gradient, not decoupled.
-
-    Args:
-        groups: Parameter groups.
-        lr: Learning rate.
-        weight_decay: Times the weights, added to the gradient.
-        momentum: Of the gradients; 0 keeps no state.
-        nesterov: Whether the momentum is Nesterov's.
-    """
-    return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
-
-
-def adafactor(
-    groups: Groups,
-    *,
-    lr: float,
-    weight_decay: float,
-    beta2_decay: float = -0.8,
-    eps: tuple[float | None, float] = (None, 1e-3),
-    d: float = 1.0,
-) -> torch.optim.Adafactor:
-    """Make torch's Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235), with second moments by row and column only.
-
-    ``lr`` bounds its relative step: a step is at most ``lr`` times the root mean square of the parameter.
-
-    Args:
-        groups: Parameter groups.
-        lr: Largest relative step (0.01: torch's default).
-        weight_decay: Decoupled weight decay.
-        beta2_decay: Exponent of the averaging factor over steps.
-        eps: Added to squared gradients, and the least root mean square of a parameter.
-        d: Updates are clipped to this root mean square.
-    """
-    return torch.optim.Adafactor(
-        groups, lr=lr, weight_decay=weight_decay, beta2_decay=beta2_decay, eps=(eps[0], eps[1]), d=d
-    )
-
+sgd = torch.optim.SGD
+"""Its weight decay is added to the gradient, not decoupled; without ``momentum`` it keeps no state."""
+adafactor = torch.optim.Adafactor
+"""Second moments by row and column only (Shazeer and Stern, 2018, arXiv:1804.04235). ``lr`` (0.01: torch's
+default) bounds its relative step: a step is at most ``lr`` times the root mean square of the parameter."""
 
 FLAT_PARAMETERS: tuple[OptimizerFactory, ...] = (muon, Muon)
 """Functions whose optimizers compute with whole parameters, and find them in flat tensors if they know the layout."""
-WHOLE_PARAMETERS: tuple[OptimizerFactory, ...] = (
-    *FLAT_PARAMETERS,
-    adafactor,
-    torch.optim.Muon,
-    torch.optim.Adafactor,
-)
+WHOLE_PARAMETERS: tuple[OptimizerFactory, ...] = (*FLAT_PARAMETERS, adafactor, torch.optim.Muon)
 """Functions whose optimizers compute with whole parameters, not number by number."""
 
 
@@ -249,7 +209,7 @@ def state_bytes(
 
 
 def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise unless a function takes the given ``optimizer_arguments``; those of our own functions are tried.
+    """Raise unless a function takes the given ``optimizer_arguments``; those for us and torch are tried.
 
     Raises:
         ValueError: If a name is unknown or a value out of range.
@@ -271,7 +231,7 @@ def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: 
                 f"optimizer_arguments has {', '.join(unknown)}, which optimizer={name!r} does not take: it takes "
                 f"{', '.join(allowed) or 'none'}; learning rate, decay and betas are arguments of the module"
             )
-    if arguments and function.__module__.startswith("rlhfkit."):
+    if arguments and function.__module__.startswith(("rlhfkit.", "torch.")):
         placeholder = {"params": [torch.nn.Parameter(torch.zeros(2, 2))], "kind": "matrices"}
         try:
             make_optimizer(function, [placeholder], arguments, lr=1.0, weight_decay=0.0, betas=(0.9, 0.95))
