@@ -26,18 +26,16 @@ from rlhfkit.callbacks.rollout.checks import (
     check_sizes,
     check_whole_iterations,
 )
-from rlhfkit.callbacks.rollout.metrics import iteration_metrics
-from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches, check_whole_groups, shape_of
+from rlhfkit.callbacks.rollout.micro_batching import IterationPlanner, MicroBatches
 from rlhfkit.callbacks.rollout.part import RolloutPart, make_rollout_part
 from rlhfkit.callbacks.rollout.parts import default_parts, parts_of
-from rlhfkit.callbacks.rollout.sharing import SharedIteration, share_copies, share_iteration
+from rlhfkit.callbacks.rollout.sharing import SharedIteration, iteration_metrics, share_copies, share_iteration
 from rlhfkit.callbacks.rollout.source import Ask, GroupCollector, Source
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
 from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
 from rlhfkit.data.exchange import gather_columns
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.distributed import cpu_group, run_on_all_ranks, true_on_all_ranks
-from rlhfkit.mesh import mesh_of
 from rlhfkit.parts import overriding
 from rlhfkit.protocols import STATES_OF_RANKS, HasChatTemplate
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
@@ -46,7 +44,6 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.trainer_parts import (
     callbacks_of,
-    compares_groups,
     datamodule_of,
     learner_of,
     policy_of,
@@ -147,7 +144,9 @@ class RolloutCallback(Callback):
         complete after ``setup``."""
         self._sampling_source: Source = self.collector
         self.weight_synchronizer = self._synchronizer()
-        self.planner = IterationPlanner()
+        self.planner: IterationPlanner
+        """Plans micro-batches; made in ``setup``."""
+        self._sampling = self.sampling  # of the run
         self.iteration = 0
         self.samples: list[Sample] = []
         """The samples of the current iteration that this rank generated, now or for an earlier one, with rewards."""
@@ -219,8 +218,8 @@ class RolloutCallback(Callback):
 
     def collect_groups(self) -> CollectedGroups:
         """Draw prompts, generate, score and select, this rank its share. Called on every rank."""
-        trainer, sampling = self._attached(), self._training_sampling()
-        wanted = shape_of(trainer, self.group_size).sequences // sampling.group_size
+        trainer, sampling = self._attached(), self._sampling
+        wanted = self.planner.shape.sequences // sampling.group_size
         with profiler_of(trainer).profile("rollout.collect_groups"):
             return self.source.collect(Ask(trainer, self.iteration, wanted, sampling))
 
@@ -230,9 +229,9 @@ class RolloutCallback(Callback):
         with self.timing.record("share", self.iteration):
             shared = share_iteration(
                 collected,
-                lambda summary: self.planner.plan(trainer, summary, self.group_size, self.iteration),
+                lambda summary: self.planner.plan(summary, self.iteration),
                 group_size=self.group_size,
-                temperature=self._training_sampling().temperature or 1.0,
+                temperature=self._sampling.temperature or 1.0,
                 rank=trainer.global_rank,
                 world_size=trainer.world_size,
                 group=cpu_group(),
@@ -300,20 +299,12 @@ class RolloutCallback(Callback):
     @property
     def group_size(self) -> int:
         """Samples per prompt in training."""
-        return self._training_sampling().group_size
+        return self.sampling.group_size
 
     def batches_per_iteration(self) -> int:
         """Micro-batches that :meth:`collect` gives this rank, or the smallest number with a cap of tokens."""
-        return shape_of(self._attached(), self.group_size).micro_batches_per_rank
-
-    def _training_sampling(self) -> SamplingSpec:
-        """The sampling of training; at most 8 tokens under ``fast_dev_run``."""
-        trainer = self._trainer
-        if trainer is not None and trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside its class
-            return dataclasses.replace(
-                self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, 8), min_new_tokens=0
-            )
-        return self.sampling
+        self._attached()
+        return self.planner.shape.micro_batches_per_rank
 
     def _with_weights(self, generate: Callable[[], T]) -> T:
         """Generate; if engines lose their weights meanwhile, sync and generate again. A collective.
@@ -434,7 +425,7 @@ class RolloutCallback(Callback):
             return
         self._inside_iteration = False
         self.engine.version = None  # equal steps of two runs, or of two checkpoints, are not equal weights
-        self.planner, self.weight_synchronizer = IterationPlanner(), self._synchronizer()
+        self.weight_synchronizer = self._synchronizer()
         prompts_of(trainer)
         check_reward(trainer, self.reward, fit=stage == "fit")
         module = policy_of(trainer)
@@ -460,16 +451,19 @@ class RolloutCallback(Callback):
             self._check_fit(trainer)
 
     def _check_fit(self, trainer: L.Trainer) -> None:
-        check_prompts(trainer, policy_of(trainer), self.collector.source, self._training_sampling())
+        self._sampling = self.sampling
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set outside its class
+            few = min(self.sampling.max_new_tokens, 8)
+            self._sampling = dataclasses.replace(self.sampling, max_new_tokens=few, min_new_tokens=0)
+        check_prompts(trainer, policy_of(trainer), self.collector.source, self._sampling)
         module = learner_of(trainer)
         for check in self._hooks("check"):
             check(trainer)
         check_learner(
             module, self.engine, self.sampling, rewarded=self.reward is not None, source=self.collector.source
         )
-        shape, mesh = shape_of(trainer, self.group_size), mesh_of(trainer)
-        if compares_groups(module):
-            check_whole_groups(shape, self.group_size, mesh.world_size, mesh.forward_group_size)
+        self.planner = IterationPlanner(trainer, self.group_size)
+        self.planner.check()
         check_whole_iterations(trainer)
         self._join_sources()
 

@@ -31,25 +31,6 @@ from rlhfkit.trainer_parts import compares_groups, epochs_of, learner_of, prompt
 log = logging.getLogger(__name__)
 
 
-def shape_of(trainer: L.Trainer, group_size: int) -> IterationShape:
-    """Updates and micro-batches of an iteration; with ``fast_dev_run=n``, n micro-batches of one group.
-
-    With ``max_tokens_per_micro_batch`` the micro-batches are the fewest that are possible, one per update. Both are
-    those of all epochs of the iteration. Raises ValueError if the sizes do not divide.
-    """
-    fast = int(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by Lightning outside its class
-    if fast:
-        return IterationShape(fast * trainer.world_size * group_size, fast, fast)
-    data, ranks = prompts_of(trainer), (trainer.world_size, mesh_of(trainer).forward_group_size)
-    if data.max_tokens_per_micro_batch is None:
-        shape = iteration_shape(
-            data.rollout_batch_size, group_size, data.micro_batch_size, trainer.accumulate_grad_batches, *ranks
-        )
-    else:
-        shape = capped_iteration_shape(data.rollout_batch_size, group_size, data.updates_per_iteration, *ranks)
-    return shape.repeated(epochs_of(trainer))
-
-
 @dataclass(frozen=True, eq=False)
 class IterationPlan:
     """Who trains on which of an iteration's N sequences, and when; the same on every rank."""
@@ -170,35 +151,63 @@ def check_whole_groups(shape: IterationShape, group_size: int, world_size: int, 
 
 
 class IterationPlanner:
-    """Plans the iterations of one run of a Trainer."""
+    """Plans the iterations of one run of a Trainer; what cannot change in a run is asked once, when it is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: L.Trainer, group_size: int) -> None:
+        self.group_size = group_size
+        self._trainer = trainer
+        self._data = prompts_of(trainer)
+        self._learner = learner_of(trainer)
+        self._mesh = mesh_of(trainer)
+        self._whole_groups = compares_groups(self._learner)
+        self._epochs = epochs_of(trainer)
+        self._fast = int(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by Lightning outside its class
         self._warned = False
 
-    def plan(
-        self, trainer: L.Trainer, summary: IterationSummary, group_size: int, iteration: int = 0
-    ) -> tuple[IterationPlan, int]:
+    @property
+    def shape(self) -> IterationShape:
+        """Updates and micro-batches of an iteration; with ``fast_dev_run=n``, n micro-batches of one group.
+
+        With ``max_tokens_per_micro_batch`` the micro-batches are the fewest that are possible, one per update. Both are
+        those of all epochs of the iteration. Raises ValueError if the sizes do not divide.
+        """
+        data, group_size, ranks = self._data, self.group_size, (self._mesh.world_size, self._mesh.forward_group_size)
+        if self._fast:
+            return IterationShape(self._fast * ranks[0] * group_size, self._fast, self._fast)
+        if data.max_tokens_per_micro_batch is None:  # a callback may schedule accumulate_grad_batches
+            accumulate = self._trainer.accumulate_grad_batches
+            shape = iteration_shape(data.rollout_batch_size, group_size, data.micro_batch_size, accumulate, *ranks)
+        else:
+            shape = capped_iteration_shape(data.rollout_batch_size, group_size, data.updates_per_iteration, *ranks)
+        return shape.repeated(self._epochs)
+
+    def check(self) -> None:
+        """Raise ValueError if the sizes do not divide, or an update has not so many whole groups as it needs."""
+        shape = self.shape
+        if self._whole_groups:
+            check_whole_groups(shape, self.group_size, self._mesh.world_size, self._mesh.forward_group_size)
+
+    def plan(self, summary: IterationSummary, iteration: int = 0) -> tuple[IterationPlan, int]:
         """Plan an iteration; also returns the micro-batches of all ranks whose losses an optimizer step averages.
 
         ``iteration`` is its number, by which later epochs are shuffled.
         """
-        shape, mesh, data = shape_of(trainer, group_size), mesh_of(trainer), prompts_of(trainer)
-        per_rank = data.max_tokens_per_micro_batch
+        mesh, per_rank = self._mesh, self._data.max_tokens_per_micro_batch
         plan_rows = partial(
             plan_iteration,
             summary,
-            shape,
+            self.shape,
             mesh.world_size,
             ranks_per_forward=mesh.forward_group_size,
-            whole_groups=compares_groups(learner_of(trainer)),
-            seed=getattr(data, "seed", 0),
+            whole_groups=self._whole_groups,
+            seed=getattr(self._data, "seed", 0),
             iteration=iteration,
         )
         if per_rank is None:
-            return plan_rows(), trainer.accumulate_grad_batches * mesh.world_size
-        if trainer.is_global_zero:
+            return plan_rows(), self._trainer.accumulate_grad_batches * mesh.world_size
+        if self._trainer.is_global_zero:
             self._warn(summary, per_rank, mesh.sequence)
-        plan = plan_rows(max_tokens=per_rank * mesh.sequence, packed=learner_of(trainer).packs_sequences)
+        plan = plan_rows(max_tokens=per_rank * mesh.sequence, packed=self._learner.packs_sequences)
         return plan, plan.accumulate * mesh.world_size
 
     def _warn(self, summary: IterationSummary, per_rank: int, parts: int) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import lightning as L
 
-from rlhfkit.callbacks.rollout.metrics import staleness_metrics
 from rlhfkit.callbacks.rollout.part import RolloutPart, Rollouts
-from rlhfkit.callbacks.rollout.sharing import SharedIteration
+from rlhfkit.callbacks.rollout.sharing import SharedIteration, staleness_metrics
 from rlhfkit.callbacks.rollout.source import Ask, Source
 from rlhfkit.distributed import gather_objects
 from rlhfkit.rollout.background import BackgroundRollouts

@@ -5,9 +5,8 @@ from typing import Any
 
 import lightning as L
 
-from rlhfkit.callbacks.rollout.metrics import staleness_metrics
 from rlhfkit.callbacks.rollout.part import RolloutPart, Rollouts
-from rlhfkit.callbacks.rollout.sharing import SharedIteration
+from rlhfkit.callbacks.rollout.sharing import SharedIteration, staleness_metrics
 from rlhfkit.rollout.partial_rollouts import PartialRollouts
 from rlhfkit.validation import check_number
 
