@@ -28,7 +28,6 @@ ORDER += (
     "kl",
     "value",
     "advantages.group",
-    "advantages.token_baseline",
     "advantages.gae",
     "advantages.rewards",
 )

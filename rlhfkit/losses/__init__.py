@@ -8,6 +8,7 @@ from rlhfkit.losses.advantages.gae import (
     discounted_returns,
     gae,
     length_adaptive_lambda,
+    optimal_token_advantages,
     turn_advantages,
 )
 from rlhfkit.losses.advantages.group import (
@@ -29,7 +30,6 @@ from rlhfkit.losses.advantages.rewards import (
     stop_properly_penalty,
     token_rewards,
 )
-from rlhfkit.losses.advantages.token_baseline import optimal_token_advantages
 from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,

@@ -248,36 +248,6 @@ def pass_at_k_advantages(rewards: Tensor, group: Tensor, *, k: int) -> Tensor:
     return as_advantages(advantages, keep, rewards)
 
 
-def normalize_advantages(
-    advantages: Tensor, *, mask: Tensor | None = None, moments: Tensor | None = None, eps: float = 1e-4
-) -> Tensor:
-    """Centre and scale advantages of sequences over the batch, each sequence with the same weight.
-
-    ``(A_i - mean(A)) / (std(A) + ε)`` with the unbiased deviation. :func:`whiten` does it over tokens.
-
-    TRL's ``normalize_advantages``; the second half of :func:`gdpo_advantages`.
-
-    Args:
-        advantages: (B,).
-        mask: (B,) bool, rows that count, e.g. ``~rewards.isnan()``; the others become 0. All when ``None``.
-        moments: (3,) sum over ranks of :func:`masked_moments`; of this batch when ``None``.
-
-    Returns:
-        (B,) in at least float32.
-    """
-    _check_eps(eps)
-    check_same_shape(advantages=advantages, mask=mask)
-    keep = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask.bool()
-    values = precise(advantages.detach())
-    if moments is None:
-        mean, std = _spread(values, keep)
-    else:
-        count, total, squares = moments
-        mean = total / count.clamp(min=1)
-        std = ((squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)).sqrt()
-    return as_advantages((values - mean) / (std + eps), keep, advantages)
-
-
 def _check_eps(eps: float) -> None:
     if not eps >= 0.0:
         raise ValueError(f"eps must not be negative, got {eps}")

@@ -1,6 +1,15 @@
 """Preference losses without a reference model: SimPO with AlphaPO, CPO and ORPO.
 
-All take summed log-probs (B,) and completion lengths, and divide inside where the paper does.
+All take summed log-probs (B,) and completion lengths, and divide inside where the paper does. What they have in common:
+
+- ``chosen``, ``rejected``: (B,) summed log-probs of the chosen and of the rejected answers under the policy, see
+  :func:`~rlhfkit.losses.sequence_logprobs`.
+- ``chosen_lengths``, ``rejected_lengths``: (B,) completion tokens of these answers, at least 1.
+- ``mean_chosen_length``: mean tokens of a chosen answer over the whole optimizer step, for the likelihood term. That of
+  the call when ``None``, which is refused with a ``denominator``.
+- ``mask``: (B,) pairs that count, all when ``None``; the other rows may hold anything.
+- ``denominator``: pairs of the whole optimizer step, divided by the number of micro-batches that are averaged. The
+  pairs of the call when ``None``.
 """
 
 from typing import Literal, get_args
@@ -43,20 +52,13 @@ def simpo_loss(
     beyond that, at 320 nats per token with α = 0.25, has no gradient.
 
     Args:
-        chosen: (B,) summed log-probs of the chosen answers under the policy, see :func:`sequence_logprobs`.
-        rejected: (B,) the same for the rejected answers.
-        chosen_lengths: (B,) completion tokens of the chosen answers, at least 1.
-        rejected_lengths: (B,) the same for the rejected answers.
         beta: β > 0; the paper uses 2.0 to 2.5, its authors report up to 10. (TRL's class default 0.1 is DPO's.)
         gamma: γ ≥ 0, 0.3 to 1.6 in the paper; TRL's ``simpo_gamma``, the authors' ``gamma_beta_ratio`` times ``beta``.
         alpha: α, any sign; 0 is SimPO. No published default: AlphaPO's paper tunes it per model around 0.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
         nll_coef: Weight of the negative log-likelihood of the chosen answers, averaged over their tokens.
-        mean_chosen_length: Mean tokens of a chosen answer over the whole optimizer step, for the likelihood term.
-            That of this call when ``None``, which is refused with a ``denominator``.
-        mask: (B,) pairs that count, all when ``None``; the other rows may hold anything.
-        denominator: Pairs of the whole optimizer step, divided by the number of micro-batches that are averaged.
-            The pairs of this call when ``None``.
+        chosen, rejected, chosen_lengths, rejected_lengths, mean_chosen_length, mask, denominator: See
+            :mod:`rlhfkit.losses.preference.reference_free`.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π / n`` or ``β r``), ``logps/*`` (sums), ``nll_loss`` with
@@ -97,19 +99,12 @@ def cpo_loss(
     and TRL.
 
     Args:
-        chosen: (B,) summed log-probs of the chosen answers under the policy, see :func:`sequence_logprobs`.
-        rejected: (B,) the same for the rejected answers.
-        chosen_lengths: (B,) completion tokens of the chosen answers, at least 1.
-        rejected_lengths: (B,) the same for the rejected answers.
         beta: β > 0; 0.1 as in the paper and TRL.
         loss_type: Contrastive term: ``sigmoid`` (the paper's), ``hinge`` or ``ipo``.
         label_smoothing: ε in [0, 0.5) for ``sigmoid``.
         nll_coef: λ; 1 as in the paper (TRL's ``cpo_alpha``).
-        mean_chosen_length: Mean tokens of a chosen answer over the whole optimizer step, for the likelihood term.
-            That of this call when ``None``, which is refused with a ``denominator``.
-        mask: (B,) pairs that count, all when ``None``; the other rows may hold anything.
-        denominator: Pairs of the whole optimizer step, divided by the number of micro-batches that are averaged.
-            The pairs of this call when ``None``.
+        chosen, rejected, chosen_lengths, rejected_lengths, mean_chosen_length, mask, denominator: See
+            :mod:`rlhfkit.losses.preference.reference_free`.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π``), ``logps/*`` and ``nll_loss``.
@@ -150,16 +145,9 @@ def orpo_loss(
     are infinite and the gradient of TRL's code is NaN. A float64 input stays float64, unlike in TRL.
 
     Args:
-        chosen: (B,) summed log-probs of the chosen answers under the policy, see :func:`sequence_logprobs`.
-        rejected: (B,) the same for the rejected answers.
-        chosen_lengths: (B,) completion tokens of the chosen answers, at least 1.
-        rejected_lengths: (B,) the same for the rejected answers.
         beta: Weight of the odds-ratio term, the paper's λ; 0.1 as in the paper and TRL.
-        mean_chosen_length: Mean tokens of a chosen answer over the whole optimizer step, for the likelihood term.
-            That of this call when ``None``, which is refused with a ``denominator``.
-        mask: (B,) pairs that count, all when ``None``; the other rows may hold anything.
-        denominator: Pairs of the whole optimizer step, divided by the number of micro-batches that are averaged.
-            The pairs of this call when ``None``.
+        chosen, rejected, chosen_lengths, rejected_lengths, mean_chosen_length, mask, denominator: See
+            :mod:`rlhfkit.losses.preference.reference_free`.
 
     Returns:
         The loss with metrics ``rewards/*`` (``β log π / n``), ``logps/*`` (sums), ``nll_loss`` and ``log_odds_chosen``.

@@ -49,16 +49,7 @@ def vocabulary_parallel_logprobs(
     A collective, as is its backward pass. All ranks give the same arguments, and get the same gradients.
 
     Args:
-        hidden: (..., H) final hidden states; select the tokens you need first, every row costs 2·V·H operations.
-        weight: (V, H) of the head, or of the tied embedding.
-        targets: (...) int64 token ids in [0, V).
-        group: Process group whose ranks divide the vocabulary.
-        bias: (V,).
-        temperature: The sampling temperature, which divides the logits; 1 by default.
-        entropy: Also compute the entropy, with gradient.
-        logit_softcap: Cap of Gemma 2's final logits; none by default.
-        logit_scale: Factor on the head's output (Cohere); 1 by default.
-        chunk: Vocabulary entries per tile, which does not change the result; chosen by the tile's size when ``None``.
+        group: Process group whose ranks divide the vocabulary; all other arguments are those of ``linear_logprobs``.
 
     Returns:
         Log-probs and entropy of the shape of ``targets``.
