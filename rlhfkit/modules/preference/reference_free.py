@@ -66,15 +66,10 @@ class SimPOModule(ReferenceFreeModule):
         check_number("alpha", alpha)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("nll_coef", nll_coef, minimum=0)
-        arguments = {
-            "beta": beta,
-            "gamma": gamma,
-            "alpha": alpha,
-            "label_smoothing": label_smoothing,
-            "nll_coef": nll_coef,
-        }
         super().__init__(model, lr=lr, **kwargs)
-        self.learn_by(simpo_loss, **arguments)
+        self.learn_by(
+            simpo_loss, beta=beta, gamma=gamma, alpha=alpha, label_smoothing=label_smoothing, nll_coef=nll_coef
+        )
 
 
 class CPOModule(ReferenceFreeModule):
@@ -109,9 +104,8 @@ class CPOModule(ReferenceFreeModule):
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("nll_coef", nll_coef, minimum=0)
-        arguments = {"beta": beta, "loss_type": loss_type, "label_smoothing": label_smoothing, "nll_coef": nll_coef}
         super().__init__(model, lr=lr, **kwargs)
-        self.learn_by(cpo_loss, **arguments)
+        self.learn_by(cpo_loss, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, nll_coef=nll_coef)
 
 
 class ORPOModule(ReferenceFreeModule):
@@ -138,6 +132,5 @@ class ORPOModule(ReferenceFreeModule):
         **kwargs: Unpack[PolicyArguments],
     ) -> None:
         check_number("beta", beta, above=0)
-        arguments = {"beta": beta}
         super().__init__(model, lr=lr, **kwargs)
-        self.learn_by(orpo_loss, **arguments)
+        self.learn_by(orpo_loss, beta=beta)
