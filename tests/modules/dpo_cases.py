@@ -147,10 +147,10 @@ FOLLOWING: dict[str, Any] = {"ref_model": None, "parts": moving(2, 0.75)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero2": ("rlhf_zero2", 2, {}),
     "zero3": ("rlhf_zero3", 1, {}),
-    "zero3, computed before": ("rlhf_zero3", 1, {"computed": True, "ref_model": None}),
+    "zero3, computed before": ("rlhf_zero3", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
     "zero3, following": ("rlhf_zero3", 2, FOLLOWING),
     "ddp, following": ("ddp", 1, FOLLOWING),
-    "ddp, computed before": ("ddp", 1, {"computed": True, "ref_model": None}),
+    "ddp, computed before": ("ddp", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
 }
 """Strategy, micro-batches per step and rank, and arguments of the module.
 
@@ -163,7 +163,7 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for name, (strategy, accumulate, given) in CASES.items():
         options = dict(given)
-        if options.pop("computed", False):
+        if options.pop("precompute_ref_log_probs", False):
             options |= computed(folder / name)
         saving: dict[str, Any] = {}
         if name == "zero3, following":  # a reference that moves, in shards
