@@ -311,6 +311,16 @@ class HasModelLimits(Protocol):
 
 
 @runtime_checkable
+class SeesImages(Protocol):
+    """A module whose model may see images, which a DataModule then reads."""
+
+    @property
+    def image_processor(self) -> Any:
+        """The model's :class:`~rlhfkit.models.vision.VisionProcessor`; ``None``: it reads text only."""
+        ...
+
+
+@runtime_checkable
 class SavesPretrained(Protocol):
     """A module that ``HFExport`` can export."""
 

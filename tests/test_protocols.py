@@ -47,6 +47,7 @@ CASES = [
     (protocols.PromptSource, PromptDataModule),
     (protocols.ChecksPrompts, PromptDataModule),
     (protocols.ChecksColumns, PromptDataModule),
+    (protocols.SeesImages, SFTModule),
     (protocols.PretrainingSource, PromptDataModule),
     (protocols.LearnsFromText, PretrainingLoss),
     (protocols.ExperienceSource, RolloutCallback),

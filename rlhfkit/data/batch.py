@@ -62,6 +62,8 @@ class PaddedBatch:
     Attributes:
         input_ids: (B, T) int64, padded with 0 on the right.
         attention_mask: (B, T) bool, true on real tokens.
+        attachments: What each of the B rows has beside tokens: its images, :class:`~rlhfkit.data.images.Image`, in the
+            order of their tokens; ``None``: no row has any.
         step_tokens: Selected tokens of the whole optimizer step, all micro-batches and ranks.
         step_sequences: Sequences with a selected token of the whole optimizer step, all micro-batches and ranks.
         step_micro_batches: Micro-batches (times ranks) whose losses are averaged in one optimizer step.
@@ -70,6 +72,7 @@ class PaddedBatch:
     input_ids: Tensor = token_field()
     attention_mask: Tensor = token_field()
 
+    attachments: tuple[tuple[Any, ...], ...] | None = None
     step_tokens: float | None = None
     step_sequences: float | None = None
     step_micro_batches: int = 1
@@ -124,7 +127,10 @@ class PaddedBatch:
     def select(self, rows: Tensor | Sequence[int]) -> Self:
         """Select rows by their (N,) indices, in the given order, trimmed to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.input_ids.device)
-        return self.map_tensors(lambda tensor, _: tensor[index]).trim()
+        chosen = self.map_tensors(lambda tensor, _: tensor[index])
+        if self.attachments is not None:
+            chosen.attachments = tuple(self.attachments[row] for row in index.tolist())
+        return chosen.trim()
 
     def trim(self) -> Self:
         """Cut padding that all rows share."""
@@ -148,7 +154,7 @@ class PaddedBatch:
                 (*shapes[metadata["axis"]], *tensor.shape[2:]), metadata.get("fill", 0)
             )
         )
-        return dataclasses.replace(blank, attention_mask=blank.input_ids == 0)
+        return dataclasses.replace(blank, attention_mask=blank.input_ids == 0, attachments=None)
 
     def pad(self, length: int) -> Self:
         """Pad on the right to ``length`` tokens.
@@ -185,7 +191,11 @@ class PaddedBatch:
         updates: dict[str, Any] = {}
         for entry in dataclasses.fields(cls):
             axis, values = entry.metadata.get("axis"), [getattr(batch, entry.name) for batch in padded]
-            if entry.metadata.get("by_name"):
+            if entry.name == "attachments":
+                if any(values):
+                    each = zip(batches, values, strict=True)
+                    updates[entry.name] = tuple(row for batch, rows in each for row in rows or ((),) * len(batch))
+            elif entry.metadata.get("by_name"):
                 if len({frozenset(value) for value in values}) > 1:
                     raise ValueError(f"{entry.name} has different names in different batches: {[*map(sorted, values)]}")
                 updates[entry.name] = {name: torch.cat([value[name] for value in values]) for name in values[0]}
@@ -205,13 +215,28 @@ class PaddedBatch:
         return self.map_tensors(lambda tensor, _: moved(tensor, device, **kwargs))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain numbers, loadable with ``torch.load(weights_only=True)``."""
-        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        """Tensors and plain values, loadable with ``torch.load(weights_only=True)``."""
+        state = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        if self.attachments is not None:
+            state["attachments"] = [[one.plain() for one in row] for row in self.attachments]
+        return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """Inverse of :meth:`state_dict`."""
-        return cls(**state)
+        batch = cls(**state)
+        if batch.attachments is not None:
+            batch.attachments = tuple(map(read_attachments, batch.attachments))
+        return batch
+
+
+def read_attachments(given: Sequence[Any]) -> tuple[Any, ...]:
+    """The attachments of a prompt or a row, of which some may be what their ``plain()`` returned."""
+    if not any(isinstance(one, str) for one in given):
+        return tuple(given)
+    from rlhfkit.data.images import Image
+
+    return tuple(Image.of_plain(one) if isinstance(one, str) else one for one in given)
 
 
 class StepTotals(NamedTuple):
@@ -233,6 +258,8 @@ class TokenExample:
     """Token ids, at least one."""
     loss_mask: list[bool]
     """As long as ``input_ids``: true where the token is trained. The first never is: nothing predicts it."""
+    attachments: tuple[Any, ...] = ()
+    """What there is beside tokens: images, in the order of their tokens."""
 
     def __post_init__(self) -> None:
         """Check that both lists have one length."""
@@ -292,6 +319,8 @@ def collate_tokens(examples: Sequence[TokenExample], totals: StepTotals | None =
         attention_mask[row, :end] = True
         loss_mask[row, :end] = torch.tensor(example.loss_mask)
     batch = TokenBatch(input_ids=input_ids, attention_mask=attention_mask, loss_mask=loss_mask[:, 1:])
+    if any(example.attachments for example in examples):
+        batch.attachments = tuple(example.attachments for example in examples)
     if totals is None:
         return batch
     return dataclasses.replace(

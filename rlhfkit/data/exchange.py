@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhfkit.data.iteration import IterationSummary
 from rlhfkit.data.jagged import JaggedColumn, real_tokens
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import get_rank, get_world_size
+from rlhfkit.distributed import gather_objects, get_rank, get_world_size
 
 
 def gather_columns(
@@ -46,6 +46,7 @@ def exchange_rows(
     wanted: Sequence[Tensor],
     *,
     token_rewards: bool,
+    attachments: bool = False,
     group: Any = None,
 ) -> Experience:
     """Send rows to the ranks that train on them and return this rank's rows, in iteration order. A collective.
@@ -60,6 +61,7 @@ def exchange_rows(
         source: (N,) int64, the rank that has each row.
         wanted: ``wanted[rank]``: (n,) int64, the rows that a rank shall have, ascending. Several may have the same.
         token_rewards: Whether any rank has rewards of tokens.
+        attachments: Whether a row of any rank has images, whose references then go to all ranks.
         group: Process group for tensors on the CPU; ``None``: the default one.
     """
     rank, world_size = get_rank(), get_world_size()
@@ -98,4 +100,9 @@ def exchange_rows(
     per_token["attention_mask"] = real_tokens(chosen.lengths, longest)
     names = ("rewards", "group", "sample_index", "truncated", "update", "replayed", "reward_parts")
     of_rows: dict[str, Any] = {name: getattr(chosen, name) for name in names}
+    if attachments:
+        own = experience.attachments or ((),) * len(experience)
+        shares = gather_objects(dict(zip(experience.own_rows.tolist(), own, strict=True)), group=group)
+        every = {row: attached for share in shares for row, attached in share.items()}
+        of_rows["attachments"] = tuple(every[row] for row in rows.tolist())
     return dataclasses.replace(experience.with_tensors(per_token), **of_rows, rows=rows, iteration=summary)

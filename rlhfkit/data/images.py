@@ -81,6 +81,24 @@ class Image:
             f"{value!r:.80}"
         )
 
+    @classmethod
+    def of_plain(cls, plain: str) -> Self:
+        """Inverse of :meth:`plain`; a file need not exist yet."""
+        where = "an image of a saved row"
+        return cls(_of_data_url(plain, where) if plain.startswith("data:") else Path(plain), where)
+
+    def plain(self) -> str:
+        """The reference as text: the path, or the bytes in a ``data:`` URL."""
+        if isinstance(self.source, Path):
+            return str(self.source)
+        return f"data:{self._media_type};base64,{base64.b64encode(self.source).decode()}"
+
+    @property
+    def _media_type(self) -> str:
+        begins = self.encoded()[:12]
+        known = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
+        return next((f"image/{name}" for magic, name in known.items() if begins.startswith(magic)), "image/tiff")
+
     @cached_property
     def key(self) -> str:
         """The same for the same picture: of bytes their SHA-256, of a file its path, size and time of change."""

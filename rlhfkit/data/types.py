@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhfkit.data.batch import PaddedBatch, row_field, rows_field, step_field, steps_field
+from rlhfkit.data.batch import PaddedBatch, read_attachments, row_field, rows_field, step_field, steps_field
 from rlhfkit.data.iteration import IterationSummary
 
 PerToken: TypeAlias = NDArray[Any] | Any
@@ -107,6 +107,8 @@ class Record:
                 value = _per_token(name, value)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{type(self).__name__}.{name}: {error}") from error
+        elif name == "attachments":
+            value = read_attachments(value)
         object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
@@ -122,8 +124,12 @@ class Record:
         )
 
     def plain(self) -> dict[str, Any]:
-        """All fields by name, with lists in place of arrays, and records as dictionaries too."""
+        """All fields by name, with lists in place of arrays, and records as dictionaries too.
+
+        Attachments are texts (:func:`~rlhfkit.data.batch.read_attachments`), and left out where there are none.
+        """
         values = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]  # a dataclass
+        attached = [one.plain() for one in values.pop("attachments", ())]
         return {
             name: value.tolist()
             if isinstance(value, np.ndarray)
@@ -131,7 +137,7 @@ class Record:
             if isinstance(value, Record)
             else value
             for name, value in values.items()
-        }
+        } | ({"attachments": attached} if attached else {})
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +154,8 @@ class Prompt(Record):
         text: The prompt as text, for rewards and logs.
         answer: The reference answer, if the data has one.
         metadata: All other columns of the row, by name.
+        attachments: Its images, :class:`~rlhfkit.data.images.Image`, in the order of their tokens, which are among
+            ``token_ids``.
     """
 
     index: int
@@ -155,6 +163,7 @@ class Prompt(Record):
     text: str = ""
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    attachments: tuple[Any, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -401,6 +410,7 @@ class Experience(PaddedBatch):
         names = sorted({name for sample in samples for name in sample.reward_parts})
         rewards = [math.nan if sample.reward is None else float(sample.reward) for sample in samples]
         parts = {name: [sample.reward_parts.get(name, math.nan) for sample in samples] for name in names}
+        attachments = tuple(sample.prompt.attachments for sample in samples)
         return cls(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -416,4 +426,5 @@ class Experience(PaddedBatch):
             reward_parts={name: torch.tensor(column, dtype=torch.float32) for name, column in parts.items()},
             token_rewards=placed(known, torch.float32) if any(values is not None for values in earned) else None,
             temperature=temperature,
+            attachments=attachments if any(attachments) else None,
         )

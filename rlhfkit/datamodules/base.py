@@ -11,6 +11,7 @@ from rlhfkit.datamodules.tokenization.mixture import Sources, as_mixture, list_s
 from rlhfkit.datamodules.tokenization.run_tokenizer import RunTokenizer
 from rlhfkit.datamodules.tokenization.sources import describe
 from rlhfkit.mesh import Mesh, mesh_of
+from rlhfkit.protocols import SeesImages
 from rlhfkit.validation import check_integer
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class TextDataModule(L.LightningDataModule):
         chat_template_kwargs: Passed to the template.
         special_tokens_in_text: What to do with control tokens in the data.
         tokenizer: A tokenizer or its name; ``None``: that of the LightningModule.
+        allow_image_urls: Fetch images of rows from ``http`` and ``https`` URLs.
         streaming: Read and tokenise the data during training.
         shuffle_buffer_size: Rows of a source that are read into memory and shuffled together.
         passes: End the run when the data of a stream was read that often; ``None``: the Trainer's limits end it.
@@ -53,6 +55,7 @@ class TextDataModule(L.LightningDataModule):
         chat_template_kwargs: dict[str, Any] | None,
         special_tokens_in_text: SpecialTokensInText | None,
         tokenizer: Any,
+        allow_image_urls: bool,
         streaming: bool,
         shuffle_buffer_size: int,
         passes: int | None,
@@ -77,6 +80,7 @@ class TextDataModule(L.LightningDataModule):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.special_tokens_in_text = special_tokens_in_text
         self.tokenizer = tokenizer
+        self.allow_image_urls = allow_image_urls
         self.streaming = streaming
         self.shuffle_buffer_size = shuffle_buffer_size
         self.passes = passes
@@ -86,13 +90,19 @@ class TextDataModule(L.LightningDataModule):
         return self._run_tokenizer.find(None if self.trainer is None else self.trainer.lightning_module)
 
     def _formatter(self, tokenizer: Any) -> PromptFormatter:
-        return PromptFormatter(
-            tokenizer,
-            apply_chat_template=self.apply_chat_template,
-            system=self.system,
-            chat_template_kwargs=self.chat_template_kwargs,
-            special_tokens_in_text=self.special_tokens_in_text,
-        )
+        style: dict[str, Any] = {
+            "apply_chat_template": self.apply_chat_template,
+            "system": self.system,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "special_tokens_in_text": self.special_tokens_in_text,
+        }
+        module: Any = None if self.trainer is None else self.trainer.lightning_module
+        processor = module.image_processor if isinstance(module, SeesImages) else None
+        if processor is None:
+            return PromptFormatter(tokenizer, **style)
+        from rlhfkit.datamodules.tokenization.images import VisionFormatter
+
+        return VisionFormatter(tokenizer, processor, allow_urls=self.allow_image_urls, **style)
 
     def _reader(self, source: Any) -> RowReader:
         return RowReader(source, split=self.split, subset=self.subset)

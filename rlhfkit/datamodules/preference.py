@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.preferences import PreferenceExample, PreferenceExamples, collate_preferences
@@ -17,9 +17,9 @@ from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.streaming import SourceStream
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.cache import TokenExamples
-from rlhfkit.datamodules.tokenization.chat import PromptFormatter, as_messages, is_chat
+from rlhfkit.datamodules.tokenization.chat import is_chat
 from rlhfkit.datamodules.tokenization.columns import IMPLICIT_PREFERENCE, PREFERENCE, find_columns
-from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, PendingExample
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, PendingExample, PendingOf
 from rlhfkit.datamodules.tokenization.mixture import Sources
 from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, check_columns, describe, read_rows
 
@@ -144,7 +144,7 @@ class PreferenceBuilder(ExampleBuilder):
     ) -> Iterator[list[PreferenceExample]]:
         """Yield the pair of each of some (place, row) pairs of a stream, or none; as :meth:`build_pairs` makes them."""
         counts: Counter[str] = Counter()
-        answers = self.tokenize_rows(rows, lambda builder, row, where: builder._pair(row, where, columns))
+        answers = self.tokenize_rows(rows, self.pending_of(columns))
         margin = columns["margin"]
         for (where, row), (chosen, rejected) in zip(rows, zip(answers, answers, strict=True), strict=True):
             pair = self._limit_pair(chosen, rejected, where, counts)
@@ -163,7 +163,7 @@ class PreferenceBuilder(ExampleBuilder):
     def _make_pairs(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
         counts: Counter[str] = Counter()
         made_from: list[int] = []
-        tokenized = self.tokenize_dataset(rows, lambda builder, row, where: builder._pair(row, where, columns))
+        tokenized = self.tokenize_dataset(rows, self.pending_of(columns))
         answers = TokenExamples(self._limit_pairs(tokenized, made_from, counts))
         answers.rows, answers.counts = made_from, dict(counts)
         if not made_from:
@@ -179,6 +179,10 @@ class PreferenceBuilder(ExampleBuilder):
             raise ValueError(f"column {column!r} of {where} must hold a number, it holds {value!r}")
         return float(value)
 
+    def pending_of(self, columns: Mapping[str, Any]) -> PendingOf:
+        """Both answers of a row."""
+        return lambda builder, row, where: cast(PreferenceBuilder, builder)._pair(row, where, columns)
+
     def _pair(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> list[PendingExample]:
         """The examples of both answers of a row."""
         prompt = columns["prompt"]
@@ -193,23 +197,28 @@ class PreferenceBuilder(ExampleBuilder):
             question = row[prompt]
             self.formatter.check(question, f"column {prompt!r} of {where}")
             if all(chats):
-                better, worse = _without_prompt(question, better, worse)
+                better, worse = self._without_prompt(question, better, worse)
             return [self.completion(question, answer, where) for answer in (better, worse)]
         if all(chats):
-            better, worse = as_messages(better), as_messages(worse)
+            better, worse = self.formatter.as_messages(better), self.formatter.as_messages(worse)
             # Each conversation keeps at least one message as its answer.
             turns = min(common_prefix(better, worse), len(better) - 1, len(worse) - 1)
             return [self._dialogue(messages, turns, where) for messages in (better, worse)]
         plain = copy.copy(self)  # these texts are whole dialogues already
-        plain.formatter = PromptFormatter(
-            self.tokenizer,
-            apply_chat_template=False,
-            system=self.formatter.system,
-            special_tokens_in_text=self.formatter.special_tokens_in_text,
-        )
+        plain.formatter = copy.copy(self.formatter)
+        plain.formatter.wraps_text = False
         plain.formatter.check(better, f"column {columns['chosen']!r} of {where}")
         start = len(better[: common_prefix(better, worse)].rstrip())  # white space belongs to the answers
         return [plain.completion(text[:start], text[start:], where) for text in (better, worse)]
+
+    def _without_prompt(self, prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Remove the prompt's messages from the beginning of both answers, if both repeat them."""
+        chosen, rejected = self.formatter.as_messages(chosen), self.formatter.as_messages(rejected)
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = self.formatter.as_messages(asked)
+        count = len(messages)
+        repeated = all(answer[:count] == messages and len(answer) > count for answer in (chosen, rejected))
+        return (chosen[count:], rejected[count:]) if repeated else (chosen, rejected)
 
     def _dialogue(self, messages: Sequence[Any], turns: int, where: str) -> PendingExample:
         """The example of a conversation whose first ``turns`` messages are the prompt."""
@@ -234,7 +243,7 @@ class PreferenceBuilder(ExampleBuilder):
         longest = max(len(answer.input_ids) for answer in pair)
         if longest > self.max_length:
             self.check_overlong(longest, where)
-            if self.overlong == "drop":
+            if self.drops(pair[0]):
                 counts["dropped"] += 1
                 return []
             pair = [TokenExample(a.input_ids[: self.max_length], a.loss_mask[: self.max_length]) for a in pair]
@@ -246,15 +255,6 @@ class PreferenceBuilder(ExampleBuilder):
             return []
         counts["truncated"] += longest > self.max_length
         return pair
-
-
-def _without_prompt(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Remove the prompt's messages from the beginning of both answers, if both repeat them."""
-    chosen, rejected = as_messages(chosen), as_messages(rejected)
-    messages = as_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-    count = len(messages)
-    repeated = all(answer[:count] == messages and len(answer) > count for answer in (chosen, rejected))
-    return (chosen[count:], rejected[count:]) if repeated else (chosen, rejected)
 
 
 def _same_prompt(chosen: TokenExample, rejected: TokenExample) -> list[TokenExample]:

@@ -87,6 +87,7 @@ class SFTDataModule(TextDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         special_tokens_in_text: SpecialTokensInText | None = None,
         tokenizer: Any = None,
+        allow_image_urls: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
         num_proc: int = 1,
         streaming: bool = False,
@@ -133,6 +134,7 @@ class SFTDataModule(TextDataModule):
                 :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
             tokenizer: A tokenizer or its name, which the whole run then uses, exports included; ``None``: the
                 LightningModule's attribute ``tokenizer``.
+            allow_image_urls: Fetch images of rows from ``http`` and ``https`` URLs; else such rows are an error.
             cache_dir: Folder of the cache of tokenised examples, see
                 :class:`~rlhfkit.datamodules.tokenization.cache.TokenCache`.
             num_proc: Processes that tokenise.
@@ -162,6 +164,7 @@ class SFTDataModule(TextDataModule):
             chat_template_kwargs=chat_template_kwargs,
             special_tokens_in_text=special_tokens_in_text,
             tokenizer=tokenizer,
+            allow_image_urls=allow_image_urls,
             streaming=streaming,
             shuffle_buffer_size=shuffle_buffer_size,
             passes=passes,

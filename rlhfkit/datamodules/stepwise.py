@@ -185,7 +185,7 @@ class StepwiseBuilder(ExampleBuilder):
                 raise ValueError(f"{where} has a step without a token of its own: the tokenizer joins it with others")
             return TokenExample(whole, [position in last[1:] for position in range(len(whole))])
 
-        return PendingExample(prefixes, self.formatter.templated(prompt), finish)
+        return PendingExample(prefixes, self.formatter.templated(prompt), finish, self.formatter.images_of(prompt))
 
     def _step_token_id(self, token: str) -> int:
         found = self.tokenizer(token, add_special_tokens=False)["input_ids"]

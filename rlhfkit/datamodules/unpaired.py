@@ -163,4 +163,12 @@ def _interleave(better: TokenExamples, worse: TokenExamples) -> tuple[TokenExamp
     places += [(row, True, place) for place, row in enumerate(worse.rows)]
     places.sort()
     answers = TokenExamples((worse if rejected else better)[place] for _, rejected, place in places)
+    readers = better.attachments, worse.attachments
+
+    def read(index: int) -> tuple[Any, ...]:
+        _, rejected, place = places[index]
+        reader = readers[rejected]
+        return () if reader is None else reader(place)
+
+    answers.attachments = None if readers == (None, None) else read
     return answers, [not rejected for _, rejected, _ in places]

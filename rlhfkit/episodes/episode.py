@@ -115,7 +115,7 @@ class Episode:
             return
         if is_conversation(observation):
             token_ids = self.observations.encode_conversation(observation, **self._arguments)  # type: ignore[arg-type]  # checked
-            self._trajectory.prompt = dataclasses.replace(self.prompt, token_ids=token_ids)
+            self._trajectory.prompt = dataclasses.replace(self.prompt, token_ids=token_ids, attachments=())
         else:
             self._trajectory.add_observation(self.observations.encode_observation(observation), self.sampler.version)
 
@@ -126,8 +126,9 @@ class Episode:
         if most < spec.max_new_tokens:
             spec = dataclasses.replace(spec, max_new_tokens=most, min_new_tokens=min(spec.min_new_tokens, most))
         index = request_index(self.prompt.index, self.sample_index, turn)
+        request = Prompt(index, self._trajectory.context, attachments=self._trajectory.prompt.attachments)
         (sampled,) = await call_with_timeout(
-            partial(self.sampler.ask, Prompt(index, self._trajectory.context), spec),
+            partial(self.sampler.ask, request, spec),
             timeout=self._seconds_left(),
             description=f"the episode (limit: {self.limits.timeout:g} s), generating in turn {turn},",
         )

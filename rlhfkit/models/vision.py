@@ -23,7 +23,7 @@ from rlhfkit.data.images import Image
 from rlhfkit.mesh import FORWARD
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import has_packed_attention
-from rlhfkit.models.forward import PackedForward, PaddedForward, TokenizedBatch
+from rlhfkit.models.forward import PackedForward, PaddedForward, TokenizedBatch, UnpaddedBatch
 
 CACHED_BYTES = 2**28
 """Bytes of processed images that are kept: the forward passes of an iteration need the same ones."""
@@ -251,6 +251,15 @@ class _Seeing:
     rope_index: Any
     """``get_rope_index`` of the model; ``None``: positions are those of text."""
 
+    def check_texts(self, batch: TokenizedBatch) -> None:
+        """Raise ValueError if a batch without images has tokens of images, which the model would read as text."""
+        rows = (_on_cpu(batch.input_ids) == self.processor.token_id) & _on_cpu(batch.attention_mask).bool()
+        if bool(rows.any()):
+            raise ValueError(
+                f"sequence {int(rows.any(-1).nonzero()[0])} of a batch without images has tokens of images: what made "
+                "the batch has dropped the images, or such a token was sampled"
+            )
+
     def token_types(self, batch: TokenizedBatch, places: _Places | None) -> dict[str, Any]:
         """The argument that marks tokens of images, for families that have one."""
         name = self.processor.family.token_types
@@ -271,6 +280,7 @@ class PaddedVision(_Seeing, PaddedForward):
     def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
         """The images of all rows."""
         if not has_attachments(batch):
+            self.check_texts(batch)
             return self.token_types(batch, None)
         places = _Places(batch, self.processor)
         images = [image for row in places.rows for image in row]
@@ -301,6 +311,8 @@ class PackedVision(_Seeing, PackedForward):
 
     def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
         """Images whose tokens are in the row, and the positions of families that have their own."""
+        if not has_attachments(batch):
+            self.check_texts(batch)
         if not has_attachments(batch) or layout is None:
             return {}
         places, device = _Places(batch, self.processor), batch.input_ids.device
@@ -320,6 +332,53 @@ class PackedVision(_Seeing, PackedForward):
                 attention_mask=_on_cpu(batch.attention_mask).long(),
             )
             found["position_ids"] = moved(positions, device).flatten(1)[:, layout.tokens][:, None]
+        return found
+
+
+class VisionPrompts:
+    """How a model that sees reads prompts with images, before it continues them from a cache.
+
+    Args:
+        processor: The model's.
+    """
+
+    def __init__(self, processor: VisionProcessor) -> None:
+        self.processor = processor
+
+    def of(self, images: Sequence[tuple[Image, ...]]) -> "_PromptsRead":
+        """The prompts of a batch with these images."""
+        return _PromptsRead(self.processor, images)
+
+
+class _PromptsRead(_Seeing):
+    """Prompts of a batch; padding may be on either side."""
+
+    def __init__(self, processor: VisionProcessor, images: Sequence[tuple[Image, ...]]) -> None:
+        self.processor = processor
+        self.attachments = images
+        self.shift: Tensor | None = None
+        """(B, 1) int64, what positions behind images have beside the number of tokens; ``None``: nothing."""
+
+    def arguments(self, model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
+        """The model's arguments for (B, T) int64 ids and mask, but for these; sets :attr:`shift`."""
+        batch: Any = UnpaddedBatch(ids, self.attachments)
+        batch.attention_mask = mask.bool()
+        if not has_attachments(batch):
+            self.check_texts(batch)
+            return self.token_types(batch, None)
+        places = _Places(batch, self.processor)
+        images = [image for row in places.rows for image in row]
+        found = self.token_types(batch, places) | self.processor.arguments(images, ids.device)
+        if self.processor.family.positions:
+            positions, _ = model.base_model.get_rope_index(
+                ids,
+                mm_token_type_ids=places.types.to(ids.device),
+                image_grid_thw=found["image_grid_thw"],
+                attention_mask=mask,
+            )
+            last = positions.masked_fill(~batch.attention_mask, 0).amax((0, 2))[:, None]
+            self.shift = last + 1 - mask.sum(1, keepdim=True)
+            found["position_ids"] = positions
         return found
 
 

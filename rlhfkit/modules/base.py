@@ -29,10 +29,13 @@ from rlhfkit.models import (
     policy_output,
     unwrap,
 )
+from rlhfkit.models.attention.families import sees_images
 from rlhfkit.models.forward import UnpaddedBatch
 from rlhfkit.models.load import (
     ModelLoading,
+    base_model_name,
     context_length,
+    existing_name,
     load_config,
     precision_dtype,
     tokenizer_differences,
@@ -268,6 +271,16 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         if self._model_config is None:
             self._model_config = load_config(self.model_name, trust_remote_code=self.trust_remote_code)
         return self._model_config
+
+    @property
+    def image_processor(self) -> Any:
+        """The processor of a model that sees images; ``None``: it reads text only."""
+        if not sees_images(self.model_config):
+            return None
+        from rlhfkit.models.vision import vision_processor
+
+        name = base_model_name(existing_name(self.model_name))
+        return vision_processor(name, self.model_config, trust_remote_code=self.trust_remote_code)
 
     @property
     def vocabulary_size(self) -> int | None:

@@ -16,6 +16,7 @@ from rlhfkit.models import ScalarModel, unwrap
 from rlhfkit.models.load import tokenizer_files, tokenizer_of_files
 from rlhfkit.models.lora import frozen_weight_names, save_adapter
 from rlhfkit.models.weights.files import save_weights
+from rlhfkit.protocols import SeesImages
 from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
 from rlhfkit.trainer_parts import callbacks_of
 
@@ -66,6 +67,8 @@ class CheckpointMixin(L.LightningModule):
     ) -> Path:
         """Save a child and its tokenizer for ``from_pretrained`` and engines, and return the folder. A collective.
 
+        Of a model that sees images the processor is saved, too.
+
         Args:
             folder: Created when missing.
             child: Name of the child.
@@ -85,6 +88,8 @@ class CheckpointMixin(L.LightningModule):
         weights = {name: tensor.cpu().clone() for name, tensor in source if self.global_rank == 0}
         if self.global_rank == 0:
             write_pretrained(model, folder, weights, adapter=adapter)
+            if isinstance(self, SeesImages) and self.image_processor is not None:
+                self.image_processor.processor.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         if self._trainer is not None:
             self._trainer.strategy.barrier()

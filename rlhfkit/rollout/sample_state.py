@@ -23,6 +23,7 @@ def sample_state(sample: Sample) -> dict[str, Any]:
         **{name: None if values is None else torch.from_numpy(np.array(values)) for name, values in arrays.items()},
         "index": prompt.index,
         "prompt_text": prompt.text,
+        "attachments": [one.plain() for one in prompt.attachments],
         "sample_index": sample.sample_index,
         "finish_reason": sample.finish_reason,
         "text": sample.text,
@@ -36,7 +37,14 @@ def sample_from_state(state: Mapping[str, Any]) -> Sample:
     """Inverse of :func:`sample_state`."""
     loose = json.loads(state["loose"])
     ids = state["prompt_ids"]
-    prompt = Prompt(state["index"], ids, state["prompt_text"], answer=loose["answer"], metadata=loose["metadata"])
+    prompt = Prompt(
+        state["index"],
+        ids,
+        state["prompt_text"],
+        answer=loose["answer"],
+        metadata=loose["metadata"],
+        attachments=state["attachments"],
+    )
     return Sample(
         prompt,
         state["sample_index"],

@@ -170,6 +170,7 @@ EXAMPLES: dict[str, Change | Unseen] = {
     "system": Change("Be brief.", given=CHATTED),
     "chat_template_kwargs": Change({"style": "!"}, given=CHATTED),
     "special_tokens_in_text": Change("escape", given={"text": "e1"}),
+    "allow_image_urls": Unseen("no network in tests; without it: tests/datamodules/test_images.py"),
     "tokenizer": Change("@chat", given=ANSWERS),
     "cache_dir": Change("@tokens"),
     "num_proc": Unseen("the same examples, made by more processes: tests/datamodules/tokenization/test_cache.py"),

@@ -207,6 +207,7 @@ PROMPTS: Rows = {
     "system": Change("Be brief.", refused=True),
     "chat_template_kwargs": Unseen("a template's own: tests/datamodules/prompts/test_datamodule.py"),
     "special_tokens_in_text": Change("escape", given={"prompt": "marked"}),
+    "allow_image_urls": Unseen("no network in tests; without it: tests/datamodules/test_images.py"),
     "tokenizer": Unseen("that of the module unless given: tests/datamodules/prompts/test_datamodule.py"),
     "streaming": Change(True),
     "shuffle_buffer_size": Change(2, given={"streaming": True}),

@@ -271,7 +271,7 @@ def test_rows_of_images_are_refused_when_they_are_read() -> None:
     """A table tells before training that some of its rows have images; a stream reads them one by one."""
     rows = [{"text": "a", "image": None}, {"text": "b"}, {"text": "c", "image": "c.png"}]
     data = module(lambda: iter(rows), shuffle=False, shuffle_buffer_size=1)
-    with pytest.raises(ValueError, match="the given rows, row 2 has a column 'image', which cannot be trained on yet"):
+    with pytest.raises(ValueError, match="the given rows, row 2 has a column 'image', and the model reads text only"):
         taken(data, 3)
 
 
@@ -326,7 +326,7 @@ def test_what_is_cut_or_left_out_is_counted(write_rows: Write, caplog: pytest.Lo
         (ROWS, {"streaming": False, "steps_per_epoch": None, "passes": 2}, "passes=2 ends a run over a stream"),
         (ROWS, {"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1 or None, got 0"),
         ([{"question": "a"}], {}, "has the columns question, which is none of the kinds"),
-        ([{"text": "a", "images": "b"}], {}, "has a column 'images'"),
+        ([{"text": "a", "videos": "b"}], {}, "has a column 'videos'"),
     ],
 )
 def test_bad_input_names_the_value_and_the_cure(data: Any, options: dict[str, Any], message: str) -> None:

@@ -77,8 +77,12 @@ def share_iteration(
     samples = sorted(flatten(collected.groups), key=_place_in(collected.prompts))
     experience = Experience.from_samples(samples, temperature=temperature) if samples else no_rows(temperature)
     columns = _columns(samples, experience) | {_RANK: torch.full((len(samples),), rank)}
-    own = _Described(sorted(columns), experience.token_rewards is not None, _prompts_by_source(samples), sizes)
-    ranks = gather_objects(own, group=group)  # the only exchange of objects: it takes time with the number of ranks
+    attached = experience.attachments is not None
+    own = _Described(
+        sorted(columns), experience.token_rewards is not None, _prompts_by_source(samples), sizes, attached
+    )
+    # The only exchange of objects, which takes time with the number of ranks, but for references to images.
+    ranks = gather_objects(own, group=group)
     sizes = {prompt: size for each in ranks for prompt, size in each.sizes.items()}
     places, total = dict[int, int](), 0  # first row of each group
     for prompt in collected.prompts:
@@ -95,7 +99,13 @@ def share_iteration(
         experience.rows = rows
         earned = any(each.token_rewards for each in ranks)
         experience = exchange_rows(
-            experience, summary, numbers[_RANK].long(), plan.own_rows, token_rewards=earned, group=group
+            experience,
+            summary,
+            numbers[_RANK].long(),
+            plan.own_rows,
+            token_rewards=earned,
+            attachments=any(each.attachments for each in ranks),
+            group=group,
         )
     sources = {
         name: sorted(places[prompt] + number for prompt in prompts for number in range(sizes.get(prompt, group_size)))
@@ -117,7 +127,10 @@ def share_copies(experience: Experience, plan: IterationPlan, *, group: Any = No
     if summary is None or all(map(torch.equal, own, trained)):
         return experience
     earned = experience.token_rewards is not None  # on all ranks, since the rows were exchanged
-    return exchange_rows(experience, summary, plan.owner, trained, token_rewards=earned, group=group)
+    attached = experience.attachments is not None  # the same
+    return exchange_rows(
+        experience, summary, plan.owner, trained, token_rewards=earned, attachments=attached, group=group
+    )
 
 
 class _Described(NamedTuple):
@@ -129,6 +142,8 @@ class _Described(NamedTuple):
     """Prompts of this rank by source."""
     sizes: dict[int, int]
     """Number of samples by prompt, of the groups of another size than the run's."""
+    attachments: bool
+    """Whether a sample has images."""
 
 
 def _place_in(prompts: Sequence[int]) -> Callable[[Sample], tuple[int, int]]:

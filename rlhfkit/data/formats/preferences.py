@@ -173,7 +173,7 @@ def collate_preferences(examples: Sequence[PreferenceExample], totals: StepTotal
     margins = _all_or_none("margin", [example.margin for example in examples])
     reference = _all_or_none("ref_logprobs", [example.ref_logprobs for example in examples])
     return PreferenceBatch(
-        **collate_tokens(rows, totals).state_dict(),
+        **vars(collate_tokens(rows, totals)),
         margins=None if margins is None else torch.tensor(margins, dtype=torch.float32).repeat_interleave(2),
         ref_logprobs=None if reference is None else torch.tensor(reference, dtype=torch.float32).flatten(),
     )

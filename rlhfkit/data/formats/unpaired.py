@@ -97,11 +97,16 @@ class UnpairedExamples:
 
     def prompt(self, index: int) -> list[int]:
         """Token ids of the prompt of one answer."""
-        return list(_prompt(self.answers[index]))
+        return _prompt_tokens(self.answers[index])
 
 
-def _prompt(example: TokenExample) -> tuple[int, ...]:
-    return tuple(example.input_ids[: _prompt_length(example)])
+def _prompt(example: TokenExample) -> tuple[Any, ...]:
+    """Its tokens and what is attached: prompts that differ in their images alone are two."""
+    return (*_prompt_tokens(example), *example.attachments)
+
+
+def _prompt_tokens(example: TokenExample) -> list[int]:
+    return example.input_ids[: _prompt_length(example)]
 
 
 def _prompt_length(example: TokenExample) -> int:
@@ -113,7 +118,7 @@ def _exchanged(answer: TokenExample, other: TokenExample, max_length: int | None
     end, start = _prompt_length(answer), _prompt_length(other)
     token_ids = answer.input_ids[:end] + other.input_ids[start:]
     mask = answer.loss_mask[:end] + other.loss_mask[start:]
-    return TokenExample(token_ids[:max_length], mask[:max_length])
+    return TokenExample(token_ids[:max_length], mask[:max_length], answer.attachments)
 
 
 def rows_of_other_prompts(prompts: Sequence[Hashable], *, seed: int) -> list[int] | None:
@@ -168,7 +173,7 @@ def collate_unpaired(examples: Sequence[UnpairedExample], totals: StepTotals | N
     answers = collate_tokens([example.answer for example in examples], totals)
     weights = [example.weight for example in examples]
     return UnpairedBatch(
-        **answers.state_dict(),
+        **vars(answers),
         ref_logprobs=_ref_logprobs(examples, 0),
         desirable=torch.tensor([example.desirable for example in examples], dtype=torch.bool),
         weights=None if None in weights else torch.tensor(weights, dtype=torch.float32),
@@ -178,7 +183,7 @@ def collate_unpaired(examples: Sequence[UnpairedExample], totals: StepTotals | N
 def collate_mismatched(examples: Sequence[UnpairedExample]) -> ReferencedBatch:
     """Stack the mismatched pairs of at least one answer; answers without are left out."""
     found = [example.mismatched for example in examples if example.mismatched is not None]
-    return ReferencedBatch(**collate_tokens(found).state_dict(), ref_logprobs=_ref_logprobs(examples, 1))
+    return ReferencedBatch(**vars(collate_tokens(found)), ref_logprobs=_ref_logprobs(examples, 1))
 
 
 def _ref_logprobs(examples: Sequence[UnpairedExample], which: int) -> Tensor | None:

@@ -82,6 +82,7 @@ class PromptDataModule(TextDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         special_tokens_in_text: SpecialTokensInText | None = None,
         tokenizer: Any = None,
+        allow_image_urls: bool = False,
         streaming: bool = False,
         shuffle_buffer_size: int = 10_000,
         passes: int | None = None,
@@ -134,6 +135,7 @@ class PromptDataModule(TextDataModule):
                 :data:`~rlhfkit.datamodules.tokenization.chat.SpecialTokensInText`.
             tokenizer: A tokenizer or its name, which the whole run then uses, exports included; ``None``: the
                 LightningModule's attribute ``tokenizer``.
+            allow_image_urls: Fetch images of rows from ``http`` and ``https`` URLs; else such rows are an error.
             streaming: Read ``data`` during training, for data too large to be opened as a whole. It can then also be a
                 pattern of files, a ``datasets.IterableDataset``, or a function that returns an iterable of rows;
                 ``validation_data`` is read as a whole.
@@ -159,6 +161,7 @@ class PromptDataModule(TextDataModule):
             chat_template_kwargs=chat_template_kwargs,
             special_tokens_in_text=special_tokens_in_text,
             tokenizer=tokenizer,
+            allow_image_urls=allow_image_urls,
             streaming=streaming,
             shuffle_buffer_size=shuffle_buffer_size,
             passes=passes,

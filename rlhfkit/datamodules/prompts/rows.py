@@ -14,7 +14,7 @@ from rlhfkit.data.packing import permutation
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError
 from rlhfkit.datamodules.tokenization.mixture import Mixture, interleaved
-from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe
+from rlhfkit.datamodules.tokenization.sources import IMAGES, Source, check_columns, describe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,10 +35,10 @@ class PromptColumns:
 
     def text(self, row: Mapping[str, Any], where: str) -> str:
         """The text that the policy continues; ValueError, which names the place ``where``, for other values."""
-        content, where = row[self.prompt], f"column {self.prompt!r} of {where}"
+        content, place, where = row[self.prompt], where, f"column {self.prompt!r} of {where}"
         self.formatter.check(content, where)
         try:
-            return self.formatter.for_row(row).prompt(content)
+            return self.formatter.for_row(row, place).prompt(content)
         except SpecialTokenError as error:
             raise ValueError(f"{where} {error}") from None
 
@@ -69,13 +69,19 @@ class PromptColumns:
                 "(model.resize_token_embeddings(len(tokenizer)), save_pretrained)"
             )
 
-    def make(self, row: Mapping[str, Any], index: int, rendered: str, token_ids: list[int]) -> Prompt:
-        """Make the prompt of a row; ``rendered`` is its :meth:`text`."""
+    def make(self, row: Mapping[str, Any], index: int, rendered: str, token_ids: list[int], where: str) -> Prompt:
+        """Make the prompt of a row; ``rendered`` is its :meth:`text`, ``where`` its place for messages."""
         others = dict(row)
         content = others.pop(self.prompt)
         answer = None if self.answer is None else self.answer_extractor(others.pop(self.answer))
         text = content if isinstance(content, str) else rendered
-        return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=others)
+        images: tuple[Any, ...] = ()
+        if self.formatter.sees_images:
+            formatter = self.formatter.for_row(row, where)
+            images = formatter.images_of(content)
+            text = formatter.collapse(text, images)
+            others = {name: value for name, value in others.items() if name not in IMAGES}
+        return Prompt(index=index, token_ids=token_ids, text=text, answer=answer, metadata=others, attachments=images)
 
 
 log = logging.getLogger(__name__)
@@ -138,9 +144,10 @@ class PromptRows:
         """Return the prompt at a position among those in use; its ``index`` is the row in the file."""
         index = self.kept[position]
         row = self.rows[index]
-        rendered = self.columns.formatter.for_row(row).prompt(row[self.columns.prompt])
+        where = f"{describe(self.source)}, row {index},"
+        rendered = self.columns.formatter.for_row(row, where).prompt(row[self.columns.prompt])
         token_ids = self.columns.tokenize([row], [rendered])[0]
-        return self.columns.make(row, index, rendered, token_ids)
+        return self.columns.make(row, index, rendered, token_ids, where)
 
     def column_by_index(self, name: str) -> dict[int, Any]:
         """Return the values of a column by the ``index`` of the prompts in use; errors as in :meth:`column`."""

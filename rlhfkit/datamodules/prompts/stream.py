@@ -192,7 +192,7 @@ class StreamedPrompts:
                     dropped += 1
                     yield []
                     continue
-                prompt = columns.make(row, 0, text, token_ids)
+                prompt = columns.make(row, 0, text, token_ids, where)
                 if name is not None:
                     prompt.metadata.setdefault("source", name)
                 yield [prompt]

@@ -75,11 +75,11 @@ def _marked(formatter: PromptFormatter, messages: Messages, first: int) -> tuple
         return_assistant_tokens_mask=True,
         **{**formatter.tokenizer.special_tokens_map, **formatter.arguments, "chat_template": formatter.chat_template},
     )
-    text = texts[0]
+    text, spans = formatter.expand(texts[0], marks[0], messages)
     begin = 0
     if first:
         begin = common_prefix(text, formatter.render(_replaced(messages, first), generation=False))
-    return text, [(start, end) for start, end in marks[0] if end > max(start, begin)]
+    return text, [(start, end) for start, end in spans if end > max(start, begin)]
 
 
 def _span(formatter: PromptFormatter, messages: Messages, turn: int, text: str) -> tuple[int, int] | None:

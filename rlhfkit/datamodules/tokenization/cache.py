@@ -38,6 +38,8 @@ class TokenExamples:
         """Row of the data of each example; set by :class:`ExampleBuilder`."""
         self.counts: dict[str, int] = {}
         """Number of rows that were truncated or dropped, by reason; set by :class:`ExampleBuilder`."""
+        self.attachments: Callable[[int], tuple[Any, ...]] | None = None
+        """Reads the images of an example from its row, which keeps them; ``None``: no example has any."""
         tokens, masks = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.bool)]
         for example in examples:
             self.lengths.append(len(example.input_ids))
@@ -57,7 +59,8 @@ class TokenExamples:
     def __getitem__(self, index: int) -> TokenExample:
         """One example."""
         part = slice(self._ends[index] - self.lengths[index], self._ends[index])
-        return TokenExample(self._tokens[part].tolist(), self._mask[part].tolist())
+        attached = () if self.attachments is None else self.attachments(index)
+        return TokenExample(self._tokens[part].tolist(), self._mask[part].tolist(), attached)
 
     def save(self, path: Path) -> None:
         """Write a file atomically; its folder must exist."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal, Self, get_args
 
 from rlhfkit.datamodules.tokenization.columns import SYSTEM, TEMPLATE_ARGUMENTS, TOOLS
+from rlhfkit.datamodules.tokenization.sources import refuse_unseen_images
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +67,11 @@ def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     would write the word "None". Raises ValueError for an unknown ShareGPT speaker, a part that is not text, or no
     content.
     """
-    return [_as_message(message) for message in content]
+    return [as_message(message) for message in content]
 
 
-def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def as_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """One message of :func:`as_messages`."""
     known = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "role" not in known:
         speaker = known.pop("from", None)
@@ -80,7 +82,10 @@ def _as_message(message: Mapping[str, Any]) -> dict[str, Any]:
         parts = known["content"]
         other = [part for part in parts if not isinstance(part, Mapping) or part.get("type", "text") != "text"]
         if other:
-            raise ValueError(f"the content of a chat message must be text, one has a part {str(other[0])[:80]!r}")
+            raise ValueError(
+                f"the content of a chat message must be text, one has a part {str(other[0])[:80]!r}: images need a "
+                "model that sees them, and videos and sound cannot be trained on"
+            )
         known["content"] = "".join(part["text"] for part in parts)
     if known["content"] is None:
         if not any(known.get(key) for key in _WITHOUT_CONTENT):
@@ -128,6 +133,33 @@ class PromptFormatter:
         if self.wraps_text:
             self._require_template("apply_chat_template is true")
 
+    sees_images = False
+    """Whether rows may have images; see :class:`~rlhfkit.datamodules.tokenization.images.VisionFormatter`."""
+    images: tuple[Any, ...] = ()
+    """Those in the columns of the row whose texts are written."""
+
+    def as_messages(self, content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """:func:`as_messages`; a formatter for a model that sees allows parts that are images."""
+        return as_messages(content)
+
+    def attachments(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+        """The images of :meth:`messages`, in order: none, as the model reads text only."""
+        return ()
+
+    def images_of(self, content: Any) -> tuple[Any, ...]:
+        """The images of text or chat messages of the row: none, as the model reads text only."""
+        return ()
+
+    def collapse(self, text: str, images: Sequence[Any]) -> str:
+        """A text of :meth:`prompt` with one token in place of each image, as the data has it."""
+        return text
+
+    def expand(
+        self, text: str, spans: Sequence[tuple[int, int]], messages: Sequence[Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A text as the template wrote it, and ranges in it, with what stands for images in place of their tokens."""
+        return text, list(spans)
+
     def check(self, content: Any, where: str) -> None:
         """Raise ValueError unless the content is text or chat messages for which there is a chat template."""
         if not isinstance(content, str) and not is_chat(content):
@@ -138,7 +170,7 @@ class PromptFormatter:
         if not isinstance(content, str):
             self._require_template(f"{where} holds chat messages")
             try:
-                as_messages(content)
+                self.as_messages(content)
             except ValueError as error:
                 raise ValueError(f"{where} cannot be read: {error}") from error
         elif self.system is not None and not self.wraps_text:
@@ -147,14 +179,18 @@ class PromptFormatter:
                 "the text into the prompts"
             )
 
-    def for_row(self, row: Mapping[str, Any]) -> Self:
-        """Return the formatter for one row.
+    def for_row(self, row: Mapping[str, Any], where: str = "the row") -> Self:
+        """Return the formatter for one row; ``where`` is its place, for messages.
 
         Its column ``chat_template_kwargs`` overrides the common arguments (``chat_template`` may be one), ``system``
         the system message, and ``tools`` are given to the template.
 
-        Raises ValueError if a column holds something else, or the template does not write tools.
+        Raises ValueError if a column holds something else, the template does not write tools, or there are images.
         """
+        refuse_unseen_images(row, where)
+        return self._with_columns(row)
+
+    def _with_columns(self, row: Mapping[str, Any]) -> Self:
         own, tools, system = _parsed(row.get(TEMPLATE_ARGUMENTS)), _parsed(row.get(TOOLS)), row.get(SYSTEM)
         if not own and not tools and system is None:
             return self
@@ -223,7 +259,7 @@ class PromptFormatter:
 
     def messages(self, content: Any) -> list[Any]:
         """Convert text or chat messages to chat messages, with the system message unless they begin with one."""
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else as_messages(content)
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else self.as_messages(content)
         if self.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system}, *messages]

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhfkit.datamodules.tokenization.sources import RowPreview, check_columns, describe
+from rlhfkit.datamodules.tokenization.sources import IMAGES, RowPreview, check_columns, describe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -88,7 +88,7 @@ SYSTEM = "system"
 ATTENTION_MASK = "attention_mask"
 """Column of tokenised rows that is 0 where there is padding, which is left out."""
 
-_PER_ROW = {TEMPLATE_ARGUMENTS, TOOLS, SYSTEM, ATTENTION_MASK}
+_PER_ROW = {TEMPLATE_ARGUMENTS, TOOLS, SYSTEM, ATTENTION_MASK, *IMAGES}
 
 
 def find_columns(
@@ -99,7 +99,7 @@ def find_columns(
     ``named`` holds the columns that the user has named, by argument; ``source`` is for messages.
 
     Raises ValueError if none of ``formats`` fits, several do, a named column or values are missing, or there are
-    columns of images or sound.
+    columns of videos or sound.
     """
     check_columns(rows, source, **named)
     given = {argument: column for argument, column in named.items() if column is not None}

@@ -7,13 +7,14 @@ so a token that spans both is learned. Rows may be token ids already, and exampl
 import copy
 import itertools
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix, span_mask, write_conversation
 from rlhfkit.datamodules.tokenization.cache import CHUNK, TokenCache, TokenExamples, tokenize_in_chunks
-from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError, as_messages, is_chat
+from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError, is_chat
 from rlhfkit.datamodules.tokenization.columns import ATTENTION_MASK
 
 if TYPE_CHECKING:
@@ -103,6 +104,12 @@ class PendingExample(NamedTuple):
     """Whether the texts went through the chat template."""
     finish: Callable[[list[list[int]]], TokenExample]
     """Makes the example from the token ids of the texts."""
+    attachments: tuple[Any, ...] = ()
+    """The images of the example, in the order of their tokens."""
+
+
+PendingOf = Callable[["ExampleBuilder", Mapping[str, Any], str], Iterable[PendingExample]]
+"""Makes the examples of a row, given the builder for that row, the row, and its place for messages."""
 
 
 class ExampleBuilder:
@@ -138,9 +145,9 @@ class ExampleBuilder:
         self.cache = cache
         self.reports = reports
 
-    def for_row(self, row: Mapping[str, Any]) -> Self:
-        """Return the builder for one row, with the template arguments of the row if it has any."""
-        formatter = self.formatter.for_row(row)
+    def for_row(self, row: Mapping[str, Any], where: str) -> Self:
+        """Return the builder for one row, with the template arguments and images of the row if it has any."""
+        formatter = self.formatter.for_row(row, where)
         if formatter is self.formatter:
             return self
         changed = copy.copy(self)
@@ -199,9 +206,24 @@ class ExampleBuilder:
                 ],
             }
             examples = self.cache.examples(rows, self.tokenizer, arguments, make)
+        if self.formatter.sees_images:
+            examples.attachments = self._image_reader(rows, columns, examples.rows)
         longest = max(range(len(examples)), key=lambda index: examples.lengths[index])
         self.check_context(examples.lengths[longest], f"{self.source}, row {examples.rows[longest]},")
         return examples
+
+    def _image_reader(
+        self, rows: "Dataset", columns: Mapping[str, Any], made_from: Sequence[int]
+    ) -> Callable[[int], tuple[Any, ...]]:
+        """Reads the images of an example again from its row; those of all rows would be much to keep."""
+
+        def read(index: int) -> tuple[Any, ...]:
+            row = made_from[index]
+            place, where = index - bisect_left(made_from, row), f"{self.source}, row {row},"
+            made = list(self.pending_of(columns)(self.for_row(rows[row], where), rows[row], where))
+            return made[place].attachments
+
+        return read
 
     def check_context(self, length: int, where: str) -> None:
         """Raise ValueError if an example is longer than the model's context."""
@@ -214,7 +236,7 @@ class ExampleBuilder:
     def _make_examples(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
         counts: dict[str, int] = {"truncated": 0, "dropped": 0, "empty": 0}
         made_from: list[int] = []
-        tokenized = self.tokenize_dataset(rows, lambda builder, row, where: [builder.pending(row, where, columns)])
+        tokenized = self.tokenize_dataset(rows, self.pending_of(columns))
         made = TokenExamples(self._limit_examples(tokenized, made_from, counts))
         made.rows, made.counts = made_from, counts
         if not len(made):
@@ -224,9 +246,7 @@ class ExampleBuilder:
             )
         return made
 
-    def tokenize_dataset(
-        self, rows: "Dataset", pending_of: Callable[[Self, Mapping[str, Any], str], Iterable[PendingExample]]
-    ) -> Iterator[TokenExample]:
+    def tokenize_dataset(self, rows: "Dataset", pending_of: PendingOf) -> Iterator[TokenExample]:
         """Yield the examples of all rows with a progress bar, before truncating or dropping.
 
         ``pending_of`` is called with the row's builder, the row, and its place for messages; it returns the examples
@@ -243,7 +263,7 @@ class ExampleBuilder:
     def tokenize_rows(
         self,
         rows: Iterable[tuple[str, Mapping[str, Any]]],
-        pending_of: Callable[[Self, Mapping[str, Any], str], Iterable[PendingExample]],
+        pending_of: PendingOf,
     ) -> Iterator[TokenExample]:
         """Yield the examples of (place, row) pairs, before truncating or dropping; see :meth:`tokenize_dataset`."""
         pending = (each for where, row in rows for each in self._pending_of(row, where, pending_of))
@@ -255,16 +275,18 @@ class ExampleBuilder:
                 tokenized[templated] = iter(self.formatter.tokenize(texts, templated=templated) if texts else [])
             for each in chunk:
                 parts = tokenized[each.templated]
-                yield each.finish([next(parts) for _ in each.texts])
+                example = each.finish([next(parts) for _ in each.texts])
+                example.attachments = each.attachments
+                yield example
 
     def _pending_of(
         self,
         row: Mapping[str, Any],
         where: str,
-        pending_of: Callable[[Self, Mapping[str, Any], str], Iterable[PendingExample]],
+        pending_of: PendingOf,
     ) -> Iterator[PendingExample]:
         try:
-            yield from pending_of(self.for_row(row), row, where)
+            yield from pending_of(self.for_row(row, where), row, where)
         except SpecialTokenError as error:
             raise ValueError(f"{where} {error}") from None
 
@@ -276,7 +298,7 @@ class ExampleBuilder:
         Raises ValueError as :meth:`build` does.
         """
         counts = {"truncated": 0, "dropped": 0, "empty": 0}
-        tokenized = self.tokenize_rows(rows, lambda builder, row, where: [builder.pending(row, where, columns)])
+        tokenized = self.tokenize_rows(rows, self.pending_of(columns))
         for (where, _), example in zip(rows, tokenized, strict=True):
             fitting = self.limit_lengths(example, where, counts)
             for each in fitting:
@@ -289,7 +311,8 @@ class ExampleBuilder:
         column = columns.get("messages")
         if column is None:
             return
-        builder, where = self.for_row(row), f"column {column!r} of {self.source}, row 0,"
+        where = f"column {column!r} of {self.source}, row 0,"
+        builder = self.for_row(row, f"{self.source}, row 0,")
         builder._check_chat(row[column], where)
         try:
             written = write_conversation(builder.formatter, builder.formatter.messages(row[column]))
@@ -319,6 +342,10 @@ class ExampleBuilder:
         answer = row[completion]
         return self.completion(row[prompt], answer if is_chat(answer) else self._text(answer, completion, where), where)
 
+    def pending_of(self, columns: Mapping[str, Any]) -> PendingOf:
+        """What makes the examples of a row, given the builder for the row, the row and its place; override it."""
+        return lambda builder, row, where: [builder.pending(row, where, columns)]
+
     def _limit_examples(
         self, examples: Iterable[TokenExample], made_from: list[int], counts: dict[str, int]
     ) -> Iterator[TokenExample]:
@@ -330,7 +357,7 @@ class ExampleBuilder:
 
     def limit_lengths(self, example: TokenExample, where: str, counts: dict[str, int]) -> list[TokenExample]:
         """Apply ``max_length``; several examples of one under ``overlong="split"``. See :meth:`limit_length`."""
-        if self.overlong == "split" and len(example.input_ids) > self.max_length:
+        if self.overlong == "split" and len(example.input_ids) > self.max_length and not example.attachments:
             counts["split"] = counts.get("split", 0) + 1
             pieces = [piece for piece in split_example(example, self.max_length) if piece.targets]
             counts["empty"] += not pieces
@@ -346,14 +373,19 @@ class ExampleBuilder:
         length = len(example.input_ids)
         if length > self.max_length:
             self.check_overlong(length, where)
-            counts["dropped" if self.overlong == "drop" else "truncated"] += 1
-            if self.overlong == "drop":
+            drops = self.drops(example)
+            counts["dropped" if drops else "truncated"] += 1
+            if drops:
                 return None
             example = TokenExample(example.input_ids[: self.max_length], example.loss_mask[: self.max_length])
         if example.targets:
             return example
         counts["empty"] += 1
         return None
+
+    def drops(self, example: TokenExample) -> bool:
+        """Whether an example above ``max_length`` is left out; one with images always is, as they cannot be cut."""
+        return self.overlong == "drop" or bool(example.attachments)
 
     def check_overlong(self, length: int, where: str) -> None:
         """Raise ValueError for an example above ``max_length`` if ``overlong`` is ``"error"``."""
@@ -376,7 +408,8 @@ class ExampleBuilder:
             token_ids = self._with_eos(parts[0])
             return TokenExample(token_ids, [True] * len(token_ids))
 
-        return PendingExample([self.formatter.handle_special_tokens(text, templated=False)], False, finish)
+        text = self.formatter.handle_special_tokens(text, templated=False)
+        return PendingExample([text], False, finish, self.formatter.images)
 
     def completion(self, prompt: Any, completion: Any, where: str = "the row") -> PendingExample:
         """The example of a prompt and completion, each text or chat messages; only the latter is learned."""
@@ -393,7 +426,7 @@ class ExampleBuilder:
 
         texts = (prompt, prompt + completion)
         prompt, both = (self.formatter.handle_special_tokens(text, templated=False) for text in texts)
-        return PendingExample([prompt, both], False, finish)
+        return PendingExample([prompt, both], False, finish, self.formatter.images)
 
     def conversation(self, messages: Any, where: str = "the conversation", *, first: int = 0) -> PendingExample:
         """The example of a conversation; only the assistant's turns with their end-of-turn tokens are learned.
@@ -405,7 +438,7 @@ class ExampleBuilder:
         from jinja2 import TemplateError
 
         self._check_chat(messages, where)
-        messages = as_messages(messages)
+        messages = self.formatter.as_messages(messages)
         try:
             written = write_conversation(self.formatter, messages, first=first)
         except SpecialTokenError:
@@ -421,7 +454,7 @@ class ExampleBuilder:
                 return TokenExample([*token_ids, end], [*mask, True])
             return TokenExample(token_ids, mask)
 
-        return PendingExample([], True, finish)
+        return PendingExample([], True, finish, self.formatter.attachments(messages))
 
     def _check_chat(self, messages: Any, where: str) -> None:
         if not is_chat(messages):

@@ -35,7 +35,10 @@ FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", 
 
 _COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
 
-UNSUPPORTED = ("images", "image", "videos", "video", "audios", "audio")
+IMAGES = ("images", "image")
+"""Columns of images: a list of them, or one; refused where the model does not see them."""
+
+UNSUPPORTED = ("videos", "video", "audios", "audio")
 """Columns of other kinds of training; they are refused, because without them the rows mean something else."""
 
 
@@ -92,6 +95,7 @@ def read_rows(data: Any, *, split: str = "train", subset: str | None = None) -> 
         if split not in rows:
             raise ValueError(f"{name} has no split {split!r}; it has {', '.join(sorted(rows))}")
         rows = rows[split]
+    rows = _with_encoded_images(rows)
     if len(rows) == 0:
         raise NoRowsError(f"{name} has no rows; at least one is needed")
     return rows
@@ -113,7 +117,24 @@ def stream_rows(data: Any, *, split: str = "train", subset: str | None = None) -
     rows = _read_path(os.fspath(data), split, subset, streaming=True)
     if isinstance(rows, datasets.DatasetDict):
         rows = read_rows(data, split=split, subset=subset)
-    return rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
+    return rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else _with_encoded_images(rows)
+
+
+def _with_encoded_images(rows: Any) -> Any:
+    """Rows whose images are paths or bytes, where ``datasets`` would decode them."""
+    found = [name for name in IMAGES if name in (rows.features or ())]
+    if not found:
+        return rows
+    import datasets
+
+    encoded = datasets.Image(decode=False)
+    for name in found:
+        feature = rows.features[name]
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, encoded)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            rows = rows.cast_column(name, datasets.List(encoded))
+    return rows
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -274,7 +295,7 @@ def _table(rows: list[dict[str, Any]]) -> "Dataset":
 
 
 def check_columns(rows: "Dataset | RowPreview", source: Any, /, **columns: str | None) -> None:
-    """Raise ValueError unless the named columns exist without missing values, and there are none of images.
+    """Raise ValueError unless the named columns exist without missing values, and there are none of videos or sound.
 
     ``columns`` maps the argument in which a column was given to the column; ``None``: not used.
     """
@@ -306,11 +327,21 @@ def _missing_values(rows: "Dataset | RowPreview", column: str) -> int:
 
 
 def unsupported(where: str, column: str) -> str:
-    """The error message for a column of images or the like; ``where``: a source, or a row of it."""
+    """The error message for a column of videos or the like; ``where``: a source, or a row of it."""
     return (
-        f"{where} has a column {column!r}, which cannot be trained on yet (text only). To train without it, remove it "
-        "from the data"
+        f"{where} has a column {column!r}, which cannot be trained on: texts and images can. To train without it, "
+        "remove it from the data"
     )
+
+
+def refuse_unseen_images(row: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a row has a column of images, for a model that sees none."""
+    column = next((name for name in IMAGES if row.get(name)), None)
+    if column is not None:
+        raise ValueError(
+            f"{where.removesuffix(',')} has a column {column!r}, and the model reads text only: take one that sees "
+            "images (Qwen2.5-VL, Qwen3-VL, Gemma 3, SmolVLM, Idefics3 or LLaVA), or remove it from the data"
+        )
 
 
 def describe(source: Any) -> str:

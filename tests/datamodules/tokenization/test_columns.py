@@ -84,7 +84,7 @@ def test_named_columns_win() -> None:
         (
             {"text": "a", "images": ["search"]},
             {},
-            r"has a column 'images', which cannot be trained on yet \(text only\)",
+            "row 0 has a column 'images', and the model reads text only",
         ),
         ({"text": "a", "image": "cat.png"}, {}, "has a column 'image'.*remove it from the data"),
         ({"text": "a", "images": ["cat.png"]}, {}, "has a column 'images'"),

@@ -34,13 +34,13 @@ def test_rows_and_datasets_in_memory(write_rows: Write) -> None:
 
 def test_rows_that_were_filtered_out_of_a_dataset_count_no_more() -> None:
     """The table of a filtered Dataset has all rows."""
-    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c", None], "image": [None, None, "c", None]})
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c", None], "video": [None, None, "c", None]})
     check_columns(rows.filter(lambda row: row["text"] in ("a", "b")), "", text="text")
-    with pytest.raises(ValueError, match="has a column 'image'"):
+    with pytest.raises(ValueError, match="has a column 'video'"):
         check_columns(rows.filter(lambda row: row["text"] in ("a", "c")), "", text="text")
     with pytest.raises(ValueError, match="'text' of  has 1 missing values, the first in row 1"):
         check_columns(rows.filter(lambda row: row["text"] in ("b", None)), "", text="text")
-    assert read_rows(rows.select([1]).with_format("numpy")).to_list() == [{"text": "b", "image": None}]
+    assert read_rows(rows.select([1]).with_format("numpy")).to_list() == [{"text": "b", "video": None}]
 
 
 def test_compressed_file(tmp_path: Path, write_rows: Write) -> None:

@@ -1,0 +1,250 @@
+"""Rows with images: the formats of TRL and of OpenAI's API, and the same tokens as the model's own processor writes."""
+
+import base64
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from models.vision_families import SIDE, save_vision_model
+from tiny_models import tiny_model
+
+from rlhfkit import PreferenceDataModule, PromptDataModule, SFTDataModule, SFTModule, UnpairedPreferenceDataModule
+from rlhfkit.data.batch import PaddedBatch, collate_tokens
+from rlhfkit.data.images import Image
+from rlhfkit.data.types import Experience, Prompt, Sample
+from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models.vision import load_processor
+from rlhfkit.rollout.replay import load_samples, save_samples
+from rlhfkit.rollout.sample_state import sample_from_state, sample_state
+
+
+def picture(seed: int) -> PIL.Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+    return PIL.Image.fromarray(pixels)
+
+
+def encoded(seed: int) -> bytes:
+    file = io.BytesIO()
+    picture(seed).save(file, format="PNG")
+    return file.getvalue()
+
+
+def file_of(folder: Path, seed: int) -> str:
+    path = folder / f"{seed}.png"
+    path.write_bytes(encoded(seed))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vision")
+
+
+@pytest.fixture(params=["idefics3", "qwen2_5_vl"])
+def folder(request: pytest.FixtureRequest, root: Path) -> Path:
+    path = root / request.param
+    return path if path.exists() else save_vision_model(request.param, path)
+
+
+def opened(data: Any, folder: Path) -> Any:
+    """A DataModule after ``setup`` in a run of a model."""
+    data.trainer = SimpleNamespace(lightning_module=SFTModule(str(folder)), strategy=None, global_rank=0, world_size=1)
+    data.setup()
+    return data
+
+
+def expected(folder: Path, messages: list[Any], seeds: tuple[int, ...], *, generation: bool = False) -> list[int]:
+    """Token ids as the model's processor writes a conversation."""
+    processor = load_processor(str(folder))
+    text = processor.apply_chat_template(messages, add_generation_prompt=generation)
+    given: Any = {"images": [[picture(seed) for seed in seeds]]} if seeds else {}
+    ids: list[int] = processor(text=[text], **given)["input_ids"][0]
+    return list(ids)
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts],
+    }
+
+
+def answer(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+
+
+IMAGE = {"type": "image"}
+
+
+def data_url(seed: int) -> str:
+    return f"data:image/png;base64,{base64.b64encode(encoded(seed)).decode()}"
+
+
+def test_conversations_have_the_tokens_of_the_processor(folder: Path, tmp_path: Path) -> None:
+    conversation = [user(IMAGE, "colour?"), answer("red"), user("and ", IMAGE, "?"), answer("blue")]
+    own = [
+        user({"type": "image_url", "image_url": {"url": data_url(1)}}, "colour?"),
+        answer("red"),
+        user("and ", {"type": "image", "image": file_of(tmp_path, 2)}, "?"),
+        answer("blue"),
+    ]
+    rows = [
+        {"messages": conversation, "images": [file_of(tmp_path, 1), file_of(tmp_path, 2)]},
+        {"messages": own, "images": None},
+        {"messages": [user("no image"), answer("yes")], "images": []},
+        {"messages": [user("colour?"), answer("red")], "images": [file_of(tmp_path, 3)]},  # in front, as in TRL
+    ]
+    data = opened(SFTDataModule(rows, cache_dir=tmp_path / "cache"), folder)
+    again = opened(SFTDataModule(rows, cache_dir=tmp_path / "cache"), folder)  # from the cache
+    both = expected(folder, conversation, (1, 2))
+    alone = expected(folder, [user("no image"), answer("yes")], ())
+    front = expected(folder, [user(IMAGE, "colour?"), answer("red")], (3,))
+    images = [(1, 2), (1, 2), (), (3,)]
+    for examples in (data.examples, again.examples):
+        assert [examples[index].input_ids for index in range(4)] == [both, both, alone, front]
+        for index, seeds in enumerate(images):
+            assert [one.encoded() for one in examples[index].attachments] == [encoded(seed) for seed in seeds]
+    example = data.examples[0]
+    tokenizer = load_processor(str(folder)).tokenizer
+    learned = [token for token, mark in zip(example.input_ids, example.loss_mask, strict=True) if mark]
+    assert tokenizer.decode(learned) == "red<eos>blue<eos>"
+    stream = opened(SFTDataModule(rows, streaming=True, steps_per_epoch=1, shuffle=False), folder).stream.open()
+    for index in range(4):
+        _, found = next(stream)
+        assert (found.input_ids, found.attachments) == (
+            data.examples[index].input_ids,
+            data.examples[index].attachments,
+        )
+
+
+def test_log_probs_of_a_batch_are_those_of_transformers(folder: Path) -> None:
+    rows = [{"prompt": "which colour?", "completion": "red", "image": picture(1)}]
+    rows += [{"prompt": "which colour?", "completion": "red", "image": picture(2)}]
+    data = opened(SFTDataModule(rows), folder)
+    batch = collate_tokens([data.examples[0], data.examples[1]])
+    model = load_causal_lm(str(folder)).eval()
+    found = policy_output(model, batch, batch.attention_mask[:, 1:]).logprobs
+    processor = load_processor(str(folder))
+    text = processor.apply_chat_template([user(IMAGE, "which colour?"), answer("red")])
+    for row, seed in enumerate((1, 2)):
+        inputs = processor(text=[text], images=[[picture(seed)]], return_tensors="pt")
+        logits = _plain(folder)(**inputs).logits
+        wanted = logits[0, :-1].float().log_softmax(-1).gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
+        torch.testing.assert_close(found[row], wanted, atol=2e-5, rtol=0)
+
+
+def _plain(folder: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def test_prompts_and_texts_without_a_template(folder: Path, tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(
+        [{"prompt": "colour?", "image": picture(5), "answer": "red"}, {"prompt": "none", "image": None, "answer": "x"}]
+    )
+    table.to_parquet(tmp_path / "rows.parquet")
+    data = opened(PromptDataModule(str(tmp_path / "rows.parquet"), answer="answer", rollout_batch_size=2), folder)
+    prompts = sorted(data.next_prompts(2), key=lambda one: one.index)
+    assert prompts[0].token_ids.tolist() == expected(folder, [user(IMAGE, "colour?")], (5,), generation=True)
+    assert [[one.open().tobytes() for one in prompt.attachments] for prompt in prompts] == [[picture(5).tobytes()], []]
+    assert "image" not in prompts[0].metadata
+    assert prompts[0].text == "colour?"
+    processor = load_processor(str(folder))
+    row = {"prompt": f"see {processor.image_token}:", "completion": " red", "image": file_of(tmp_path, 6)}
+    plain = opened(SFTDataModule([row], apply_chat_template=False), folder).examples[0]
+    ids = processor(text=[f"see {processor.image_token}: red"], images=[[picture(6)]])["input_ids"][0]
+    assert plain.input_ids[:-1] == list(ids)
+    assert sum(plain.loss_mask) == 5
+
+
+def test_pairs_and_labelled_answers(folder: Path, tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": [user(IMAGE, "colour?")],
+            "chosen": [answer("red")],
+            "rejected": [answer("blue!")],
+            "images": [file_of(tmp_path, seed)],
+        }
+        for seed in (1, 2)
+    ]
+    pairs = opened(PreferenceDataModule(rows), folder).examples
+    ids = expected(folder, [user(IMAGE, "colour?"), answer("red")], (1,))
+    assert pairs[0].chosen.input_ids == ids
+    batch = PreferenceDataModule.collate([pairs[0], pairs[1]])
+    assert [[one.encoded() for one in row] for row in batch.attachments] == [[encoded(1)]] * 2 + [[encoded(2)]] * 2
+    labelled = opened(UnpairedPreferenceDataModule(rows), folder).examples
+    seen = [labelled[index] for index in range(4)]
+    assert [one.answer.attachments[0].encoded() for one in seen] == [encoded(1)] * 2 + [encoded(2)] * 2
+    # Prompts with one text and two images are two, so that there are mismatched pairs, with the prompt's own image.
+    assert all(one.mismatched.attachments == one.answer.attachments for one in seen)
+
+
+def test_rows_are_never_cut_inside_of_an_image(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "c", "completion": "red" * 20, "image": picture(1)}, {"prompt": "c", "completion": "red" * 20}]
+    for overlong in ("truncate", "split"):
+        data = opened(SFTDataModule(rows, max_length=40, overlong=overlong), folder)
+        assert set(data.examples.rows) == {1}
+        assert "1 of 2 rows were dropped" in caplog.text
+        caplog.clear()
+
+
+def test_errors_name_row_and_image(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(encoded(1)[:60])
+    good = file_of(tmp_path, 1)
+    wrong = [
+        ([good, str(tmp_path / "missing.png")], "image 1 of the given rows, row 1: there is no file"),
+        ([good, "https://example.org/a.png"], "image 1 of the given rows, row 1 is a URL"),
+        ([good, str(broken)], r"image 1 of the given rows, row 1 \(Image.*broken.png'\)\) cannot be read as a picture"),
+        ([good], "the given rows, row 1 has 1 images in its column, and its messages have 2 parts"),
+    ]
+    message = [user(IMAGE, IMAGE, "same?"), answer("no")]
+    for images, error in wrong:
+        rows = [{"messages": message, "images": [good, good]}, {"messages": message, "images": images}]
+        with pytest.raises((ValueError, FileNotFoundError), match=error):
+            opened(SFTDataModule(rows), folder)
+
+
+def test_models_of_text_and_other_media_are_refused(tmp_path: Path, root: Path) -> None:
+    text = tiny_model(tmp_path / "text")
+    rows = [{"prompt": "colour?", "completion": "red", "images": [file_of(tmp_path, 1)]}]
+    with pytest.raises(ValueError, match="row 0 has a column 'images', and the model reads text only"):
+        opened(SFTDataModule(rows, apply_chat_template=False), text)
+    with pytest.raises(ValueError, match="has a column 'video', which cannot be trained on: texts and images can"):
+        opened(SFTDataModule([{"prompt": "a", "completion": "b", "video": "x.mp4"}]), text)
+
+
+def test_records_keep_references(tmp_path: Path) -> None:
+    path = file_of(tmp_path, 1)
+    images = (Image.of(path, "a"), Image.of(picture(2), "b"))
+    prompt = Prompt(0, [1, 2, 3], attachments=images)
+    samples = [
+        Sample(prompt, 0, [4, 5], [-1.0, -1.0], [0, 0], "stop", reward=1.0),
+        Sample(Prompt(1, [1]), 0, [4], [-1.0], [0], "stop", reward=0.0),
+    ]
+    save_samples(tmp_path / "samples.jsonl", samples)
+    state = torch.load(_saved(tmp_path / "state.pt", sample_state(samples[0])), weights_only=True)
+    for found in (load_samples(tmp_path / "samples.jsonl")[0], sample_from_state(state)):
+        assert found.prompt.attachments == images
+        assert found.prompt.attachments[0].source == Path(path)
+    batch = Experience.from_samples(samples)
+    assert batch.attachments == (images, ())
+    assert batch.select([1, 0, 0]).attachments == ((), images, images)
+    assert Experience.concat([batch, batch.select([1])]).attachments == (images, (), ())
+    assert batch.placeholder().attachments is None
+    loaded = torch.load(_saved(tmp_path / "batch.pt", batch.state_dict()), weights_only=True)
+    assert Experience.from_state_dict(loaded).attachments == (images, ())
+    assert Experience.from_samples(samples[1:]).attachments is None
+    assert isinstance(batch, PaddedBatch)
+
+
+def _saved(path: Path, state: Any) -> Path:
+    torch.save(state, path)
+    return path
