@@ -127,10 +127,14 @@ class PaddedBatch:
     def select(self, rows: Tensor | Sequence[int]) -> Self:
         """Select rows by their (N,) indices, in the given order, trimmed to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.input_ids.device)
+        return self.with_rows(index).trim()
+
+    def with_rows(self, index: Tensor) -> Self:
+        """Rows by their (N,) int64 indices, as long as they are."""
         chosen = self.map_tensors(lambda tensor, _: tensor[index])
         if self.attachments is not None:
             chosen.attachments = tuple(self.attachments[row] for row in index.tolist())
-        return chosen.trim()
+        return chosen
 
     def trim(self) -> Self:
         """Cut padding that all rows share."""

@@ -88,7 +88,7 @@ class JaggedRows(Generic[Batch]):
             name: column.padded([column.rows[row] for row in index.tolist()], longest)
             for name, column in self._columns.items()
         }
-        chosen = self._rows.map_tensors(lambda tensor, _: tensor[index])
+        chosen = self._rows.with_rows(index)
         return chosen.with_tensors({**tensors, "attention_mask": real_tokens(lengths, longest)})
 
     def padded(self) -> Batch:

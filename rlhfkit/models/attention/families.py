@@ -145,7 +145,7 @@ def cache_problem(model: nn.Module) -> str | None:
         return others
     if text.model_type == "falcon" and text.alibi:
         return "its attention counts positions from the padding on (ALiBi)"
-    if text.model_type not in CACHED or not is_known(model):
+    if text.model_type not in CACHED | _VISION_TEXTS or not is_known(model):
         return f"its family ({text.model_type}) is not among those whose cache is tested"
     return None
 

@@ -113,11 +113,12 @@ class Ranks:
         if not is_spread(experience):
             return experience
         forms = {name: (value.dtype, value.shape[1:], on["axis"]) for name, (value, on) in experience.tensors().items()}
-        ranks = gather_objects((experience.input_ids.shape[1], forms))
-        own = experience.pad(max(length for length, _ in ranks))
+        images = dict(zip(experience.own_rows.tolist(), experience.attachments or (), strict=False))
+        ranks = gather_objects((experience.input_ids.shape[1], forms, images))
+        own = experience.pad(max(length for length, _, _ in ranks))
         known, lengths = own.tensors(), {"token": own.input_ids.shape[1:], "step": own.action_mask.shape[1:], "row": ()}
         gathered: dict[str, Tensor] = {}
-        everywhere = {name: form for _, forms in reversed(ranks) for name, form in forms.items() if name != "rows"}
+        everywhere = {name: form for _, forms, _ in reversed(ranks) for name, form in forms.items() if name != "rows"}
         for name, (dtype, shape, axis) in sorted(everywhere.items()):
             if name in known:
                 values = known[name][0]
@@ -125,7 +126,9 @@ class Ranks:
                 fill = torch.nan if name.startswith("reward_parts.") else 0
                 values = torch.full((len(own), *lengths[axis], *shape[1:]), fill, dtype=dtype)
             gathered[name] = self.gather_rows(experience, values)
-        return dataclasses.replace(own.with_tensors(gathered), rows=None, iteration=None)
+        seen = {row: each for _, _, rows in ranks for row, each in rows.items()}
+        attachments = tuple(seen.get(row, ()) for row in range(len(experience.summary))) if seen else None
+        return dataclasses.replace(own.with_tensors(gathered), rows=None, iteration=None, attachments=attachments)
 
     # ------------------------------------------------------------------ functions of rows
 

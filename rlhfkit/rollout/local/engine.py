@@ -17,7 +17,12 @@ import torch
 from torch import nn
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.models.attention.families import cache_problem, takes_finished_masks, use_transformers_attention
+from rlhfkit.models.attention.families import (
+    cache_problem,
+    sees_images,
+    takes_finished_masks,
+    use_transformers_attention,
+)
 from rlhfkit.models.load import ModelLoading, language_model_class, load_causal_lm, load_tokenizer, stop_token_ids
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import (
@@ -81,6 +86,7 @@ class LocalEngine(RolloutEngine):
         self._stops: tuple[int, ...] = ()
         self._dtype = torch.float32
         self._cached, self._finished_masks = True, False
+        self._vision: Any = None  # how it reads images; None: it reads text only
         self._lock = ReadWriteLock()
 
     def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -186,6 +192,11 @@ class LocalEngine(RolloutEngine):
             log.warning(
                 f"LocalEngine recomputes the whole text for every token of {type(model).__name__}, which is slow: {why}"
             )
+        if sees_images(self._config):
+            from rlhfkit.models.vision import VisionPrompts, vision_processor
+
+            trusted = self._trust_remote_code
+            self._vision = VisionPrompts(vision_processor(self._name, self._config, trust_remote_code=trusted))
         self._model = model.requires_grad_(False).eval()
         if any(parameter.is_meta for parameter in model.parameters()):
             for module in model.modules():
@@ -214,6 +225,11 @@ class LocalEngine(RolloutEngine):
                 "was loaded: sync the weights first (RolloutCallback.sync_weights), or give the engine a copy of its "
                 "own, LocalEngine(share_weights=False)"
             )
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether prompts may have images."""
+        return sees_images(self._config)
 
     @property
     def context(self) -> int:
@@ -272,6 +288,7 @@ class LocalEngine(RolloutEngine):
             device=self.device,
             cached=self._cached,
             finished_masks=self._finished_masks,
+            vision=self._vision,
         )
 
     @torch.no_grad()
@@ -291,7 +308,7 @@ class LocalEngine(RolloutEngine):
     def close(self) -> None:
         """Free the model; the engine can be started again, also with another model."""
         self._model, self._config, self._tokenizer, self.version = None, None, None, None
-        self._parameters, self._given_tokenizer = None, None
+        self._parameters, self._given_tokenizer, self._vision = None, None, None
 
 
 def _check_sampling(sampling: SamplingSpec) -> None:
@@ -337,6 +354,9 @@ class LocalStream:
         """
         engine = self._engine
         check_requests(prompts, self._sampling, context=engine.context, vocabulary=engine.vocabulary)
+        seeing = next((prompt.index for prompt in prompts if prompt.attachments), None)
+        if seeing is not None and not engine.sees_images:
+            raise RequestError(f"prompt {seeing} has images, and the engine's model reads text only")
         places = range(len(self._prompts), len(self._prompts) + len(prompts))
         self._prompts += prompts
         self._iterations += [self._iteration if iteration is None else iteration] * len(prompts)

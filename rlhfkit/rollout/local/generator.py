@@ -11,7 +11,7 @@ given, so :func:`decode_step` gives it none, or a finished one, where the family
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ class Decoding:
         cached: Whether to cache keys and values; see :func:`~rlhfkit.models.attention.families.cache_problem`.
         finished_masks: Whether the family takes finished attention masks; see
             :func:`~rlhfkit.models.attention.families.takes_finished_masks`.
+        vision: How a model that sees reads prompts with images; ``None``: it reads text only.
     """
 
     def __init__(
@@ -70,8 +71,11 @@ class Decoding:
         device: torch.device | None,
         cached: bool = True,
         finished_masks: bool = False,
+        vision: "PromptImages | None" = None,
     ) -> None:
         self._cached = cached
+        self._vision = vision
+        self._never = None if vision is None else torch.tensor([vision.processor.token_id], device=device)
         self._finished_masks = finished_masks
         self._weights = weights
         self._prompts = [prompt for prompt, _ in rows]
@@ -81,6 +85,7 @@ class Decoding:
         shape = len(rows), sampling.max_new_tokens
         self._stops = torch.tensor(sorted({*stops, *sampling.stop_token_ids}), dtype=torch.int64)
         self._forbidden = self._stops.to(device) if sampling.min_new_tokens else None
+        self._shift: Tensor | None = None  # of positions behind images, by row in the batch; None: none has any
         # What rows continue: its tokens, log-probs and versions, and how many there are.
         self._begun = {row: sample for row, sample in enumerate(begun) if sample is not None}
         self._before = torch.tensor(
@@ -134,7 +139,12 @@ class Decoding:
                 self._keep(running.nonzero()[:, 0])
             masks = self._finished_masks
             logits, self._mask = decode_step(
-                model, self._last, self._mask, self._cache, padded=bool(self._padding.any()) if masks else None
+                model,
+                self._last,
+                self._mask,
+                self._cache,
+                padded=bool(self._padding.any()) if masks else None,
+                shift=self._shift,
             )
             return logits, version
 
@@ -144,21 +154,24 @@ class Decoding:
         kept = kept.to(self._device)
         self._cache.batch_select_indices(kept)
         self._mask, self._last, self._uniforms = self._mask[kept], self._last[kept], self._uniforms[kept]
+        self._shift = None if self._shift is None else self._shift[kept]
 
     def _compute(self, model: nn.Module, step: int) -> Tensor:
         """Compute all tokens so far in one pass, each distinct row once, and fill the cache."""
-        distinct, places = self._distinct(step)
+        distinct, places, images = self._distinct(step)
         lengths = torch.tensor([len(text) for text in distinct])
         self._padding = (lengths.max() - lengths)[places]
-        logits, mask, self._cache = prefill(model, distinct, self._device)
+        seen = None if self._vision is None else self._vision.of(images)
+        logits, mask, self._cache = prefill(model, distinct, self._device, seen)
         places = places.to(self._device)
+        self._shift = None if seen is None or seen.shift is None else seen.shift[places]
         self._mask = mask[places]
         self._cache.batch_select_indices(places)
         return logits[places]
 
     def _compute_without_cache(self, model: nn.Module, step: int) -> Tensor:
         """Compute all tokens so far in one pass, padded on the right as in training, each distinct row once."""
-        distinct, places = self._distinct(step)
+        distinct, places, _ = self._distinct(step)
         ids = pad_sequence([torch.tensor(text) for text in distinct], batch_first=True)
         ends = torch.tensor([len(text) for text in distinct])
         mask = torch.arange(ids.shape[1]) < ends[:, None]
@@ -167,15 +180,22 @@ class Decoding:
         ).logits
         return logits[places.to(self._device), (ends[places] - 1).to(self._device)]
 
-    def _distinct(self, step: int) -> tuple[list[tuple[int, ...]], Tensor]:
-        """Remove finished rows; return the distinct texts of the others and the index of each row's text."""
+    def _distinct(self, step: int) -> tuple[list[tuple[int, ...]], Tensor, list[tuple[Any, ...]]]:
+        """Remove finished rows; return the distinct texts of the others, the index of each row's, and their images.
+
+        Equal tokens with other images are other texts.
+        """
         self._alive = (~self._ended).nonzero()[:, 0]
         self._uniforms = self._all_uniforms[self._alive.to(self._device)]
         rows = self._alive.tolist()
         made = self._completions(self._alive, step)
-        texts = [(*self._prompts[row].token_ids.tolist(), *tokens) for row, tokens in zip(rows, made, strict=True)]
+        texts = [
+            ((*self._prompts[row].token_ids.tolist(), *tokens), self._prompts[row].attachments)
+            for row, tokens in zip(rows, made, strict=True)
+        ]
         distinct = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        return list(distinct), torch.tensor([distinct[text] for text in texts])
+        places = torch.tensor([distinct[text] for text in texts])
+        return [tokens for tokens, _ in distinct], places, [images for _, images in distinct]
 
     def _completions(self, rows: Tensor, steps: int) -> list[list[int]]:
         """Tokens of some rows' completions so far."""
@@ -206,7 +226,9 @@ class Decoding:
         """Sample a token for every row in the batch; returns the rows that are finished with it."""
         sampling, alive, before = self._sampling, self._alive, self._before[self._alive]
         short = before + step < sampling.min_new_tokens
-        forbidden = self._forbidden if bool(short.all()) else None
+        forbidden = self._never
+        if self._forbidden is not None and bool(short.all()):
+            forbidden = self._forbidden if forbidden is None else torch.cat([self._forbidden, forbidden])
         penalized = self._penalized(logits, short)
         self._last, logprob = sample_tokens(logits, self._uniforms[:, step], sampling, forbidden, penalized)
         if self._penalties is not None:
@@ -240,13 +262,37 @@ class Decoding:
         return FinishedRow(row, tokens, logprobs, versions, reason)
 
 
-def prefill(model: Any, texts: Sequence[Sequence[int]], device: torch.device | None) -> tuple[Tensor, Tensor, Any]:
+class ReadPrompts(Protocol):
+    """The images of B texts that are computed together."""
+
+    shift: Tensor | None
+    """(B, 1) int64, by how much positions behind the images differ from the number of tokens; ``None``: nowhere."""
+
+    def arguments(self, model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
+        """The model's arguments beside ids and mask, both (B, T) int64; sets ``shift``."""
+        ...
+
+
+class PromptImages(Protocol):
+    """How a model reads prompts with images, :class:`~rlhfkit.models.vision.VisionPrompts`."""
+
+    processor: Any
+
+    def of(self, images: Sequence[tuple[Any, ...]]) -> ReadPrompts:
+        """Those of some prompts."""
+        ...
+
+
+def prefill(
+    model: Any, texts: Sequence[Sequence[int]], device: torch.device | None, images: ReadPrompts | None = None
+) -> tuple[Tensor, Tensor, Any]:
     """Compute texts of different lengths in one pass, padded on the left.
 
     Args:
         model: A Hugging Face causal language model.
         texts: Token ids of B texts.
         device: Of the model.
+        images: Those of the texts, for a model that sees.
 
     Returns:
         (B, V) logits of each text's next token, (B, T) int64 attention mask, and the filled cache.
@@ -258,13 +304,15 @@ def prefill(model: Any, texts: Sequence[Sequence[int]], device: torch.device | N
         ids[row, length - len(text) :] = torch.tensor(text)
         mask[row, length - len(text) :] = 1
     ids, mask = ids.to(device), mask.to(device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    arguments = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    if images is not None:
+        arguments |= images.arguments(model, ids, mask)
+    out = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **arguments)
     return out.logits[:, -1], mask, out.past_key_values
 
 
 def decode_step(
-    model: Any, token: Tensor, mask: Tensor, cache: Any, *, padded: bool | None = None
+    model: Any, token: Tensor, mask: Tensor, cache: Any, *, padded: bool | None = None, shift: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute one more token of each text.
 
@@ -275,15 +323,17 @@ def decode_step(
         cache: Of keys and values; extended in place.
         padded: Whether the mask has zeros, for a family that takes finished masks: none if there are no zeros, else
             (B, 1, 1, T+1) bool. ``None``: Transformers is given the mask as it is and looks for itself.
+        shift: (B, 1) int64, added to positions, which are numbers of tokens otherwise.
 
     Returns:
         (B, V) logits of the next token, and the (B, T+1) mask.
     """
     mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    positions = mask.sum(1, keepdim=True) - 1
     out = model(
         input_ids=token[:, None],
         attention_mask=mask if padded is None else mask.bool()[:, None, None] if padded else None,
-        position_ids=mask.sum(1, keepdim=True) - 1,
+        position_ids=positions if shift is None else positions + shift,
         past_key_values=cache,
         use_cache=True,
     )

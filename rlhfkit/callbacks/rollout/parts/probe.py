@@ -13,6 +13,7 @@ from rlhfkit.callbacks.rollout.sharing import SharedIteration
 from rlhfkit.data.types import Sample
 from rlhfkit.distributed import gather_objects, run_on_all_ranks
 from rlhfkit.models.load import precision_dtype
+from rlhfkit.protocols import SeesImages
 from rlhfkit.rollout.probe_bounds import ProbeBounds
 from rlhfkit.trainer_parts import policy_of
 from rlhfkit.validation import check_number
@@ -67,7 +68,8 @@ class Probe(RolloutPart):
     def _remember(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             prompt = sample.prompt.num_tokens
-            if sample.num_tokens >= _PROBE_LENGTH and prompt + sample.num_tokens <= _SAMPLED_LENGTH:
+            fits = sample.num_tokens >= _PROBE_LENGTH and prompt + sample.num_tokens <= _SAMPLED_LENGTH
+            if fits and not sample.prompt.attachments:  # probes are texts
                 self._sampled = (sample.all_token_ids.tolist(), prompt)
                 return
 
@@ -81,6 +83,9 @@ class Probe(RolloutPart):
         dtype = precision_dtype(trainer.precision, compute=True)
         bounds = ProbeBounds.of(dtype, self.tolerance, tf32=tf32, quantized=engine.quantized)
         tokens, start = _random_tokens(len(module.tokenizer)), 1
+        processor = module.image_processor if isinstance(module, SeesImages) else None
+        if processor is not None:  # its token stands for an image that there is none of
+            tokens = [token - (token == processor.token_id) for token in tokens]
         if bounds.statistic == "mean":  # all ranks take the same, as they may compute one forward pass together
             tokens, start = next((one for one in gather_objects(self._sampled) if one is not None), (tokens, start))
         ids = torch.tensor([tokens])
