@@ -219,7 +219,7 @@ def load_scalar_model(
     is_new = _needs_head(config, name, stepwise, new_head)
     config.num_labels = 2 if stepwise else 1
     loaded = _from_pretrained(classifier_class(config, stepwise=stepwise), name, is_new, arguments)
-    choose_attention(loaded, loading.attention)
+    choose_attention(loaded, loading.attention, trust_remote_code=loading.trust_remote_code)
     keep_4bit_layout(loaded)
     if loading.liger_kernels:
         use_liger_kernels(loaded)

@@ -267,10 +267,10 @@ def pretrained_arguments(name: str, dtype: torch.dtype, loading: ModelLoading) -
 _NOT_TRANSFORMERS = ("auto", "varlen", "buckets", PACKED_ATTENTION)
 
 
-def choose_attention(model: nn.Module, attention: str | None) -> None:
+def choose_attention(model: nn.Module, attention: str | None, *, trust_remote_code: bool = False) -> None:
     """Switch a model from :func:`pretrained_arguments` to our packed attention, if asked for or by default if possible.
 
-    How it computes batches is chosen then, too.
+    How it computes batches is chosen then, too; code that comes with its processor runs if it is trusted.
 
     Raises:
         ValueError: If packed attention is asked for and would be wrong.
@@ -281,7 +281,7 @@ def choose_attention(model: nn.Module, attention: str | None) -> None:
     if sees_images(cast(Any, model).config):
         from rlhfkit.models.vision import choose_vision_forward
 
-        choose_vision_forward(model)
+        choose_vision_forward(model, trust_remote_code=trust_remote_code)
 
 
 def load_causal_lm(
@@ -328,7 +328,7 @@ def load_causal_lm(
         require_liger_kernels(arguments["config"].model_type)
     with without_weights_bar():
         model: PreTrainedModel = language_model_class(arguments["config"]).from_pretrained(base, **arguments)
-    choose_attention(model, loading.attention)
+    choose_attention(model, loading.attention, trust_remote_code=loading.trust_remote_code)
     keep_4bit_layout(model)
     if loading.liger_kernels:
         use_liger_kernels(model)

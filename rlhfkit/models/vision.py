@@ -390,14 +390,18 @@ def has_attachments(batch: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------------- models
 
 
-def choose_vision_forward(model: nn.Module) -> None:
-    """Choose how a bare model of a :data:`VISION_FAMILIES` computes batches, by its attention, and hold it on it."""
+def choose_vision_forward(model: nn.Module, *, trust_remote_code: bool = False) -> None:
+    """Choose how a bare model of a :data:`VISION_FAMILIES` computes batches, by its attention, and hold it on it.
+
+    ``trust_remote_code``: run Python code that comes with the processor.
+    """
     hugging_face = cast(Any, model)
     family = VISION_FAMILIES[hugging_face.config.model_type]
     packs = has_packed_attention(model)
     if packs and family.both_ways:
         return  # asked for by name, for texts alone: images are refused
-    processor = vision_processor(hugging_face.name_or_path, hugging_face.config)
+    name = hugging_face.name_or_path
+    processor = vision_processor(name, hugging_face.config, trust_remote_code=trust_remote_code)
     if packs:
         index = hugging_face.base_model.get_rope_index if family.positions else None
         setattr(model, FORWARD, PackedVision(processor, index))

@@ -88,8 +88,9 @@ class CheckpointMixin(L.LightningModule):
         weights = {name: tensor.cpu().clone() for name, tensor in source if self.global_rank == 0}
         if self.global_rank == 0:
             write_pretrained(model, folder, weights, adapter=adapter)
-            if isinstance(self, SeesImages) and self.image_processor is not None:
-                self.image_processor.processor.save_pretrained(folder)
+            seeing: Any = self.image_processor if isinstance(self, SeesImages) else None
+            if seeing is not None:
+                seeing.processor.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         if self._trainer is not None:
             self._trainer.strategy.barrier()

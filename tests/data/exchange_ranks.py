@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rlhfkit.callbacks.rollout.sharing import no_rows
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.data.exchange import exchange_rows, gather_columns
+from rlhfkit.data.images import Image
 from rlhfkit.datamodules.streaming import MixedStream, RowReader, SourceStream
 
 PARTS = ("format", "right")
@@ -18,7 +19,8 @@ PARTS = ("format", "right")
 def sample(row: int, generator: torch.Generator) -> Sample:
     """A sample of any length, with or without a reward, parts and rewards of tokens."""
     tokens = int(torch.randint(1, 9, (1,), generator=generator))
-    prompt = Prompt(row // 2, list(range(1, 2 + row % 4)))
+    images = (Image(bytes([row]), f"image {row}"),) if row % 4 == 3 else ()
+    prompt = Prompt(row // 2, list(range(1, 2 + row % 4)), attachments=images)
     record = Sample(
         prompt, row % 2, [row + 10] * tokens, [-0.125 * row] * tokens, [row] * tokens, "stop",
         action_mask=[bool((place + row) % 3) for place in range(tokens)] if row % 3 else None,
@@ -98,7 +100,8 @@ def everything(**_: Any) -> dict[str, Any]:
         summary.update = torch.arange(total)
         experience.rows = rows
         earned = any(one.token_rewards is not None for one in samples)
-        own = exchange_rows(experience, summary, source, wanted, token_rewards=earned)
+        seen = whole.attachments is not None
+        own = exchange_rows(experience, summary, source, wanted, token_rewards=earned, attachments=seen)
         mine = wanted[rank]
         expected = dataclasses.replace(whole, update=summary.update).select(mine)
         expected = expected if len(mine) else expected.pad(2)

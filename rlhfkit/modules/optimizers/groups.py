@@ -6,11 +6,15 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from rlhfkit.distributed import full_shape
+from rlhfkit.models.attention.families import sees_images
+from rlhfkit.models.forward import unwrap
+from rlhfkit.models.lora import vision_parameters
 from rlhfkit.validation import check_number
 
-Kind = Literal["embeddings", "heads", "matrices", "vectors", "stacks"]
+Kind = Literal["embeddings", "heads", "matrices", "vectors", "stacks", "vision"]
 """Of parameters: embedding tables (an output layer tied to one is one too); output layers: of logits, scores, values;
-other parameters of two dimensions, of fewer (norms, biases), and of more (stacked experts, convolutions)."""
+other parameters of two dimensions, of fewer (norms, biases), and of more (stacked experts, convolutions). All of the
+vision part of a model that sees images are ``vision``, if ``parameter_options`` name it."""
 KINDS: tuple[str, ...] = get_args(Kind)
 SETTINGS = ("lr", "weight_decay")
 HEADS = ("lm_head", "score", "value_head", "classifier")
@@ -63,6 +67,14 @@ def kinds_of(child: nn.Module) -> dict[int, str]:
     return kinds
 
 
+def vision_of(child: nn.Module) -> set[int]:
+    """``id`` of each parameter of the vision part of a network; none if it has no such part."""
+    layer: Any = unwrap(child)
+    if not hasattr(layer, "get_decoder") or not sees_images(layer.config):
+        return set()
+    return {id(parameter) for _, parameter in vision_parameters(layer)}
+
+
 def divide_groups(
     module: nn.Module, groups: list[dict[str, Any]], options: Mapping[str, Mapping[str, float]], *, by_kind: bool
 ) -> list[dict[str, Any]]:
@@ -75,6 +87,9 @@ def divide_groups(
         ValueError: If a name of ``options`` is none of a child and of no trained parameter.
     """
     children = {name: kinds_of(child) for name, child in module.named_children()}
+    if any(name.rpartition(".")[2] == "vision" for name in options):
+        for owner, network in module.named_children():
+            children[owner] |= dict.fromkeys(vision_of(network), "vision")
     owners = {parameter: name for name, kinds in children.items() for parameter in kinds}
     used: set[str] = set()
     divided: list[dict[str, Any]] = []

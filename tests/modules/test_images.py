@@ -1,0 +1,140 @@
+"""Modules learn from rows with images: the pictures, not only the texts, decide what is learned."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from models.vision_families import SIDE, save_vision_model
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from rlhfkit import (
+    DPOModule,
+    GRPOModule,
+    KTOModule,
+    LocalEngine,
+    PreferenceDataModule,
+    PromptDataModule,
+    RewardModule,
+    RolloutCallback,
+    SamplingSpec,
+    SFTDataModule,
+    SFTModule,
+    UnpairedPreferenceDataModule,
+)
+from rlhfkit.models.lora import vision_parameters
+
+COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255)}
+SEEING = {"train_vision": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_model("idefics3", tmp_path_factory.mktemp("vision") / "model")
+
+
+def rows(folder: Path, count: int = 48, *, shuffled: bool = False) -> str:
+    """A question with one text, whose answer is the colour of the picture; ``shuffled``: of another row's."""
+    chance, made = random.Random(0), []
+    for index in range(count):
+        colour = chance.choice(list(COLOURS))
+        noise = np.random.default_rng(index).integers(0, 60, (SIDE, SIDE, 3))
+        pixels = (np.array(COLOURS[colour]) * 3 // 4 + noise).clip(0, 255).astype(np.uint8)
+        path = folder / f"{index}.png"
+        PIL.Image.fromarray(pixels).save(path)
+        wrong = chance.choice([each for each in COLOURS if each != colour])
+        answers = {"completion": colour, "chosen": colour, "rejected": wrong, "answer": colour}
+        made.append({"prompt": "colour?", "images": [str(path)], **answers})
+    if shuffled:
+        images = [row["images"] for row in made]
+        chance.shuffle(images)
+        made = [{**row, "images": images[index]} for index, row in enumerate(made)]
+    file = folder / f"rows-{shuffled}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return str(file)
+
+
+def trained(module: Any, data: Any, folder: Path, **arguments: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1} | arguments
+    trainer = L.Trainer(default_root_dir=folder, accelerator="cpu", enable_model_summary=False, **quiet)
+    trainer.fit(module, data)
+    return trainer
+
+
+def test_sft_learns_what_it_sees_and_exports_the_processor(folder: Path, tmp_path: Path) -> None:
+    losses = []
+    for shuffled in (False, True):
+        torch.manual_seed(0)
+        data = SFTDataModule(rows(tmp_path, shuffled=shuffled), completion="completion", micro_batch_size=16)
+        module = SFTModule(str(folder), lr=2e-3, loading=SEEING)
+        trainer = trained(module, data, tmp_path, max_epochs=12)
+        losses.append(float(trainer.callback_metrics["loss"]))
+    assert losses[0] < 0.3 < losses[1]
+    exported = module.save_pretrained(tmp_path / "export")
+    processor = AutoProcessor.from_pretrained(exported)
+    model = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32).eval()
+    inputs = processor(text=["<image>colour?"], images=[[PIL.Image.new("RGB", (SIDE, SIDE))]], return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, module.policy.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize("kind", [DPOModule, KTOModule, RewardModule])
+def test_preferences_are_learned_from_pictures(kind: Any, folder: Path, tmp_path: Path) -> None:
+    found = []
+    for shuffled in (False, True):
+        torch.manual_seed(0)
+        loader: Any = UnpairedPreferenceDataModule if kind is KTOModule else PreferenceDataModule
+        names = {"chosen": "chosen", "rejected": "rejected", "prompt": "prompt"}
+        data = loader(rows(tmp_path, shuffled=shuffled), micro_batch_size=16, **names)
+        module = kind(str(folder), lr=2e-3, loading=SEEING)
+        trainer = trained(module, data, tmp_path, max_epochs=10)
+        found.append(float(trainer.callback_metrics["loss"]))
+    assert found[0] < found[1] - 0.05
+
+
+def test_vision_has_a_learning_rate_of_its_own_or_none(folder: Path, tmp_path: Path) -> None:
+    data = SFTDataModule(rows(tmp_path), completion="completion", micro_batch_size=16)
+    module = SFTModule(str(folder), lr=1e-3, loading=SEEING, parameter_options={"vision": {"lr": 1e-5}})
+    trainer = trained(module, data, tmp_path)
+    groups = {group["name"]: group for group in trainer.optimizers[0].param_groups}
+    assert {name: group["lr"] for name, group in groups.items()} == {"policy": 1e-3, "policy.vision": 1e-5}
+    vision = {id(parameter) for _, parameter in vision_parameters(module.policy)}
+    assert {id(parameter) for parameter in groups["policy.vision"]["params"]} == vision
+    frozen = SFTModule(str(folder), lr=1e-3)
+    start = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
+    trained(frozen, SFTDataModule(rows(tmp_path), completion="completion", micro_batch_size=16), tmp_path)
+    assert all(torch.equal(one, start[name]) for name, one in vision_parameters(frozen.policy))
+
+
+def test_grpo_learns_by_reward_what_it_sees(folder: Path, tmp_path: Path) -> None:
+    """From a start that answers at random; two updates an iteration."""
+    torch.manual_seed(0)
+    start = SFTModule(str(folder), lr=2e-3, loading=SEEING)
+    trained(start, SFTDataModule(rows(tmp_path), completion="completion", micro_batch_size=16), tmp_path, max_epochs=2)
+    begin = start.save_pretrained(tmp_path / "start")
+    data = PromptDataModule(rows(tmp_path), answer="answer", rollout_batch_size=24, micro_batch_size=96)
+    rewards: list[float] = []
+    mismatch: list[float] = []
+
+    def right(samples: list[Any]) -> list[float]:
+        given = [float(sample.text == sample.prompt.answer) for sample in samples]
+        rewards.append(sum(given) / len(given))
+        return given
+
+    class Watch(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            found = {name: float(value) for name, value in trainer.callback_metrics.items() if "mismatch" in name}
+            mismatch.extend(value for name, value in found.items() if name.endswith("kl"))
+
+    rollouts = RolloutCallback(
+        right, engine=LocalEngine(), sampling=SamplingSpec(group_size=8, max_new_tokens=1, stop_token_ids=(69,))
+    )
+    module = GRPOModule(str(begin), lr=1e-3, loading=SEEING)
+    trained(module, data, tmp_path, max_epochs=25, callbacks=[rollouts, Watch()], limit_val_batches=0)
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2 + 0.3, rewards
+    assert all(abs(value) < 1e-4 for value in mismatch)
