@@ -23,7 +23,7 @@ Transformers 5.19). A family that is not listed is padded and its logits are com
 `attention="buckets"` it is packed too, and training compares a row of the first batch with what it is alone.
 
 - **packed**: the sequences of a batch are packed into one row without padding. Named in
-  `rlhfkit/models/attention/families.py` ([Models](../models.md)); `tests/models/test_families.py` asserts the table.
+  `rlhfkit/models/attention/families.py` ([Models](models.md)); `tests/models/test_families.py` asserts the table.
   Packed or not, log-probs and entropies are within 1e-4 nats, and the gradient within 1e-4 of its norm, of
   Transformers' results for one sequence at a time with its own attention.
 - **shared prompts**: a prefix that neighbouring rows share is computed once; counted in the same test.

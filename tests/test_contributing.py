@@ -1,9 +1,9 @@
 """The code of CONTRIBUTING.md: every snippet is written as its file or run, and what it makes is trained with."""
 
 import importlib
-import json
 import re
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 from losses.policy_cases import policy_batch
-from modules import sft_cases
 from rl_runs import digits, setup_run, weights
 from tiny_models import tiny_model
 
 import rlhfkit.losses
-from rlhfkit import GRPOModule, LocalEngine, RolloutCallback, SFTDataModule
+from rlhfkit import GRPOModule, LocalEngine, RolloutCallback
+from rlhfkit.callbacks import RolloutPart
 from rlhfkit.models import load_causal_lm
 
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
-SECTIONS = dict(re.findall(r"^## (Add .+?)\n(.*?)(?=^## )", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+SECTIONS = dict(re.findall(r"^## (Write .+?)\n(.*?)(?=^## )", PAGE.read_text(), re.DOTALL | re.MULTILINE))
 
 
 @pytest.fixture(autouse=True)
@@ -57,17 +57,20 @@ def fit(folder: Path, module: GRPOModule | None = None, rollouts: RolloutCallbac
 
 
 def test_every_recipe_is_tested() -> None:
-    assert set(SECTIONS) == {
-        "Add a loss",
-        "Add an advantage estimator",
-        "Add a reward",
-        "Add an engine",
-        "Add a module",
-    }
+    assert set(SECTIONS) == {f"Write {what}" for what in ("a part", "a loss", "a reward", "a source", "an engine")}
+
+
+def test_a_part(project: Path) -> None:
+    fit(project, run(project, "Write a part")["module"])
+    part = importlib.import_module("my_parts").ShortAnswersCountMore(typical=4)
+    rows = types.SimpleNamespace(action_mask=torch.tensor([[True, False], [True, True]]).repeat_interleave(2, 1))
+    factors, metrics = part.weigh(rows, None, None)
+    assert factors.flatten().tolist() == pytest.approx([2**0.5, 1.0])
+    assert metrics.keys() == {"short/factor"}
 
 
 def test_a_loss(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = run(project, "Add a loss")["module"]
+    module = run(project, "Write a loss")["module"]
     fit(project, module)
     loss = importlib.import_module("my_losses").power_loss
     batch = policy_batch().leaf()
@@ -78,34 +81,38 @@ def test_a_loss(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert GRPOModule(str(project / "model"), policy_loss="power_loss").policy_loss.function is loss
 
 
-def test_an_advantage_estimator(project: Path) -> None:
-    module = run(project, "Add an advantage estimator")["module"]
-    rewards, group = torch.tensor([1.0, 2.0, 6.0, float("nan"), 3.0]), torch.tensor([0, 0, 0, 1, 1])
-    assert importlib.import_module("my_advantages").median_advantages(rewards, group).tolist() == [-1, 0, 4, 0, 0]
-    fit(project, module)
-
-
 def test_a_reward(project: Path) -> None:
-    rollouts = run(project, "Add a reward")["rollouts"]
+    rollouts = run(project, "Write a reward")["rollouts"]
     assert isinstance(rollouts.engine, LocalEngine)
     fit(project, rollouts=rollouts)
     assert {round(sample.reward % 1, 3) for sample in rollouts.samples} <= {1 - k / 1000 for k in range(9)} | {0.0}
 
 
+def test_a_source(project: Path) -> None:
+    rollouts = run(project, "Write a reward", "Write a source")["rollouts"]
+    order = []
+
+    class Watched(RolloutPart):
+        """Notes the prompts of each iteration."""
+
+        def wrap(self, source: Any) -> Any:
+            self.source = source
+            return self
+
+        def collect(self, ask: Any) -> Any:
+            order.append(collected := self.source.collect(ask))
+            return collected
+
+    rollouts = RolloutCallback(digits, sampling=rollouts.sampling, parts=[*rollouts.parts, Watched()])
+    fit(project, rollouts=rollouts)
+    assert len(order) == 2
+    assert all(collected.prompts == sorted(collected.prompts) for collected in order)
+    assert rollouts.samples[0].prompt.index == min(sample.prompt.index for sample in rollouts.samples)
+
+
 def test_an_engine(project: Path) -> None:
-    rollouts = run(project, "Add a reward", "Add an engine")["rollouts"]
+    rollouts = run(project, "Write a reward", "Write an engine")["rollouts"]
     rollouts = RolloutCallback(digits, engine=rollouts.engine, sampling=rollouts.sampling)  # random digits differ
     fit(project, rollouts=rollouts)
     assert rollouts.engine.version == 4
     assert len({tuple(sample.token_ids.tolist()) for sample in rollouts.samples}) == 32
-
-
-def test_a_module(project: Path) -> None:
-    module = run(project, "Add a module")["module"]
-    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
-    (project / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = SFTDataModule(str(project / "data.jsonl"), micro_batch_size=4, max_length=32, cache_dir=project / "cache")
-    trainer = sft_cases.trainer(project, max_steps=20, precision="32-true")
-    trainer.fit(module, data)
-    assert module.gamma == 1.0
-    assert trainer.callback_metrics["loss"] < 1.0

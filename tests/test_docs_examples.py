@@ -245,6 +245,22 @@ def test_shell_and_yaml_are_well_formed(page: Path) -> None:
         assert [*yaml.safe_load_all(block)] != [None], block
 
 
+GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SENTENCES = re.compile(r"(?<=[.!?:;])[)\"*`]*\s+(?=[A-Z`\[(*])|(?<=\.)\)? +")
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+def test_sentences_and_cells_of_the_guide_are_short(page: Path) -> None:
+    """At most 40 words a sentence and 20 a cell; facts that need more are in ``reference/``."""
+    lines = FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()
+    cells = [cell for line in lines if line.startswith("|") for cell in line.strip("|").split(" | ")]
+    assert [cell for cell in cells if len(cell.split()) > 20] == []
+    text = "\n".join("" if line.startswith(("|", "#")) else line for line in lines)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text)
+    sentences = [each for paragraph in paragraphs for each in SENTENCES.split(" ".join(paragraph.split()))]
+    assert [each for each in sentences if len(each.split()) > 40] == []
+
+
 @every_page
 def test_targets_of_make_and_programs_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

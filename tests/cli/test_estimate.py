@@ -122,7 +122,7 @@ def test_roles_elsewhere_are_estimated_without_a_cluster(
 def test_the_configuration_of_the_page_is_estimated(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "placement.md").read_text(encoding="utf-8")
     (text,) = [block.partition("```")[0] for block in page.split("```yaml\n")[1:]]
     written = yaml.safe_load(text)
     model = settings["model"]["init_args"]["model"]

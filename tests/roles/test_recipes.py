@@ -1,4 +1,4 @@
-"""The recipes of docs/placement.md, each trained for two iterations on the suite's Ray; ranks of Ray on held cores."""
+"""The recipes of docs/reference/placement.md, trained for two iterations on the suite's Ray; ranks on held cores."""
 
 import os
 from collections.abc import Iterator

@@ -77,7 +77,7 @@ class RolloutCallback(Callback):
         engine: What generates; ``None``: a :class:`~rlhfkit.rollout.local.engine.LocalEngine` in this process.
         group: Makes the samples of a prompt, ``async def group(prompt, size, sampler) -> list[Sample]`` with a
             :class:`~rlhfkit.rollout.GroupSampler`, or an object such as :class:`~rlhfkit.Episodes`; see
-            ``docs/rollout.md``. ``None``: they are ``group_size`` completions.
+            ``docs/engines.md``. ``None``: they are ``group_size`` completions.
         sampling: How to sample in training.
         parts: Features, each with arguments of its own, such as :class:`~rlhfkit.DynamicSampling` or
             :class:`~rlhfkit.Ahead`; those that wrap the source of groups do so in this order, from the inside to the
