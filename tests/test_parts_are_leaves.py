@@ -52,3 +52,19 @@ def test_no_other_file_imports_a_part_at_its_top(part: Path) -> None:
 def test_ranks_meet_through_the_module_only(part: Path) -> None:
     assert not {name for name in imports_at_the_top(part) if name.startswith("torch.distributed")}
     assert "torch.distributed" not in part.read_text(encoding="utf-8")
+
+
+def test_the_loop_of_rollouts_names_no_part() -> None:
+    """Docstrings may, for readers; code asks hooks."""
+    kinds = {
+        node.name
+        for part in PARTS
+        for node in ast.parse(part.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+    for path in PACKAGE.glob("callbacks/rollout/*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+        assert not names & kinds, path.name

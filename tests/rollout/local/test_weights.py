@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhfkit import Ahead, LocalEngine, LoRA, Prompt, RolloutCallback, SamplingSpec
+from rlhfkit.callbacks import SharedDevices
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.rollout.engine import DrainableWeights
@@ -69,7 +70,7 @@ def sizes(folder: Path) -> int:
     ("arguments", "why"),
     [
         ({"rollout_arguments": {"parts": [Ahead(1)]}}, "the engine generates while they are trained"),
-        ({"offload": True}, "they leave the device while it generates"),
+        ({"rollout_arguments": {"parts": [SharedDevices(True)]}}, "they leave the device while it generates"),
         ({"module_arguments": {"lora": LoRA(rank=2), "lr": 1e-3}}, "they are merged with a LoRA adapter"),
         ({"precision": "bf16-mixed"}, "they are torch.float32, and the engine computes in torch.bfloat16"),
     ],
