@@ -17,7 +17,10 @@ BATCHES, EPOCHS = 5, 3
 
 
 class Line(L.LightningModule):
-    """Two weights, noise from the generators of torch, NumPy and Python, a step-wise schedule and a buffer; remembers its batches."""
+    """Two weights, noise from the generators of torch, NumPy and Python, a step-wise schedule and a buffer.
+
+    Remembers its batches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
