@@ -477,8 +477,19 @@ def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
         )
 
 
-def check_requests(prompts: Sequence[Prompt], sampling: SamplingSpec, *, context: int, vocabulary: int) -> None:
-    """Raise RequestError for an unknown stop token, or a prompt that has unknown tokens or exceeds the context."""
+def check_requests(
+    prompts: Sequence[Prompt], sampling: SamplingSpec, *, context: int, vocabulary: int, sees_images: bool = False
+) -> None:
+    """Raise RequestError for an unknown stop token, or a prompt with unknown tokens, beyond the context, or unseen.
+
+    ``sees_images``: whether the engine gives the model the images of prompts.
+    """
+    seeing = next((prompt.index for prompt in prompts if prompt.attachments), None)
+    if seeing is not None and not sees_images:
+        raise RequestError(
+            f"prompt {seeing} has images, which this engine does not give to its model: sample with LocalEngine() from "
+            "a model that sees them"
+        )
     check_tokens("SamplingSpec.stop_token_ids", sampling.stop_token_ids, vocabulary)
     check_context(prompts, sampling.max_new_tokens, context)
     for prompt in prompts:

@@ -353,10 +353,8 @@ class LocalStream:
             RequestError: If a prompt cannot be sampled.
         """
         engine = self._engine
-        check_requests(prompts, self._sampling, context=engine.context, vocabulary=engine.vocabulary)
-        seeing = next((prompt.index for prompt in prompts if prompt.attachments), None)
-        if seeing is not None and not engine.sees_images:
-            raise RequestError(f"prompt {seeing} has images, and the engine's model reads text only")
+        limits: dict[str, Any] = {"context": engine.context, "vocabulary": engine.vocabulary}
+        check_requests(prompts, self._sampling, **limits, sees_images=engine.sees_images)
         places = range(len(self._prompts), len(self._prompts) + len(prompts))
         self._prompts += prompts
         self._iterations += [self._iteration if iteration is None else iteration] * len(prompts)

@@ -73,5 +73,5 @@ def test_sampled_logprobs_are_the_trainers(family: str, root: Path, monkeypatch:
 def test_a_model_of_text_refuses_images(tmp_path: Path) -> None:
     engine = LocalEngine()
     engine.start(str(tiny_model(tmp_path / "text")), dtype=torch.float32, load_weights=True)
-    with pytest.raises(RequestError, match="prompt 3 has images, and the engine's model reads text only"):
+    with pytest.raises(RequestError, match="prompt 3 has images, which this engine does not give"):
         engine.generate([Prompt(3, [4, 5], attachments=(picture(0),))], SamplingSpec(max_new_tokens=4), iteration=0)
