@@ -17,7 +17,7 @@ BATCHES, EPOCHS = 5, 3
 
 
 class Line(L.LightningModule):
-    """Two weights, noise from the generators of torch, NumPy and Python, a step-wise schedule and a buffer."""
+    """Two weights, noise from the generators of torch, NumPy and Python, a step-wise schedule and a buffer.
 
     Remembers its batches.
     """
