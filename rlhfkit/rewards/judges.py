@@ -9,16 +9,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import Needs, RewardError, RewardWrapper, reward_name
 from rlhfkit.serving.access import AccessToken
-from rlhfkit.serving.endpoints import CLIENT_PACKAGES, InvalidResponse, ServerUnavailable, make_client, post
+from rlhfkit.serving.client import CLIENT_PACKAGES, HTTPClient, InvalidResponse, ServerUnavailable
 from rlhfkit.validation import check_integer, check_number
-
-if TYPE_CHECKING:
-    import httpx
 
 log = logging.getLogger(__name__)
 
@@ -276,14 +273,8 @@ class ChatJudge:
         Raises:
             RewardError: If a comparison failed, with ``on_failure="stop"``.
         """
-        slots = asyncio.Semaphore(self.concurrency)
         async with self._client() as client:
-
-            async def judged(pair: Pair) -> float | str:
-                async with slots:
-                    return await self._judged(client, pair)
-
-            found = await asyncio.gather(*map(judged, pairs))
+            found = await asyncio.gather(*(self._judged(client, pair) for pair in pairs))
         failures = [value for value in found if isinstance(value, str)]
         self._asked, self._failed = self._asked + len(found), self._failed + len(failures)
         if failures:
@@ -312,19 +303,10 @@ class ChatJudge:
             "max_tokens": self.max_tokens,
         }
 
-    async def _judged(self, client: "httpx.AsyncClient", pair: Pair) -> float | str:
+    async def _judged(self, client: HTTPClient, pair: Pair) -> float | str:
         """The judgement, or a text that says why there is none."""
-        from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
-
-        attempts = AsyncRetrying(
-            retry=retry_if_exception_type(ServerUnavailable),
-            stop=stop_after_attempt(1 + self.retries),
-            wait=wait_exponential(self.backoff, max=30.0) + wait_random(0.0, self.backoff),
-            reraise=True,
-        )
-        content = json.dumps(self.request(pair)).encode()
         try:
-            body: bytes = await attempts(post, client, self.url, content, timeout=self.timeout, max_bytes=_MAX_BYTES)
+            _, body = await client.ask("", json.dumps(self.request(pair)).encode())
             reply = _reply(json.loads(body))
         except (ServerUnavailable, InvalidResponse, ValueError) as error:
             return str(error)
@@ -332,13 +314,17 @@ class ChatJudge:
         known = _PROBABILITIES.get(verdicts[-1].upper()) if verdicts else None
         return f"no verdict in the reply {reply[-200:]!r}" if known is None else known
 
-    def _client(self) -> "httpx.AsyncClient":
-        return make_client(
+    def _client(self) -> HTTPClient:
+        return HTTPClient(
             "ChatJudge",
+            [self.url],
             token=self.token,
             ssl_ca_certs=self.ssl_ca_certs,
             timeout=self.timeout,
             concurrency=self.concurrency,
+            retries=self.retries,
+            backoff=self.backoff,
+            max_bytes=_MAX_BYTES,
         )
 
 

@@ -18,7 +18,7 @@ from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.roles.pending_rows import EarlyRows, ModelPoolError
 from rlhfkit.roles.replica import Role
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.server.completions import COMPLETIONS, find_model, parse_scores, parse_top, score_body
+from rlhfkit.rollout.server.completions import COMPLETIONS, connect, parse_scores, parse_top, score_body
 from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.validation import check_number
@@ -142,21 +142,10 @@ class ServedModel:
         """Connect this process; ModelPoolError if a server does not answer or has another model."""
         if self.started:
             return
-        connections = ServerConnections(self.options)
         try:
-            found = [
-                connections.submit(find_model(connections, one, self.served_model, self.start_timeout)).result()
-                for one in connections.endpoints
-            ]
-            if len({name for name, _ in found}) > 1:
-                raise EngineError(f"the servers have different models, {sorted({name for name, _ in found})}")
-        except BaseException as error:
-            connections.close()
-            if isinstance(error, EngineError):
-                raise ModelPoolError(str(error)) from None
-            raise
-        self._name, self._context = found[0][0], min(context for _, context in found)
-        self._connections = connections
+            self._connections, self._name, self._context = connect(self.options, self.served_model, self.start_timeout)
+        except EngineError as error:
+            raise ModelPoolError(str(error)) from None
 
     def close(self) -> None:
         """Disconnect; :meth:`start` may be called again."""

@@ -1,37 +1,26 @@
 """``RemoteReward``: samples are scored by servers over HTTP, such as ``rlhfkit serve-reward``."""
 
 import asyncio
-import itertools
 import logging
-import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
-from urllib.parse import urlsplit
+from typing import ClassVar
 
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import Needs, OnFailure, check_on_failure, reward_after_failure
 from rlhfkit.rewards.remote.wire import SampleFormat, WireFormat, decode_rewards, encode_request
-from rlhfkit.serving.access import AccessToken, is_loopback
-from rlhfkit.serving.endpoints import (
+from rlhfkit.serving.access import AccessToken
+from rlhfkit.serving.client import (
     CLIENT_PACKAGES,
-    Endpoint,
+    HTTPClient,
     InvalidResponse,
     ServerUnavailable,
-    least_outstanding,
-    make_client,
-    post,
+    checked_urls,
+    warn_if_unencrypted,
 )
 from rlhfkit.validation import check_integer, check_number
 
-if TYPE_CHECKING:
-    import httpx
-    from tenacity import AsyncRetrying
-
 log = logging.getLogger(__name__)
-
-_MAX_BACKOFF = 30.0  # seconds
 
 
 class RemoteReward:
@@ -96,7 +85,7 @@ class RemoteReward:
         Raises:
             ValueError: If an argument is out of range.
         """
-        self.urls = _checked_urls([urls] if isinstance(urls, str) else urls)
+        self.urls = list(checked_urls(urls))
         check_integer("batch_size", batch_size, minimum=1)
         check_integer("concurrency", concurrency, minimum=1)
         check_integer("max_response_bytes", max_response_bytes, minimum=1)
@@ -117,11 +106,7 @@ class RemoteReward:
         self.max_response_bytes = max_response_bytes
         self.name = name
         self._counters = _Counters()
-        open_urls = [
-            url for url in self.urls if url.startswith("http:") and not is_loopback(urlsplit(url).hostname or "")
-        ]
-        if self.token is not None and open_urls:
-            log.warning("the token for %s is sent unencrypted; use https unless the network is trusted", open_urls[0])
+        warn_if_unencrypted(self.token, self.urls)
 
     def __repr__(self) -> str:
         """Show the servers, and where the token comes from."""
@@ -136,7 +121,7 @@ class RemoteReward:
         """
         batches = [list(samples[start : start + self.batch_size]) for start in range(0, len(samples), self.batch_size)]
         async with self._client() as client:
-            call = _Call(self, client, [Endpoint(url + self.wire_format.path) for url in self.urls])
+            call = _Call(self, client)
             tasks = [asyncio.create_task(call.scored(batch)) for batch in batches]
             try:
                 scored = await asyncio.gather(*tasks)
@@ -144,9 +129,8 @@ class RemoteReward:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                self._counters.add(
-                    _Counters(len(samples), len(call.failures), call.requests, call.retries, call.seconds)
-                )
+                counted = client.num_requests, client.num_retries, client.seconds
+                self._counters.add(_Counters(len(samples), len(call.failures), *counted))
         if call.failures:
             became = "are not trained on" if self.on_failure == "mask" else f"got the reward {self.on_failure}"
             counts = f"{len(call.failures)} of {len(samples)} samples"
@@ -167,13 +151,17 @@ class RemoteReward:
             f"{self.name}/request_seconds": tally.seconds / max(tally.requests, 1),
         }
 
-    def _client(self) -> "httpx.AsyncClient":
-        return make_client(
+    def _client(self) -> HTTPClient:
+        return HTTPClient(
             "RemoteReward",
+            self.urls,
             token=self.token,
             ssl_ca_certs=self.ssl_ca_certs,
             timeout=self.timeout,
             concurrency=self.concurrency,
+            retries=self.retries,
+            backoff=self.backoff,
+            max_bytes=self.max_response_bytes,
         )
 
 
@@ -194,16 +182,12 @@ class _Counters:
 
 
 class _Call:
-    """One call of a reward: its connections and endpoints."""
+    """One call of a reward."""
 
-    def __init__(self, reward: RemoteReward, client: "httpx.AsyncClient", endpoints: list[Endpoint]) -> None:
+    def __init__(self, reward: RemoteReward, client: HTTPClient) -> None:
         self.reward = reward
         self.client = client
-        self.endpoints = endpoints
-        self.requests, self.retries, self.seconds = 0, 0, 0.0
         self.failures: list[str] = []
-        self.last_error = ""
-        self.slots = asyncio.Semaphore(reward.concurrency)
         self.deadline = asyncio.get_running_loop().time() + reward.total_timeout
 
     async def scored(self, batch: list[Sample]) -> list[float | None]:
@@ -224,10 +208,11 @@ class _Call:
         """Return for each sample a server's value, or a text that says why there is none."""
         content = self._encoded(batch)
         try:
-            async with asyncio.timeout_at(self.deadline), self.slots:
-                url, body = await self._answered(content)
+            async with asyncio.timeout_at(self.deadline):
+                url, body = await self.client.ask(self.reward.wire_format.path, content)
         except TimeoutError:
-            return [f"total_timeout of {self.reward.total_timeout:g} s is over{self.last_error}"] * len(batch)
+            before = f"; before, {self.client.last_error}" if self.client.last_error else ""
+            return [f"total_timeout of {self.reward.total_timeout:g} s is over{before}"] * len(batch)
         except (ServerUnavailable, InvalidResponse) as error:
             return [str(error)] * len(batch)
         try:
@@ -245,64 +230,3 @@ class _Call:
                 f"{batch[0].prompt.index}): {error}. Choose the columns that are sent: "
                 "wire_format=SampleFormat(columns=[...])"
             ) from error
-
-    async def _answered(self, content: bytes) -> tuple[str, bytes]:
-        """Return the URL that answered and the body of its response."""
-        asked: set[Endpoint] = set()
-        async for attempt in self._attempts(asked):
-            with attempt:
-                endpoint = least_outstanding(self.endpoints, asked)
-                asked.add(endpoint)
-                self.retries += attempt.retry_state.attempt_number > 1
-                with endpoint.in_use():
-                    return endpoint.url, await self._post(endpoint.url, content)
-        raise AssertionError("tenacity gives the last error")
-
-    async def _post(self, url: str, content: bytes) -> bytes:
-        started = time.monotonic()
-        try:
-            return await post(
-                self.client, url, content, timeout=self.reward.timeout, max_bytes=self.reward.max_response_bytes
-            )
-        finally:
-            self.requests += 1
-            self.seconds += time.monotonic() - started
-
-    def _attempts(self, asked: set[Endpoint]) -> "AsyncRetrying":
-        """Attempts for one batch: each server without delay, then all again with increasing delays."""
-        from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
-
-        rounds = itertools.count()  # over all servers; tenacity's own waits count attempts
-
-        def wait(state: RetryCallState) -> float:
-            if len(asked) < len(self.endpoints):
-                return 0.0
-            asked.clear()
-            error = state.outcome.exception() if state.outcome is not None else None
-            self.last_error = f"; before, {error}"
-            later: float = min(self.reward.backoff * 2 ** min(next(rounds), 60), _MAX_BACKOFF)
-            later += random.uniform(0.0, self.reward.backoff)
-            return max(later, error.retry_after if isinstance(error, ServerUnavailable) else 0.0)
-
-        return AsyncRetrying(
-            retry=retry_if_exception_type(ServerUnavailable),
-            stop=stop_after_attempt(1 + self.reward.retries),
-            wait=wait,
-            reraise=True,
-        )
-
-
-def _checked_urls(urls: Sequence[str]) -> list[str]:
-    """Return the addresses without trailing slashes."""
-    if not urls:
-        raise ValueError("urls needs at least one address of a reward server")
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"urls must be like 'http://127.0.0.1:8000', got {url!r}")
-        if parts.username is not None or parts.password is not None or parts.query:
-            raise ValueError(
-                f"the address of {parts.hostname} must have no user, password or query, which would be logged; "
-                "give the secret as token_variable"
-            )
-    return [url.rstrip("/") for url in urls]

@@ -8,9 +8,9 @@ from typing import Any
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.server.connection import ServerConnections
+from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
 from rlhfkit.rollout.vllm.arguments import sample_request
-from rlhfkit.serving.endpoints import Endpoint
+from rlhfkit.serving.client import Endpoint
 
 COMPLETIONS = "/v1/completions"
 
@@ -89,6 +89,32 @@ def _prompt_logprobs(answer: Any, length: int) -> list[Mapping[str, Any]]:
 # ---------------------------------------------------------------- the server's model
 
 
+def connect(options: ServerOptions, served_model: str | None, timeout: float) -> tuple[ServerConnections, str, int]:
+    """Connect to servers; returns the name of their model, and the context that all of them have.
+
+    Args:
+        options: Where they are.
+        served_model: Name by which they know the model; ``None``: the only one they have.
+        timeout: Seconds in which each must answer.
+
+    Raises:
+        EngineError: If one does not answer, refuses, or has another model than the others.
+    """
+    connections = ServerConnections(options)
+    try:
+        found = [
+            connections.submit(find_model(connections, endpoint, served_model, timeout)).result()
+            for endpoint in connections.endpoints
+        ]
+        names = {name for name, _ in found}
+        if len(names) > 1:
+            raise EngineError(f"the servers have different models, {sorted(names)}, and need the same on all")
+    except BaseException:
+        connections.close()
+        raise
+    return connections, names.pop(), min(context for _, context in found)
+
+
 async def find_model(
     connections: ServerConnections, endpoint: Endpoint, wanted: str | None, timeout: float, *, pause: float = 1.0
 ) -> tuple[str, int]:
@@ -103,7 +129,8 @@ async def find_model(
             answer = await connections.call(endpoint, "GET", "/v1/models", timeout=max(1.0, min(30.0, timeout)))
             break
         except EngineError as error:
-            if _refused(error) or time.monotonic() >= deadline:
+            refused = getattr(error, "status", None) is not None  # waiting does not help
+            if refused or time.monotonic() >= deadline:
                 raise EngineError(f"no vLLM server answers at {endpoint.url} within {timeout:g} s: {error}") from None
         await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
     models = {model["id"]: model for model in answer.get("data", ()) if not model.get("parent")}
@@ -117,11 +144,6 @@ async def find_model(
     if not isinstance(context, int):
         raise EngineError(f"{endpoint.url} does not say its max_model_len in /v1/models, as vLLM does; is it a vLLM?")
     return names[0], context
-
-
-def _refused(error: EngineError) -> bool:
-    """Whether waiting does not help."""
-    return getattr(error, "status", None) is not None
 
 
 async def reports_raw_logprobs(

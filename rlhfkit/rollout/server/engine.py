@@ -1,8 +1,12 @@
 """``VLLMServer``: running ``vllm serve`` processes as an engine."""
 
+import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import queue
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -16,7 +20,7 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, ch
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
 from rlhfkit.rollout.server.completions import (
     COMPLETIONS,
-    find_model,
+    connect,
     parse_completion,
     parse_scores,
     reports_raw_logprobs,
@@ -24,7 +28,6 @@ from rlhfkit.rollout.server.completions import (
     score_body,
 )
 from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
-from rlhfkit.rollout.server.stream import ServerStream
 from rlhfkit.rollout.server.weights import (
     ServerReceivers,
     ServerSync,
@@ -194,22 +197,8 @@ class VLLMServer(RolloutEngine):
         """Open the connections, once, and learn the model's name and context."""
         if self._connections is not None:
             return self._connections
-        connections = ServerConnections(self.options)
-        try:
-            found = [
-                connections.submit(find_model(connections, endpoint, self.served_model, self.start_timeout)).result()
-                for endpoint in connections.endpoints
-            ]
-        except BaseException:
-            connections.close()
-            raise
-        names = {name for name, _ in found}
-        if len(names) > 1:
-            connections.close()
-            raise EngineError(f"the servers have different models, {sorted(names)}: VLLMServer needs the same on all")
-        self._name, self._context = names.pop(), min(context for _, context in found)
-        self._connections = connections
-        return connections
+        self._connections, self._name, self._context = connect(self.options, self.served_model, self.start_timeout)
+        return self._connections
 
     def _check_vocabulary(self, connections: ServerConnections, model: str) -> None:
         """Have every server compute the last token of the policy's vocabulary: one of a smaller model refuses it."""
@@ -310,7 +299,7 @@ class VLLMServer(RolloutEngine):
         """Sample on all servers, for this rank alone; see :meth:`RolloutEngine.generate`. Any thread."""
         return sample_all(self.stream(sampling, iteration=iteration), prompts, tokenizer=self._tokenizer)
 
-    def stream(self, sampling: SamplingSpec, *, iteration: int) -> ServerStream:
+    def stream(self, sampling: SamplingSpec, *, iteration: int) -> "ServerStream":
         """Return groups of this rank as they are finished. Any thread, several streams at a time.
 
         Raises:
@@ -381,3 +370,85 @@ class VLLMServer(RolloutEngine):
             for sequence in sequences
         ]
         return [parse_scores(future.result(), sequence) for future, sequence in zip(futures, sequences, strict=True)]
+
+
+# ---------------------------------------------------------------- streams
+
+
+class ServerStream:
+    """A :class:`~rlhfkit.rollout.collector.GroupStream`, for one thread at a time; several may be open at once.
+
+    Args:
+        sample: Makes the sample at a position of a prompt's group, with the seed of an ``iteration``.
+        submit: Runs a coroutine in the thread of the connections.
+        check: Raises RequestError if one of some prompts cannot be sampled.
+        group_size: Samples of each prompt.
+        iteration: That of prompts submitted without one.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[..., Coroutine[Any, Any, Sample]],
+        submit: Callable[[Coroutine[Any, Any, list[Sample]]], Future[list[Sample]]],
+        check: Callable[[Sequence[Prompt]], None],
+        *,
+        group_size: int,
+        iteration: int,
+    ) -> None:
+        self._sample = sample
+        self._submit = submit
+        self._check = check
+        self._group_size = group_size
+        self._iteration = iteration
+        self._running: dict[Future[list[Sample]], int] = {}  # by the number of the prompt
+        self._num_prompts = 0
+        self._done: queue.SimpleQueue[Future[list[Sample]]] = queue.SimpleQueue()
+        self._groups: dict[int, list[Sample]] = {}
+
+    def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
+        """Start these groups too; RequestError, before anything is sent, if a prompt cannot be sampled."""
+        self._check(prompts)
+        for prompt in prompts:
+            future = self._submit(self._group(prompt, self._iteration if iteration is None else iteration))
+            self._running[future] = self._num_prompts
+            self._num_prompts += 1
+            future.add_done_callback(self._done.put)
+
+    async def _group(self, prompt: Prompt, iteration: int) -> list[Sample]:
+        async with asyncio.TaskGroup() as tasks:
+            made = [
+                tasks.create_task(self._sample(prompt, index, iteration=iteration)) for index in range(self._group_size)
+            ]
+        return [task.result() for task in made]
+
+    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
+        """Wait for groups, up to ``wait`` seconds.
+
+        Raises:
+            RequestError: If a server refuses a request.
+            EngineError: If no server answers one.
+        """
+        deadline = math.inf if wait is None else time.monotonic() + wait
+        while not self._groups and self._running:
+            left = deadline - time.monotonic()
+            try:
+                self._take(self._done.get(timeout=None if left == math.inf else max(left, 0.0)))
+            except queue.Empty:
+                return []
+            while not self._done.empty():
+                self._take(self._done.get())
+        ready = sorted(self._groups)[:most]
+        return [self._groups.pop(number) for number in ready]
+
+    def _take(self, future: Future[list[Sample]]) -> None:
+        number = self._running.pop(future)
+        try:
+            self._groups[number] = future.result()
+        except ExceptionGroup as failures:  # of a task group; the other requests of the group were cancelled
+            raise failures.exceptions[0] from None
+
+    def close(self) -> None:
+        """Cancel what is not finished; a second call does nothing."""
+        for future in self._running:
+            future.cancel()
+        self._running, self._groups = {}, {}

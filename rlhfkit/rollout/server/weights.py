@@ -5,9 +5,7 @@ The steps are control messages over HTTP. The bytes take the way that they take 
 
 import concurrent.futures
 import contextlib
-import itertools
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,10 +14,12 @@ from torch import Tensor
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.server.connection import ServerConnections, ServerRefusal
-from rlhfkit.rollout.weight_sync.sender import WeightSender
+from rlhfkit.rollout.weight_sync.coordinator import SyncSteps
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import address_towards
+from rlhfkit.rollout.weight_sync.sender import Receivers, WeightSender
 from rlhfkit.rollout.weight_sync.transfers import Transfer, make_sender, resolve_transfer
 from rlhfkit.serving.access import is_loopback
-from rlhfkit.serving.endpoints import Endpoint
+from rlhfkit.serving.client import Endpoint
 
 HOW_TO_SERVE = (
     "to train with it, start it as: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config "
@@ -105,105 +105,71 @@ class PendingCalls:
         return [future.result() for future in self._futures]
 
 
-class ServerReceivers:
-    """Servers as a :class:`~rlhfkit.rollout.weight_sync.sender.Receivers`; ``timeout`` is in seconds for each step."""
+_REQUESTS: dict[str, Callable[..., tuple[str, dict[str, Any] | None]]] = {
+    # Requests of others are kept, and continue with the new weights; cached keys and values are dropped.
+    "pause": lambda: ("/pause?mode=keep&clear_cache=true", None),
+    "abandon_update": lambda: ("/finish_weight_update", {}),
+    "connect": lambda init_info: ("/init_weight_transfer_engine", {"init_info": init_info}),
+    "begin_update": lambda: ("/start_weight_update", None),
+    "update": lambda update_info: ("/update_weights", {"update_info": update_info}),
+    "finish_update": lambda version: ("/finish_weight_update", {"weight_version": str(version)}),
+    "resume": lambda: ("/resume", None),
+}
+"""Path and body of what engines of a pool are called for, by the name of their method."""
+
+
+class ServerReceivers(Receivers):
+    """Servers that are sent weights; ``workers`` are the processes of each, ``timeout`` is in seconds for each step."""
 
     def __init__(self, connections: ServerConnections, workers: Sequence[int], timeout: float) -> None:
+        super().__init__([one.url for one in connections.endpoints], workers, _address_for(connections.options.urls))
         self.connections = connections
-        self.num_servers = len(workers)
-        self._offsets = [0, *itertools.accumulate(workers)]
         self._timeout = timeout
 
-    @property
-    def num_workers(self) -> int:
-        """Processes that hold weights, of all servers."""
-        return self._offsets[-1]
-
-    @property
-    def worker_numbers(self) -> tuple[int, ...]:
-        """Numbers of these processes."""
-        return tuple(range(self.num_workers))
-
-    @property
-    def address(self) -> str:
-        """Address at which the servers reach this process: loopback if they are reached by it."""
-        hosts = [urlsplit(url) for url in self.connections.options.urls]
-        if all(is_loopback(host.hostname or "") for host in hosts):
-            return "127.0.0.1"
-        far = next(host for host in hosts if not is_loopback(host.hostname or ""))
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing, but chooses an interface
-            probe.connect((far.hostname, far.port or 80))
-            return str(probe.getsockname()[0])
-
-    def worker(self, rank: int) -> str:
-        """Name the server whose worker has a rank from 1 on."""
-        place = next(number for number, end in enumerate(self._offsets[1:]) if rank <= end)
-        return self.connections.endpoints[place].url
-
-    def call(self, path: str, *bodies: dict[str, Any] | None) -> PendingCalls:
-        """Post to every server, each its own body if there are several."""
-        endpoints = self.connections.endpoints
-        each = bodies if len(bodies) > 1 else (bodies[0] if bodies else None,) * len(endpoints)
-        started = [
-            self.connections.submit(self.connections.call(endpoint, "POST", path, body, timeout=self._timeout))
-            for endpoint, body in zip(endpoints, each, strict=True)
-        ]
+    def submit(
+        self, method: str, *args: Any, doing: str, each: Sequence[tuple[Any, ...]] | None = None
+    ) -> PendingCalls:
+        """Post to every server; see :meth:`Receivers.submit`."""
+        started = []
+        for place, endpoint in enumerate(self.connections.endpoints):
+            path, body = _REQUESTS[method](*(args if each is None else each[place]))
+            call = self.connections.call(endpoint, "POST", path, body, timeout=self._timeout)
+            started.append(self.connections.submit(call))
         return PendingCalls(started)
 
-    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> PendingCalls:
-        """Have every worker prepare for transfers; if ``ranked``, the workers' ranks begin at 1."""
-        offsets = [{"rank_offset": 1 + offset} if ranked else {} for offset in self._offsets[:-1]]
-        return self.call("/init_weight_transfer_engine", *({"init_info": init_info | offset} for offset in offsets))
 
-    def update(self, update_info: dict[str, Any]) -> PendingCalls:
-        """Have every worker receive weights."""
-        return self.call("/update_weights", {"update_info": update_info})
+def _address_for(urls: Sequence[str]) -> str:
+    """Address at which servers reach this process: loopback if they are reached by it."""
+    far = [parts for parts in map(urlsplit, urls) if not is_loopback(parts.hostname or "")]
+    return address_towards(str(far[0].hostname), far[0].port or 80) if far else "127.0.0.1"
 
 
-class ServerSync:
-    """Rank 0's steps of a weight sync: pause, begin the update, send, finish it, resume.
+class ServerSync(SyncSteps):
+    """Rank 0's steps of a weight sync of servers.
 
     A server whose transfer broke off has weights of two versions and stays paused until the next sync.
     """
 
     def __init__(self, receivers: ServerReceivers, sender: WeightSender) -> None:
+        super().__init__(sender)
         self._receivers = receivers
-        self._sender = sender
-        self._connected = False
         self._sent: str | None = None  # version that the servers have of us
         self._broken = False
 
     def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Send weights to all servers and label them; EngineError if one fails."""
-        receivers = self._receivers
-        try:
-            # Requests of others are kept, and continue with the new weights; cached keys and values are dropped.
-            receivers.call("/pause?mode=keep&clear_cache=true").result()
-            if self._broken:
-                with contextlib.suppress(EngineError):  # the update may have ended
-                    receivers.call("/finish_weight_update", {}).result()
-            # Servers that were started again, or got weights of others, have left the connection.
-            if not self._connected or served_versions(receivers.connections) != [self._sent] * receivers.num_servers:
-                self._sender.connect(receivers)
-                self._connected = True
-            receivers.call("/start_weight_update").result()
-            self._broken = True
+        receivers, before = self._receivers, self._broken
+        # Servers that were started again, or got weights of others, have left the connection.
+        if served_versions(receivers.connections) != [self._sent] * len(receivers.names):
+            self._connected = None
+        self._broken = True
+        with self.paused(receivers, receivers, broken=before, resume=True):
             self._sender.send(receivers, infos, weights)
-            receivers.call("/finish_weight_update", {"weight_version": str(version)}).result()
+            receivers.submit("finish_update", version, doing="finishing the weight update").result()
             self._sent = str(version)
-            receivers.call("/resume").result()
-            self._broken = False
-        except BaseException:
-            self._connected = False
-            with contextlib.suppress(Exception):
-                self._sender.close()  # workers that wait for data fail now, not at their time limit
-            raise
+        self._broken = False
 
-    def can_retry(self, error: BaseException) -> bool:
-        """False: a server that failed is somebody else's to start again."""
-        return False
-
-    def close(self) -> None:
-        """Disconnect from the workers."""
-        self._sender.close()
-        self._connected = False
+    def abandon(self, receivers: Receivers) -> None:
+        """End an update that broke off, unless it has ended."""
+        with contextlib.suppress(EngineError):
+            super().abandon(receivers)

@@ -1,12 +1,12 @@
 """What is asked of remote engines and what they answer: requests, completions, and calls to several engines at once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhfkit.ray_calls import ActorCalls
 from rlhfkit.rollout.errors import CURE, EngineError, EngineFailure, RefusedRequest, RequestError
 from rlhfkit.rollout.supervision.health import State
+from rlhfkit.rollout.weight_sync.sender import Receivers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,61 +95,26 @@ class EngineCalls(ActorCalls[Any]):
                 raise EngineFailure(f"{engine} died while {self.doing}: {engine.reason}. {CURE}", engine)
 
 
-@dataclass(frozen=True)
-class EngineReceivers:
-    """Several engines as a :class:`~rlhfkit.rollout.weight_sync.sender.Receivers`."""
+class EngineReceivers(Receivers):
+    """Engines of a pool that are sent weights; ``timeout`` is in seconds for each step, ``look`` that of the calls."""
 
-    engines: tuple[Any, ...]
-    workers_per_engine: int
-    """Processes of each engine that hold weights."""
-    address: str
-    """Address at which they reach this process."""
-    timeout: float
-    """Seconds for each step of a weight transfer."""
-    look: Callable[[], None] = lambda: None
-    """Learns of engines that were found dead."""
-
-    @property
-    def num_workers(self) -> int:
-        """Processes that hold weights, of all engines."""
-        return len(self.engines) * self.workers_per_engine
-
-    @property
-    def worker_numbers(self) -> tuple[int, ...]:
-        """Number of each of these processes among those of all engines: colocated, the rank whose GPU it uses."""
-        each = self.workers_per_engine
-        return tuple(engine.number * each + index for engine in self.engines for index in range(each))
-
-    def worker(self, rank: int) -> str:
-        """Name the engine whose worker has a rank from 1 on in the group of a transfer."""
-        return str(self.engines[(rank - 1) // self.workers_per_engine])
-
-    def submit(
+    def __init__(
         self,
-        method: str,
-        *args: Any,
-        doing: str,
-        timeout: float | None = None,
-        each: Sequence[tuple[Any, ...]] | None = None,
-    ) -> EngineCalls:
-        """Call a method on every engine, with ``args`` or with the engine's own arguments in ``each``.
+        engines: Sequence[Any],
+        workers_per_engine: int,
+        address: str,
+        timeout: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engines = tuple(engines)
+        numbers = [one.number * workers_per_engine + index for one in engines for index in range(workers_per_engine)]
+        super().__init__(list(map(str, engines)), [workers_per_engine] * len(self.engines), address, numbers)
+        self._timeout, self._look = timeout, look
 
-        ``doing`` names the work in messages; ``timeout`` is in seconds, by default :attr:`timeout`.
-        """
-        refs = {}
-        for place, engine in enumerate(self.engines):
-            refs[getattr(engine.actor, method).remote(*(args if each is None else each[place]))] = engine
-        return EngineCalls(refs, doing, self.timeout if timeout is None else timeout, self.look)
-
-    def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> EngineCalls:
-        """Have every worker prepare for transfers.
-
-        If ``ranked``, the workers of engine i get ranks from 1 + i * ``workers_per_engine``, its ``rank_offset``, on.
-        """
-        offsets = [{"rank_offset": 1 + i * self.workers_per_engine} if ranked else {} for i in range(len(self.engines))]
-        each = [(init_info | offset,) for offset in offsets]
-        return self.submit("connect", doing="joining the weight transfer", each=each)
-
-    def update(self, update_info: dict[str, Any]) -> EngineCalls:
-        """Have every worker receive weights."""
-        return self.submit("update", update_info, doing="loading weights")
+    def submit(self, method: str, *args: Any, doing: str, each: Sequence[tuple[Any, ...]] | None = None) -> EngineCalls:
+        """Call a method on every engine; see :meth:`Receivers.submit`."""
+        refs = {
+            getattr(engine.actor, method).remote(*(args if each is None else each[place])): engine
+            for place, engine in enumerate(self.engines)
+        }
+        return EngineCalls(refs, doing, self._timeout, self._look)

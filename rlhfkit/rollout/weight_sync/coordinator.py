@@ -3,18 +3,17 @@
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
 from rlhfkit.distributed import exchange_errors, gather_objects
 from rlhfkit.rollout.engine import WeightInfo, WeightSource
 from rlhfkit.rollout.errors import EngineError, EngineFailure
-from rlhfkit.rollout.supervision.calls import EngineReceivers
 from rlhfkit.rollout.supervision.engines import Engine, Engines
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender
-from rlhfkit.rollout.weight_sync.sender import WeightSender
+from rlhfkit.rollout.weight_sync.sender import Receivers, WeightSender
 from rlhfkit.rollout.weight_sync.source import ADAPTER_SETTINGS
 
 
@@ -22,17 +21,71 @@ class BaseNeededError(EngineError):
     """An adapter was to be sent alone to an engine that lacks the weights under it."""
 
 
-class WeightSyncCoordinator:
+class SyncSteps:
+    """Rank 0's steps of a weight sync, of engines and of servers alike; a subclass implements :meth:`sync`."""
+
+    def __init__(self, sender: WeightSender) -> None:
+        self._sender = sender
+        self._connected: object = None  # whom the sender is connected to
+
+    def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Make one attempt; EngineError if an engine fails."""
+        raise NotImplementedError
+
+    def can_retry(self, error: BaseException) -> bool:
+        """Whether the sync that raised ``error`` may succeed now; false by default."""
+        return False
+
+    @contextlib.contextmanager
+    def paused(self, receivers: Receivers, members: object, *, broken: bool, resume: bool) -> Iterator[None]:
+        """A context in which engines are paused and ready for new weights, which the sender is connected to.
+
+        Requests in flight are kept, and continue with the new weights. After an error they stay out of service.
+
+        Args:
+            receivers: The engines.
+            members: Equal if they are those of the last transfer, whose connection is used again.
+            broken: Whether the last update of some broke off.
+            resume: Go on at the end.
+        """
+        try:
+            receivers.submit("pause", doing="pausing for new weights").result()
+            if broken:
+                self.abandon(receivers)
+            if self._connected != members:
+                self._connected = None
+                self._sender.connect(receivers)
+                self._connected = members
+            receivers.submit("begin_update", doing="preparing for new weights").result()
+            yield
+            if resume:
+                receivers.submit("resume", doing="resuming after the weight update").result()
+        except BaseException:
+            self._connected = None
+            with contextlib.suppress(Exception):
+                self._sender.close()  # workers that wait for data fail now, not at their time limit
+            raise
+
+    def abandon(self, receivers: Receivers) -> None:
+        """End an update that broke off."""
+        receivers.submit("abandon_update", doing="closing a broken update").result()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._sender.close()
+        self._connected = None
+
+
+class WeightSyncCoordinator(SyncSteps):
     """Sends weights to the engines of one pool.
 
     ``recoverable``: whether engines whose transfer broke off can be sent weights again; else they are restarted.
     """
 
     def __init__(self, engines: Engines, sender: WeightSender, *, recoverable: bool) -> None:
+        super().__init__(sender)
         self._engines = engines
-        self._sender = sender
         self._recoverable = recoverable
-        self._connected: tuple[Engine, ...] = ()
         self._participants: tuple[Engine, ...] = ()  # of the last attempt
         self._have_base = False  # the connected engines have the weights under an adapter, unchanged
 
@@ -54,11 +107,10 @@ class WeightSyncCoordinator:
         return not self._have_base or self._connected != self._engines.engines_up
 
     def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Make one attempt: pause, begin the update, send, finish the update, resume; EngineError if an engine fails.
+        """Make one attempt; see :meth:`SyncSteps.sync`.
 
         Engines that sleep allocate the memory of their weights only, and go on sleeping instead of resuming.
-        Engines are out of service from the first step to the last, and stay so if any fails. Requests in flight are
-        kept, and continue with the new weights.
+        Engines are out of service from the first step to the last, and stay so if any fails.
         """
         try:
             self._try_sync(infos, weights, version)
@@ -69,40 +121,22 @@ class WeightSyncCoordinator:
     def _try_sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         self._participants = ()
         receivers = self._engines.begin_sync()
-        self._participants = receivers.engines
-        asleep = any(engine.asleep for engine in receivers.engines)
+        self._participants = engines = receivers.engines
+        asleep, broken = (any(getattr(one, name) for one in engines) for name in ("asleep", "has_partial_weights"))
+        had_base, self._have_base = self._have_base and self._connected == engines, False
         received: int | None = None
         try:
-            self._prepare(receivers, asleep)
-            had_base, self._have_base = self._have_base, False
-            if infos[0].name == ADAPTER_SETTINGS and not had_base:
-                raise BaseNeededError("an engine came up between the decision to send an adapter alone and the sync")
-            self._sender.send(receivers, infos, weights)
+            if asleep:  # the key-value cache is allocated by wake(), when the trainer has made room for it
+                receivers.submit("wake", ["weights"], doing="waking up").result()
+            with self.paused(receivers, engines, broken=broken, resume=not asleep):
+                if infos[0].name == ADAPTER_SETTINGS and not had_base:
+                    raise BaseNeededError("an engine came up after it was decided to send an adapter alone")
+                self._sender.send(receivers, infos, weights)
+                receivers.submit("finish_update", version, doing="finishing the weight update").result()
             self._have_base = any(info.name == ADAPTER_SETTINGS for info in infos)
-            receivers.submit("finish_update", version, doing="finishing the weight update").result()
-            if not asleep:
-                receivers.submit("resume", doing="resuming after the weight update").result()
             received = version
-        except BaseException:
-            self._connected, self._have_base = (), False
-            with contextlib.suppress(Exception):
-                self._sender.close()  # workers that wait for data fail now, not at their time limit
-            raise
         finally:
             self._engines.end_sync(receivers, received, asleep=asleep)
-
-    def _prepare(self, receivers: EngineReceivers, asleep: bool) -> None:
-        """Run every step before the first byte; the first call fails for engines that do not answer."""
-        if asleep:  # the key-value cache is allocated by wake(), when the trainer has made room for it
-            receivers.submit("wake", ["weights"], doing="waking up").result()
-        receivers.submit("pause", doing="pausing for new weights").result()
-        if any(engine.has_partial_weights for engine in receivers.engines):
-            receivers.submit("abandon_update", doing="closing a broken update").result()
-        if self._connected != receivers.engines:
-            self._have_base = False
-            self._sender.connect(receivers)
-            self._connected = receivers.engines
-        receivers.submit("begin_update", doing="preparing for new weights").result()
 
     def can_retry(self, error: BaseException) -> bool:
         """Whether the sync that raised ``error`` may succeed now: engines died of it and others are up or starting."""
@@ -111,22 +145,6 @@ class WeightSyncCoordinator:
         if isinstance(error, EngineFailure) and error.engine is not None:
             self._engines.mark_dead(error.engine, str(error), cause=error.cause)
         return self._engines.probe_now(self._participants) and not self._engines.all_dead
-
-    def close(self) -> None:
-        """Close the sender."""
-        self._sender.close()
-
-
-class SyncSteps(Protocol):
-    """Rank 0's steps of a weight sync; :class:`WeightSyncCoordinator` has them."""
-
-    def sync(self, infos: Sequence[WeightInfo], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Make one attempt; EngineError if an engine fails."""
-        ...
-
-    def can_retry(self, error: BaseException) -> bool:
-        """Whether another attempt may succeed now."""
-        ...
 
 
 class SyncAttempt(NamedTuple):

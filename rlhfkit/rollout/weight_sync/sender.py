@@ -3,6 +3,8 @@
 One remote call announces names, types and shapes; the bytes follow, bucket by bucket.
 """
 
+import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -23,35 +25,50 @@ class Pending(Protocol):
         ...
 
 
-class Receivers(Protocol):
-    """The engines, as a sender sees them."""
+class Receivers:
+    """Several engines as those that send weights to them see them. A subclass implements :meth:`submit`.
 
-    @property
-    def num_workers(self) -> int:
-        """Number of receiving processes of all engines."""
-        ...
+    Args:
+        names: Of the engines, for messages.
+        workers: Processes of each that hold weights.
+        address: Address at which they reach this process.
+        numbers: Of each of these processes among those of all engines, dead ones included; colocated, the rank whose
+            GPU it uses. ``None``: from 0 on.
+    """
 
-    @property
-    def worker_numbers(self) -> tuple[int, ...]:
-        """Number of each receiving process among those of all engines, dead ones included; colocated: its rank."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """Address at which they reach this process."""
-        ...
+    def __init__(
+        self, names: Sequence[str], workers: Sequence[int], address: str, numbers: Sequence[int] | None = None
+    ) -> None:
+        self.names = list(names)
+        self.address = address
+        self.num_workers = sum(workers)
+        self.worker_numbers = tuple(range(self.num_workers) if numbers is None else numbers)
+        self._ends = list(itertools.accumulate(workers))  # rank of the last worker of each, as the trainer is rank 0
 
     def worker(self, rank: int) -> str:
-        """Name the worker of a rank from 1 on, for messages."""
-        ...
+        """Name the engine whose worker has a rank from 1 on in the group of a transfer."""
+        return self.names[bisect.bisect_left(self._ends, rank)]
+
+    def submit(self, method: str, *args: Any, doing: str, each: Sequence[tuple[Any, ...]] | None = None) -> Pending:
+        """Call a method of every engine, with ``args`` or with its own arguments in ``each``.
+
+        Args:
+            method: One of :class:`~rlhfkit.rollout.vllm.actor.VLLMActor` on weights.
+            *args: Of all.
+            doing: Names the work in messages.
+            each: Of each engine.
+        """
+        raise NotImplementedError
 
     def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> Pending:
-        """Have every worker prepare for transfers; if ``ranked``, each engine is also told its ``rank_offset``."""
-        ...
+        """Have every worker prepare for transfers; if ``ranked``, each engine learns the rank of its first worker."""
+        first = [1, *(end + 1 for end in self._ends)]
+        each = [(init_info | ({"rank_offset": first[place]} if ranked else {}),) for place in range(len(self.names))]
+        return self.submit("connect", doing="joining the weight transfer", each=each)
 
     def update(self, update_info: dict[str, Any]) -> Pending:
         """Have every worker receive weights."""
-        ...
+        return self.submit("update", update_info, doing="loading weights")
 
 
 class WeightSender(Protocol):

@@ -1,6 +1,6 @@
 """RemoteReward against real servers: right, slow, down, wrong, overloaded and unauthenticated ones.
 
-Covers ``serving/endpoints.py`` and ``wire.py`` too.
+Covers ``serving.client.py`` and ``wire.py`` too.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from rlhfkit.rewards import RemoteReward, WeightedSum, score_samples
 from rlhfkit.rewards.base import OnFailure, RewardError
 from rlhfkit.rewards.remote.wire import OpenRLHFFormat, SampleFormat
 from rlhfkit.serving.access import AccessToken
-from rlhfkit.serving.endpoints import (
+from rlhfkit.serving.client import (
     MAX_RETRY_AFTER,
     Endpoint,
     ServerUnavailable,

@@ -203,8 +203,10 @@ def test_a_step_of_a_sync_after_one_that_failed_does_not_use_the_connection_that
     try:
         for _ in range(3):
             with pytest.raises(EngineError, match="status 500: broken"):
-                receivers.call("/finish_weight_update", {}).result()
-            assert receivers.call("/v1/models").result() == [app.models]
+                receivers.submit("abandon_update", doing="").result()
+            (server,) = connections.endpoints
+            asked = connections.submit(connections.call(server, "GET", "/v1/models", timeout=10))
+            assert asked.result() == app.models
     finally:
         connections.close()
 
@@ -265,7 +267,7 @@ def test_requests_in_flight_are_limited(app: Misbehaviour, started: Callable[...
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"urls": []}, "at least one running server"),
+        ({"urls": []}, "at least one address of a running server"),
         ({"urls": "10.0.0.5:8000"}, "must be like 'http://127.0.0.1:8000'"),
         ({"urls": "http://me:secret@host"}, "must have no user, password or query"),
         ({"concurrency": 0}, "concurrency"),

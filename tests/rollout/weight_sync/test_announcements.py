@@ -23,6 +23,8 @@ class Recorded(RuntimeError):
 class Listening(EngineReceivers):
     """Two engines of two workers each that write down what they are told."""
 
+    told: list[Any]
+
     def submit(self, method: str, *args: Any, each: Any = None, **ignored: Any) -> Any:
         self.told.append((method, [row[0] for row in each] if each is not None else [args[0]] * 2))
         return SimpleNamespace(result=list, poll=self.poll)
@@ -32,8 +34,8 @@ class Listening(EngineReceivers):
 
 
 def listening() -> Listening:
-    two = Listening((SimpleNamespace(), SimpleNamespace()), 2, "127.0.0.1", 5.0)  # type: ignore[arg-type]
-    object.__setattr__(two, "told", [])
+    two = Listening([SimpleNamespace(number=0), SimpleNamespace(number=1)], 2, "127.0.0.1", 5.0)
+    two.told = []
     return two
 
 
