@@ -1,16 +1,14 @@
 """``RankStore``: how ranks leave messages for one another and wait without a collective.
 
 A collective that starts with a long wait (for samples, for rewards) ends with the process group's time limit and does
-not say which rank is missing. Here ranks wait on a ``torch.distributed.TCPStore`` of their own: with a limit of their
-own, woken at once by a rank that fails, and told which rank died. Imports torch only.
+not say which rank is missing. Here ranks wait on the store of the default process group: with a limit of their own,
+woken at once by a rank that fails, and told which rank died. Imports torch only.
 """
 
 import hmac
 import math
-import os
 import pickle
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__ (torch 2.13)
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in its __all__ (torch 2.13)
 
 from rlhfkit.distributed import Failure, error_of_all, failure_of, gather_objects, get_rank, get_world_size
 
@@ -52,13 +50,12 @@ class RankError(RuntimeError):
 class RankStore:
     """Messages between ranks; made by :func:`rank_store`. May be used from several threads."""
 
-    def __init__(self, host: str, port: int, key: bytes, *, rank: int, world_size: int, server: Any = None) -> None:
+    def __init__(self, store: Any, key: bytes, *, rank: int, world_size: int) -> None:
+        """Start the heartbeats; ``store`` is torch's, whose requests here never wait for a key."""
         self.rank = rank
         self.world_size = world_size
-        self._server = server  # rank 0 keeps the store alive
-        self._address = host, port
+        self._store = store
         self._key = key
-        self._clients = threading.local()  # a client of the store answers one thread at a time
         self._lock = threading.Lock()
         self._logs_made: dict[str, int] = {}  # by name, the number of the last log
         self._beats: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it was seen to change
@@ -67,17 +64,9 @@ class RankStore:
         self._set(f"alive/{rank}", b"0")
         threading.Thread(target=self._beat, name="rank heartbeat", daemon=True).start()
 
-    def _client(self) -> Any:
-        if not hasattr(self._clients, "store"):
-            host, port = self._address
-            self._clients.store = TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=_REQUEST_TIMEOUT
-            )
-        return self._clients.store
-
     def _request(self, send: Callable[[Any], T]) -> T:
         try:
-            return send(self._client())
+            return send(self._store)
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError
             raise RankError(f"rank 0, which holds the store that ranks wait on, does not answer: {error}") from error
 
@@ -382,15 +371,11 @@ def rank_store() -> RankStore:
 
 
 def _open_store() -> RankStore:
-    server, address = None, ("", 0, b"")
-    if get_rank() == 0:
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        # Bound to the address that the ranks use: torch's own servers listen on all.
-        listener = socket.create_server((host, 0))
-        port = listener.getsockname()[1]
-        server = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        address = host, port, secrets.token_bytes(32)
-    host, port, key = gather_objects(address)[0]
-    store = RankStore(host, port, key, rank=get_rank(), world_size=get_world_size(), server=server)
+    # An earlier process group may have had the same store.
+    name, key = gather_objects((secrets.token_hex(8), secrets.token_bytes(32)))[0]
+    # A connection of its own, as requests of others may wait for a key.
+    store = PrefixStore(f"rlhfkit/{name}", dist.distributed_c10d._get_default_store().clone())
+    store.set_timeout(_REQUEST_TIMEOUT)
+    opened = RankStore(store, key, rank=get_rank(), world_size=get_world_size())
     gather_objects(None)  # every rank's first heartbeat is there
-    return store
+    return opened

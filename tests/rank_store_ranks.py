@@ -58,7 +58,7 @@ def everything(**_: Any) -> dict[str, Any]:
     dist.barrier()
     found["forgotten"] = store.entries("exchange/0", 0)
     if rank == 0:
-        store._client().set("value/forged", pickle.dumps("anything"))
+        store._store.set("value/forged", pickle.dumps("anything"))
     dist.barrier()
     found["forged"] = raised(lambda: store.lookup("forged"))[0]
     slow = store.log("slow")

@@ -35,7 +35,7 @@ from rlhfkit.rollout.engine import (
 )
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.local.generator import Decoding, FinishedRow
-from rlhfkit.rollout.local.weights import EngineWeights, ReadWriteLock, parameters_without_memory
+from rlhfkit.rollout.local.weights import EngineWeights, WeightLock, parameters_without_memory
 from rlhfkit.rollout.partial_rollouts import CUT, is_usable
 from rlhfkit.validation import check_integer
 
@@ -87,7 +87,7 @@ class LocalEngine(RolloutEngine):
         self._dtype = torch.float32
         self._cached, self._finished_masks = True, False
         self._vision: Any = None  # how it reads images; None: it reads text only
-        self._lock = ReadWriteLock()
+        self._lock = WeightLock()
 
     def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take the run's tokenizer; see :meth:`RolloutEngine.configure_tokenizer`."""

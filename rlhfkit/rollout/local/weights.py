@@ -1,11 +1,11 @@
 """The weights of ``LocalEngine``'s model: memory of its own that is written to, or the policy's tensors themselves.
 
-:class:`ReadWriteLock` lets them change between two tokens, and never while one is computed.
+:class:`WeightLock` lets them change between two tokens, and never while one is computed.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -103,66 +103,41 @@ def parameters_without_memory() -> Iterator[None]:
         modules.register_parameter = register
 
 
-class ReadWriteLock:
-    """Many readers or one writer of the weights; a waiting writer goes before new readers.
+class WeightLock:
+    """Held for one token of decoding, or for one load of new weights, which then goes before the next token.
 
-    Decoding takes the read lock for one token at a time, so that new weights never wait for a whole completion, and no
-    token is computed from partly updated weights.
+    So new weights never wait for a whole completion, and no token is computed from partly updated weights.
 
     Args:
-        timeout: Seconds that one read or one write may take.
+        timeout: Seconds that one token or one load may take.
     """
 
     def __init__(self, timeout: float = 1800.0) -> None:
         self.timeout = timeout
-        self._condition = threading.Condition()
-        self._readers = 0
-        self._waiting_writers = 0
-        self._writing = False
+        self._turn = threading.Lock()  # held by who is next: a thread that decodes all the time has to come behind it
+        self._weights = threading.Lock()
 
     def __reduce__(self) -> Any:
         """Pickle as an unlocked lock, for ranks on Ray."""
         return type(self), (self.timeout,)
 
-    @contextmanager
-    def read(self) -> Iterator[None]:
-        """Hold the read lock.
+    def read(self) -> AbstractContextManager[None]:
+        """Hold it for a token; TimeoutError if a load takes too long."""
+        return self._hold("new weights took", "to arrive")
 
-        Raises:
-            TimeoutError: If a write takes too long.
-        """
-        with self._condition:
-            self._wait(lambda: not (self._writing or self._waiting_writers), "new weights took", "to arrive")
-            self._readers += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._readers -= 1
-                self._condition.notify_all()
+    def write(self) -> AbstractContextManager[None]:
+        """Hold it for a load; TimeoutError if a token, or another load, takes too long."""
+        return self._hold("one token took", "to compute")
 
     @contextmanager
-    def write(self) -> Iterator[None]:
-        """Hold the write lock.
-
-        Raises:
-            TimeoutError: If a read, or another write, takes too long.
-        """
-        with self._condition:
-            self._waiting_writers += 1
-            try:
-                self._wait(lambda: not (self._writing or self._readers), "one token took", "to compute")
-                self._writing = True
-            finally:
-                self._waiting_writers -= 1
-                self._condition.notify_all()
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._writing = False
-                self._condition.notify_all()
-
-    def _wait(self, free: Callable[[], bool], what: str, ending: str) -> None:
-        if not self._condition.wait_for(free, self.timeout):
+    def _hold(self, what: str, ending: str) -> Iterator[None]:
+        mine = False
+        if self._turn.acquire(timeout=self.timeout):
+            mine = self._weights.acquire(timeout=self.timeout)
+            self._turn.release()
+        if not mine:
             raise TimeoutError(f"{what} longer than {self.timeout:g} s {ending}")
+        try:
+            yield
+        finally:
+            self._weights.release()

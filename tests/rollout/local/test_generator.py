@@ -18,7 +18,7 @@ from rlhfkit.models import load_causal_lm
 from rlhfkit.models.attention.families import takes_finished_masks
 from rlhfkit.rollout import LocalEngine, ModuleWeights, SamplingSpec
 from rlhfkit.rollout.collector import BatchedGroupStream
-from rlhfkit.rollout.local.weights import ReadWriteLock
+from rlhfkit.rollout.local.weights import WeightLock
 
 TEXTS = ["1+2=", "hello world", "a", "12345 67"]
 
@@ -198,7 +198,7 @@ def test_rounds_make_a_stream_of_anything() -> None:
 
 
 def test_a_change_goes_first_and_never_meets_a_step() -> None:
-    lock, inside, stop = ReadWriteLock(timeout=10), threading.Event(), threading.Event()
+    lock, inside, stop = WeightLock(timeout=10), threading.Event(), threading.Event()
     changing: list[int] = []
     met: list[int] = []
 
@@ -226,7 +226,7 @@ def test_a_change_goes_first_and_never_meets_a_step() -> None:
 
 
 def test_a_step_that_never_ends_is_named() -> None:
-    lock = ReadWriteLock(timeout=0.05)
+    lock = WeightLock(timeout=0.05)
     with lock.read(), pytest.raises(TimeoutError, match=r"one token took longer than 0\.05 s"), lock.write():
         pass
     with lock.write(), pytest.raises(TimeoutError, match=r"new weights took longer than 0\.05 s"), lock.read():
