@@ -374,7 +374,8 @@ def _open_store() -> RankStore:
     # An earlier process group may have had the same store.
     name, key = gather_objects((secrets.token_hex(8), secrets.token_bytes(32)))[0]
     # A connection of its own, as requests of others may wait for a key.
-    store = PrefixStore(f"rlhfkit/{name}", dist.distributed_c10d._get_default_store().clone())
+    default: Any = dist.distributed_c10d._get_default_store()  # torch's stubs lack clone
+    store = PrefixStore(f"rlhfkit/{name}", default.clone())
     store.set_timeout(_REQUEST_TIMEOUT)
     opened = RankStore(store, key, rank=get_rank(), world_size=get_world_size())
     gather_objects(None)  # every rank's first heartbeat is there

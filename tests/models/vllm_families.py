@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from models.families import FAMILIES, Family
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.engine import WeightSource
-from rlhfkit.rollout.vllm.backends import InProcessBackend
+from rlhfkit.rollout.vllm.in_process import InProcessLLM
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -71,7 +71,6 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._backend = InProcessBackend()
         arguments = engine_arguments(
             str(folder),
             dtype=torch.float32,
@@ -88,7 +87,7 @@ class Engine:
         )
         # vLLM caches prefixes of recurrent layers only with chunked prefill, which it cannot do on a CPU.
         arguments["enable_prefix_caching"] = False
-        self._wait(self._backend.start(arguments))
+        self._engine = self._wait(InProcessLLM.start(arguments))
 
     def _start(self, call: Coroutine[Any, Any, Any]) -> "Future[Any]":
         return asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -101,25 +100,28 @@ class Engine:
 
     def connect(self, rendezvous: dict[str, Any]) -> Called:
         rendezvous = {**rendezvous, "rank_offset": 1}
-        return Called(self._start(self._backend.rpc("init_weight_transfer_engine", init_info=rendezvous)))
+        return Called(
+            self._start(self._engine.collective_rpc("init_weight_transfer_engine", {"init_info": rendezvous}))
+        )
 
     def update(self, update: dict[str, Any]) -> Called:
-        return Called(self._start(self._backend.rpc("update_weights", update_info=update)))
+        return Called(self._start(self._engine.collective_rpc("update_weights", {"update_info": update})))
 
     def load(self, sender: ProcessGroupSender, weights: WeightSource) -> None:
         """One weight update, in the order of a pool's."""
-        self._wait(self._backend.pause())
-        self._wait(self._backend.rpc("start_weight_update"))
+        self._wait(self._engine.pause_generation(mode="keep", clear_cache=True))
+        self._wait(self._engine.collective_rpc("start_weight_update", {}))
         sender.send(self, weights.metadata(), iter(weights))
-        self._wait(self._backend.rpc("finish_weight_update"))
-        self._wait(self._backend.resume())
+        self._wait(self._engine.collective_rpc("finish_weight_update", {}))
+        self._wait(self._engine.resume_generation())
 
     def run(self, name: str, tokens: list[int], **arguments: Any) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**arguments, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        return self._wait(self._backend.generate(name, tokens, params, 0))
+        outputs = self._engine.generate({"prompt_token_ids": tokens}, params, name, lora_request=None, priority=0)
+        return self._wait(anext(outputs))
 
 
 class Reference:

@@ -21,7 +21,8 @@ from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation, assig
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.table import this_process
-from rlhfkit.rollout.vllm.backends import AsyncBackend, Backend, InProcessBackend
+from rlhfkit.rollout.vllm.adapter_slot import adapter_request
+from rlhfkit.rollout.vllm.in_process import InProcessLLM
 from rlhfkit.rollout.vllm.machines import WorkerMachines, node_arguments, run_workers
 
 Result = TypeVar("Result")
@@ -146,13 +147,15 @@ class VLLMActor:
         self._others = tuple(others)
         self._machines: WorkerMachines | None = None
         self.in_process = in_process
-        self._backend: Backend = InProcessBackend() if in_process else AsyncBackend()
+        self._engine: Any = None  # vLLM's AsyncLLM, or an InProcessLLM
+        self._adapter: Any = None  # of every request
         self._numbers = itertools.count()
         self.started = False
         self._has_weights = False  # those that it was started with, or was sent
         self._running: dict[str, dict[str, asyncio.Task[Any]]] = {}  # by key, and by name of the request
         self._paused = False
-        self._step = (-1, time.monotonic())  # the last step that was seen, and when
+        self._last_step = time.monotonic()  # when it was seen
+        self._question: asyncio.Task[Any] | None = None  # to the engine's process, which answers between two steps
         # Steps of a transfer run one after another, in the order of the calls, also if several have arrived while the
         # process was suspended.
         self._transfer = asyncio.Lock()
@@ -172,16 +175,17 @@ class VLLMActor:
         gpus = self._check_gpus()
         self._start_other_machines()
         try:
-            config = await self._backend.start(self._arguments)
+            self._engine = await self._build()
         except Exception:
             self._check_machines()  # the cause, if there is one
             raise
+        config, self._adapter = self._engine.vllm_config, adapter_request(self._arguments)
         if config.parallel_config.pipeline_parallel_size > 1:
-            await self._backend.rpc("allocate_pipeline_buffers")
-        await self._backend.set_version("0")
-        if self._arguments.get("enable_lora"):
-            await self._backend.rpc("check_adapter", targets=self._arguments["lora_target_modules"])
-        self.started, self._has_weights = True, has_weights
+            await self._rpc("allocate_pipeline_buffers")
+        await self._engine.update_weight_version("0")
+        if self._adapter is not None:
+            await self._rpc("check_adapter", targets=self._arguments["lora_target_modules"])
+        self.started, self._has_weights, self._last_step = True, has_weights, time.monotonic()
         this = psutil.Process()
         return {
             "max_model_len": int(config.model_config.max_model_len),
@@ -190,6 +194,19 @@ class VLLMActor:
             "machines": 1 + len(self._others),
             "processes": [(one.pid, one.create_time()) for one in (this, *this.children(recursive=True))],
         }
+
+    async def _build(self) -> Any:
+        """Build the engine; one of several processes is an ``AsyncLLM``."""
+        if self.in_process:
+            return await InProcessLLM.start(self._arguments)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+
+    async def _rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of every worker."""
+        await self._engine.collective_rpc(method, kwargs=arguments)
 
     def _start_other_machines(self) -> None:
         """Start the workers of the engine's other machines, which wait for those of this one."""
@@ -269,10 +286,16 @@ class VLLMActor:
     async def health(self) -> dict[str, Any]:
         """Return the health; RuntimeError if vLLM reports that it has failed."""
         self._check_machines()
-        step, now = await self._backend.step_count(), time.monotonic()
-        if step != self._step[0] or self._paused or not self._running:
-            self._step = (step, now)
-        return {"seconds_since_step": now - self._step[1], "paused": self._paused}
+        await self._engine.check_health()
+        answered = self._question is not None and self._question.done()
+        if self._question is None or answered:
+            question, self._question = self._question, asyncio.ensure_future(self._engine.is_paused())
+            if question is not None:
+                question.result()
+        now = time.monotonic()
+        if answered or self._paused or not self._running:
+            self._last_step = now
+        return {"seconds_since_step": now - self._last_step, "paused": self._paused}
 
     @plain_errors
     async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:
@@ -306,7 +329,7 @@ class VLLMActor:
             for token_ids, arguments in requests
         ]
         names = [f"request-{next(self._numbers)}" for _ in checked]
-        running = [self._backend.generate(name, *request) for name, request in zip(names, checked, strict=True)]
+        running = [self._generate(name, *request) for name, request in zip(names, checked, strict=True)]
         tasks = [asyncio.ensure_future(one) for one in running]
         self._running[key] = dict(zip(names, tasks, strict=True))
         try:
@@ -315,6 +338,20 @@ class VLLMActor:
             del self._running[key]
             for task in tasks:  # if one has failed, the others are not needed
                 task.cancel()
+
+    async def _generate(self, name: str, token_ids: list[int], params: Any, priority: int) -> Any:
+        """Run one request and return its ``RequestOutput``; RefusedRequest if it cannot be run."""
+        last, prompt = None, {"prompt_token_ids": token_ids}
+        try:
+            outputs = self._engine.generate(prompt, params, name, lora_request=self._adapter, priority=priority)
+            async for output in outputs:
+                last = output
+        except Exception as error:
+            if self._engine.errored:
+                raise
+            cause = error.__cause__ or error  # vLLM wraps unexpected exceptions
+            raise RefusedRequest(f"{type(cause).__name__}: {cause}") from None
+        return last
 
     @plain_errors
     async def abort(self, keys: Sequence[str]) -> None:
@@ -329,49 +366,49 @@ class VLLMActor:
         tasks = {name: task for key in keys for name, task in self._running.get(key, {}).items()}
         while tasks := {name: task for name, task in tasks.items() if not task.done()}:
             for name in tasks:
-                await self._backend.cut(name)
+                await self._engine.abort(name)
             await asyncio.sleep(0.01)  # vLLM may not know a request yet that has just arrived
 
     @plain_errors
     async def connect(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's group for weight transfers."""
         async with self._transfer:
-            await self._backend.rpc("init_weight_transfer_engine", init_info=init_info)
+            await self._rpc("init_weight_transfer_engine", init_info=init_info)
 
     @plain_errors
     async def pause(self) -> None:
         """Stop computing and keep the requests. An update while they run would crash vLLM."""
         async with self._transfer:
             self._paused = True
-            await self._backend.pause()
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
 
     @plain_errors
     async def begin_update(self) -> None:
         """Prepare to receive weights; :meth:`pause` comes first."""
         async with self._transfer:
-            await self._backend.rpc("start_weight_update")
+            await self._rpc("start_weight_update")
 
     @plain_errors
     async def update(self, update_info: dict[str, Any]) -> None:
         """Receive weights; returns when all are loaded."""
         async with self._transfer:
-            await self._backend.rpc("update_weights", update_info=update_info)
+            await self._rpc("update_weights", update_info=update_info)
 
     @plain_errors
     async def finish_update(self, version: int) -> None:
         """Label the new weights with their version. The engine stays paused until :meth:`resume`."""
         async with self._transfer:
-            await self._backend.rpc("finish_weight_update")
-            if self._arguments.get("enable_lora"):
-                await self._backend.rpc("install_adapter")
-            await self._backend.set_version(str(version))
+            await self._rpc("finish_weight_update")
+            if self._adapter is not None:
+                await self._rpc("install_adapter")
+            await self._engine.update_weight_version(str(version))
         self._has_weights = True
 
     @plain_errors
     async def resume(self) -> None:
         """Continue; requests that were kept are computed with the current weights."""
         async with self._transfer:
-            await self._backend.resume()
+            await self._engine.resume_generation()
             self._paused = False
 
     @plain_errors
@@ -379,7 +416,7 @@ class VLLMActor:
         """End an update that broke off, if there is one. The weights are unusable until the next update."""
         async with self._transfer:
             try:
-                await self._backend.rpc("finish_weight_update")
+                await self._rpc("finish_weight_update")
             except Exception as error:
                 if "without a matching start" not in str(error):
                     raise
@@ -389,13 +426,13 @@ class VLLMActor:
         """Free the memory of cached keys and values, and move the weights to main memory (1) or drop them (2)."""
         async with self._transfer:
             self._paused = True
-            await self._backend.sleep(level)
+            await self._engine.sleep(level)
 
     @plain_errors
     async def wake(self, what: list[str] | None = None) -> None:
         """Allocate memory again; the engine computes once it has all of it."""
         async with self._transfer:
-            self._paused = not await self._backend.wake(what)
+            self._paused = not await self._engine.wake_up(what)
 
 
 def _sampling_params(arguments: dict[str, Any]) -> Any:

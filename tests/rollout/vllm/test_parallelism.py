@@ -154,13 +154,12 @@ def test_an_engine_that_cannot_start_says_what_its_processes_have_written(
 ) -> None:
     """VLLM's own exception only refers to it."""
 
-    class Backend:
-        async def start(self, arguments: Any) -> None:
-            subprocess.run(["sh", "-c", "echo ValueError: no kernel for these heads >&2"], check=True)
-            raise RuntimeError("Engine core initialization failed. See root cause above.")
+    async def build() -> None:
+        subprocess.run(["sh", "-c", "echo ValueError: no kernel for these heads >&2"], check=True)
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
 
     actor = VLLMActor({}, in_process)
-    actor._backend = Backend()  # type: ignore[assignment]
+    monkeypatch.setattr(actor, "_build", build)
     monkeypatch.setattr(actor, "_check_gpus", list)
     kept = os.dup(2)
     with (tmp_path / "worker.err").open("wb") as log:  # as Ray does in an actor
