@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhfkit.ray_placement import PlacementError
     from rlhfkit.roles.critic_pool import CriticPool, CriticPoolError
-    from rlhfkit.roles.frozen_models import FrozenModel, frozen_model
     from rlhfkit.roles.model_pool import ModelPool
-    from rlhfkit.roles.pending_rows import ModelPoolError
+    from rlhfkit.roles.pending_rows import FrozenModel, ModelPoolError, frozen_model
     from rlhfkit.roles.placement import Placement
     from rlhfkit.roles.placement_plan import RoleResources
     from rlhfkit.roles.served_model import ServedModel
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "CriticPool": "roles.critic_pool",
     "CriticPoolError": "roles.critic_pool",
-    "FrozenModel": "roles.frozen_models",
+    "FrozenModel": "roles.pending_rows",
     "ModelPool": "roles.model_pool",
     "ModelPoolError": "roles.pending_rows",
     "Placement": "roles.placement",
     "PlacementError": "ray_placement",
     "RoleResources": "roles.placement_plan",
     "ServedModel": "roles.served_model",
-    "frozen_model": "roles.frozen_models",
+    "frozen_model": "roles.pending_rows",
 }
 
 __all__ = [

@@ -20,6 +20,7 @@ from rlhfkit.ray_placement import ReservedResources, actor_options
 from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
 from rlhfkit.roles.pending_rows import (
     EarlyRows,
+    FrozenModel,
     ModelPoolError,
     PendingRows,
     Replica,
@@ -55,7 +56,7 @@ class _Use(NamedTuple):
         return f"{_ASKED[self.role]} (weights {self.weights}, computed in {self.compute})"
 
 
-class ModelPool:
+class ModelPool(FrozenModel):
     """A frozen language model (``GRPOModule(reference=...)``), reward model or critic in Ray actors.
 
     Replicas share the requests by tokens. One that dies is started again by Ray, and what it was asked is repeated; one
@@ -107,8 +108,8 @@ class ModelPool:
         check_integer("max_restarts", max_restarts, minimum=0)
         if reads not in READS and "." not in reads:
             raise ValueError(f"reads must be one of {', '.join(READS)} or the dotted name of a function, got {reads!r}")
+        super().__init__(model)
         self.reads = reads
-        self.model = model
         self.num_replicas = num_replicas
         # Resources that a Placement holds know where they are, which a copy would not.
         keeps = resources is None or isinstance(resources, ReservedResources)
@@ -122,19 +123,9 @@ class ModelPool:
         self._use: _Use | None = None  # of the replicas that were started last
         self._owned: list[Any] = []  # actors, on rank 0
         self._joined: JoinedRay | None = None
-        self.top = 0
-        """K: log-probs and ids of the K likeliest tokens are asked for; 0: log-probs of the sequences' own."""
-        self.waited = 0.0
-        """Seconds that this rank has waited for results: what the pool did not hide behind other work."""
-        self.hidden = 0.0
-        """Seconds that they computed for this rank while it did something else, as :meth:`take_seconds` says."""
-        self.early = EarlyRows()
-        """What this rank has asked about groups of the iterations that are being sampled."""
         self.computed: dict[str, float] = {}
         """Seconds of computing for this rank, by replica, since :meth:`take_seconds`."""
         self._counted = 0.0  # of ``waited``, when the seconds were taken
-        self.version = 0
-        """How often the model has moved (:meth:`follow`)."""
         self._moved: dict[str, Tensor] | None = None  # weights of a model that has moved, on rank 0, on the CPU
         self._moved_dtype: torch.dtype | None = None  # type in which they are sent
 

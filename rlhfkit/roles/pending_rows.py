@@ -1,7 +1,7 @@
 """``PendingRows``: rows that the replicas of a pool are computing for one rank.
 
-``EarlyRows``: what a model elsewhere was asked about samples as soon as their group was finished, while others were
-sampled.
+``FrozenModel``: what a module asks of a frozen model that is elsewhere, on Ray actors or behind servers; and
+``EarlyRows``: what that was asked about samples as soon as their group was finished, while others were sampled.
 """
 
 import dataclasses
@@ -9,8 +9,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.ray_calls import cause_of
-from rlhfkit.roles.replica import TokenRows
+from rlhfkit.roles.replica import Role, TokenRows
+
+if TYPE_CHECKING:
+    from rlhfkit.roles.model_pool import ModelPool
 
 log = logging.getLogger(__name__)
 
@@ -62,22 +65,10 @@ class Replica:
         return idle <= limit
 
 
-class Replicas(Protocol):
-    """What pending rows ask of their pool."""
-
-    model: str
-    request_timeout: float
-    version: int
-    top: int
-    waited: float
-    computed: dict[str, float]
-    _replicas: list[Replica]
-
-
 class PendingRows:
     """Rows that replicas are computing: ``batches`` of an experience, one request each."""
 
-    def __init__(self, pool: Replicas, experience: Experience, batches: Sequence[Tensor]) -> None:
+    def __init__(self, pool: "ModelPool", experience: Experience, batches: Sequence[Tensor]) -> None:
         self._pool = pool
         self._shape = experience.action_mask.shape
         self._requests = {number: TokenRows.of(experience, rows, pool.top) for number, rows in enumerate(batches)}
@@ -274,6 +265,69 @@ class EarlyRows:
                 tables[id(asked.pending)] = asked.pending.result(columns)
             found[key] = tables[id(asked.pending)][asked.row, : asked.steps if columns is None else columns]
         return found
+
+
+class FrozenModel:
+    """A frozen model elsewhere: :class:`~rlhfkit.roles.ModelPool` or :class:`~rlhfkit.roles.ServedModel`.
+
+    Args:
+        model: Folder or hub name.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.top = 0
+        """K: log-probs and ids of the K likeliest tokens at each place are asked for, (B, T-1, 2 K); 0: log-probs of
+        the sequences' own tokens, (B, T-1)."""
+        self.waited = 0.0
+        """Seconds that this rank has waited for results: what was not hidden behind other work."""
+        self.hidden = 0.0
+        """Seconds that it would have waited besides, had it asked for each result when it needed it."""
+        self.version = 0
+        """How often the model has moved; 0 for one that cannot."""
+        self.early = EarlyRows()
+        """What this rank has asked about groups of iterations that are being sampled."""
+
+    @property
+    def started(self) -> bool:
+        """Whether it can be asked."""
+        raise NotImplementedError
+
+    def plain(self) -> dict[str, Any]:
+        """The arguments as plain values, for checkpoints and logs; :func:`frozen_model` restores from them."""
+        raise NotImplementedError
+
+    def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: Any = "") -> None:
+        """Start or connect, once, with weights of a type and matrix products of another. A collective.
+
+        ``policy`` is the folder or hub name of the policy, for its tokenizer, or a tokenizer that it has instead.
+        """
+        raise NotImplementedError
+
+    def submit(self, experience: Experience, batches: Sequence[Tensor]) -> PendingNumbers:
+        """Ask for some rows (b,) of B sequences of this rank; returns at once."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Send weights that have moved to replicas that were restarted. A collective; nothing if none can move."""
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds since the last call that this rank has waited, and that were hidden from it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End or disconnect; :meth:`start` may be called again."""
+        raise NotImplementedError
+
+
+def frozen_model(value: FrozenModel | Mapping[str, Any] | None) -> FrozenModel | None:
+    """Restore from the dictionary of ``plain``; a model or ``None`` is returned as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    from rlhfkit.roles.model_pool import ModelPool
+    from rlhfkit.roles.served_model import ServedModel
+
+    return ServedModel(**value) if "urls" in value else ModelPool(**value)
 
 
 def row_keys(experience: Experience) -> list[bytes]:

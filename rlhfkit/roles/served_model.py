@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import run_on_all_ranks
-from rlhfkit.roles.pending_rows import EarlyRows, ModelPoolError
+from rlhfkit.roles.pending_rows import EarlyRows, FrozenModel, ModelPoolError
 from rlhfkit.roles.replica import Role
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.server.completions import COMPLETIONS, connect, parse_scores, parse_top, score_body
@@ -29,7 +29,7 @@ MAX_TOP = 20
 """Likeliest tokens that vLLM returns at most, unless it is started with a larger ``--max-logprobs``."""
 
 
-class ServedModel:
+class ServedModel(FrozenModel):
     """A language model behind ``/v1/completions`` of vLLM, in the place of a :class:`~rlhfkit.roles.ModelPool`.
 
     Every rank asks the servers itself; several share the requests. Log-probs of prompts are those at temperature 1,
@@ -78,20 +78,10 @@ class ServedModel:
             ssl_ca_certs=ssl_ca_certs,
         )
         check_number("start_timeout", start_timeout, above=0, why="it is in seconds")
-        self.model = model
+        super().__init__(model)
         self.served_model = served_model
         self.token_variable = token_variable
         self.start_timeout = start_timeout
-        self.top = 0
-        """K: log-probs and ids of the K likeliest tokens are asked for; 0: log-probs of the sequences' own."""
-        self.waited = 0.0
-        """Seconds that this rank has waited for results: what was not hidden behind other work."""
-        self.hidden = 0.0
-        """Seconds that it would have waited besides, had it asked for each result when it needed it."""
-        self.version = 0
-        """0: the server's model does not move."""
-        self.early = EarlyRows()
-        """What this rank has asked about groups of iterations that are being sampled."""
         self._taken = 0.0, 0.0  # of ``waited`` and ``hidden``
         self._connections: ServerConnections | None = None
         self._name = ""
@@ -152,9 +142,6 @@ class ServedModel:
         if self._connections is not None:
             self._connections.close()
         self._connections, self.early = None, EarlyRows()
-
-    def refresh(self) -> None:
-        """Do nothing: there are no weights of ours."""
 
     # ---------------------------------------------------------------- requests
 

@@ -1,6 +1,6 @@
 """Models behind a real ``vllm serve`` against the same models in this process.
 
-Covers ``frozen_models.py`` and ``rollout/server/completions.py`` too.
+Covers ``rollout/server/completions.py`` too.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -19,30 +19,20 @@ _CUT_SECONDS = 60.0
 """Time for engines to return what they have made; what takes longer is sampled again."""
 
 
-class RequestFactory(Protocol):
-    """Makes the request for one sample."""
-
-    def __call__(self, prompt: Prompt, index: int, *, iteration: int, begun: Sample | None = None) -> Request:
-        """Return the request for sample ``index`` of a prompt's group, with its seed of an iteration.
-
-        ``begun`` is what the sample continues.
-        """
-        ...
-
-
 class PoolStream:
     """A :class:`~rlhfkit.rollout.collector.GroupStream` of all engines, for one thread at a time.
 
     It is a :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream` too, if the engines can be cut. Several may be
-    open at once. ``iteration`` is that of prompts submitted without one; ``timeout`` is in seconds without a finished
-    request. Without ``knows_logprobs`` the samples' log-probs are NaN.
+    open at once. ``make_request`` makes the request for one sample, given prompt, position in the group, ``iteration``
+    and, if it continues one, ``begun``. ``iteration`` is that of prompts submitted without one; ``timeout`` is in
+    seconds without a finished request. Without ``knows_logprobs`` the samples' log-probs are NaN.
     """
 
     def __init__(
         self,
         engines: Engines,
         sampling: SamplingSpec,
-        make_request: RequestFactory,
+        make_request: Callable[..., Request],
         timeout: float,
         *,
         iteration: int,
