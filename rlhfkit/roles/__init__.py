@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from rlhfkit.ray_placement import PlacementError
     from rlhfkit.roles.critic_pool import CriticPool, CriticPoolError
     from rlhfkit.roles.model_pool import ModelPool
-    from rlhfkit.roles.pending_rows import FrozenModel, ModelPoolError, frozen_model
+    from rlhfkit.roles.pending_rows import FrozenModel, ModelPoolError
     from rlhfkit.roles.placement import Placement
     from rlhfkit.roles.placement_plan import RoleResources
-    from rlhfkit.roles.served_model import ServedModel
+    from rlhfkit.roles.served_model import ServedModel, frozen_model
 
 _HOMES = {
     "CriticPool": "roles.critic_pool",
@@ -28,7 +28,7 @@ _HOMES = {
     "PlacementError": "ray_placement",
     "RoleResources": "roles.placement_plan",
     "ServedModel": "roles.served_model",
-    "frozen_model": "roles.pending_rows",
+    "frozen_model": "roles.served_model",
 }
 
 __all__ = [

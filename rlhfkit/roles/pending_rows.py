@@ -9,8 +9,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.ray_calls import cause_of
 from rlhfkit.roles.replica import Role, TokenRows
-
-if TYPE_CHECKING:
-    from rlhfkit.roles.model_pool import ModelPool
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +62,22 @@ class Replica:
         return idle <= limit
 
 
+class Replicas(Protocol):
+    """What pending rows ask of their pool."""
+
+    model: str
+    request_timeout: float
+    version: int
+    top: int
+    waited: float
+    computed: dict[str, float]
+    _replicas: list[Replica]
+
+
 class PendingRows:
     """Rows that replicas are computing: ``batches`` of an experience, one request each."""
 
-    def __init__(self, pool: "ModelPool", experience: Experience, batches: Sequence[Tensor]) -> None:
+    def __init__(self, pool: Replicas, experience: Experience, batches: Sequence[Tensor]) -> None:
         self._pool = pool
         self._shape = experience.action_mask.shape
         self._requests = {number: TokenRows.of(experience, rows, pool.top) for number, rows in enumerate(batches)}
@@ -318,16 +327,6 @@ class FrozenModel:
     def close(self) -> None:
         """End or disconnect; :meth:`start` may be called again."""
         raise NotImplementedError
-
-
-def frozen_model(value: FrozenModel | Mapping[str, Any] | None) -> FrozenModel | None:
-    """Restore from the dictionary of ``plain``; a model or ``None`` is returned as it is."""
-    if not isinstance(value, Mapping):
-        return value
-    from rlhfkit.roles.model_pool import ModelPool
-    from rlhfkit.roles.served_model import ServedModel
-
-    return ServedModel(**value) if "urls" in value else ModelPool(**value)
 
 
 def row_keys(experience: Experience) -> list[bytes]:

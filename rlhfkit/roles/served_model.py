@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import run_on_all_ranks
+from rlhfkit.roles.model_pool import ModelPool
 from rlhfkit.roles.pending_rows import EarlyRows, FrozenModel, ModelPoolError
 from rlhfkit.roles.replica import Role
 from rlhfkit.rollout.errors import EngineError
@@ -210,6 +211,13 @@ class ServedModel(FrozenModel):
             return parse(future.result())
         except EngineError as error:
             raise ModelPoolError(f"the served {self.model} has no log-probs for this run: {error}") from None
+
+
+def frozen_model(value: FrozenModel | Mapping[str, Any] | None) -> FrozenModel | None:
+    """Restore from the dictionary of ``plain``; a model or ``None`` is returned as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    return ServedModel(**value) if "urls" in value else ModelPool(**value)
 
 
 class PendingScores:

@@ -7,30 +7,17 @@ import torch
 from torch import Tensor
 
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.weight_sync.process_group.groups import Backend
-from rlhfkit.rollout.weight_sync.process_group.rendezvous import Rendezvous, TrainerWatch, connect_worker, report
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import Rendezvous, TrainerWatch, connect, report
 from rlhfkit.rollout.weight_sync.process_group.transport import Transport
 from rlhfkit.rollout.weight_sync.source import plan_buckets
 
 
-@dataclass
-class JoinInfo:
+@dataclass(kw_only=True)
+class JoinInfo(Rendezvous):
     """What a :class:`~rlhfkit.rollout.weight_sync.sender.ProcessGroupSender` tells the workers of an engine."""
 
-    backend: Backend
-    """``"gloo"``: blocks come to the CPU; ``"nccl"``: to the worker's GPU."""
-    address: str
-    """Address of the trainer's store."""
-    port: int
-    prefix: str
-    """What distinguishes this group from earlier ones with the same store."""
     rank_offset: int
     """Rank of the engine's first worker."""
-    world_size: int
-    """Number of processes, the trainer included."""
-    bucket_bytes: int
-    timeout: float
-    """Seconds for each step."""
 
 
 class WeightReceiver:
@@ -50,13 +37,11 @@ class WeightReceiver:
         """
         self.leave()
         self._bucket_bytes = invitation.bucket_bytes
-        meeting = Rendezvous(
-            invitation.address, invitation.port, invitation.prefix, invitation.world_size, invitation.timeout
-        )
         rank = invitation.rank_offset + number
-        store = report(meeting, rank)
-        group = connect_worker(store, meeting, invitation.backend, rank, self.device)
-        self._transport = Transport(group, invitation.bucket_bytes, meeting.timeout, TrainerWatch(store, meeting))
+        store = report(invitation, rank)
+        with TrainerWatch(store, invitation) as watch:
+            group = connect(store, invitation, rank, self.device, watch.poll)
+        self._transport = Transport(group, invitation.bucket_bytes, invitation.timeout, watch)
 
     def receive(self, infos: Sequence[WeightInfo]) -> Iterator[tuple[list[tuple[str, Tensor]], Tensor | None]]:
         """Yield the tensors of each bucket by name, and the block that they are views of, as they arrive.

@@ -6,8 +6,8 @@ Process groups are created only when all have reported: NCCL waits without a lim
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed does not export their types
@@ -21,23 +21,28 @@ from rlhfkit.rollout.weight_sync.process_group.groups import (
     call_with_limit,
     wait_until,
 )
+from rlhfkit.rollout.weight_sync.source import DEFAULT_BUCKET_BYTES
 
 _WATCH_SECONDS = 1.0
 _MARGIN_SECONDS = 5.0
 
 
-class Rendezvous(NamedTuple):
-    """Where the processes of one group meet; the same for all of them."""
+@dataclass
+class Rendezvous:
+    """Where the processes of one group meet, and how they connect; the same for all of them."""
 
     address: str
     """Address of the trainer's store."""
     port: int
     prefix: str
     """What distinguishes this group from earlier ones with the same store."""
-    size: int
+    world_size: int
     """Number of processes: 1 trainer, rank 0, and the workers."""
     timeout: float
-    """Seconds for the workers to report, and then to connect."""
+    """Seconds for the workers to report, then to connect, and for each bucket."""
+    backend: Backend = "gloo"
+    """``"gloo"``: blocks come to the CPU; ``"nccl"``: to the worker's GPU."""
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     @property
     def place(self) -> str:
@@ -79,7 +84,7 @@ def gather_workers(store: Store, meeting: Rendezvous, poll: Poll, name_of: Calla
         TimeoutError: If a worker has not reported in time; names the worker, and the store's address and port.
     """
     common = PrefixStore(meeting.prefix, store)
-    missing = list(range(1, meeting.size))
+    missing = list(range(1, meeting.world_size))
 
     def all_here() -> bool:
         missing[:] = [rank for rank in missing if not common.check([f"reported/{rank}"])]
@@ -98,13 +103,6 @@ def gather_workers(store: Store, meeting: Rendezvous, poll: Poll, name_of: Calla
         common.set("all reported", "no")  # the others must not wait for their own time limit
         raise
     common.set("all reported", "yes")
-
-
-def connect_trainer(
-    store: Store, meeting: Rendezvous, backend: Backend, device: torch.device, poll: Poll
-) -> TransferGroup:
-    """Create the group on the trainer's side, after :func:`gather_workers`; TimeoutError if that takes too long."""
-    return _connect(create_group(backend, store, meeting, 0, meeting.address, device), backend, meeting, poll)
 
 
 def announce_leave(store: Store, prefix: str) -> None:
@@ -140,15 +138,6 @@ def report(meeting: Rendezvous, rank: int) -> TCPStore:
     if not all_reported:
         raise RuntimeError(f"the trainer at {meeting.place} has given up waiting for other workers")
     return store
-
-
-def connect_worker(
-    store: Store, meeting: Rendezvous, backend: Backend, rank: int, device: torch.device
-) -> TransferGroup:
-    """Create the group on a worker's side, after :func:`report`; TimeoutError if that takes too long."""
-    with TrainerWatch(store, meeting) as watch:
-        address = address_towards(meeting.address, meeting.port)
-        return _connect(create_group(backend, store, meeting, rank, address, device), backend, meeting, watch.poll)
 
 
 class TrainerWatch:
@@ -191,14 +180,27 @@ class TrainerWatch:
 # ---------------------------------------------------------------- both
 
 
-def _connect(group: TransferGroup, backend: Backend, meeting: Rendezvous, poll: Poll) -> TransferGroup:
+def connect(store: Store, meeting: Rendezvous, rank: int, device: torch.device, poll: Poll) -> TransferGroup:
+    """Create the group and connect it, after :func:`gather_workers` and :func:`report`; ``device`` is this process's.
+
+    Raises:
+        TimeoutError: If that takes too long.
+        Exception: That of ``poll``.
+    """
+    prefix, size = f"{meeting.prefix}/{meeting.backend}", meeting.world_size
+    group: TransferGroup
+    if meeting.backend == "gloo":
+        address = meeting.address if rank == 0 else address_towards(meeting.address, meeting.port)
+        group = GlooGroup(store, prefix, rank, size, meeting.timeout, address)
+    else:
+        group = NcclGroup(store, prefix, rank, size, meeting.timeout, device)
+
     def late() -> str:
-        interface = (
-            "; NCCL_SOCKET_IFNAME chooses NCCL's interface, NCCL_DEBUG=INFO shows it" if backend == "nccl" else ""
-        )
+        nccl = "; NCCL_SOCKET_IFNAME chooses NCCL's interface, NCCL_DEBUG=INFO shows it"
         return (
-            f"all workers reported to the trainer at {meeting.place}, but {backend} did not connect them within "
-            f"{meeting.timeout:g} s (sync_timeout): a firewall between the machines must allow all ports{interface}"
+            f"all workers reported to the trainer at {meeting.place}, but {meeting.backend} did not connect them "
+            f"within {meeting.timeout:g} s (sync_timeout): a firewall between the machines must allow all ports"
+            f"{nccl if meeting.backend == 'nccl' else ''}"
         )
 
     try:
@@ -207,16 +209,6 @@ def _connect(group: TransferGroup, backend: Backend, meeting: Rendezvous, poll: 
         group.close()
         raise
     return group
-
-
-def create_group(
-    backend: Backend, store: Store, meeting: Rendezvous, rank: int, address: str, device: torch.device
-) -> TransferGroup:
-    """Return a group that is not yet connected; ``address`` is this machine's, ``device`` this process's GPU."""
-    prefix = f"{meeting.prefix}/{backend}"
-    if backend == "gloo":
-        return GlooGroup(store, prefix, rank, meeting.size, meeting.timeout, address)
-    return NcclGroup(store, prefix, rank, meeting.size, meeting.timeout, device)
 
 
 def _first_line(error: BaseException) -> str:

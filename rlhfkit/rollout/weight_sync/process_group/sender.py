@@ -4,6 +4,7 @@ Training rank 0 is rank 0 of a group with the engines' workers.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from rlhfkit.rollout.weight_sync.process_group.groups import Backend
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
     Rendezvous,
     announce_leave,
-    connect_trainer,
+    connect,
     gather_workers,
     open_store,
 )
@@ -66,21 +67,18 @@ class ProcessGroupSender:
             self._store = open_store(receivers.address, self.timeout)
         self._num_groups += 1
         self._prefix = f"weights{self._num_groups}"
-        size = 1 + receivers.num_workers
-        meeting = Rendezvous(receivers.address, self._store.port, self._prefix, size, self.timeout)
-        pending = receivers.connect(
-            {
-                "backend": self.group_backend,
-                "address": meeting.address,
-                "port": meeting.port,
-                "prefix": meeting.prefix,
-                "world_size": meeting.size,
-                "bucket_bytes": self.bucket_bytes,
-                "timeout": self.timeout,
-            }
+        meeting = Rendezvous(
+            receivers.address,
+            self._store.port,
+            self._prefix,
+            1 + receivers.num_workers,
+            self.timeout,
+            self.group_backend,
+            self.bucket_bytes,
         )
+        pending = receivers.connect(asdict(meeting))
         gather_workers(self._store, meeting, pending.poll, receivers.worker)
-        group = connect_trainer(self._store, meeting, self.group_backend, self._device(), pending.poll)
+        group = connect(self._store, meeting, 0, self._device(), pending.poll)
         transport = Transport(group, self.bucket_bytes, self.timeout)
         try:
             pending.result()

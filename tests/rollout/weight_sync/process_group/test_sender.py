@@ -22,7 +22,7 @@ from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
     Rendezvous,
     TrainerWatch,
     announce_leave,
-    connect_worker,
+    connect,
     open_store,
     report,
 )
@@ -218,7 +218,7 @@ def test_a_group_that_does_not_connect_is_given_up_with_address_and_port() -> No
     meeting = Rendezvous("127.0.0.1", store.port, "weights1", 2, 1.0)
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=rf"at 127\.0\.0\.1:{store.port}, but gloo did not connect .* within 1 s"):
-        connect_worker(store, meeting, "gloo", 1, CPU)
+        connect(store, meeting, 1, CPU, lambda: None)
     assert time.monotonic() - start < 30
 
 
