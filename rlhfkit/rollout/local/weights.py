@@ -37,12 +37,6 @@ class EngineWeights:
         """Names of all parameters."""
         return set(self._places)
 
-    @property
-    def own_bytes(self) -> int:
-        """Size of the memory that is the model's own."""
-        own = (self._parameter(name) for name in self.names - self._borrowed.keys())
-        return sum(one.nbytes for one in own if not one.is_meta)
-
     def _parameter(self, name: str) -> nn.Parameter:
         module, attribute = self._places[name][0]
         parameter = module._parameters[attribute]

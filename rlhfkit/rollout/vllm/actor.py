@@ -227,14 +227,6 @@ class VLLMActor:
         if self._machines is not None:
             self._machines.check()
 
-    async def other_pids(self) -> list[int]:
-        """Return the process ids of the actors of the engine's other machines."""
-        return [] if self._machines is None else await self._machines.pids()
-
-    async def pid(self) -> int:
-        """Return this process's id."""
-        return os.getpid()
-
     @plain_errors
     async def run_workers(self) -> None:
         """Run the workers of another machine than the first; returns when one of them has ended."""

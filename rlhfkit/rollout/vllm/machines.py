@@ -77,10 +77,6 @@ class WorkerMachines:
             self.problem = f"machine {number} of the engine is lost: {reason}"
         self._end()
 
-    async def pids(self) -> list[int]:
-        """Return the process ids of the actors."""
-        return [await actor.pid.remote() for actor in self._actors]
-
     def check(self) -> None:
         """Raise RuntimeError if a machine is lost."""
         if self.problem is not None:

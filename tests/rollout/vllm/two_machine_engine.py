@@ -70,7 +70,8 @@ def lose_a_worker(handle: Any) -> dict[str, Any]:
     import psutil
     import ray
 
-    (second,) = ray.get(handle.actor.other_pids.remote(), timeout=60)
+    (other,) = ray.get(handle.actor.__ray_call__.remote(lambda self: self._machines._actors), timeout=60)
+    second = ray.get(other.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
     workers = [
         child for child in psutil.Process(second).children() if "resource_tracker" not in " ".join(child.cmdline())
     ]
