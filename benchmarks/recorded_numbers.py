@@ -228,7 +228,6 @@ def supervise(folder: Path, kind: str, source: str, rows: Mapping[str, Any], **m
 def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by name."""
     import rlhfkit
-    from rlhfkit import presets
 
     path = {name: str(folder / f"{name}.jsonl") for name in ("prompts", "pairs", "judged", "stepwise")}
 
@@ -267,8 +266,8 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         # The thirteen of the prototype of parts.
         "plain": grpo(),
         "tutorial": grpo(kl_coef=0.05, warmup_steps=3),
-        "rloo": grpo(**presets.RLOO),
-        "reinforce": grpo(**presets.REINFORCE_PLUS_PLUS),
+        "rloo": grpo(preset="rloo"),
+        "reinforce": grpo(preset="reinforce++"),
         "reward_processing": grpo(
             advantage_scale="none",
             mask_truncated=True,
@@ -287,14 +286,14 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
                 part("token_filters.TopEntropy", fraction=0.5),
             ],
         ),
-        "remax": grpo(**presets.REMAX),
+        "remax": grpo(preset="remax"),
         "moving_reference": grpo(kl_coef=0.1, parts=[MOVING]),
-        "stale": grpo(proximal="log-linear", rollout={"parts": [AHEAD]}),
+        "stale": grpo(parts=[part("old_policy.LogLinear")], rollout={"parts": [AHEAD]}),
         "dynamic_sampling": grpo(correction="tis", rollout={"parts": [{"class_path": "rlhfkit.DynamicSampling"}]}),
         "optimal_token_baseline": grpo(advantages="rlhfkit.modules.on_policy.presets.optimal_token_baseline"),
         "ppo": ppo(),
         # Every other option of the modules' own files.
-        "grpo_paper": grpo(**presets.GRPO, parts=[part("kl_penalty.KLPenalty", coef=0.04, clamp=0.5)]),
+        "grpo_paper": grpo(preset="grpo", parts=[part("kl_penalty.KLPenalty", coef=0.04, clamp=0.5)]),
         "kl_weighted": grpo(
             parts=[part("kl_penalty.KLPenalty", coef=0.1, importance_weight=True, estimator="k1")]
         ),
@@ -312,20 +311,20 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         ),
         "sequence_correction": grpo(correction={"level": "sequence", "high": 1.01}, rollout={"parts": [AHEAD]}),
         "stale_recomputed": grpo(rollout={"parts": [AHEAD]}),
-        "decoupled": grpo(**presets.DECOUPLED_PPO, rollout={"parts": [AHEAD]}),
+        "decoupled": grpo(preset="decoupled_ppo", rollout={"parts": [AHEAD]}),
         "stop_properly": grpo(parts=[part("rewards.StopProperly", coef=0.2)], advantage_scale="none"),
         "mask_truncated": grpo(mask_truncated=True, parts=[part("token_filters.TopEntropy", fraction=0.3)]),
         "token_rewards": grpo(token_level_rewards=True, advantage_scale="none", rollout={"reward": token_reward}),
         "missing_rewards": grpo(rollout={"reward": missing_reward}),
-        "dr_grpo": grpo(**presets.DR_GRPO, max_length=6),
-        "gspo": grpo(**presets.GSPO),
+        "dr_grpo": grpo(preset="dr_grpo", max_length=6),
+        "gspo": grpo(preset="gspo"),
         "reward_model": grpo(reward_model=str(folder / "reward"), rollout={"reward": None}),
         "reward_models": grpo(
             reward_model={"one": str(folder / "reward"), "two": str(folder / "reward")}, reward_weights={"two": -0.5}
         ),
         "pretraining_text": lambda: with_text(grpo),
         "mixture": grpo(model="mixture", router_aux_loss_coef=0.05, **epochs),
-        "router_replay": grpo(model="mixture", router_replay=True, **epochs),
+        "router_replay": grpo(model="mixture", parts=[part("old_policy.RouterReplay")], **epochs),
         "lora": grpo(lora=rlhfkit.LoRA(rank=4), kl_coef=0.05),
         "ppo_normalized": ppo(
             normalize_values=True, bootstrap_truncated=True, critic_lam=1.0, length_adaptive_alpha=0.5,
@@ -338,7 +337,9 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "ppo_text": lambda: with_text(ppo),
         "ppo_function": ppo(advantages="rlhfkit.modules.on_policy.presets.no_baseline", kl_coef=0.0),
         "distillation": distillation(),
-        "distillation_reward": distillation(reward_coef=0.5, distillation_gamma=0.9, kl_coef=0.05),
+        "distillation_reward": distillation(
+            parts=[part("teacher.TeacherAdvantages", gamma=0.9, reward_coef=0.5)], kl_coef=0.05
+        ),
         "distillation_jsd": distillation(divergence="jsd"),
         "online_dpo": functools.partial(reinforce, folder, "OnlineDPOModule", mask_truncated=True),
         "online_dpo_moving": functools.partial(reinforce, folder, "OnlineDPOModule", parts=[MOVING]),

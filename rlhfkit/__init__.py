@@ -56,7 +56,6 @@ if TYPE_CHECKING:
         SFTModule,
         SimPOModule,
         local_rows,
-        presets,
     )
     from rlhfkit.parts import Part, Prepare, Stage
     from rlhfkit.roles import CriticPool, ModelPool, Placement, RoleResources, ServedModel
@@ -143,7 +142,6 @@ _HOMES = {
     "VLLMServer": "rollout",
     "estimate": "costs",
     "local_rows": "modules",
-    "presets": "modules",
 }
 
 _LIGHTNING = ("callbacks", "datamodules", "modules", "strategies")
@@ -220,7 +218,6 @@ __all__ = [
     "__version__",
     "estimate",
     "local_rows",
-    "presets",
 ]
 
 

@@ -145,6 +145,10 @@ class Part(Configured, Callback):
         """
         return {}
 
+    def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups of the optimizer, changed; as in :meth:`PolicyModule.parameter_groups`."""
+        raise NotImplementedError
+
     def loaded(self) -> None:
         """Called when the module has built its models, before a strategy has them; maybe more than once."""
 
@@ -163,6 +167,10 @@ class Part(Configured, Callback):
         raise NotImplementedError
 
     # ------------------------------------------------------------------ one micro-batch of B sequences
+
+    def policy_output(self, batch: Experience) -> PolicyOutput:
+        """The policy's output, in place of the module's own forward pass. One part of a module at most."""
+        raise NotImplementedError
 
     def old_logprobs(self, batch: Experience, out: PolicyOutput) -> Tensor:
         """(B, T-1) log-probs that ratios are taken to, in place of the trainer's before the iteration.

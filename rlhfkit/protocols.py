@@ -138,7 +138,7 @@ class CorrectsOffPolicy(Protocol):
 
 @runtime_checkable
 class UsesGreedyRewards(Protocol):
-    """A module that may compare samples with the greedy answer to their prompt."""
+    """A module, or a part of one, that may compare samples with the greedy answer to their prompt."""
 
     @property
     def needs_greedy_rewards(self) -> bool:
@@ -441,7 +441,7 @@ class TakesFlatLayouts(Protocol):
 
 @runtime_checkable
 class KeepsFolder(Protocol):
-    """A module with state that is in no child, such as a model on machines of its own."""
+    """A callback, such as a part of a module, with state in no child: that of a model on machines of its own."""
 
     def save_folder(self, folder: Path) -> None:
         """Write it to a new folder inside the one of a checkpoint. On all ranks."""
@@ -454,7 +454,7 @@ class KeepsFolder(Protocol):
 
 @runtime_checkable
 class RecordsWork(Protocol):
-    """A module with ranks of its own elsewhere that note when they work."""
+    """A callback, such as a part of a module, with ranks of its own elsewhere that note when they work."""
 
     def work_elsewhere(self) -> list[tuple[str, str, float, float]]:
         """When these have worked lately: role, phase, start and end in seconds of :func:`time.time`."""

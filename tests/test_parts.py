@@ -243,18 +243,18 @@ def test_two_parts_of_one_class_keep_two_states_and_a_resumed_run_continues(tmp_
     for name, value in weights(straight).items():
         assert torch.equal(value, weights(resumed)[name]), name
     loaded = GRPOModule.load_from_checkpoint(tmp_path / "saved.ckpt")
-    assert [part.plain() for part in loaded.parts[2:]] == [part.plain() for part in again]  # after those of the module
+    assert [part.plain() for part in loaded.parts[3:]] == [part.plain() for part in again]  # after those of the module
 
 
 def test_print_shows_what_happens_when(model: str) -> None:
     module = GRPOModule(model, parts=[Counter(), halve], kl_coef=0.1, mask_truncated=True)
     line = (
-        "SHAPE halve -> POLICY add_logprobs -> MODELS Reference -> CREDIT GroupAdvantages, Counter -> SELECT "
+        "SHAPE halve -> POLICY OldLogprobs -> MODELS Reference -> CREDIT GroupAdvantages, Counter -> SELECT "
         "MaskTruncated | loss: dapo_loss + KLPenalty + Counter"
     )
     assert line in repr(module)
-    own = ["GroupAdvantages()", "KLPenalty(coef=0.1)", "MaskTruncated()", "EngineMismatch()", "Reference()"]
-    assert [repr(part) for part in module.parts][:6] == [*own, "Counter()"]
+    own = ["GroupAdvantages()", "KLPenalty(coef=0.1)", "MaskTruncated()", "OldLogprobs()", "EngineMismatch()"]
+    assert [repr(part) for part in module.parts][:7] == [*own, "Reference()", "Counter()"]
     assert "MODELS Critic -> CREDIT GAE, WhitenAdvantages, Returns | loss: ppo_loss" in repr(
         PPOModule(model, kl_coef=0.0)
     )
@@ -274,7 +274,7 @@ model:
       init_args: {{function: test_parts.halve_own, stage: CREDIT, reads: [advantages]}}
 """
     made = parser.instantiate_classes(parser.parse_string(text)).model
-    assert [part.plain() for part in made.parts[2:]] == [  # after those of the module
+    assert [part.plain() for part in made.parts[3:]] == [  # after those of the module
         Counter(3.0).plain(),
         Prepare(halve).plain(),
         Prepare(halve_own, Stage.CREDIT, reads=["advantages"]).plain(),
@@ -293,8 +293,8 @@ model:
         ([Prepare(halve, Stage.CREDIT, reads=["ref_logprobs"])], {}, "reads ref_logprobs, which nothing before it"),
         ([Prepare(halve, Stage.CREDIT, reads=["values"])], {}, "reads values, which nothing before it writes"),
         ([Counter()], {"policy_loss": unweighted_loss}, "unweighted_loss takes no weights, which Counter gives to"),
-        ([LogLinear()], {"proximal": "log-linear"}, "LogLinear and LogLinear each have the log-probs that ratios"),
-        ([Counter()], {"proximal": "log-linear"}, "log-linear' makes no forward pass for old log-probs"),
+        ([LogLinear(), LogLinear()], {}, "LogLinear and LogLinear each have the log-probs that ratios"),
+        ([LogLinear(), Counter()], {}, "LogLinear makes no forward pass for old log-probs"),
     ],
 )
 def test_parts_that_do_not_fit_a_module_are_refused(

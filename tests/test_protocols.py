@@ -10,7 +10,6 @@ from typing_extensions import get_protocol_members
 from rlhfkit import (
     GRPOModule,
     OnlineDPOModule,
-    PPOModule,
     PromptDataModule,
     RLHFDeepSpeedStrategy,
     RolloutCallback,
@@ -22,6 +21,8 @@ from rlhfkit.datamodules.prompts.cursor import IterationQueue
 from rlhfkit.datamodules.tokenization.mixture import MixedExamples
 from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.optimizers import Muon
+from rlhfkit.modules.parts.advantages import AdvantagesBy
+from rlhfkit.modules.parts.critic import Critic
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.trainer_parts import experience_source_of, learner_of, prompts_of
 
@@ -55,11 +56,11 @@ CASES = [
     (protocols.RLHFStrategy, RLHFDeepSpeedStrategy),
     (protocols.StartsRanksOnRay, RLHFDeepSpeedStrategy),
     (protocols.TakesFlatLayouts, Muon),
-    (protocols.KeepsFolder, PPOModule),
-    (protocols.RecordsWork, PPOModule),
+    (protocols.KeepsFolder, Critic),
+    (protocols.RecordsWork, Critic),
     (protocols.AsksWhileSampling, GRPOModule),
     (protocols.ModelsElsewhere, PlacedModels),
-    (protocols.UsesGreedyRewards, GRPOModule),
+    (protocols.UsesGreedyRewards, AdvantagesBy),
     (protocols.ComparesGroups, OnlineDPOModule),
     (protocols.ChecksEngine, ChoosesEngines),
     (protocols.HasPromptColumns, PromptDataModule),

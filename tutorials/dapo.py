@@ -20,7 +20,6 @@ from rlhfkit import (
     RolloutEngine,
     RunReport,
     SamplingSpec,
-    presets,
 )
 from rlhfkit.rewards import LengthPenalty, WeightedSum, math_match
 
@@ -45,7 +44,7 @@ def train(
     """Train the model; what is written is in runs/dapo."""
     L.seed_everything(0)
     module = GRPOModule(
-        model, lr=1e-6, clip_low=0.2, clip_high=0.28, warmup_steps=20, gradient_checkpointing=True, **presets.DAPO
+        model, lr=1e-6, clip_low=0.2, clip_high=0.28, warmup_steps=20, gradient_checkpointing=True, preset="dapo"
     )
     prompts = PromptDataModule(
         data,

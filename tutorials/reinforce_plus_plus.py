@@ -19,7 +19,6 @@ from rlhfkit import (
     RolloutEngine,
     RunReport,
     SamplingSpec,
-    presets,
 )
 from rlhfkit.rewards import math_match
 
@@ -41,7 +40,7 @@ def train(
 ) -> L.Trainer:
     """Train the model; what is written is in runs/reinforce_plus_plus."""
     L.seed_everything(0)
-    module = GRPOModule(model, lr=1e-6, warmup_steps=10, gradient_checkpointing=True, **presets.REINFORCE_PLUS_PLUS)
+    module = GRPOModule(model, lr=1e-6, warmup_steps=10, gradient_checkpointing=True, preset="reinforce++")
     prompts = PromptDataModule(
         data,
         subset="main",

@@ -142,12 +142,14 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
         frozen |= {"teacher" + (f" {number}" if number else ""): shape(one) for number, one in names}
     if not isinstance(module, modules.OnPolicyModule):
         return roles
-    shared = isinstance(module, modules.PPOModule) and module.shared_backbone  # its pass for values gives log-probs too
-    every = module.needs_old_logprobs or shared or any("entropy" in part.reads for part in module.parts)
-    roles["policy_passes"] += 1.0 if every or module.recomputes_old_logprobs else 0.0
-    roles |= {"entropy": module.needs_entropy, "prepare_tokens": module.max_tokens_per_forward}
+    from rlhfkit.modules.parts.old_policy import OldLogprobs
+
+    before = next((part for part in module.parts if isinstance(part, OldLogprobs)), None)
+    every = before is not None and before.of_all_rows
+    roles["policy_passes"] += 1.0 if every or not module.approximations else 0.0
+    roles |= {"entropy": "entropy" in module.outputs, "prepare_tokens": module.max_tokens_per_forward}
     elsewhere: dict[str, Any] = {"reference": module.reference_pool}
-    for name, one in module.reward_models.items():
+    for name, one in {} if module.scorer is None else module.scorer.by_name.items():
         role = f"reward model {name}".strip()
         if isinstance(one, str):
             frozen[role] = shape(one).with_scalar_head()

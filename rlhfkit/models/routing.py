@@ -54,7 +54,7 @@ def attach_routing(model: nn.Module) -> None:
     routers = list(_routers(model))
     if not routers:
         raise ValueError(
-            f"{type(model).__name__} has no routers whose choice can be replayed: leave router_replay out. It is for "
+            f"{type(model).__name__} has no routers whose choice can be replayed: leave RouterReplay out. It is for "
             "mixtures of experts whose Transformers class records router_logits"
         )
     for number, (layer, router) in enumerate(routers):

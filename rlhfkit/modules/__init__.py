@@ -5,7 +5,6 @@ Start at :mod:`rlhfkit.modules.base`, then a room: ``supervised/``, ``preference
 """
 
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.on_policy import presets
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.distillation import OnPolicyDistillationModule
 from rlhfkit.modules.on_policy.grpo import GRPOModule
@@ -43,5 +42,4 @@ __all__ = [
     "ScalarModule",
     "SimPOModule",
     "local_rows",
-    "presets",
 ]

@@ -34,6 +34,7 @@ from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.modules.on_policy.placed_models import wait_for
 from rlhfkit.modules.parts.critic import ValueLoss
+from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import ModelReward
 from rlhfkit.roles import ModelPool, ModelPoolError
 from rlhfkit.roles.replica import ReplicaOptions, TextReading, TokenRows, compute_rows, spread
@@ -429,7 +430,9 @@ def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed
         torch.testing.assert_close(weights(resumed)[name], tensor, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"divergence": "reverse_kl", "top_k": 16}], ids=["sampled token", "likeliest"])
+@pytest.mark.parametrize(
+    "knobs", [{}, {"parts": [DivergenceLoss("reverse_kl", top_k=16).plain()]}], ids=["sampled token", "likeliest"]
+)
 def test_a_student_learns_the_same_from_a_teacher_elsewhere(
     tmp_path: Path, ray_session: None, knobs: dict[str, Any]
 ) -> None:
@@ -453,7 +456,7 @@ def test_a_teacher_elsewhere_gives_its_likeliest_tokens_and_no_reference(tmp_pat
     with pytest.raises(ValueError, match="give top_k, as in top_k=20"):
         OnPolicyDistillationModule(model, pool, divergence="jsd")
     with pytest.raises(ValueError, match="a ModelPool or ServedModel of its own"):
-        OnPolicyDistillationModule(model, pool, divergence="jsd", top_k=4, kl_coef=0.1, reference=pool)
+        OnPolicyDistillationModule(model, pool, parts=[DivergenceLoss("jsd", top_k=4)], kl_coef=0.1, reference=pool)
 
 
 class NoGradient(ValueLoss):

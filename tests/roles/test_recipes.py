@@ -77,7 +77,7 @@ def test_all_roles_separate(folder: Path, apart: tuple[Placement, VLLMPool]) -> 
     module = learn(folder, placement, engine)
     assert engine.reserved is not None
     assert [row.role for row in placement.plan] == ["trainer", "engines", "reference", "reward", "critic"]
-    for pool in (module.reference_pool, module.reward_models[""]):
+    for pool in (module.reference_pool, module.scorer.by_name[""]):
         assert pool is not None
         assert "Replica" not in str(pool.plain())
 
@@ -88,7 +88,7 @@ def test_the_reference_with_the_trainer_and_the_reward_model_apart(
 ) -> None:
     placement = Placement(trainer=1, engines=PART, reference=WITH, reward=PART, critic=WITH)
     module = learn(folder, placement, apart[1], parts=ahead(max_staleness))
-    assert module.reward_models[""] is not None
+    assert module.scorer.by_name[""] is not None
     assert sum(row.machines == {} for row in placement.plan) == 2
     placement.close()
 

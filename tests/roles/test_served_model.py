@@ -20,6 +20,7 @@ from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
+from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel, frozen_model
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.serving.access import AccessToken
@@ -85,7 +86,9 @@ def test_a_run_with_a_served_reference_is_the_run_with_a_child(
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("knobs", [{}, {"divergence": "jsd", "top_k": 7}], ids=["sampled token", "likeliest"])
+@pytest.mark.parametrize(
+    "knobs", [{}, {"parts": [DivergenceLoss("jsd", top_k=7).plain()]}], ids=["sampled token", "likeliest"]
+)
 def test_a_student_learns_the_same_from_a_served_teacher_on_its_own_samples(
     tmp_path: Path, folder: Path, served: ServedModel, knobs: dict[str, Any]
 ) -> None:

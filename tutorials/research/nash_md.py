@@ -16,14 +16,14 @@ Example::
     NashMDModule("Qwen/Qwen3-0.6B", beta=0.1)
 """
 
-import dataclasses
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlhfkit import Experience, OnlineDPOModule, PolicyOutput, ReferenceMixture, ReferenceSamples, local_rows
+from rlhfkit import Experience, OnlineDPOModule, PolicyOutput, ReferenceMixture, ReferenceSamples
 from rlhfkit.losses import LossOutput, aggregate, masked_mean, select, sequence_logprobs, weighted_metric
+from rlhfkit.modules.parts.pairs import Pairs
 
 Link = Literal["win-rate", "bradley-terry"]
 
@@ -58,6 +58,33 @@ def preference_advantages(rewards: Tensor, group: Tensor, by_policy: Tensor, *, 
     return torch.where(counts > 0, sums / counts.clamp(min=1) - 0.5, torch.nan)
 
 
+class Preferences(Pairs):
+    """Gives answers of the policy ``P - 1/2``; those of the other sampler are compared with and not learned from.
+
+    Args:
+        link: How two rewards become a preference, see :class:`NashMDModule`.
+        truncated: Whether answers that the length limit cut off are compared.
+
+    Raises:
+        ValueError: If ``link`` is unknown.
+    """
+
+    def __init__(self, link: Link = "win-rate", *, truncated: bool = True) -> None:
+        super().__init__(truncated=truncated, group_size=2)
+        if link not in ("win-rate", "bradley-terry"):
+            raise ValueError(f"link must be one of win-rate, bradley-terry, got {link!r}")
+        self.link: Link = link
+
+    def compare(self, rows: Experience, rewards: Tensor) -> Tensor:
+        """(B,) ``P - 1/2``; NaN for the other sampler's answers, and where nothing could be compared."""
+        ranks = self.module.ranks
+        by_policy = ranks.gather_rows(rows, rows.by_policy)
+        found: Tensor = ranks.over_iteration(
+            lambda all_, group, _: preference_advantages(all_, group, by_policy, link=self.link), rows, rewards
+        )
+        return found
+
+
 class NashMDModule(OnlineDPOModule):
     """A policy gradient on the probability of being preferred.
 
@@ -73,41 +100,17 @@ class NashMDModule(OnlineDPOModule):
     """
 
     def __init__(self, model: str, *, beta: float = 0.1, link: Link = "win-rate", **kwargs: Any) -> None:
-        super().__init__(model, beta=beta, **kwargs)
-        if link not in ("win-rate", "bradley-terry"):
-            raise ValueError(f"link must be one of win-rate, bradley-terry, got {link!r}")
         self.link: Link = link
+        super().__init__(model, beta=beta, **kwargs)
 
-    def check_group_size(self, group_size: int) -> None:
-        """Raise ValueError unless there are two samples per prompt, one of each sampler."""
-        if group_size != 2:
-            raise ValueError(f"Nash-MD compares two answers, got group_size={group_size}: use group_size=2")
+    def pairs(self, *, truncated: bool) -> Pairs:
+        """One answer of each sampler."""
+        return Preferences(self.link, truncated=truncated)
 
     def check_engine(self, engine: Any) -> None:
         """Raise ValueError unless the engine also samples from the mixture, or the reference."""
         if not isinstance(getattr(engine, "function", None), ReferenceMixture | ReferenceSamples):
             raise ValueError("Nash-MD needs answers of another sampler: group=ReferenceMixture() or ReferenceSamples")
-
-    @local_rows
-    def advantages(self, experience: Experience) -> Tensor:
-        """(B,) ``P - 1/2`` of the policy's answers; NaN for the others', and where nothing could be compared."""
-        rewards = experience.rewards
-        if self.mask_truncated:
-            rewards = rewards.masked_fill(experience.truncated, torch.nan)
-        by_policy = self.ranks.gather_rows(experience, experience.by_policy)
-        return self.ranks.over_iteration(
-            lambda all_, group, _: preference_advantages(all_, group, by_policy, link=self.link), experience, rewards
-        )
-
-    def mask_uncompared(self, experience: Experience) -> Experience:
-        """Mask all samples but the policy's that were compared."""
-        assert experience.advantages is not None
-        compared = ~experience.advantages.isnan()
-        return dataclasses.replace(
-            experience,
-            action_mask=experience.action_mask & compared.any(-1, keepdim=True),
-            advantages=experience.advantages.nan_to_num(),
-        )
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """The loss of the policy's answers of a micro-batch."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhfkit import Experience, OnlineDPOModule, PolicyOutput, ReferenceSamples
 from rlhfkit.losses import LossOutput, aggregate, masked_mean, select, sequence_logprobs, weighted_metric
+from rlhfkit.modules.parts.pairs import Pairs
 
 
 class XPOModule(OnlineDPOModule):
@@ -37,10 +38,9 @@ class XPOModule(OnlineDPOModule):
             raise ValueError(f"alpha must not be negative, got {alpha}")
         self.alpha = alpha
 
-    def check_group_size(self, group_size: int) -> None:
-        """Raise ValueError unless there are two samples per prompt, one of each model."""
-        if group_size != 2:
-            raise ValueError(f"XPO compares two answers, got group_size={group_size}: use SamplingSpec(group_size=2)")
+    def pairs(self, *, truncated: bool) -> Pairs:
+        """One answer of each model."""
+        return Pairs(truncated=truncated, group_size=2)
 
     def check_engine(self, engine: Any) -> None:
         """Raise ValueError unless the engine also samples from the reference."""

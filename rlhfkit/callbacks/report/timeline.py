@@ -10,6 +10,7 @@ import lightning as L
 
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.protocols import RecordsWork
+from rlhfkit.trainer_parts import callbacks_of
 
 LANES = {"engine": "engine", "logprobs": "reference", "reward": "reward model", "values": "critic", "critic": "critic"}
 """Names of lanes by the beginnings of the names of Ray actors."""
@@ -84,9 +85,9 @@ class RoleTimes:
         """
         found = [*self._updates, *trainer_intervals(trainer)]
         if elsewhere:
-            module = trainer.lightning_module
             found += actor_intervals()
-            found += [Interval(*one) for one in (module.work_elsewhere() if isinstance(module, RecordsWork) else [])]
+            recording = [one for one in callbacks_of(trainer) if isinstance(one, RecordsWork)]
+            found += [Interval(*work) for one in recording for work in one.work_elsewhere()]
         start, end = self.window
         clipped = [one._replace(start=max(one.start, start), end=min(one.end, end)) for one in found]
         self.intervals = [one for one in clipped if one.end > one.start]

@@ -24,11 +24,13 @@ class TokenStatistics(NamedTuple):
     Attributes:
         logprobs: (B, T-1) float32.
         entropy: (B, T-1) float32, nats; ``None`` unless asked for.
+        values: (B, T-1) float32, those of a value head of the policy; ``None`` unless asked for.
         routing: (B, T-1, C) int16, see :func:`~rlhfkit.models.policy_output`; ``None`` unless asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
+    values: Tensor | None
     routing: Tensor | None
 
 
@@ -51,15 +53,8 @@ class ForwardPasses:
         self.max_tokens = max_tokens
 
     def logprobs(self, model: nn.Module, experience: Experience, rows: Tensor | None = None) -> Tensor:
-        """Compute the log-probs of this rank's rows, in as many forward passes as the other ranks. A collective.
-
-        ``rows`` (B,) bool selects sequences. Returns (B, T-1) float32 on the CPU; 0 outside the mask and in other rows.
-        """
-
-        def compute(batch: Experience) -> Tensor:
-            return policy_output(model, batch, batch.action_mask, temperature=batch.temperature).logprobs
-
-        return self.forward(model, compute, experience, rows)
+        """The log-probs of :meth:`statistics`. A collective."""
+        return self.statistics(model, experience, rows).logprobs
 
     def statistics(
         self,
@@ -68,33 +63,41 @@ class ForwardPasses:
         rows: Tensor | None = None,
         *,
         entropy: bool = False,
+        values: bool = False,
         routing: bool = False,
     ) -> TokenStatistics:
-        """:meth:`logprobs`, and what else the same forward pass knows of each token. A collective.
+        """Compute what a model gives the tokens of this rank's rows, in as many forward passes as the other ranks.
+
+        A collective.
 
         Args:
             model: A causal language model.
             experience: B sequences of this rank.
             rows: (B,) bool, the wanted sequences; ``None``: all.
             entropy: Return the entropy.
+            values: Return the values of the model's value head.
             routing: Return which experts the routers of a mixture choose.
+
+        Returns:
+            0 outside the mask.
         """
 
         def compute(batch: Experience) -> Tensor:
-            out = policy_output(
-                model, batch, batch.action_mask, temperature=batch.temperature, entropy=entropy, routing=routing
-            )
-            columns = [one[..., None] for one in (out.logprobs, out.entropy) if one is not None]
+            temperature = batch.temperature
+            asked = {"entropy": entropy, "values": values, "routing": routing}
+            out = policy_output(model, batch, batch.action_mask, temperature=temperature, **asked)
+            columns = [one[..., None] for one in (out.logprobs, out.entropy, out.values) if one is not None]
             if out.routing is not None:
                 columns.append(out.routing.to(columns[0].dtype))  # float32 holds numbers of experts exactly
             return torch.cat(columns, -1)
 
-        first = 1 + entropy
+        first = 1 + entropy + values
         columns = first + (choices_per_token(unwrap(model)) if routing else 0)
         found = self.forward(model, compute, experience, rows, columns)
         return TokenStatistics(
             found[..., 0].clone(),
             found[..., 1].clone() if entropy else None,
+            found[..., first - 1].clone() if values else None,
             found[..., first:].to(torch.int16) if routing else None,
         )
 

@@ -1,6 +1,7 @@
 """``AdvantageFunction`` and ``PolicyLoss``: the functions that a module can be given, by name or as they are.
 
-A function is called only with the arguments that its signature names.
+A function is called only with the arguments that its signature names; :func:`check_advantages` checks what the one
+gives the other.
 """
 
 import functools
@@ -8,9 +9,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from rlhfkit.losses import Aggregation, LossOutput
+from rlhfkit.data.types import Experience
+from rlhfkit.distributed import run_on_all_ranks
+from rlhfkit.losses import Aggregation, LossOutput, gspo_loss, luspo_loss, rloo_loss
+from rlhfkit.losses.policy.sequence import check_advantages_of_sequences
 from rlhfkit.modules.on_policy.ranks import inner_function
 from rlhfkit.parts import arguments_of, plain_value
 from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
@@ -203,6 +208,18 @@ class PolicyLoss:
                 "policy_loss_arguments)"
             )
 
+    def check(self) -> None:
+        """Compute the loss of one token, so that bad arguments raise before training.
+
+        Raises:
+            ValueError: If one of the chosen arguments is wrong.
+        """
+        probe = torch.zeros(1, 1)
+        try:
+            self(probe, probe, probe, probe == 0, weights=None, rollout_logprobs=probe, denominator=None)
+        except TypeError as error:
+            raise ValueError(f"{self.name} does not take what it is given: {error}") from error
+
     def takes(self, name: str) -> bool:
         """Whether the function is given a keyword argument of this name."""
         return name in self._keywords or (self._takes_more and name in _ALWAYS_GIVEN)
@@ -217,3 +234,78 @@ class PolicyLoss:
         given = {name: value for name, value in offered.items() if self.takes(name)}
         inputs = dict(zip(_INPUTS, (logprobs, old_logprobs, advantages, mask), strict=True))
         return cast(LossOutput, self.function(**inputs, **given, **self.arguments))
+
+
+# ---------------------------------------------------------------------- what the one gives the other
+
+
+def check_advantages(experience: Experience, policy_loss: PolicyLoss, source: str) -> None:
+    """Check what the loss multiplies trained tokens by. A collective.
+
+    One value that is not finite makes all weights NaN, which is seen one iteration later.
+
+    Args:
+        experience: This rank's rows.
+        policy_loss: What they are given to.
+        source: What computed the advantages, for the message.
+
+    Raises:
+        ValueError: If an advantage, or a log-prob that importance weights are computed from, is not finite at a token
+            that is trained on (names what it was computed from that is not finite there either), or if the policy loss
+            takes those of sequences and a sequence's tokens have others.
+    """
+
+    def check() -> None:
+        _check_finite(experience, source)
+        of_sequences = policy_loss.function in (gspo_loss, luspo_loss, rloo_loss)
+        if of_sequences and experience.advantages is not None:
+            check_advantages_of_sequences(experience.advantages, experience.action_mask, policy_loss.name)
+
+    run_on_all_ranks(check, error_type=ValueError)
+
+
+_SOURCES = {
+    "rewards": "the reward function or its processing",
+    "token_rewards": "the environment",
+    "rollout_logprobs": "the engine, or a wrapper around it, which gives NaN where it knows none",
+    "old_logprobs": "the policy before the iteration",
+    "ref_logprobs": "the reference model",
+    "teacher_logprobs": "the teacher",
+    "values": "the critic",
+}
+"""What advantages are computed from, and where it comes from."""
+
+
+def _check_finite(experience: Experience, source: str) -> None:
+    """Raise ValueError for the rows of this rank, see :func:`check_advantages`."""
+    mask, advantages = experience.action_mask, experience.advantages
+    if advantages is not None and bool((wrong := mask & ~advantages.isfinite()).any()):
+        causes = [f"{name} ({origin})" for name, origin in _SOURCES.items() if _is_wrong(experience, name, wrong)]
+        raise ValueError(
+            f"{source}: {_places(experience, wrong)} are not finite. "
+            + (f"Neither are there: {'; '.join(causes)}" if causes else "What they are computed from is finite there")
+        )
+    given = experience.rollout_logprobs
+    wrong = mask & given.isinf()  # NaN is a log-prob that is not known, whose weight is 1
+    if bool(wrong.any()):
+        places = _places(experience, wrong, "log-probs")
+        raise ValueError(f"rollout_logprobs: {places} are infinite, from {_SOURCES['rollout_logprobs']}")
+
+
+def _is_wrong(experience: Experience, name: str, tokens: Tensor) -> bool:
+    """Whether a field of rows or tokens is not finite at some of the chosen tokens, (B, T-1)."""
+    values: Tensor | None = experience.columns.get(name, getattr(experience, name, None))
+    if values is None:
+        return False
+    finite = values.isfinite() if values.dim() == 2 else values.isfinite()[:, None]
+    return bool((tokens & ~finite).any())
+
+
+def _places(experience: Experience, tokens: Tensor, what: str = "advantages") -> str:
+    """How many trained tokens are chosen, (B, T-1), and where the first is."""
+    row = int(tokens.any(-1).int().argmax())
+    prompt, sample = int(experience.group[row]), int(experience.sample_index[row])
+    return (
+        f"{what} of {int(tokens.sum())} of {int(experience.action_mask.sum())} trained tokens "
+        f"(first: sample {sample} of prompt {prompt})"
+    )

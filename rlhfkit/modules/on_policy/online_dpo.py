@@ -1,6 +1,5 @@
 """``OnlineDPOModule``: direct preference optimization of pairs that are sampled and judged during training."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,35 +9,18 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
     LossOutput,
-    best_and_worst,
     dpo_loss,
     pair_partners,
+    ppo_loss,
     rejected_values,
     sequence_logprobs,
     weighted_metric,
 )
 from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
-from rlhfkit.models import LoRA, PolicyOutput
-from rlhfkit.modules.arguments import drop_hyperparameters, refuse_without_effect, take_out
-from rlhfkit.modules.on_policy.base import ModuleStep, OnPolicyModule
-from rlhfkit.modules.on_policy.ranks import local_rows
-from rlhfkit.modules.optimizers.schedules import Schedule
-from rlhfkit.parts import Part, Stage, overriding, part_name
+from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.parts import Part
 from rlhfkit.validation import check_number, function_name, resolve_function
-
-OF_POLICY_LOSSES = (
-    "advantages",
-    "policy_loss",
-    "policy_loss_arguments",
-    "clip_low",
-    "clip_high",
-    "aggregation",
-    "max_length",
-    "entropy_coef",
-    "correction",
-    "proximal",
-)
-"""Arguments of :class:`OnPolicyModule` that a loss of pairs does not have."""
 
 
 class OnlineDPOModule(OnPolicyModule):
@@ -55,7 +37,7 @@ class OnlineDPOModule(OnPolicyModule):
 
     Log-probs are at the temperature of sampling. The mean is over the pairs of the whole optimizer step, so that it
     does not depend on micro-batches and ranks; a pair is always in one micro-batch. Metrics are those of
-    :func:`~rlhfkit.losses.dpo_loss`.
+    :func:`~rlhfkit.losses.dpo_loss`. See :class:`~rlhfkit.modules.parts.pairs.Pairs` for what is compared.
 
     Example::
 
@@ -73,18 +55,9 @@ class OnlineDPOModule(OnPolicyModule):
         divergence_alpha: α of ``divergence="alpha"``.
         discopop_temperature: τ of ``discopop``.
         nll_coef: Weight of the negative log-likelihood per token of each chosen answer.
-        reward_model: Folder or hub name of a reward model whose score is added to the callback's reward, see
-            :class:`GRPOModule`.
         mask_truncated: Leave answers that the length limit cut off out of the comparison.
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters, not the model's own weights, which are then the reference; ``None``: all weights, or the
-            adapter that ``model`` holds.
-        **kwargs: Rewards and reference: see :class:`OnPolicyModule`; model: see :class:`PolicyModule`. Arguments of
-            policy losses and advantages are refused.
+        **kwargs: Rewards and reference: see :class:`OnPolicyModule`; optimizer and model: see :class:`PolicyModule`.
+            What belongs to advantages and policy losses is refused.
 
     Raises:
         ValueError: If an argument is out of range or without effect.
@@ -104,50 +77,24 @@ class OnlineDPOModule(OnPolicyModule):
         divergence_alpha: float = 0.5,
         discopop_temperature: float = 0.05,
         nll_coef: float = 0.0,
-        reward_model: Any = None,
         mask_truncated: bool = False,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        lr_schedule: Schedule = "constant",
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
         **kwargs: Any,
     ) -> None:
-        refused = take_out(OF_POLICY_LOSSES, kwargs, OnPolicyModule)
-        if refused:
-            raise ValueError(f"{', '.join(refused)} has no effect on a loss of pairs, which has a beta: leave it out")
-        check_number("beta", beta, above=0)
-        if kwargs.get("reference") is None:
-            from rlhfkit.modules.parts.reference import Reference
+        from rlhfkit.modules.parts.reference import Reference
 
-            self.own_parts = [Reference()]
-        super().__init__(
-            model,
-            lr=lr,
-            reward_model=reward_model,
-            mask_truncated=mask_truncated,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            lr_schedule=lr_schedule,
-            gradient_checkpointing=gradient_checkpointing,
-            lora=lora,
-            **kwargs,
-        )
-        drop_hyperparameters(OF_POLICY_LOSSES, self, OnPolicyModule)
-        self.beta = beta
-        in_loss = [part_name(one) for one in self.parts if overriding([one], "weigh") or overriding([one], "term")]
-        if in_loss:
-            raise ValueError(
-                f"{', '.join(in_loss)} takes part in a policy loss, and a loss of pairs has none: leave it out, or "
-                "override loss()"
-            )
-        if mask_truncated:
-            of_truncated = {name: name in self.shaping for name in ("StopProperly", "MissingEndPenalty")}
-            refuse_without_effect(of_truncated, "mask_truncated, which compares no answer that was cut off")
+        check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("divergence_alpha", divergence_alpha)
         check_number("discopop_temperature", discopop_temperature, above=0)
         check_number("nll_coef", nll_coef, minimum=0)
+        self.credit: list[Part] = [self.pairs(truncated=not mask_truncated)]
+        self.own_parts = [] if kwargs.get("reference") is not None else [Reference()]
+        super().__init__(model, lr=lr, mask_truncated=mask_truncated, **kwargs)
+        chosen = dict(self.policy_loss.arguments)
+        chosen |= {} if self.policy_loss.function is ppo_loss else {"policy_loss": self.policy_loss.name}
+        chosen |= {} if self.advantage_function is None else {"advantages": self.advantage_function.name}
+        if chosen:
+            raise ValueError(f"{', '.join(chosen)} has no effect on a loss of pairs, which has a beta: leave it out")
         mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
         self.loss_types = {
             resolve_function(name, "loss_type") if isinstance(name, str) and "." in name else name: float(weight)
@@ -159,58 +106,28 @@ class OnlineDPOModule(OnPolicyModule):
                 f"loss_type {sorted(map(str, unfit))} depends on how many pairs a micro-batch or a step has, and "
                 "prompts whose answers are equally good have none: take another one, nll_coef in place of 'sft'"
             )
-        if "NormalizeRewards" in self.shaping:
-            raise ValueError("NormalizeRewards changes no comparison of two rewards: leave it out")
         self.hparams.update(
             loss_type={name if isinstance(name, str) else function_name(name): w for name, w in self.loss_types.items()}
         )
-        self.label_smoothing = label_smoothing
+        self.beta, self.label_smoothing, self.nll_coef = beta, label_smoothing, nll_coef
         self.divergence: Divergence = divergence
-        self.divergence_alpha = divergence_alpha
-        self.discopop_temperature = discopop_temperature
-        self.nll_coef = nll_coef
+        self.divergence_alpha, self.discopop_temperature = divergence_alpha, discopop_temperature
         zero, one = torch.zeros(1), torch.ones(1)
         self._pair_loss(zero, zero, zero, zero, chosen_lengths=one, rejected_lengths=one)
 
-    def check_group_size(self, group_size: int) -> None:
-        """Raise ValueError unless there are two samples per prompt or more."""
-        if group_size < 2:
-            raise ValueError(
-                f"{type(self).__name__} compares the samples of a prompt, got group_size={group_size}: use "
-                "SamplingSpec(group_size=2) or more"
-            )
+    def pairs(self, *, truncated: bool) -> Part:
+        """The part that compares the answers to each prompt; override it to compare other ones.
 
-    def steps(self) -> list[Part]:
-        """The steps of :class:`OnPolicyModule`, and that only compared samples are learned from."""
-        return [*super().steps(), self.compared]
+        ``truncated``: whether those that the length limit cut off are compared. Called before the constructor of the
+        base.
+        """
+        from rlhfkit.modules.parts.pairs import Pairs
 
-    @property
-    def compared(self) -> Part:
-        """That only samples of pairs are learned from, which the loss compares with the reference."""
-        reads = ("ref_logprobs", "action_mask")
-        return ModuleStep(self.mask_uncompared, Stage.SELECT, reads=reads, writes=("action_mask",))
+        return Pairs(truncated=truncated)
 
     def correct_off_policy(self) -> bool:
         """Return False: the loss has no weights of tokens, so that replayed samples are refused."""
         return False
-
-    # ------------------------------------------------------------------ before the updates of an iteration
-
-    @local_rows
-    def advantages(self, experience: Experience) -> Tensor:
-        """(B,) 1 for the better answer of a pair, -1 for the worse one, 0 for the other samples."""
-        rewards = experience.rewards
-        if self.mask_truncated:
-            rewards = rewards.masked_fill(experience.truncated, torch.nan)
-        return self.ranks.over_iteration(lambda all_, group, _: best_and_worst(all_, group), experience, rewards)
-
-    def mask_uncompared(self, experience: Experience) -> Experience:
-        """Mask all samples that are in no pair; cut off ones are in none with ``mask_truncated``."""
-        assert experience.advantages is not None
-        paired = (experience.advantages != 0).any(-1, keepdim=True)
-        return dataclasses.replace(experience, action_mask=experience.action_mask & paired)
-
-    # ------------------------------------------------------------------ one micro-batch
 
     def loss(self, batch: Experience, out: PolicyOutput) -> LossOutput:
         """The loss of the pairs of a micro-batch; override it for another objective."""

@@ -1,19 +1,15 @@
 """``PPOModule``: proximal policy optimization with a critic (Schulman et al., 2017; Ouyang et al., 2022)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from rlhfkit.data.types import Experience
-from rlhfkit.losses import LossOutput, ppo_loss
-from rlhfkit.models import LoRA
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
-from rlhfkit.modules.optimizers.schedules import Schedule
-from rlhfkit.parts import Part, make_part
+from rlhfkit.parts import GivenPart, make_part
 from rlhfkit.roles import CriticPool, ModelPool
 from rlhfkit.validation import check_integer, check_number
 
@@ -44,40 +40,24 @@ class PPOModule(OnPolicyModule):
         value_coef: Weight of the value loss; of no effect under Adam, except with a shared backbone.
         value_clip: Values are clipped to ± this around the old ones in the value loss (0.5: OpenRLHF's); ``None``: not.
         normalize_values: The critic predicts returns that are shifted and scaled by the mean and deviation of all
-            returns so far; saved in checkpoints. ``value_clip`` is in these units then. As MAPPO's value normalization
-            (Yu et al., 2021, arXiv:2103.01955), without PopArt's rescaling of the head (arXiv:1602.07714).
+            returns so far, see :class:`~rlhfkit.modules.parts.critic.Critic`. ``value_clip`` is in these units then.
         gamma: Discount, in [0, 1].
         lam: GAE's lambda for the policy, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF has 1).
         critic_lam: GAE's lambda for the critic's targets; ``None``: ``lam`` (VAPO, 2025, arXiv:2504.05118, takes 1).
         length_adaptive_alpha: The policy's lambda is 1 - 1 / (alpha * tokens) of each answer, in place of ``lam``, see
             :func:`~rlhfkit.losses.length_adaptive_lambda` (0.05 in VAPO); the critic's stays ``critic_lam``.
         bootstrap_truncated: Where the length limit cut an answer off, count the critic's value of the state after its
-            last token as the rewards that would have come (Pardo et al., 2018, arXiv:1712.00378), which takes a forward
-            pass of the critic over these answers. Off in OpenRLHF and TRL: such answers end there.
+            last token as the rewards that would have come, see :class:`~rlhfkit.modules.parts.critic.Critic`. Off in
+            OpenRLHF and TRL: such answers end there.
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1; those of a
             function given as ``advantages`` are used as they are.
         advantages: Function used in place of GAE, see :class:`~rlhfkit.modules.parts.advantages.AdvantagesBy`.
-        policy_loss: A function of :mod:`rlhfkit.losses`, its name (``"gspo_loss"``), or your own, see
-            :class:`OnPolicyModule`.
-        policy_loss_arguments: More keyword arguments of the policy loss.
-        clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss (0.2).
-        clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss (0.2).
         kl_coef: Weight of a :class:`~rlhfkit.modules.parts.kl_penalty.KLInReward` towards the initial model, which
             subtracts it from the reward of each token (0.01: OpenRLHF's default); 0 loads no reference model. Another
             one, or a :class:`~rlhfkit.modules.parts.kl_penalty.KLPenalty` in the loss, among ``parts`` takes its place.
-        correction: Importance correction for differences between engine and trainer: ``"tis"``, ``"icepop"``, ``"mis"``
-            and others of :data:`~rlhfkit.losses.CORRECTION_PRESETS`, or arguments of
-            :func:`~rlhfkit.losses.importance_weights`.
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        warmup_steps: Optimizer steps of linear warm-up.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). See :class:`PolicyModule`.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        lora: Train adapters, not the model's own weights, which are then the reference; ``None``: all weights, or the
-            adapter that ``model`` holds.
         parts: More features, each a :class:`~rlhfkit.Part` or a function of an iteration's rows, see
             :class:`OnPolicyModule`.
-        **kwargs: Loss and rewards: see :class:`OnPolicyModule`; model: see :class:`PolicyModule`.
+        **kwargs: Loss and rewards: see :class:`OnPolicyModule`; optimizer and model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -102,22 +82,13 @@ class PPOModule(OnPolicyModule):
         bootstrap_truncated: bool = False,
         whiten_advantages: bool = True,
         advantages: GivenAdvantages | None = None,
-        policy_loss: str | Callable[..., LossOutput] = ppo_loss,
-        policy_loss_arguments: Mapping[str, Any] | None = None,
-        clip_low: float | None = None,
-        clip_high: float | None = None,
         kl_coef: float = 0.01,
-        correction: str | Mapping[str, Any] | None = None,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
-        lr_schedule: Schedule = "constant",
-        gradient_checkpointing: bool = False,
-        lora: LoRA | None = None,
-        parts: Sequence[Part | Mapping[str, Any] | Callable[[Experience], Experience] | str] = (),
+        parts: Sequence[GivenPart] = (),
         **kwargs: Any,
     ) -> None:
-        from rlhfkit.modules.parts import critic as parts_of_critic
         from rlhfkit.modules.parts.advantages import AdvantagesBy, WhitenAdvantages
+        from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss, check_frozen
+        from rlhfkit.modules.parts.kl_penalty import KLInReward, own_penalty
 
         # Under the names that were given: the parts have their own.
         check_number("critic_lr", critic_lr, above=0)
@@ -126,8 +97,7 @@ class PPOModule(OnPolicyModule):
         check_number("value_clip", value_clip, above=0, optional=True)
         check_number("critic_lam", critic_lam, minimum=0, maximum=1, optional=True)
         given = [make_part(one) for one in parts]
-        own_critic = next((part for part in given if isinstance(part, parts_of_critic.Critic)), None)
-        self.critic_part = own_critic or parts_of_critic.Critic(
+        self.critic_part = next((part for part in given if isinstance(part, Critic)), None) or Critic(
             critic,
             lr=critic_lr,
             shared=shared_backbone,
@@ -135,64 +105,27 @@ class PPOModule(OnPolicyModule):
             bootstrap_truncated=bootstrap_truncated,
         )
         """Gives values; its arguments are those of the module unless it was among ``parts``."""
-        own_loss = next((part for part in given if isinstance(part, parts_of_critic.ValueLoss)), None)
-        self.value_loss = own_loss or parts_of_critic.ValueLoss(value_coef, clip=value_clip)
-        """The critic's loss."""
+        value_loss = next((part for part in given if isinstance(part, ValueLoss)), None)
+        value_loss = value_loss or ValueLoss(value_coef, clip=value_clip)
         if self.critic_part.frozen:
-            parts_of_critic.check_frozen(
-                self.critic_part, self.value_loss, warmup_steps=critic_warmup_steps, critic_lam=critic_lam
-            )
+            check_frozen(self.critic_part, value_loss, warmup_steps=critic_warmup_steps, critic_lam=critic_lam)
         adapts, other_lam = length_adaptive_alpha is not None, lam != 0.95 and critic_lam is not None
         if advantages is not None:
             of_gae = {"length_adaptive_alpha": adapts, "lam": other_lam}
             refuse_without_effect(of_gae, f"advantages={AdvantageFunction(advantages).name}")
         elif adapts:
             refuse_without_effect({"lam": other_lam}, "length_adaptive_alpha and critic_lam, which take its place")
-        self.credit = [parts_of_critic.GAE(gamma, lam, length_adaptive_alpha=length_adaptive_alpha)]
+        self.credit = [GAE(gamma, lam, length_adaptive_alpha=length_adaptive_alpha)]
         self.credit += [WhitenAdvantages()] if whiten_advantages else []
         self.credit = self.credit if advantages is None else [AdvantagesBy(advantages)]
-        of_critic = [part for part in (self.critic_part, self.value_loss) if part not in given]
-        check_number("kl_coef", kl_coef, minimum=0, why="0 is no reference model")
-        self.own_parts = []
-        if kl_coef:
-            from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPart
-
-            chosen = any(isinstance(part, KLPart) for part in given)
-            self.own_parts += [] if chosen else [KLInReward(kl_coef, place="token")]
-        self.own_parts += [*of_critic, parts_of_critic.Returns(gamma, lam if critic_lam is None else critic_lam)]
-        self.own_parts += [parts_of_critic.CriticWarmup(critic_warmup_steps)] if critic_warmup_steps else []
-        self.kl_coef = kl_coef
-        self.shared_backbone = shared_backbone
-        super().__init__(
-            model,
-            lr=lr,
-            advantages=advantages,
-            policy_loss=policy_loss,
-            policy_loss_arguments=policy_loss_arguments,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            correction=correction,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
-            lr_schedule=lr_schedule,
-            gradient_checkpointing=gradient_checkpointing,
-            lora=lora,
-            parts=given,
-            **kwargs,
-        )
+        self.own_parts = own_penalty(kl_coef, given, lambda coef: KLInReward(coef, place="token"))
+        self.own_parts += [part for part in (self.critic_part, value_loss) if part not in given]
+        self.own_parts += [Returns(gamma, lam if critic_lam is None else critic_lam)]
+        self.own_parts += [CriticWarmup(critic_warmup_steps)] if critic_warmup_steps else []
+        self.kl_coef, self.shared_backbone = kl_coef, shared_backbone
+        super().__init__(model, lr=lr, advantages=advantages, parts=given, **kwargs)
         if isinstance(self.critic_part.model, CriticPool | ModelPool):
             self.hparams.update(critic=self.critic_part.model.plain())
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Policy and critic, each with its learning rate."""
-        return self.critic_part.grouped(super().parameter_groups(), self.policy)
-
-    def add_logprobs(self, experience: Experience) -> Experience:
-        """Add old log-probs; with a shared backbone the same forward pass gives the values."""
-        shared = self.critic_part.shared
-        return super().add_logprobs(self.critic_part.with_logprobs(experience) if shared else experience)
-
-    # ------------------------------------------------------------------ a critic with ranks of its own
 
     @property
     def remote_critic(self) -> Any:
@@ -220,17 +153,3 @@ class PPOModule(OnPolicyModule):
             return super().save_pretrained(folder, child=child, adapter=adapter, dtype=dtype)
         self.remote_critic.export(self, Path(folder), adapter=adapter, dtype=dtype)
         return Path(folder)
-
-    def work_elsewhere(self) -> list[tuple[str, str, float, float]]:
-        """When a critic's own ranks have worked lately."""
-        return [] if self.remote_critic is None else cast(Any, self.remote_critic.pool.work())
-
-    def save_folder(self, folder: Path) -> None:
-        """Save the critic's ranks in the folder of a checkpoint, for strategies that write folders."""
-        if self.remote_critic is not None:
-            self.remote_critic.save_folder(folder)
-
-    def load_folder(self, folder: Path) -> None:
-        """Continue with the critic in the folder of a checkpoint."""
-        if self.remote_critic is not None:
-            self.remote_critic.load_folder(folder)

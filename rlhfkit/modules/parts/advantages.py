@@ -1,4 +1,4 @@
-"""Advantages of samples and of tokens: ``GroupAdvantages``, ``AdvantagesBy``, ``TokenCredit``, ``WhitenAdvantages``.
+"""Advantages of samples and of tokens: ``GroupAdvantages``, ``AdvantagesBy``, ``TokenCredit``, ``WhitenAdvantages`` ...
 
 One part writes advantages, the later ones change them. A part among ``parts=`` that writes ``advantages`` without
 reading them takes the place of what a module would do by itself.
@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhfkit.data.types import GREEDY_REWARD, Experience
 from rlhfkit.losses import AdvantageScale, discounted_returns, group_advantages, masked_sum, token_rewards
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
-from rlhfkit.parts import Part, Stage
+from rlhfkit.parts import Part, Stage, part_name
 from rlhfkit.validation import check_number
 
 
@@ -80,13 +80,14 @@ class AdvantagesBy(Part):
         self.of_samples = given.takes_rewards
         self.reads = ("rewards",)
         self.label = f"AdvantagesBy({given.name})"
+        self.needs_greedy_rewards = given.takes_greedy_rewards
         self._penalizes = True  # with penalties of tokens, which nothing after it subtracts
 
     def attach(self, module: Any) -> None:
         """Check that greedy answers' rewards are those of samples."""
         super().attach(module)
         self._penalizes = not any(isinstance(part, TokenCredit) for part in module.parts)
-        shaping = [one for one in module.shaping if one]
+        shaping = [part_name(one) for one in module.parts if one.stage == Stage.SHAPE and "rewards" in one.writes]
         if self.estimator.takes_greedy_rewards and shaping:
             raise ValueError(
                 f"advantages={self.estimator.name} compares samples with greedy answers, whose rewards "
@@ -125,6 +126,21 @@ class AdvantagesBy(Part):
                 "are right: raise SamplingSpec(group_size=...)"
             )
         raise _no_comparison(self.module, group_size)
+
+
+class OverriddenAdvantages(Part):
+    """Computes advantages by ``advantages()`` of a module whose class has overridden it; made by that module."""
+
+    stage, writes = Stage.CREDIT, ("advantages",)
+
+    def attach(self, module: Any) -> None:
+        """Name it after the class, for messages."""
+        super().attach(module)
+        self.label = f"{type(module).__name__}.advantages()"
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Add them. A collective."""
+        return with_advantages(rows, self.module.ranks.advantages_by(self.module.advantages, rows))
 
 
 class TokenCredit(Part):

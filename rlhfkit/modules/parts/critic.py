@@ -7,6 +7,7 @@ in a :class:`~rlhfkit.roles.CriticPool` that trains it, or frozen in a :class:`~
 import dataclasses
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
@@ -23,13 +24,13 @@ from rlhfkit.losses import (
     value_loss,
     weighted_metric,
 )
-from rlhfkit.models import PolicyOutput, policy_output, unwrap
+from rlhfkit.models import PolicyOutput, unwrap
 from rlhfkit.models.forward import VALUE_HEAD
 from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_model
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optim import skip_update
 from rlhfkit.modules.parts.advantages import rewards_of_tokens, with_advantages
-from rlhfkit.parts import Child, Part, Stage, overriding
+from rlhfkit.parts import Child, Part, Stage, overriding, part_name
 from rlhfkit.roles import CriticPool, FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_integer, check_number
@@ -79,7 +80,7 @@ class Critic(Part):
         pool = None if isinstance(model, ModelPool) else CriticPool.of(model)
         self.model: str | CriticPool | ModelPool | None = cast(Any, pool or model)
         self.lr, self.shared, self.normalize, self.bootstrap_truncated = lr, shared, normalize, bootstrap_truncated
-        self.outputs = ("values",) if shared else ()
+        self.outputs = self.reads = ("values",) if shared else ()  # the policy's forward pass gives them
         self.moments = RewardMoments.zero()
         """Count, mean and squared deviations of the returns so far, with ``normalize``."""
         self.elsewhere: Any = None
@@ -106,12 +107,8 @@ class Critic(Part):
                 "bootstrap_truncated would have no effect beside mask_truncated, which learns nothing from answers "
                 "that were cut off: leave out the one or the other"
             )
-        passes = {
-            "proximal": any(overriding([part], "old_logprobs") for part in module.parts),
-            "router_replay": any("routing" in part.reads for part in module.parts),
-        }
-        unused = [name for name, given in passes.items() if given and self.shared]
-        if unused:
+        unused = [part_name(one) for one in module.parts if "routing" in one.reads or overriding([one], "old_logprobs")]
+        if unused and self.shared:
             raise ValueError(
                 f"{', '.join(unused)} would have no effect beside shared_backbone, whose forward pass for values gives "
                 "old log-probs too: leave out the one or the other"
@@ -161,11 +158,11 @@ class Critic(Part):
         if self.shared and not hasattr(unwrap(self.module.policy), VALUE_HEAD):
             add_value_head(self.module.policy)
 
-    def grouped(self, groups: list[dict[str, Any]], policy: nn.Module) -> list[dict[str, Any]]:
-        """Groups of parameters of which the head is one of its own, with its learning rate."""
+    def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of the module; a head of the policy is a group of its own, with its learning rate."""
         if not self.shared:
             return groups
-        head = list(unwrap(policy).get_submodule(VALUE_HEAD).parameters())
+        head = list(unwrap(self.module.policy).get_submodule(VALUE_HEAD).parameters())
         of_head = {id(parameter) for parameter in head}
         trunk = [parameter for parameter in groups[0]["params"] if id(parameter) not in of_head]
         return [groups[0] | {"params": trunk}, *groups[1:], {"params": head, "name": VALUE_HEAD, "lr": self.lr}]
@@ -180,17 +177,6 @@ class Critic(Part):
         """Ask a critic elsewhere, which works while the policy computes."""
         if self.elsewhere is not None:
             self.elsewhere.ask_values(self.module, rows)
-
-    def with_logprobs(self, rows: Experience) -> Experience:
-        """Add old log-probs and values of a shared backbone, in one forward pass."""
-        both = self.module.passes.forward(self.module.policy, self._logprobs_and_values, rows, columns=2)
-        old_logprobs, values = (column.contiguous() for column in both.unbind(-1))
-        return dataclasses.replace(rows, old_logprobs=old_logprobs).with_columns(values=values)
-
-    def _logprobs_and_values(self, batch: Experience) -> Tensor:
-        """(b, t-1, 2) log-probs and values in one forward pass."""
-        out = policy_output(self.module.policy, batch, batch.action_mask, temperature=batch.temperature, values=True)
-        return torch.stack([out.logprobs, cast(Tensor, out.values)], -1)
 
     def values_of(self, batch: Experience) -> Tensor:
         """(B, T-1) float32 values now; 0 outside the mask.
@@ -222,8 +208,7 @@ class Critic(Part):
         longer, final = with_final_states(rows, cut_off)
         module = self.module
         if self.shared:
-            both = module.passes.forward(module.policy, self._logprobs_and_values, longer, cut_off, columns=2)
-            values = both[..., 1]
+            values = module.passes.statistics(module.policy, longer, cut_off, values=True).values
         elif self.elsewhere is not None:
             self.elsewhere.ask_values(module, longer, cut_off)
             values = self.elsewhere.values(longer)
@@ -268,6 +253,20 @@ class Critic(Part):
         """
         if self.trained_elsewhere:
             self.elsewhere.pool.close()
+
+    def work_elsewhere(self) -> list[tuple[str, str, float, float]]:
+        """When its ranks have worked lately."""
+        return cast(Any, self.elsewhere.pool.work()) if self.trained_elsewhere else []
+
+    def save_folder(self, folder: Path) -> None:
+        """Save its ranks in the folder of a checkpoint, for strategies that write folders."""
+        if self.trained_elsewhere:
+            self.elsewhere.save_folder(folder)
+
+    def load_folder(self, folder: Path) -> None:
+        """Continue with what is in the folder of a checkpoint."""
+        if self.trained_elsewhere:
+            self.elsewhere.load_folder(folder)
 
     def save_weights(self, checkpoint: dict[str, Any]) -> None:
         """Save a critic with ranks of its own, where a checkpoint is one file."""

@@ -99,7 +99,7 @@ class StopEarly(Part):
         limit: Nats per token (0.015 in Spinning Up; OpenRLHF has none).
 
     Raises:
-        ValueError: If ``limit`` is not positive, or with ``proximal="log-linear"``, which has no old log-probs.
+        ValueError: If ``limit`` is not positive, or beside a :class:`LogLinear`, which has no old log-probs.
     """
 
     stage = Stage.SCORE  # first of all
@@ -116,8 +116,8 @@ class StopEarly(Part):
         super().attach(module)
         if any(overriding([part], "old_logprobs") for part in module.parts):
             raise ValueError(
-                "StopEarly compares with old log-probs, for which proximal='log-linear' makes no forward pass: use "
-                "proximal='recompute'"
+                "StopEarly compares with old log-probs, for which LogLinear makes no forward pass: leave out "
+                "the one or the other"
             )
 
     def prepare(self, rows: Experience) -> Experience:

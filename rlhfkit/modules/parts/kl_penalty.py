@@ -5,7 +5,7 @@ coefficient that :class:`~rlhfkit.modules.parts.kl_control.KLTarget` moves.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,16 @@ class KLPart(Part):
         check_number(f"{type(self).__name__}.coef", coef, above=0, why="without a penalty leave it out")
         probe = torch.zeros(1, 1)
         kl_estimate(probe, probe, estimator=self.estimator, mask=probe == 0)
+
+
+def own_penalty(coef: float, given: Sequence[Part], make: Callable[[float], Part]) -> list[Part]:
+    """The penalty that ``kl_coef=`` of a module stands for; none if it is 0, or one was given among the parts.
+
+    Raises:
+        ValueError: If ``coef`` is negative.
+    """
+    check_number("kl_coef", coef, minimum=0, why="0 is no reference model")
+    return [make(coef)] if coef and not any(isinstance(part, KLPart) for part in given) else []
 
 
 class KLPenalty(KLPart):

@@ -1,5 +1,10 @@
-"""``FirstPass``, ``LogLinear``, ``RouterReplay``: what later updates of an iteration know of the policy before it."""
+"""What the updates of an iteration know of the policy before it: old log-probs, experts that it chose, its entropy.
 
+``OldLogprobs`` computes what others need, ``FirstPass`` keeps it from the first epoch over an iteration, ``LogLinear``
+approximates it, ``RouterReplay`` has it chosen again.
+"""
+
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +16,63 @@ from rlhfkit.data.types import Experience
 from rlhfkit.losses import log_linear_proximal_logprobs
 from rlhfkit.models import PolicyOutput, unwrap
 from rlhfkit.models.routing import attach_routing
-from rlhfkit.parts import Part, part_name
+from rlhfkit.parts import Part, Stage, part_name
 from rlhfkit.trainer_parts import epochs_of
+
+
+class OldLogprobs(Part):
+    """Computes what the policy before an iteration makes of its tokens, where something needs it.
+
+    The first update uses its own log-probs as old ones. Later updates, and parts that read ``old_logprobs``, need them
+    computed before; parts may also read the columns ``entropy`` and ``routing``, and ``values`` of a head of the
+    policy. One forward pass gives all of it. Modules that learn from their own samples make one.
+    """
+
+    stage, temporary = Stage.POLICY, ("entropy",)
+
+    def __init__(self) -> None:
+        self._read: frozenset[str] = frozenset()
+        """What other parts read of it; ``values`` only if they are of a head of the policy."""
+
+    @property
+    def writes(self) -> tuple[str, ...]:  # type: ignore[override]  # of what company it is in
+        """Old log-probs, and the columns that others read."""
+        return ("old_logprobs", "entropy", "routing", *(["values"] if "values" in self._read else []))
+
+    def attach(self, module: Any) -> None:
+        """Learn what the other parts read."""
+        super().attach(module)
+        found = {name for part in module.parts for name in part.reads if name != "values"}
+        self._read = frozenset(found | {name for part in module.parts for name in part.outputs if name == "values"})
+
+    @property
+    def of_all_rows(self) -> bool:
+        """Whether a forward pass over all rows is made before each iteration, whatever its updates are."""
+        return not self._read.isdisjoint(("old_logprobs", "entropy", "values"))
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Add old log-probs and the columns. A collective."""
+        module, updates = self.module, rows.update if rows.iteration is None else rows.iteration.update  # of all ranks
+        repeated = module._trainer is not None and epochs_of(module.trainer) > 1
+        later = not module.approximations and bool((updates > 0).any())
+        wanted = later or "old_logprobs" in self._read or ("routing" in self._read and repeated)
+        wanted = wanted and rows.old_logprobs is None
+        entropy, values = "entropy" in self._read, "values" in self._read
+        if not (wanted or entropy or values):
+            return rows
+        chosen = rows.update >= 0 if self.of_all_rows or repeated else rows.update > 0
+        found = module.passes.statistics(
+            module.policy,
+            rows,
+            None if values else chosen,
+            entropy=entropy,
+            values=values,
+            routing="routing" in self._read and wanted,
+        )
+        rows = rows.with_columns(entropy=found.entropy, values=found.values)
+        if not (wanted or values):
+            return rows
+        return dataclasses.replace(rows, old_logprobs=found.logprobs).with_columns(routing=found.routing)
 
 
 class FirstPass(Part):
@@ -62,8 +122,9 @@ class LogLinear(Part):
     """Takes ratios to log-probs between the engine's and the policy's own, by policy versions.
 
     No forward pass is made for old log-probs (AReaL: Fu et al., 2025, arXiv:2505.24298), see
-    :func:`~rlhfkit.losses.log_linear_proximal_logprobs`. ``GRPOModule(proximal="log-linear")`` makes one; decoupled PPO
-    (arXiv:2110.00641) takes it too.
+    :func:`~rlhfkit.losses.log_linear_proximal_logprobs`. Decoupled PPO (arXiv:2110.00641) takes it too. Example::
+
+        GRPOModule("Qwen/Qwen3-0.6B", parts=[LogLinear()])
 
     Raises:
         ValueError: If something in the module needs the forward pass that it leaves out.
@@ -82,12 +143,12 @@ class LogLinear(Part):
         if recording:
             raise ValueError(
                 f"{recording[0]} records which experts are chosen in the forward pass of the old log-probs, which "
-                "proximal='log-linear' leaves out: give one of them"
+                "LogLinear leaves out: give one of them"
             )
-        if self.module.needs_old_logprobs:
+        if any("old_logprobs" in part.reads for part in self.module.parts):
             raise ValueError(
-                "proximal='log-linear' makes no forward pass for old log-probs, which a KL penalty in the reward, "
-                "KLTarget, and a teacher's log-probs compare with: use proximal='recompute'"
+                "LogLinear makes no forward pass for old log-probs, which a KL penalty in the reward, KLTarget, and a "
+                "teacher's log-probs compare with: leave it out"
             )
 
     def prepare(self, rows: Experience) -> Experience:
@@ -121,8 +182,9 @@ class RouterReplay(Part):
 
     Their weights are computed anew (routing replay, GSPO: Zheng et al., 2025, arXiv:2507.18071, section 5.3). For
     mixtures of experts with our packed attention; takes 2 bytes for each choice of a token's layers, and no further
-    forward pass. ``policy/rerouted_fraction`` is the share of choices that would be others now.
-    ``GRPOModule(router_replay=True)`` makes one.
+    forward pass. ``policy/rerouted_fraction`` is the share of choices that would be others now. Example::
+
+        GRPOModule("Qwen/Qwen3-30B-A3B", parts=[RouterReplay()])
 
     Raises:
         ValueError: If the policy has no routers whose choice can be replayed.
@@ -134,3 +196,7 @@ class RouterReplay(Part):
     def loaded(self) -> None:
         """Make the policy's routers ready."""
         attach_routing(unwrap(self.module.policy))
+
+    def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
+        """The share of choices that would be others now, where they are replayed."""
+        return {} if out.rerouted is None else {"policy/rerouted_fraction": out.rerouted}

@@ -1,7 +1,10 @@
-"""``Teacher`` and ``TeacherAdvantages``: log-probs of the student's tokens by a teacher, and advantages from them."""
+"""A teacher, and what a student learns from it: ``TeacherAdvantages`` of sampled tokens, or a ``DivergenceLoss``.
+
+``Teacher`` gives a teacher's log-probs of the tokens that the student has sampled, wherever the teacher is.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -10,16 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import discounted_returns, mean_metric, on_policy_distillation_advantages
+from rlhfkit.losses import (
+    LossOutput,
+    aggregate,
+    discounted_returns,
+    logits_logprobs,
+    mean_metric,
+    on_policy_distillation_advantages,
+)
+from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import PolicyOutput
+from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
+from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.modules.parts.advantages import with_advantages
-from rlhfkit.modules.teachers import TeacherDomains, check_teacher_tokens, load_teacher
-from rlhfkit.parts import Child, Part, Stage
+from rlhfkit.modules.teachers import (
+    ComparedOutput,
+    TeacherDomains,
+    ask_for_likeliest,
+    check_comparison,
+    check_teacher_tokens,
+    load_teacher,
+)
+from rlhfkit.parts import Child, Part, Stage, overriding, part_name
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import datamodule_of
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_number, resolve_function
 
 
 class Teacher(Part):
@@ -161,6 +181,158 @@ class TeacherAdvantages(Part):
         mask = batch.action_mask
         gap = (old - batch.columns["teacher_logprobs"]).where(mask, 0.0)
         return {"distillation/reverse_kl": mean_metric(gap, mask)}
+
+
+class DivergenceLoss(Part):
+    """Adds the divergence of whole next-token distributions of student and teacher at each sampled token (GKD).
+
+    Agarwal et al. (2023, arXiv:2306.13649). Student and teacher are computed together, some tokens at a time, and
+    compared at the temperature of sampling; the mean is logged as ``distillation/divergence``. It has the aggregation
+    of the policy loss. A subclass overrides :meth:`compare` and :meth:`compare_likeliest` for another objective.
+
+    Args:
+        divergence: ``forward_kl``, ``reverse_kl``, ``jsd``, a function of the log-probs of student and teacher, or its
+            dotted name; see :func:`~rlhfkit.losses.distillation_loss`.
+        coef: Weight.
+        teacher_weight: w of ``jsd``; 0.5 as in TRL's GKD.
+        top_k: Compare the teacher's K likeliest tokens only, which a teacher elsewhere needs; ``None``: all.
+        remainder: Treatment of the other tokens: ``bucket`` makes them one category, ``renormalize`` leaves them out.
+        chunk_size: Sampled tokens whose logits exist at a time; changes memory and speed only.
+
+    Raises:
+        ValueError: If an argument is out of range or has no effect beside the others, or there is no :class:`Teacher`
+            that it can be compared with.
+    """
+
+    def __init__(
+        self,
+        divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str,
+        coef: float = 1.0,
+        *,
+        teacher_weight: float = 0.5,
+        top_k: int | None = None,
+        remainder: Remainder = "bucket",
+        chunk_size: int = 1024,
+    ) -> None:
+        check_number("DivergenceLoss.coef", coef, above=0)
+        check_comparison(
+            divergence, teacher_weight=teacher_weight, top_k=top_k, remainder=remainder, chunk_size=chunk_size
+        )
+        named = isinstance(divergence, str) and "." not in divergence
+        self.divergence: Any = divergence if named else resolve_function(cast(Any, divergence), "divergence")
+        self.coef, self.teacher_weight, self.top_k = coef, teacher_weight, top_k
+        self.remainder: Remainder = remainder
+        self.chunk_size = chunk_size
+        rows = torch.zeros(1, max(top_k or 0, 2))
+        self.compare(rows, rows, 1.0)  # so that bad arguments raise before training
+
+    def attach(self, module: Any) -> None:
+        """Find the teacher, and check what is left of the policy loss."""
+        super().attach(module)
+        self._teacher = next((part for part in module.parts if isinstance(part, Teacher)), None)
+        if self._teacher is None or not self._teacher.compared:
+            raise ValueError("DivergenceLoss compares with a teacher: add Teacher(..., compared=True)")
+        if self._teacher.domains:
+            raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
+        if self._teacher.pool is not None:
+            ask_for_likeliest(self._teacher.pool, self.top_k, reference=module.reference_pool)
+        replayed = [part_name(part) for part in module.parts if "routing" in part.reads]
+        refuse_without_effect(
+            dict.fromkeys(replayed, True), f"divergence={self.divergence!r}, which replays no choice of experts"
+        )
+        if any("advantages" in part.writes for part in module.parts):
+            return
+        hooks = ("weigh", "old_logprobs")
+        unused = {part_name(part): any(overriding([part], hook) for hook in hooks) for part in module.parts}
+        refuse_without_effect(unused, f"divergence={self.divergence!r} without a reward_coef")
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Experience, batch_idx: int) -> None:
+        """Leave nothing of the policy loss if no advantages were computed."""
+        if batch.advantages is None:
+            batch.advantages = torch.zeros_like(batch.rollout_logprobs)
+
+    def policy_output(self, batch: Experience) -> ComparedOutput:
+        """Run student and teacher, and compare both at each sampled token."""
+        module, mask, temperature = self.module, batch.action_mask, batch.temperature
+        wanted = "entropy" in module.outputs
+
+        def compare(logits: Tensor, teacher: Any, tokens: Tensor, _: float) -> Tensor:
+            chosen = logits_logprobs(logits, tokens, temperature=temperature, entropy=wanted)
+            if teacher[1] is None:
+                divergence = self.compare(logits, teacher[0], temperature)
+            else:
+                divergence = self.compare_likeliest(logits, teacher[0], teacher[1], temperature)
+            columns = [chosen.logprobs, divergence, chosen.entropy]
+            return torch.stack([column for column in columns if column is not None], -1)
+
+        values, balance = compare_logits(
+            module.policy,
+            batch,
+            mask,
+            compare,
+            self._teacher_of(batch),
+            chunk_size=self.chunk_size,
+            by_token=True,
+            router_aux_loss=module.balances_routers,
+        )
+        empty = torch.zeros(mask.shape, dtype=values.dtype, device=mask.device)
+        columns = [empty.masked_scatter(mask, column) for column in values.unbind(-1)]
+        return ComparedOutput.of(columns[0], columns[2] if wanted else None, columns[1], balance)
+
+    def _teacher_of(self, batch: Experience) -> TeacherRows | tuple[Tensor, Tensor]:
+        """The teacher at the sampled tokens."""
+        mask = batch.action_mask
+        assert self._teacher is not None
+        if self._teacher.pool is None:
+            return teacher_logits(self.module.teacher, batch, mask)
+        top_logprobs, top_ids = (batch.columns[name] for name in ("teacher_top_logprobs", "teacher_top_ids"))
+        return top_logprobs[mask], top_ids[mask].long()
+
+    def compare(self, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        """(m,) divergences in nats from logits (m, V) of student and teacher.
+
+        ``temperature``, that of sampling, divides both.
+        """
+        size = min(student.shape[-1], teacher.shape[-1])  # one family pads its vocabulary to different sizes
+        return token_divergence(
+            student[None, :, :size],
+            teacher[None, :, :size],
+            torch.ones(1, len(student), dtype=torch.bool, device=student.device),
+            divergence=self.divergence,
+            temperature=temperature,
+            teacher_weight=self.teacher_weight,
+            top_k=self.top_k,
+            remainder=self.remainder,
+        )[0]
+
+    def compare_likeliest(self, student: Tensor, teacher: Tensor, ids: Tensor, temperature: float) -> Tensor:
+        """(m,) divergences in nats from logits (m, V) of the student and K tokens of a teacher elsewhere.
+
+        Args:
+            student: (m, V) logits.
+            teacher: (m, K) log-probs, at the temperature of sampling.
+            ids: (m, K) int64, their tokens; those that the student's output layer does not have are left out.
+            temperature: That of sampling, which divides the student's logits.
+        """
+        known = ids < student.shape[-1]  # one family pads its vocabulary to different sizes
+        return token_divergence(
+            student[None] / temperature,
+            teacher.masked_fill(~known, -torch.inf)[None],
+            torch.ones(1, len(student), dtype=torch.bool, device=student.device),
+            divergence=self.divergence,
+            teacher_weight=self.teacher_weight,
+            teacher_ids=ids.where(known, 0)[None],
+            remainder=self.remainder,
+        )[0]
+
+    def term(self, batch: Experience, out: PolicyOutput, old: Tensor) -> LossOutput:
+        """The divergence."""
+        mask, sizes = batch.action_mask, self.module.aggregation_arguments(batch)
+        token_divergences = cast(ComparedOutput, out).divergence
+        divergence = aggregate(
+            token_divergences, mask, sizes["aggregation"], sizes["denominator"], max_length=sizes["max_length"]
+        )
+        return LossOutput(self.coef * divergence, {"distillation/divergence": mean_metric(token_divergences, mask)})
 
 
 class ScaledAdvantages(Part):

@@ -23,6 +23,7 @@ from rlhfkit.strategies.checkpoint.saving import BackgroundSave, save_directory
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from rlhfkit.strategies.deepspeed.engines import EngineOptimizer
 from rlhfkit.strategies.deepspeed.zero3 import load_full_state_dict
+from rlhfkit.trainer_parts import callbacks_of
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -99,9 +100,13 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         )
 
     def _write_module_folder(self, folder: Path) -> None:
-        module = self.lightning_module
-        if isinstance(module, KeepsFolder):
-            module.save_folder(folder / MODULE_FOLDER)
+        for keeper in self._folder_keepers():
+            keeper.save_folder(folder / MODULE_FOLDER)
+
+    def _folder_keepers(self) -> list[KeepsFolder]:
+        """Callbacks with state in a folder of the checkpoint."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return [] if trainer is None else [one for one in callbacks_of(trainer) if isinstance(one, KeepsFolder)]
 
     def _save_engine(self, engine: "DeepSpeedEngine", folder: Path) -> None:
         # Lets deepspeed's converter change the number of ranks of ZeRO 1 and 2 checkpoints. With tensor parallelism
@@ -184,8 +189,8 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
             self._load_engines(path, manifest)
         else:
             self._load_weights(path, manifest)
-        if fitting and isinstance(self.lightning_module, KeepsFolder):
-            self.lightning_module.load_folder(path / MODULE_FOLDER)
+        for keeper in self._folder_keepers() if fitting else []:
+            keeper.load_folder(path / MODULE_FOLDER)
         file = path / rank_file(self.global_rank if same_ranks else 0)
         with explain_unpickling_errors(file):
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only is not False)

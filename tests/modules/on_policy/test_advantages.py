@@ -22,12 +22,10 @@ from rlhfkit import (
     Sample,
     SamplingSpec,
     Step,
-    presets,
 )
 from rlhfkit.data import Experience
 from rlhfkit.episodes import Action
-from rlhfkit.modules.on_policy.advantages import check_advantages
-from rlhfkit.modules.on_policy.functions import PolicyLoss
+from rlhfkit.modules.on_policy.functions import PolicyLoss, check_advantages
 from rlhfkit.modules.parts.rewards import ClipRewards
 from rlhfkit.rewards import EnvironmentReward, WeightedSum
 
@@ -84,7 +82,7 @@ def test_the_baseline_is_the_reward_of_the_greedy_answer(tmp_path: Path, max_sta
     greedy = Greedy()
     trainer, module, data, _ = setup_run(
         tmp_path,
-        module_arguments=dict(presets.REMAX),
+        module_arguments={"preset": "remax"},
         rollouts=RolloutCallback(lengthy, sampling=ONE, parts=ahead(max_staleness)),
         data_arguments={"micro_batch_size": 4},
         callbacks=[greedy] if not max_staleness else [],  # else the answers are those of earlier weights
@@ -124,7 +122,7 @@ def check_episodes(folder: Path, engine: Any) -> None:
     Asking.asked.clear()
     trainer, module, data, rollouts = setup_run(
         folder,
-        module_arguments=dict(presets.REMAX),
+        module_arguments={"preset": "remax"},
         rollouts=RolloutCallback(
             EnvironmentReward(),
             engine=engine,
@@ -154,7 +152,7 @@ def test_greedy_answers_and_episodes_of_vllm_are_the_policys(vllm_pool: Any, vll
     greedy = Greedy()
     trainer, module, data, _ = setup_run(
         tmp_path,
-        module_arguments=dict(presets.REMAX),
+        module_arguments={"preset": "remax"},
         rollouts=RolloutCallback(lengthy, engine=vllm_pool, sampling=ONE),
         data_arguments={"micro_batch_size": 4},
         callbacks=[greedy],
@@ -175,7 +173,7 @@ def test_greedy_answers_that_cannot_be_scored_are_refused(
     tmp_path: Path, rollouts: RolloutCallback, message: str
 ) -> None:
     trainer, module, data, _ = setup_run(
-        tmp_path, module_arguments=dict(presets.REMAX), rollouts=rollouts, data_arguments={"micro_batch_size": 4}
+        tmp_path, module_arguments={"preset": "remax"}, rollouts=rollouts, data_arguments={"micro_batch_size": 4}
     )
     with pytest.raises(ValueError, match=message):
         trainer.fit(module, data)
@@ -185,7 +183,7 @@ def test_recorded_samples_have_no_greedy_answers(tmp_path: Path) -> None:
     tmp_path.joinpath("dump").mkdir()
     rollouts = RolloutCallback(digits, engine=ReplayEngine(tmp_path / "dump"), sampling=ONE)
     trainer, module, data, _ = setup_run(
-        tmp_path, module_arguments=dict(presets.REMAX), rollouts=rollouts, data_arguments={"micro_batch_size": 4}
+        tmp_path, module_arguments={"preset": "remax"}, rollouts=rollouts, data_arguments={"micro_batch_size": 4}
     )
     with pytest.raises(ValueError, match="ReplayEngine has no greedy answers"):
         trainer.fit(module, data)
@@ -193,7 +191,7 @@ def test_recorded_samples_have_no_greedy_answers(tmp_path: Path) -> None:
 
 def test_rewards_of_samples_alone_are_not_processed() -> None:
     with pytest.raises(ValueError, match="whose rewards ClipRewards does not change: leave it out"):
-        GRPOModule("anywhere", **presets.REMAX, parts=[ClipRewards(1.0)])
+        GRPOModule("anywhere", preset="remax", parts=[ClipRewards(1.0)])
 
 
 class Forgetful(LocalEngine):
@@ -229,11 +227,11 @@ def half(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
         (
             Forgetful,
             by_surprise,
-            r"by_surprise: advantages of 8 of \d+ trained tokens \(first: sample 1 of prompt \d+\) are not finite. "
+            r"by_surprise\): advantages of 8 of \d+ trained tokens \(first: sample 1 of prompt \d+\) are not finite. "
             r"Neither are there: rollout_logprobs \(the engine, or a wrapper",
         ),
         (Infinite, None, r"rollout_logprobs: log-probs of 8 of \d+ trained tokens \(first: sample 1 .* are infinite"),
-        (LocalEngine, half, r"half: advantages of .* What they are computed from is finite there"),
+        (LocalEngine, half, r"half\): advantages of .* What they are computed from is finite there"),
     ],
 )
 def test_an_advantage_or_log_prob_that_is_not_finite_is_named_before_an_update(

@@ -1,6 +1,6 @@
 """Arguments of modules that learn from their own samples, against the loss functions called by hand.
 
-Covers base.py, objective.py, grpo.py and presets.py.
+Covers base.py, grpo.py and presets.py.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from rl_runs import digits, setup_run
 from torch import Tensor
 
 import rlhfkit.losses
-from rlhfkit import GRPOModule, OnPolicyDistillationModule, PPOModule, RolloutCallback, SamplingSpec, presets
+from rlhfkit import GRPOModule, OnPolicyDistillationModule, PPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.callbacks.rollout.micro_batching import MicroBatches
 from rlhfkit.data import Experience
 from rlhfkit.data.packing import MicroBatch
@@ -49,6 +49,7 @@ from rlhfkit.losses import cispo_loss as lifted_cispo_loss
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.on_policy.presets import PRESETS
 from rlhfkit.modules.parts.advantages import AdvantagesBy
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.critic import GAE
@@ -162,10 +163,10 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
     raise AssertionError(name)
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     extra = {"max_length": 6} if name == "dr_grpo" else {}
-    module = GRPOModule("anywhere", **presets.PRESETS[name], **extra)
+    module = GRPOModule("anywhere", preset=name, **extra)
     batch = experience()
     batch.reward_parts = {"greedy": torch.tensor([0.5, 0.5, 0.5, 0.1, 0.1, 0.1])}
     assert batch.old_logprobs is not None
@@ -183,19 +184,19 @@ def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
     torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-8)
     assert gradient.abs().sum() > 0
-    assert set(presets.PRESETS[name]) <= set(module.hparams)
+    assert module.hparams["preset"] == name
     named = f"{name}_loss" if hasattr(rlhfkit.losses, f"{name}_loss") else "ppo_loss"
     named = "reinforce_loss" if name == "remax" else named
     assert module.hparams["policy_loss"].endswith(f".{named}")  # a preset calls the loss of its name
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_them(name: str) -> None:
     """One reward is missing and two answers are cut off, one of them alone in its micro-batch."""
     compares_tokens_of_a_batch = name in ("clip_cov", "kl_cov")
     split = [[0, 1, 2, 3, 4, 5]] if compares_tokens_of_a_batch else [[0], [1, 2], [3, 5], [4]]
-    preset, longest = presets.PRESETS[name], {"max_length": 6} if name == "dr_grpo" else {}
-    module = GRPOModule("anywhere", **preset, **longest, mask_truncated=True, entropy_coef=0.01)
+    preset, longest = PRESETS[name], {"max_length": 6} if name == "dr_grpo" else {}
+    module = GRPOModule("anywhere", preset=name, **longest, mask_truncated=True, entropy_coef=0.01)
     batch = experience()
     batch.reward_parts = {"greedy": torch.full((6,), 0.3)}
     batch.rewards[1], batch.action_mask[1] = torch.nan, False
@@ -232,7 +233,7 @@ def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_th
 def test_the_optimal_token_baseline_is_reached_by_name_and_reads_the_engines_log_probs() -> None:
     batch = experience()
     module = GRPOModule("anywhere", advantages="rlhfkit.modules.on_policy.presets.optimal_token_baseline")
-    prepared = module.compute_advantages(batch)
+    prepared = module.credit[0].prepare(batch)
     arguments = batch.rewards, batch.group, batch.action_mask, batch.rollout_logprobs
     assert prepared.advantages is not None
     assert torch.equal(prepared.advantages, rlhfkit.losses.optimal_token_advantages(*arguments))
@@ -385,7 +386,7 @@ def test_advantages_may_be_a_function_of_rewards_and_groups_for_every_module(kin
     batch = experience()
     module = kind("anywhere", advantages=name, **({} if kind is OnPolicyModule else {"kl_coef": 0.0}))
     batch.columns = {"values": torch.zeros(6, 6)}
-    filled = OnPolicyModule.compute_advantages(module, batch)
+    filled = module.credit[0].prepare(batch)
     if name == "rloo_advantages":
         expected = rloo_advantages(batch.rewards, batch.group)
     else:
@@ -466,10 +467,10 @@ def test_the_kl_penalty_of_rloo_is_part_of_the_reward_that_is_left_out() -> None
         assert found is not None
         return found
 
-    advantages = advantages_of(**presets.RLOO)[:, 0]
+    advantages = advantages_of(preset="rloo")[:, 0]
     # Ahmadian et al.: reward 0.75 0 1 0, each minus the mean of the other three.
     assert advantages.tolist() == pytest.approx([5 / 12, -7 / 12, 3 / 4, -7 / 12], abs=1e-6)
-    per_token = advantages_of(**presets.RLOO | {"parts": [KLInReward(0.05, place="token")]})
+    per_token = advantages_of(preset="rloo", parts=[KLInReward(0.05, place="token")])
     assert per_token[0].mean().item() == pytest.approx(2 / 3 - 0.25 * 11 / 20, abs=1e-6)  # 0.529
 
 
@@ -500,7 +501,7 @@ def test_an_estimator_that_sees_the_whole_iteration_is_a_function_and_survives_c
 def test_every_argument_shows_in_the_hyperparameters() -> None:
     """Those of base classes too, so that a run's log is complete."""
     for kind in (GRPOModule, PPOModule):
-        module = kind("anywhere", **(presets.DAPO if kind is GRPOModule else {}))
+        module = kind("anywhere", **({"preset": "dapo"} if kind is GRPOModule else {}))
         for base in kind.__mro__[: kind.__mro__.index(PolicyModule) + 1]:
             parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
             names = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} - {"self"}
@@ -577,7 +578,7 @@ def test_reinforce_plus_plus_learns_without_groups(tmp_path: Path) -> None:
     rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=1, max_new_tokens=8))
     trainer, module, data, _ = setup_run(
         tmp_path,
-        module_arguments=dict(presets.REINFORCE_PLUS_PLUS) | {"lr": 5e-3},
+        module_arguments={"preset": "reinforce++"} | {"lr": 5e-3},
         data_arguments={"rollout_batch_size": 32, "micro_batch_size": 16},
         rollouts=rollouts,
         callbacks=[Keep()],

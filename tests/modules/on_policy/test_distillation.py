@@ -29,8 +29,11 @@ from rlhfkit import (
     SamplingSpec,
 )
 from rlhfkit.losses import group_advantages
+from rlhfkit.modules.parts.advantages import GroupAdvantages
 from rlhfkit.modules.parts.kl_penalty import KLInReward
+from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
 from rlhfkit.modules.parts.rewards import ClipRewards
+from rlhfkit.modules.parts.teacher import DivergenceLoss, TeacherAdvantages
 
 datasets = LazyModule("datasets")
 
@@ -43,6 +46,11 @@ class PlainDistillation(PlainSGD, OnPolicyDistillationModule):
 
 def look_at_lengths(batch: Experience) -> Tensor:
     return batch.action_mask.sum(-1).float()
+
+
+def compared(**arguments: Any) -> dict[str, Any]:
+    """A divergence as in YAML."""
+    return {"class_path": "rlhfkit.modules.parts.teacher.DivergenceLoss", "init_args": arguments}
 
 
 def sampling(size: int = 4, tokens: int = 6) -> SamplingSpec:
@@ -91,14 +99,16 @@ def surrogate(student: Any, old: Any, told: Any, advantage: Tensor) -> Tensor:
 def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
     tiny_model(tmp_path / "teacher", seed=1)
     compared, rewarded = not case.startswith("sampled"), case.endswith("reward")
-    knobs = {"divergence": "reverse_kl", "chunk_size": 7} if compared else {"distillation_gamma": 0.5}
+    reward_coef = 0.3 * rewarded
+    knobs: dict[str, Any] = {"parts": [TeacherAdvantages(0.7, gamma=0.5, reward_coef=reward_coef)]}
+    if compared:
+        knobs = {"parts": [DivergenceLoss("reverse_kl", 0.7, chunk_size=7)], "reward_coef": reward_coef}
     trainer, module, data, rollouts = setup_run(
         tmp_path,
         module=PlainDistillation,
-        module_arguments={"teacher": str(tmp_path / "teacher"), "lr": LR, "distillation_coef": 0.7}
+        module_arguments={"teacher": str(tmp_path / "teacher"), "lr": LR}
         | ({"clip_high": CLIP} if rewarded or not compared else {})
-        | knobs
-        | {"reward_coef": 0.3 * rewarded},
+        | knobs,
         data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
         rollouts=RolloutCallback(digits, sampling=sampling()),
         max_epochs=1,
@@ -139,7 +149,7 @@ def kl_to_teacher(module: Any, teacher: Path, samples: list[Sample]) -> float:
     [
         ({}, 1.4),
         ({"divergence": "reverse_kl"}, 0.6),
-        ({"divergence": "jsd", "top_k": 8}, 0.3),
+        ({"parts": [DivergenceLoss("jsd", top_k=8)]}, 0.3),
         ({"divergence": "reverse_kl", "lora": LoRA(rank=8), "lr": 2e-2}, 2.2),
     ],
     ids=["sampled token", "reverse KL", "JSD of eight tokens", "LoRA"],
@@ -235,30 +245,30 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     [
         ({"divergence": "kl"}, "forward_kl, reverse_kl, jsd"),
         ({"divergence": "rlhfkit.losses.nothing"}, "cannot be imported"),
-        ({"divergence": "jsd", "teacher_weight": 1.0}, "teacher_weight"),
-        ({"top_k": 8}, "leave top_k out"),
-        ({"divergence": "forward_kl", "teacher_weight": 0.3}, "it belongs to 'jsd'"),
-        ({"divergence": "jsd", "remainder": "renormalize"}, "remainder would have no effect beside top_k=None"),
-        ({"chunk_size": 8}, "chunk_size would have no effect beside divergence=None"),
+        ({"parts": [compared(divergence="jsd", teacher_weight=1.0)]}, "teacher_weight"),
+        ({"parts": [compared(divergence="forward_kl", teacher_weight=0.3)]}, "it belongs to 'jsd'"),
+        (
+            {"parts": [compared(divergence="jsd", remainder="renormalize")]},
+            "remainder would have no effect beside top_k",
+        ),
+        ({"parts": [compared(divergence="jsd", chunk_size=0)]}, "chunk_size"),
+        ({"parts": [compared(divergence="jsd")], "divergence": "jsd"}, "divergence would have no effect beside Diverg"),
         ({"teacher_column": "task"}, "teacher_column would have no effect beside one teacher"),
-        ({"divergence": "jsd", "router_replay": True}, "router_replay would have no effect beside divergence"),
-        ({"divergence": "jsd", "proximal": "log-linear"}, "proximal would have no effect beside divergence"),
-        ({"proximal": "log-linear"}, "a teacher's log-probs.* use proximal='recompute'"),
+        ({"divergence": "jsd", "parts": [RouterReplay()]}, "RouterReplay would have no effect beside divergence"),
+        ({"divergence": "jsd", "parts": [LogLinear()]}, "LogLinear would have no effect beside divergence"),
+        ({"parts": [LogLinear()]}, "a teacher's log-probs.* leave it out"),
         ({"parts": [ClipRewards(1.0).plain()]}, "ClipRewards would have no effect beside reward_coef=0"),
         ({"distillation_coef": 0.0}, "distillation_coef must be a finite number above 0"),
-        ({"distillation_gamma": 1.5}, "distillation_gamma"),
         ({"reward_coef": -1.0}, "reward_coef must be a finite number of at least 0"),
-        ({"chunk_size": 0}, "chunk_size"),
-        ({"advantages": look_at_lengths}, "take the place of the teacher"),
+        ({"advantages": look_at_lengths}, "advantages would have no effect beside reward_coef=0"),
         ({"advantages": "rloo_advantages"}, "advantages would have no effect beside reward_coef=0"),
-        ({"gamma": 0.9}, "gamma would have no effect beside reward_coef=0"),
-        ({"divergence": "jsd", "distillation_gamma": 0.5}, "distillation_gamma would have no effect beside divergence"),
+        ({"parts": [GroupAdvantages()]}, "GroupAdvantages would have no effect beside reward_coef=0"),
         (
             {"divergence": "jsd", "correction": "tis"},
-            "correction would have no effect beside divergence='jsd' without a",
+            "Correction would have no effect beside divergence='jsd' without a",
         ),
-        ({"divergence": "jsd", "policy_loss": "sapo_loss"}, "policy_loss would have no effect beside divergence"),
-        ({"parts": [KLInReward(0.1)]}, "KLInReward needs a reward_coef"),
+        ({"divergence": "jsd", "policy_loss": "sapo_loss"}, "policy_loss would have no effect beside Divergence"),
+        ({"parts": [KLInReward(0.1)]}, "KLInReward would have no effect beside reward_coef=0"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

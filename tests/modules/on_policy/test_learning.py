@@ -11,13 +11,12 @@ import pytest
 from rl_runs import digits, setup_run
 
 from rlhfkit import DynamicSampling, GRPOModule, LoRA, PPOModule, RolloutCallback, SamplingSpec
-from rlhfkit.modules import presets
 
 Case = tuple[Any, dict[str, Any], int, float]
 CASES: dict[str, Case] = {  # module, its arguments, samples per prompt, what is reached
-    "GRPO": (GRPOModule, {**presets.GRPO, "lr": 5e-3}, 4, 0.85),
-    "DAPO with dynamic sampling": (GRPOModule, {**presets.DAPO, "lr": 5e-3}, 4, 0.9),
-    "REINFORCE++": (GRPOModule, {**presets.REINFORCE_PLUS_PLUS, "lr": 5e-3}, 1, 0.9),
+    "GRPO": (GRPOModule, {"preset": "grpo", "lr": 5e-3}, 4, 0.85),
+    "DAPO with dynamic sampling": (GRPOModule, {"preset": "dapo", "lr": 5e-3}, 4, 0.9),
+    "REINFORCE++": (GRPOModule, {"preset": "reinforce++", "lr": 5e-3}, 1, 0.9),
     "PPO": (PPOModule, {"lr": 5e-3, "critic_lr": 1e-2}, 1, 0.9),
     "GRPO of adapters": (GRPOModule, {"lora": LoRA(rank=8), "lr": 2e-2}, 4, 0.6),
 }

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhfkit import LocalEngine, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.modules.parts.kl_control import KLTarget
+from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.modules.parts.rewards import MissingEndPenalty, NormalizeRewards
 from rlhfkit.rewards import PairwiseReward
 
@@ -131,8 +132,11 @@ def test_it_learns_from_a_judge_of_pairs(tmp_path: Path) -> None:
 
 def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
     for arguments, message in (
-        ({"correction": "tis"}, "correction='tis' has no effect"),
-        ({"proximal": "log-linear"}, "proximal='log-linear' has no effect"),
+        ({"correction": "tis"}, "Correction takes part in a policy loss"),
+        ({"parts": [LogLinear()]}, "LogLinear takes part in a policy loss"),
+        ({"clip_low": 0.1}, "clip_low has no effect"),
+        ({"policy_loss": "gspo_loss"}, "policy_loss has no effect"),
+        ({"advantages": "rloo_advantages"}, "advantages has no effect"),
         (
             {"mask_truncated": True, "parts": [MissingEndPenalty(1.0)]},
             "MissingEndPenalty .* compares no answer that was",

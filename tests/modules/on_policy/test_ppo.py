@@ -20,6 +20,7 @@ from rlhfkit.models import ModelLoading
 from rlhfkit.models.heads import load_scalar_model, scalar_output
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.kl_penalty import KLInReward
+from rlhfkit.modules.parts.old_policy import LogLinear, OldLogprobs, RouterReplay
 from rlhfkit.modules.parts.reference import Reference
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
 from rlhfkit.rewards import ModelReward
@@ -97,9 +98,8 @@ def test_the_critic_learns_the_returns_of_the_kl_coefficient_that_the_advantages
         "anywhere", kl_coef=0.5, parts=[KLTarget(1e-3, horizon=6)], whiten_advantages=False, lam=1.0
     )
     module.critic = torch.nn.Identity()
-    module.add_logprobs = lambda experience: experience
     for part in module.parts:
-        if isinstance(part, Reference):
+        if isinstance(part, OldLogprobs | Reference):
             part.prepare = lambda rows: rows  # type: ignore[method-assign]
     module.passes.forward = lambda *arguments: rows.where(batch.action_mask, 0.0)
     prepared = module.prepare(batch)
@@ -186,10 +186,10 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
         ({"shared_backbone": True, "critic": "elsewhere"}, "leave critic and critic_warmup_steps out"),
         ({"shared_backbone": True, "critic_warmup_steps": 1}, "leave critic and critic_warmup_steps out"),
         (
-            {"shared_backbone": True, "proximal": "log-linear", "kl_coef": 0.0},
-            "proximal would have no effect beside shared_backbone",
+            {"shared_backbone": True, "parts": [LogLinear()], "kl_coef": 0.0},
+            "LogLinear would have no effect beside shared_backbone",
         ),
-        ({"shared_backbone": True, "router_replay": True}, "router_replay would have no effect"),
+        ({"shared_backbone": True, "parts": [RouterReplay()]}, "RouterReplay would have no effect"),
         ({"advantages": "rloo_advantages", "length_adaptive_alpha": 0.05}, "length_adaptive_alpha would have no"),
         ({"advantages": "rloo_advantages", "lam": 0.9, "critic_lam": 1.0}, "lam would have no effect"),
         ({"length_adaptive_alpha": 0.05, "lam": 0.9, "critic_lam": 1.0}, "lam would have no effect"),

@@ -14,6 +14,7 @@ from rlhfkit import GRPOModule
 from rlhfkit.models import policy_output
 from rlhfkit.models.forward import unwrap
 from rlhfkit.models.routing import attach_routing
+from rlhfkit.modules.parts.old_policy import RouterReplay
 
 
 class Spy(GRPOModule):
@@ -42,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Spy, dict
         tiny_mixture(folder / "model")
         L.seed_everything(0, verbose=False)
         trainer, module, data, _ = setup_run(
-            folder, module=Spy, module_arguments={"lr": 0.05, "router_replay": replays}, max_epochs=1
+            folder, module=Spy, module_arguments={"lr": 0.05, "parts": [RouterReplay()] * replays}, max_epochs=1
         )
         trainer.fit(module, data)
         found[replays] = (module, {name: float(value) for name, value in trainer.callback_metrics.items()})
@@ -73,4 +74,4 @@ def test_the_first_update_is_that_of_a_run_without(runs: dict[bool, Any]) -> Non
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
     with pytest.raises(ValueError, match="has no routers whose choice can be replayed"):
-        GRPOModule(str(tmp_path / "model"), router_replay=True).configure_model()
+        GRPOModule(str(tmp_path / "model"), parts=[RouterReplay()]).configure_model()

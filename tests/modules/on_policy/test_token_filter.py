@@ -29,6 +29,7 @@ from rlhfkit.losses import (
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.parts.kl_control import StopEarly
 from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
+from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy, nth_largest_of_all
 
 REJECTION = {"level": "token", "divergence": "k2", "high": 0.02}
@@ -168,7 +169,7 @@ class Proximal(PlainGRPO):
         def refuse(*arguments: Any, **more: Any) -> Tensor:
             raise AssertionError("log-linear proximal log-probs need no forward pass")
 
-        self.passes.logprobs = refuse  # type: ignore[method-assign]
+        self.passes.statistics = refuse  # type: ignore[method-assign]
 
     def loss(self, batch: Any, out: Any) -> Any:
         if self._trainer is not None and torch.is_grad_enabled():
@@ -190,7 +191,7 @@ def test_log_linear_log_probs_lie_between_engine_and_policy(tmp_path: Path, max_
     trainer, module, data, _ = setup_run(
         tmp_path,
         module=Proximal,
-        module_arguments={"proximal": "log-linear", "lr": 0.05},
+        module_arguments={"parts": [LogLinear()], "lr": 0.05},
         rollouts=RolloutCallback(digits, sampling=sampling, parts=ahead(max_staleness)),
         max_epochs=3,
     )
@@ -222,9 +223,8 @@ def penalizing_loss(
             {"policy_loss": "vespo_loss", "correction": "seq-tis", "parts": [filtering("TopEntropy", fraction=0.2)]},
             "vespo_loss multiplies the weights",
         ),
-        ({"proximal": "older"}, "proximal must be recompute or log-linear"),
-        ({"proximal": "log-linear", "parts": [KLInReward(0.1)]}, "use proximal='recompute'"),
-        ({"proximal": "log-linear", "parts": [StopEarly(0.1)]}, "use proximal='recompute'"),
+        ({"parts": [LogLinear(), KLInReward(0.1)]}, "LogLinear makes no forward pass"),
+        ({"parts": [LogLinear(), StopEarly(0.1)]}, "LogLinear makes no forward pass"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

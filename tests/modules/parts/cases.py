@@ -24,6 +24,7 @@ import rlhfkit.modules.parts
 from modules.on_policy.ppo_cases import PlainPPO
 from rlhfkit import (
     Experience,
+    OnlineDPOModule,
     OnPolicyDistillationModule,
     PolicyOutput,
     Prompt,
@@ -32,7 +33,12 @@ from rlhfkit import (
     SamplingSpec,
     SFTDataModule,
 )
-from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
+from rlhfkit.modules.parts.advantages import (
+    AdvantagesBy,
+    GroupAdvantages,
+    TokenCredit,
+    WhitenAdvantages,
+)
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
 from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
@@ -40,12 +46,13 @@ from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
 from rlhfkit.modules.parts.moving_reference import MovingReference
-from rlhfkit.modules.parts.old_policy import FirstPass, LogLinear, RouterReplay
+from rlhfkit.modules.parts.old_policy import FirstPass, LogLinear, OldLogprobs, RouterReplay
+from rlhfkit.modules.parts.pairs import Pairs
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.reference import Reference
 from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
-from rlhfkit.modules.parts.teacher import ScaledAdvantages, Teacher, TeacherAdvantages
+from rlhfkit.modules.parts.teacher import DivergenceLoss, ScaledAdvantages, Teacher, TeacherAdvantages
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 from rlhfkit.parts import Part
 
@@ -54,8 +61,10 @@ from .credit_cases import (
     advantages_by_formula,
     credit_formula,
     critic_formula,
+    divergence_formula,
     gae_formula,
     group_formula,
+    pairs_formula,
     returns_formula,
     scaled_formula,
     teacher_advantages_formula,
@@ -79,7 +88,7 @@ from .kl_control_cases import (
     reference_formula,
     stop_early_formula,
 )
-from .old_policy_cases import first_pass_formula, log_linear_formula, router_replay_formula
+from .old_policy_cases import first_pass_formula, log_linear_formula, old_logprobs_formula, router_replay_formula
 from .reward_cases import (
     clip_formula,
     mask_formula,
@@ -98,6 +107,10 @@ class Distilled(PlainSGD, OnPolicyDistillationModule):
 
     def __init__(self, model: str, teacher: str | None = None, **kwargs: Any) -> None:
         super().__init__(model, teacher or teacher_folder(), **kwargs)
+
+
+class Judged(PlainSGD, OnlineDPOModule):
+    """Online DPO with SGD."""
 
 
 RATES: dict[Any, dict[str, Any]] = {PlainPPO: {"critic_lr": 0.02}}
@@ -391,6 +404,12 @@ CASES: dict[str, Case] = {
         metrics=("distillation/reverse_kl",),
         kind=Distilled,
     ),
+    "DivergenceLoss": Case(
+        lambda: DivergenceLoss("reverse_kl", 0.5, top_k=4),
+        divergence_formula,
+        metrics=("distillation/divergence",),
+        kind=Distilled,
+    ),
     "ScaledAdvantages": Case(lambda: ScaledAdvantages(0.5), scaled_formula, UNSCALED),
     "Critic": Case(
         lambda: Critic(lr=0.02, normalize=True, bootstrap_truncated=True), critic_formula, sampling=ENDS, kind=PlainPPO
@@ -399,6 +418,8 @@ CASES: dict[str, Case] = {
     "Returns": Case(lambda: Returns(0.9, 0.5), returns_formula, kind=PlainPPO),
     "ValueLoss": Case(lambda: ValueLoss(0.5, clip=1e-3), value_loss_formula, kind=PlainPPO),
     "CriticWarmup": Case(lambda: CriticWarmup(2), warmup_formula, kind=PlainPPO),
+    "Pairs": Case(lambda: Pairs(truncated=False), pairs_formula, kind=Judged, sampling=ENDS),
+    "OldLogprobs": Case(OldLogprobs, old_logprobs_formula, always=True),
     "FirstPass": Case(
         FirstPass,
         first_pass_formula,

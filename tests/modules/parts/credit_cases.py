@@ -17,10 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from modules.on_policy.ppo_cases import PlainPPO, logprobs_of
 from modules.on_policy.test_base import experience
-from rlhfkit import Experience, GRPOModule, PPOModule, RolloutCallback, SamplingSpec
-from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
+from rlhfkit import Experience, GRPOModule, OnlineDPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit.modules.parts.advantages import (
+    AdvantagesBy,
+    GroupAdvantages,
+    TokenCredit,
+    WhitenAdvantages,
+)
 from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
-from rlhfkit.modules.parts.teacher import ScaledAdvantages, Teacher, TeacherAdvantages
+from rlhfkit.modules.parts.pairs import Pairs
+from rlhfkit.modules.parts.teacher import DivergenceLoss, ScaledAdvantages, Teacher, TeacherAdvantages
+from rlhfkit.modules.teachers import ComparedOutput
 
 
 class Half:
@@ -58,6 +65,19 @@ def group_formula(folder: Path) -> None:
         GRPOModule("no/model").check_group_size(1)
 
 
+def pairs_formula(folder: Path) -> None:
+    """The best and the worst answer of each prompt that were not cut off; nothing is learned from the others."""
+    rows = dataclasses.replace(experience(), rewards=torch.tensor([0.0, 2.0, 1.0, 3.0, 3.0, 3.0]))
+    rows = dataclasses.replace(rows, truncated=torch.tensor([True, False, False, False, False, False]))
+    for truncated, expected in ((True, [-1.0, 1.0, 0.0]), (False, [0.0, 1.0, -1.0])):
+        part = Pairs(truncated=truncated)
+        OnlineDPOModule("no/model", parts=[part])
+        found = part.prepare(rows)
+        assert found.advantages is not None
+        assert found.advantages[:, 0].tolist() == [*expected, 0.0, 0.0, 0.0]
+        assert torch.equal(found.action_mask, rows.action_mask & (found.advantages != 0))
+
+
 def advantages_by_formula(folder: Path) -> None:
     """The function's result, in place of the module's."""
     rows = experience()
@@ -66,7 +86,7 @@ def advantages_by_formula(folder: Path) -> None:
         prepared(AdvantagesBy(Half, {"factor": 0.25}), rows).advantages, of_tokens(rows, expected)
     )
     module = GRPOModule("no/model", parts=[AdvantagesBy(Half, {"factor": 0.25})])
-    assert [type(part).__name__ for part in module.parts] == ["EngineMismatch", "AdvantagesBy"]
+    assert [type(part).__name__ for part in module.parts] == ["OldLogprobs", "EngineMismatch", "AdvantagesBy"]
     torch.testing.assert_close(module.order[-1].prepare(rows).advantages, of_tokens(rows, expected))
 
 
@@ -249,6 +269,25 @@ def teacher_advantages_formula(folder: Path) -> None:
                 later = sum(0.5 ** (other - step) * gaps[other] for other in steps if other >= step)
                 assert float(found[row, step]) == pytest.approx(reward_coef * row + 2.0 * later, abs=1e-5)
         assert float(found[~rows.action_mask].abs().sum()) == 0.0
+
+
+def divergence_formula(folder: Path) -> None:
+    """Reverse KL of the teacher's four likeliest tokens and one category of all others, over the step's tokens."""
+    from .cases import Distilled
+
+    rows, part = experience(), DivergenceLoss("reverse_kl", 0.5, top_k=4)
+    module = Distilled("no/model", parts=[part])
+    student, teacher = (torch.randn(7, 11, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    found = part.compare(student, teacher, 0.8)
+    p, q = (logits.div(0.8).softmax(-1) for logits in (student, teacher))
+    likeliest = q.topk(4, -1).indices
+    p, q = (torch.cat([chosen := each.gather(-1, likeliest), 1 - chosen.sum(-1, keepdim=True)], -1) for each in (p, q))
+    torch.testing.assert_close(found.double(), (p * (p / q).log()).sum(-1), rtol=1e-5, atol=1e-6)
+    values = torch.rand(rows.action_mask.shape, generator=torch.Generator().manual_seed(3))
+    out = ComparedOutput.of(values, None, values, None)
+    expected = 0.5 * values[rows.action_mask].sum() / rows.step_tokens * rows.step_micro_batches
+    torch.testing.assert_close(part.term(rows, out, values).loss, expected)
+    assert module.forward_passes == [part.policy_output]
 
 
 def scaled_formula(folder: Path) -> None:

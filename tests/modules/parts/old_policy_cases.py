@@ -11,7 +11,36 @@ from tiny_models import tiny_mixture
 from rlhfkit import GRPOModule
 from rlhfkit.models import policy_output
 from rlhfkit.modules.parts.old_policy import FirstPass, LogLinear, RouterReplay
-from rlhfkit.parts import Part
+from rlhfkit.parts import Part, Stage
+
+
+def old_logprobs_formula(folder: Path) -> None:
+    """Those of the policy before the iteration, of later updates only unless a part reads them, and its entropy."""
+    from .cases import CASES, fit
+
+    class Reads(Part):
+        reads = ("old_logprobs", "entropy")
+        stage = Stage.ADAPT
+
+        def prepare(self, rows: Any) -> Any:
+            seen.append((rows, self.module.passes.statistics(self.module.policy, rows, entropy=True)))
+            return rows
+
+    class Later(Reads):
+        reads = ()
+
+    for part, of_all in ((Later(), False), (Reads(), True)):
+        seen: list[tuple[Any, Any]] = []
+        fit(folder, CASES["OldLogprobs"], parts=[part])
+        assert len(seen) == 2
+        for rows, expected in seen:
+            chosen = rows.update >= 0 if of_all else rows.update > 0
+            wanted = rows.action_mask & chosen[:, None]
+            assert 0 < wanted.sum() <= rows.action_mask.sum()
+            assert torch.equal(rows.old_logprobs, expected.logprobs.where(wanted, 0.0))
+            assert ("entropy" in rows.columns) == of_all
+            if of_all:
+                assert torch.equal(rows.columns["entropy"], expected.entropy)
 
 
 def first_pass_formula(folder: Path) -> None:

@@ -11,6 +11,9 @@ import torch
 from strategies import ranks
 from torch import Tensor
 
+from modules.on_policy.test_base import experience
+from rlhfkit import Experience, GRPOModule, local_rows
+from rlhfkit.modules.parts.advantages import OverriddenAdvantages
 from rlhfkit.parts import make_part
 
 from .cases import CASES, Steps, all_parts, fit, numbers, on_ranks
@@ -19,8 +22,9 @@ every_part = pytest.mark.parametrize("name", CASES)
 
 
 def test_every_part_is_in_the_registry() -> None:
-    """Those of fine-tuning have tests of their own: noise is different on every rank."""
-    assert set(all_parts()) == set(CASES) | {"NEFTune", "TokenMetrics"}
+    """Those of fine-tuning have tests of their own: noise is different on every rank; one is never given, see below."""
+    of_data = {"NEFTune", "TokenMetrics", "PrecomputedReference", "PrecomputedTeacher"}
+    assert set(all_parts()) == set(CASES) | of_data | {"OverriddenAdvantages"}
 
 
 @every_part
@@ -66,6 +70,25 @@ def plain_state(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: plain_state(value) for name, value in state.items()}
     return state.tolist() if isinstance(state, Tensor) else state
+
+
+class Doubled(GRPOModule):
+    """Overrides advantages, for which it makes a part that calls it."""
+
+    @local_rows
+    def advantages(self, experience: Experience) -> Tensor:
+        return 2.0 * super().advantages(experience)
+
+
+def test_an_overridden_method_takes_the_place_of_the_parts_that_it_may_call() -> None:
+    rows, module = experience(), Doubled("no/model")
+    found = [part for part in module.order if "advantages" in part.writes]
+    assert [type(part) for part in found] == [OverriddenAdvantages]
+    plain = GRPOModule("no/model").credit[0].prepare(rows).advantages
+    doubled = found[0].prepare(rows).advantages
+    assert plain is not None
+    assert doubled is not None
+    assert torch.equal(doubled, 2.0 * plain)
 
 
 @pytest.mark.distributed

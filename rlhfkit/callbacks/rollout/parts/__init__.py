@@ -39,7 +39,8 @@ def parts_of(module: GenerativeModule) -> list[RolloutPart]:
         from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
 
         found.append(ModelScores())
-    if isinstance(module, UsesGreedyRewards) and module.needs_greedy_rewards:
+    askers = [module, *getattr(module, "parts", ())]
+    if any(isinstance(one, UsesGreedyRewards) and one.needs_greedy_rewards for one in askers):
         from rlhfkit.callbacks.rollout.parts.greedy_answers import GreedyAnswers
 
         found.append(GreedyAnswers())

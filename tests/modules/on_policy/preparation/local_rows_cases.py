@@ -24,16 +24,17 @@ from rlhfkit import (
     PPOModule,
     Stage,
     local_rows,
-    presets,
 )
 from rlhfkit.data import Experience
 from rlhfkit.distributed import gather_objects, get_rank
 from rlhfkit.losses import gdpo_advantages, opo_advantages, pass_at_k_advantages
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.parts.advantages import WhitenAdvantages
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPart
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards, StopProperly
+from rlhfkit.modules.parts.teacher import TeacherAdvantages
 
 SEQUENCES, GROUP = 24, 4
 SHARES = (13, 8, 3)
@@ -110,13 +111,13 @@ class Whitened(PPOModule):
 
 SHAPING = [one.plain() for one in (StopProperly(0.5), MissingEndPenalty(0.25), NormalizeRewards(), ClipRewards(1.5))]
 CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
-    "grpo": (GRPOModule, {**presets.GRPO}),
+    "grpo": (GRPOModule, {"preset": "grpo"}),
     "grpo, scale of the batch": (GRPOModule, {"advantage_scale": "batch", "mask_truncated": True}),
-    "dr_grpo": (GRPOModule, {**presets.DR_GRPO, "max_length": 9}),
-    "rloo": (GRPOModule, {**presets.RLOO}),
-    "reinforce++": (GRPOModule, {**presets.REINFORCE_PLUS_PLUS}),
-    "reinforce++-baseline": (GRPOModule, {**presets.REINFORCE_PLUS_PLUS_BASELINE}),
-    "gpg": (GRPOModule, {**presets.GPG}),
+    "dr_grpo": (GRPOModule, {"preset": "dr_grpo", "max_length": 9}),
+    "rloo": (GRPOModule, {"preset": "rloo"}),
+    "reinforce++": (GRPOModule, {"preset": "reinforce++"}),
+    "reinforce++-baseline": (GRPOModule, {"preset": "reinforce++-baseline"}),
+    "gpg": (GRPOModule, {"preset": "gpg"}),
     "processed rewards": (GRPOModule, {"parts": SHAPING, "gamma": 0.9, "whiten_advantages": True}),
     "earned by tokens": (
         GRPOModule,
@@ -133,10 +134,13 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     ),
     "ppo, shared backbone": (PPOModule, {"shared_backbone": True, "advantages": opo_advantages}),
     "ppo, overridden": (Whitened, {}),
-    "distillation": (OnPolicyDistillationModule, {"teacher": "teacher", "distillation_gamma": 0.9, "reward_coef": 0.5}),
+    "distillation": (
+        OnPolicyDistillationModule,
+        {"teacher": "teacher", "parts": [TeacherAdvantages(gamma=0.9, reward_coef=0.5).plain()]},
+    ),
     "divergence": (
         OnPolicyDistillationModule,
-        {"teacher": "teacher", "divergence": "jsd", "reward_coef": 0.5, "whiten_advantages": True},
+        {"teacher": "teacher", "divergence": "jsd", "reward_coef": 0.5, "parts": [WhitenAdvantages().plain()]},
     ),
     "function of the iteration": (GRPOModule, {"advantages": several_rewards}),
     "function of own rows": (GRPOModule, {"advantages": several_rewards_of_all}),

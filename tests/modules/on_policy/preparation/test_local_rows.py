@@ -146,7 +146,7 @@ def test_in_one_process_a_function_sees_the_experience_itself() -> None:
 
     whole = cases.iteration(0)
     module = GRPOModule("anywhere", advantages=keep)
-    done = module.compute_advantages(whole)
+    done = module.credit[0].prepare(whole)
     assert seen[0].input_ids is whole.input_ids
     assert torch.equal(done.advantages[:, 0], whole.rewards.nan_to_num())
     assert module.ranks.gather_rows(whole, whole.group) is whole.group
@@ -168,7 +168,7 @@ def test_rows_in_another_order_are_gathered_to_the_order_of_the_iteration() -> N
 def test_advantages_of_other_rows_are_refused() -> None:
     module = GRPOModule("anywhere", advantages=local_rows(lambda experience: torch.zeros(7)))
     with pytest.raises(ValueError, match=r"7 sequences and was given 24; .* indexed with experience.own_rows"):
-        module.compute_advantages(cases.iteration(0))
+        module.credit[0].prepare(cases.iteration(0))
 
 
 def test_the_mark_is_found_on_methods_and_inside_partials() -> None:

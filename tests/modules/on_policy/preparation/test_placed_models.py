@@ -28,6 +28,7 @@ from rlhfkit import (
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.distillation import likeliest_tokens
 from rlhfkit.modules.on_policy import placed_models
+from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import PairwiseReward
 from rlhfkit.roles.pending_rows import EarlyRows
 from rlhfkit.rollout.errors import EngineError
@@ -202,8 +203,11 @@ def test_the_likeliest_tokens_of_a_teacher_elsewhere_give_the_divergence_of_the_
         trainer, module, data, _ = setup_run(
             tmp_path,
             module=PlainDistillation,
-            module_arguments={"lr": 0.05, "teacher": elsewhere or teacher, "divergence": "jsd", "top_k": 8}
-            | {"remainder": remainder},
+            module_arguments={
+                "lr": 0.05,
+                "teacher": elsewhere or teacher,
+                "parts": [DivergenceLoss("jsd", top_k=8, remainder=remainder)],
+            },
             rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8, temperature=0.7)),
             max_epochs=1,
         )

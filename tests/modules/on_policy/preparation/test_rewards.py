@@ -22,7 +22,6 @@ from rlhfkit.losses import discounted_returns, group_advantages, whiten
 from rlhfkit.models import ModelLoading
 from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import load_scalar_model
-from rlhfkit.modules import presets
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.parts import make_part
 from rlhfkit.rewards import ModelReward, WeightedSum
@@ -149,7 +148,7 @@ def test_reinforce_plus_plus_credits_tokens_with_what_they_earn_and_groups_are_c
     mask = batch.action_mask
     earned = torch.where(mask, 0.1 * torch.arange(36).view(6, 6), 0.0)
     spread = dataclasses.replace(batch, token_rewards=earned)
-    module = GRPOModule("anywhere", **presets.REINFORCE_PLUS_PLUS)
+    module = GRPOModule("anywhere", preset="reinforce++")
     by_token = earned.clone()
     for row in range(6):
         last = int(mask[row].nonzero()[-1])
@@ -157,8 +156,8 @@ def test_reinforce_plus_plus_credits_tokens_with_what_they_earn_and_groups_are_c
     expected = whiten(discounted_returns(by_token, mask), mask)
     torch.testing.assert_close(module.advantages(spread), expected)
     assert not torch.allclose(module.advantages(batch), expected)
-    for preset in (presets.GRPO, presets.RLOO, presets.REINFORCE_PLUS_PLUS_BASELINE):
-        module = GRPOModule("anywhere", **preset)
+    for preset in ("grpo", "rloo", "reinforce++-baseline"):
+        module = GRPOModule("anywhere", preset=preset)
         assert torch.equal(module.advantages(spread), module.advantages(batch))
     centred = GRPOModule("anywhere", advantage_scale="none", token_level_rewards=True).advantages(spread)
     first = group_advantages(batch.rewards, batch.group, scale="none")
