@@ -20,10 +20,12 @@ from torch.nn.functional import pad
 from rlhfkit.data.batch import moved
 from rlhfkit.data.host_copies import host_copy
 from rlhfkit.data.images import Image
+from rlhfkit.distributed import all_reduce, get_world_size, is_sharded
 from rlhfkit.mesh import FORWARD
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import has_packed_attention
 from rlhfkit.models.forward import PackedForward, PaddedForward, TokenizedBatch, UnpaddedBatch
+from rlhfkit.models.lora import vision_parameters
 
 CACHED_BYTES = 2**28
 """Bytes of processed images that are kept: the forward passes of an iteration need the same ones."""
@@ -250,6 +252,24 @@ class _Seeing:
     processor: VisionProcessor
     rope_index: Any
     """``get_rope_index`` of the model; ``None``: positions are those of text."""
+    model: nn.Module
+
+    def check_ranks(self, batch: TokenizedBatch) -> None:
+        """Raise ValueError on all ranks if only some have images in training, where they would wait for the others.
+
+        That is so while the vision part is trained, or divided by ZeRO stage 3. A collective then, else nothing.
+        """
+        if get_world_size() == 1 or not torch.is_grad_enabled():
+            return
+        if any(each.requires_grad or is_sharded(each) for _, each in vision_parameters(self.model)):
+            seeing = torch.tensor(float(has_attachments(batch)), device=batch.input_ids.device)
+            all_reduce(seeing)
+            if 0 < int(seeing) < get_world_size():
+                raise ValueError(
+                    f"{int(seeing)} of {get_world_size()} ranks have images in their micro-batches, and the vision "
+                    "part is trained or divided by ZeRO stage 3, so these ranks would wait for the others without end: "
+                    "give every micro-batch an image, or freeze the vision part and use a lower stage"
+                )
 
     def check_texts(self, batch: TokenizedBatch) -> None:
         """Raise ValueError if a batch without images has tokens of images, which the model would read as text."""
@@ -273,12 +293,14 @@ class _Seeing:
 class PaddedVision(_Seeing, PaddedForward):
     """Padded rows with their images."""
 
-    def __init__(self, processor: VisionProcessor) -> None:
+    def __init__(self, processor: VisionProcessor, model: nn.Module) -> None:
         super().__init__()
         self.processor = processor
+        self.model = model
 
     def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
         """The images of all rows."""
+        self.check_ranks(batch)
         if not has_attachments(batch):
             self.check_texts(batch)
             return self.token_types(batch, None)
@@ -290,9 +312,10 @@ class PaddedVision(_Seeing, PaddedForward):
 class PackedVision(_Seeing, PackedForward):
     """A packed row with the images of its sequences; an image of a shared prefix goes through the tower once."""
 
-    def __init__(self, processor: VisionProcessor, rope_index: Any) -> None:
+    def __init__(self, processor: VisionProcessor, model: nn.Module, rope_index: Any) -> None:
         super().__init__()
         self.processor = processor
+        self.model = model
         self.rope_index = rope_index
 
     def shared(self, batch: TokenizedBatch, prefixes: Tensor) -> Tensor:
@@ -311,6 +334,7 @@ class PackedVision(_Seeing, PackedForward):
 
     def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
         """Images whose tokens are in the row, and the positions of families that have their own."""
+        self.check_ranks(batch)
         if not has_attachments(batch):
             self.check_texts(batch)
         if not has_attachments(batch) or layout is None:
@@ -404,9 +428,9 @@ def choose_vision_forward(model: nn.Module, *, trust_remote_code: bool = False) 
     processor = vision_processor(name, hugging_face.config, trust_remote_code=trust_remote_code)
     if packs:
         index = hugging_face.base_model.get_rope_index if family.positions else None
-        setattr(model, FORWARD, PackedVision(processor, index))
+        setattr(model, FORWARD, PackedVision(processor, model, index))
     else:
-        setattr(model, FORWARD, PaddedVision(processor))
+        setattr(model, FORWARD, PaddedVision(processor, model))
 
 
 def vision_processor(name: str, config: Any, *, trust_remote_code: bool = False) -> VisionProcessor:

@@ -206,6 +206,26 @@ def test_texts_alone_and_the_row_check(family: str, root: Path) -> None:
         torch.testing.assert_close(found[row, : len(wanted)], wanted, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_ranks_with_images_beside_ranks_without_are_an_error_of_all_if_the_vision_part_is_trained(
+    trained: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a second rank that has what this one lacks: its part of the sum is added by hand."""
+    folder = folder_of("idefics3", root)
+    model, case = load_causal_lm(str(folder), loading=ModelLoading(train_vision=trained)), Case(folder)
+    texts = Case(folder, rows=[((), "no image", "yes")])
+    monkeypatch.setattr(vision, "get_world_size", lambda: 2)
+    for each, other in ((case, 0.0), (texts, 1.0), (case, 1.0), (texts, 0.0)):
+        monkeypatch.setattr(vision, "all_reduce", lambda flag, other=other: flag.add_(other))
+        if trained and (each is case) != bool(other):
+            with pytest.raises(ValueError, match="1 of 2 ranks have images in their micro-batches"):
+                policy_output(model, each.batch, each.mask)
+        else:
+            policy_output(model, each.batch, each.mask)
+    with torch.no_grad():
+        policy_output(model, texts.batch, texts.mask)
+
+
 def test_tokens_of_images_must_be_those_of_the_images(root: Path) -> None:
     folder = folder_of("idefics3", root)
     model, case = load_causal_lm(str(folder)), Case(folder)
