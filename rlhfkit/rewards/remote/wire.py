@@ -68,11 +68,15 @@ class OpenRLHFFormat:
 
 
 def sample_to_json(sample: Sample, *, columns: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return a sample as plain JSON values, with these columns of the prompt's metadata (``None``: all)."""
+    """Return a sample as plain JSON values, with these columns of the prompt's metadata (``None``: all).
+
+    Images are not sent: they are files of this machine, which a server must not be told to read.
+    """
     plain = sample.plain()
     metadata = {name: value for name, value in sample.prompt.metadata.items() if columns is None or name in columns}
     names = ("prompt", "sample_index", "token_ids", "action_mask", "finish_reason", "text")
-    return {name: plain[name] for name in names} | {"prompt": plain["prompt"] | {"metadata": metadata}}
+    prompt = {name: value for name, value in plain["prompt"].items() if name != "attachments"}
+    return {name: plain[name] for name in names} | {"prompt": prompt | {"metadata": metadata}}
 
 
 def encode_request(wire_format: WireFormat, samples: Sequence[Sample]) -> bytes:

@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from rlhfkit.data import Prompt, Sample
+from rlhfkit.data.images import Image
 from rlhfkit.rewards import RemoteReward, WeightedSum, score_samples
 from rlhfkit.rewards.base import OnFailure, RewardError
 from rlhfkit.rewards.remote.wire import OpenRLHFFormat, SampleFormat
@@ -382,6 +383,13 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
 def test_servers_of_openrlhf_are_understood(reward: Any, app: Misbehaviour) -> None:
     assert scored(reward("openrlhf", wire_format=OpenRLHFFormat()), samples(2)) == [5.0, 5.0]
     assert app.bodies == [{"query": ["sayx0", "sayx1"], "prompts": ["say"] * 2, "labels": ["x3"] * 2}]
+
+
+def test_images_of_prompts_stay_on_this_machine(reward: Any, app: Misbehaviour) -> None:
+    given = samples()
+    given[0].prompt.attachments = (Image(Path("picture.png")),)
+    assert scored(reward("right"), given) == EXPECTED
+    assert all("attachments" not in sample["prompt"] for sample in app.bodies[0]["samples"])
 
 
 def test_columns_that_json_cannot_hold_are_named_and_can_be_left_out(reward: Any, app: Misbehaviour) -> None:
