@@ -96,7 +96,7 @@ RIGHT = [
     f"{CONFIG} --model DPOModule --data PreferenceDataModule --ckpt_path last",
     f"{CONFIG} --trainer.callbacks+=EMA --trainer.callbacks.decay 0.99",
     f"{CONFIG} --model.advantages rloo_advantages --model.policy_loss gspo_loss --model.kl_coef 0.1",
-    f"{CONFIG} --model.attention null --trainer.logger false --trainer.limit_train_batches 0.5",
+    f"{CONFIG} --model.loading.attention null --trainer.logger false --trainer.limit_train_batches 0.5",
     "--model rlhfkit.GRPOModule --print_config",
     "--help",
 ]

@@ -82,7 +82,7 @@ def told_by_hand(router: nn.Module, experts: Tensor) -> Any:
 
 def test_replayed_outputs_and_gradients_are_those_of_routers_told_by_hand(folders: dict[str, Path]) -> None:
     model = load(str(folders["mixtral"]))
-    by_hand = load(str(folders["mixtral"]), loading=ModelLoading(attention="sdpa"))
+    by_hand = load(str(folders["mixtral"]), attention="sdpa")
     attach_routing(model)
     with torch.no_grad():
         routing = output(model, True).routing
@@ -114,7 +114,7 @@ def test_what_cannot_be_replayed_is_refused(folders: dict[str, Path]) -> None:
     model = load(str(folders["mixtral"]))
     with pytest.raises(ValueError, match="needs attach_routing"):
         output(model, True)
-    padded = load(str(folders["mixtral"]), loading=ModelLoading(attention="sdpa"))
+    padded = load(str(folders["mixtral"]), attention="sdpa")
     attach_routing(padded)
     with pytest.raises(ValueError, match="needs attach_routing\\(\\) and our packed attention"):
         output(padded, True)

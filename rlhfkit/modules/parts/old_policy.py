@@ -29,21 +29,18 @@ class OldLogprobs(Part):
     """
 
     stage, temporary = Stage.POLICY, ("entropy",)
+    writes: tuple[str, ...] = ("old_logprobs", "entropy", "routing")  # and values, if the policy has a head of them
 
     def __init__(self) -> None:
         self._read: frozenset[str] = frozenset()
         """What other parts read of it; ``values`` only if they are of a head of the policy."""
-
-    @property
-    def writes(self) -> tuple[str, ...]:  # type: ignore[override]  # of what company it is in
-        """Old log-probs, and the columns that others read."""
-        return ("old_logprobs", "entropy", "routing", *(["values"] if "values" in self._read else []))
 
     def attach(self, module: Any) -> None:
         """Learn what the other parts read."""
         super().attach(module)
         found = {name for part in module.parts for name in part.reads if name != "values"}
         self._read = frozenset(found | {name for part in module.parts for name in part.outputs if name == "values"})
+        self.writes = (*type(self).writes, *(["values"] if "values" in self._read else []))
 
     @property
     def of_all_rows(self) -> bool:
