@@ -57,7 +57,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "CosineLength": {"correct": len, "max_length": 8},
     "ByColumn": {"name": "difficulty"},
     "RequestParser": {"max_samples": 4, "max_tokens": 4},
-    "ReferenceSamples": {"reference_engine": LocalEngine()},
     "Episodes": {"environment": lambda prompt: None},
     "ExperienceLoader": {"collect": list, "length": 1},
     "AccessControlMiddleware": {"app": None},

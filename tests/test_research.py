@@ -15,8 +15,6 @@ from transformers import AutoModelForCausalLM
 from rlhfkit import (
     Invariants,
     LocalEngine,
-    ReferenceMixture,
-    ReferenceSamples,
     RolloutCallback,
     Sample,
     SamplingSpec,
@@ -26,6 +24,7 @@ from rlhfkit.rewards import PairwiseReward
 sys.path.insert(0, str(Path(__file__).parent.parent / "tutorials" / "research"))
 
 from nash_md import NashMDModule, preference_advantages
+from reference_samples import ReferenceMixture, ReferenceSamples
 from xpo import XPOModule
 
 BETA, LR, ALPHA, TEMPERATURE = 0.4, 0.05, 0.02, 0.8

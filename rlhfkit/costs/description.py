@@ -92,8 +92,8 @@ def described_run(
     if devices is not None:
         offload = devices.offload_training
         fields["offload_training"] = devices.colocate and gpu.name != "cpu" if offload is None else offload
-    if rollouts.groups is not None and rollouts.groups.function.holds_model:
-        assumptions.append(f"the model in {type(rollouts.groups.function).__name__} is not counted")
+    if rollouts.groups is not None and rollouts.groups.function.engines:
+        assumptions.append(f"the engines of {type(rollouts.groups.function).__name__} are not counted")
     fields["engine"] = engine_shape(rollouts.engine, Run(**fields), assumptions)
     run = Run(**fields)
     context = run.policy.context

@@ -40,7 +40,7 @@ GREEDY_REWARD = "greedy"
 
 
 OTHER_MODEL = -1
-"""Version of tokens that another model than the policy sampled (:class:`~rlhfkit.rollout.ReferenceSamples`)."""
+"""Version of tokens that another model than the policy sampled (``engine=`` of ``GroupSampler.sample``)."""
 
 DECODED_TOKENS = 65_536
 """Tokens whose texts are decoded in one call, about: tokenizers take lists, which are large."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rlhfkit.rollout.groups import GroupSampler as GroupSampler
     from rlhfkit.rollout.groups import sample_groups as sample_groups
     from rlhfkit.rollout.local.engine import LocalEngine as LocalEngine
-    from rlhfkit.rollout.reference_samples import ReferenceMixture as ReferenceMixture
-    from rlhfkit.rollout.reference_samples import ReferenceSamples as ReferenceSamples
     from rlhfkit.rollout.replay import ReplayEngine as ReplayEngine
     from rlhfkit.rollout.server.engine import VLLMServer as VLLMServer
     from rlhfkit.rollout.vllm.pool import VLLMPool as VLLMPool
@@ -26,8 +24,6 @@ _LAZY = {
     "GroupSampler": "rlhfkit.rollout.groups",
     "LocalEngine": "rlhfkit.rollout.local.engine",
     "ModuleWeights": "rlhfkit.rollout.weight_sync.source",
-    "ReferenceMixture": "rlhfkit.rollout.reference_samples",
-    "ReferenceSamples": "rlhfkit.rollout.reference_samples",
     "ReplayEngine": "rlhfkit.rollout.replay",
     "VLLMPool": "rlhfkit.rollout.vllm.pool",
     "VLLMServer": "rlhfkit.rollout.server.engine",
@@ -40,8 +36,6 @@ __all__ = [
     "HealthPolicy",
     "LocalEngine",
     "ModuleWeights",
-    "ReferenceMixture",
-    "ReferenceSamples",
     "ReplayEngine",
     "RolloutEngine",
     "SamplingSpec",

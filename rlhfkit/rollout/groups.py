@@ -52,8 +52,6 @@ class GroupFunction:
     """Concurrent calls of the engine; ``None``: see :class:`~rlhfkit.rollout.request_batcher.RequestBatcher`."""
     max_model_len: int | None = None
     """Maximum tokens of prompt and completion; ``None``: the engine's."""
-    holds_model: bool = False
-    """Whether it has a model of its own in memory, for estimates."""
 
     async def __call__(self, prompt: Prompt, size: int, sampler: "GroupSampler") -> list[Sample]:
         """Return the samples of a prompt, ``size`` of them unless the algorithm takes others. Abstract."""

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit import Episodes, LocalEngine, ReferenceMixture, ReferenceSamples, VLLMPool, VLLMServer
+from rlhfkit import Episodes, VLLMPool, VLLMServer
 from rlhfkit.episodes import AgentEpisodes
 from rlhfkit.rollout import HealthPolicy, ReplayEngine
 
 from . import episodes, supervision
 from .table import Change, Rows, Unseen, arguments_of, ignored
 
-TWO_MODELS = Unseen("needs a policy that is not its reference any more: tests/rollout/test_reference_samples.py")
 BESIDE: dict[str, Any] = {"colocate": True}
 TABLE: dict[type, Rows] = {
     VLLMPool: {
@@ -62,16 +61,6 @@ TABLE: dict[type, Rows] = {
         )
     },
     ReplayEngine: {"folder": Change("@other_dump")},
-    ReferenceSamples: {
-        "reference_engine": Change(partial(episodes.Greedy)),
-        "reference_model": TWO_MODELS,
-        "count": Change(2, refused=True),  # none of two samples would be the policy's
-    },
-    ReferenceMixture: {
-        "mixture_coef": TWO_MODELS,
-        "reference_model": TWO_MODELS,
-        "count": Change(2, refused=True),
-    },
     Episodes: {
         "environment": Change(episodes.Chatting),
         "tools": Change((episodes.double,), given={"environment": None}, refused=True),  # without either it is refused
@@ -112,8 +101,6 @@ LEAST: dict[type, dict[str, Any]] = {
     VLLMPool: {"num_engines": 1},
     HealthPolicy: {},
     ReplayEngine: {"folder": "@dump"},
-    ReferenceSamples: {"reference_engine": partial(LocalEngine)},
-    ReferenceMixture: {},
     Episodes: {"environment": episodes.Turns},
     AgentEpisodes: {"agent": episodes.asks},
 }
@@ -132,7 +119,7 @@ def test_every_argument_has_a_row(kind: type) -> None:
     assert set(TABLE[kind]) == set(arguments_of(kind))
 
 
-@pytest.mark.parametrize("kind", [ReplayEngine, Episodes, AgentEpisodes, ReferenceSamples, ReferenceMixture])
+@pytest.mark.parametrize("kind", [ReplayEngine, Episodes, AgentEpisodes])
 @pytest.mark.long
 def test_no_argument_of_an_engine_that_plays_is_accepted_and_ignored(folder: Path, kind: type) -> None:
     seen_in_full(kind, partial(episodes.played, folder))

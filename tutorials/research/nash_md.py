@@ -19,9 +19,10 @@ Example::
 from typing import Any, Literal
 
 import torch
+from reference_samples import ReferenceMixture, ReferenceSamples
 from torch import Tensor
 
-from rlhfkit import Experience, OnlineDPOModule, PolicyOutput, ReferenceMixture, ReferenceSamples
+from rlhfkit import Experience, OnlineDPOModule, PolicyOutput
 from rlhfkit.losses import LossOutput, aggregate, masked_mean, select, sequence_logprobs, weighted_metric
 from rlhfkit.modules.parts.pairs import Pairs
 

@@ -15,7 +15,9 @@ The paper's sum is over all iterations so far, that of TRL and here over the pai
 
 from typing import Any
 
-from rlhfkit import Experience, OnlineDPOModule, PolicyOutput, ReferenceSamples
+from reference_samples import ReferenceSamples
+
+from rlhfkit import Experience, OnlineDPOModule, PolicyOutput
 from rlhfkit.losses import LossOutput, aggregate, masked_mean, select, sequence_logprobs, weighted_metric
 from rlhfkit.modules.parts.pairs import Pairs
 

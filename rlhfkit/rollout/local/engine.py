@@ -85,7 +85,9 @@ class LocalEngine(RolloutEngine):
         self._given_tokenizer: Any = None
         self._stops: tuple[int, ...] = ()
         self._dtype = torch.float32
-        self._cached, self._finished_masks = True, False
+        self.cached = True
+        """Whether keys and values are cached, once there are weights: not in families whose cache is of no use."""
+        self._finished_masks = False
         self._vision: Any = None  # how it reads images; None: it reads text only
         self._lock = WeightLock()
 
@@ -186,8 +188,8 @@ class LocalEngine(RolloutEngine):
         self._device = torch.empty(0, device=self.device).device  # with the number of a GPU
         use_transformers_attention(model)
         why = cache_problem(model)
-        self._cached = why is None
-        self._finished_masks = self._cached and takes_finished_masks(model)
+        self.cached = why is None
+        self._finished_masks = self.cached and takes_finished_masks(model)
         if why is not None:
             log.warning(
                 f"LocalEngine recomputes the whole text for every token of {type(model).__name__}, which is slow: {why}"
@@ -207,7 +209,7 @@ class LocalEngine(RolloutEngine):
         self._parameters = EngineWeights(model, self._device)
 
     @contextmanager
-    def _weights(self) -> Iterator[tuple[nn.Module, int]]:
+    def weights(self) -> Iterator[tuple[nn.Module, int]]:
         """A context in which the model and its version do not change."""
         with self._lock.read():
             if self._model is None or self.version is None:
@@ -250,7 +252,7 @@ class LocalEngine(RolloutEngine):
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
         """Return groups as they are finished; see :class:`~rlhfkit.rollout.collector.StreamingEngine`."""
         _check_sampling(sampling)
-        with self._weights():  # raises if there are none
+        with self.weights():  # raises if there are none
             self._check_unchanged()
             return LocalStream(self, sampling, iteration)
 
@@ -278,7 +280,7 @@ class LocalEngine(RolloutEngine):
         ``begun`` has the sample that each row continues, or ``None``.
         """
         return Decoding(
-            self._weights,
+            self.weights,
             rows,
             sampling,
             begun=begun,
@@ -286,7 +288,7 @@ class LocalEngine(RolloutEngine):
             stops=self._stops,
             tokenizer=self._tokenizer,
             device=self.device,
-            cached=self._cached,
+            cached=self.cached,
             finished_masks=self._finished_masks,
             vision=self._vision,
         )
@@ -297,7 +299,7 @@ class LocalEngine(RolloutEngine):
         scores = []
         for sequence in sequences:
             check_tokens("a sequence to be scored", sequence, self.vocabulary)
-        with self._weights() as (model, _):
+        with self.weights() as (model, _):
             self._check_unchanged()
             for sequence in sequences:
                 ids = torch.tensor([list(sequence)], device=self.device)

@@ -20,7 +20,7 @@ from rlhfkit import (
     LocalEngine,
     OnlineDPOModule,
     OnPolicyDistillationModule,
-    ReferenceSamples,
+    Prompt,
     RolloutCallback,
     Sample,
     SamplingSpec,
@@ -31,6 +31,7 @@ from rlhfkit.modules.on_policy import placed_models
 from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import PairwiseReward
 from rlhfkit.roles.pending_rows import EarlyRows
+from rlhfkit.rollout import GroupSampler
 from rlhfkit.rollout.errors import EngineError
 
 
@@ -112,10 +113,14 @@ def first_token(pairs: Sequence[tuple[Sample, Sample]]) -> list[float | None]:
 
 def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
     """Their tokens have no version of the policy; the reference's log-probs of its own answers are in the loss."""
-    other = str(tiny_model(tmp_path / "other", seed=1))
+    other = LocalEngine()
+    other.start(str(tiny_model(tmp_path / "other", seed=1)), dtype=torch.float32, load_weights=True)
+
+    async def group(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        return [*await sampler.sample(prompt, size - 1), *await sampler.sample(prompt, 1, engine=other)]
+
     found = []
     for elsewhere in (None, Here(str(tiny_model(tmp_path / "model")))):
-        group = ReferenceSamples(LocalEngine(), reference_model=other)
         rollouts = RolloutCallback(
             PairwiseReward(first_token), group=group, sampling=SamplingSpec(group_size=2, max_new_tokens=6)
         )

@@ -14,12 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.rollout.engine import RolloutEngine
-from rlhfkit.rollout.event_loop import run_in_thread
-from rlhfkit.rollout.groups import GroupFunction, GroupSampler
-from rlhfkit.rollout.local.engine import LocalEngine
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit import LocalEngine, Prompt, Sample
+from rlhfkit.rollout import GroupFunction, GroupSampler, RolloutEngine
 
 
 class OtherSamples(GroupFunction):
@@ -28,10 +24,9 @@ class OtherSamples(GroupFunction):
     Raises ``ValueError`` if ``count`` is below 1.
     """
 
-    holds_model = True
-
     def __init__(self, count: int = 1) -> None:
-        check_integer("count", count, minimum=1)
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}")
         self.count = count
 
     async def other_engine(self, sampler: GroupSampler) -> RolloutEngine:
@@ -160,7 +155,8 @@ class ReferenceMixture(OtherSamples):
 
     def __init__(self, *, mixture_coef: float = 0.5, reference_model: str | None = None, count: int = 1) -> None:
         super().__init__(count)
-        check_number("mixture_coef", mixture_coef, minimum=0, maximum=1, why="1 is the reference")
+        if not 0 <= mixture_coef <= 1:
+            raise ValueError(f"mixture_coef must be from 0 to 1, which is the reference, got {mixture_coef}")
         self.mixture_coef = mixture_coef
         self.reference_model = reference_model
         self._started: dict[str, Any] = {}
@@ -185,22 +181,27 @@ class ReferenceMixture(OtherSamples):
 
     def start(self, engine: RolloutEngine, model: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
         """Remember the model; the reference is loaded when it is asked first, to the device of the policy's engine."""
-        name = self.reference_model or model
-        self._started = {"model": name, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        self._started = {"model": model, "dtype": dtype, "trust_remote_code": trust_remote_code}
 
     async def other_engine(self, sampler: GroupSampler) -> RolloutEngine:
         """Return an engine that mixes the policy with the reference."""
         if self._mixing is None:
-            await run_in_thread(self._load_reference, sampler.engine)
+            await asyncio.to_thread(self._load_reference, sampler)
         assert self._mixing is not None
         return self._mixing
 
-    def _load_reference(self, engine: LocalEngine) -> None:
+    def _load_reference(self, sampler: GroupSampler) -> None:
+        engine = sampler.engine
+        assert isinstance(engine, LocalEngine)
         with self._lock:
             if self._mixing is None:
                 reference = LocalEngine(device=str(engine.device))
-                reference.start(**self._started, load_weights=True)
-                self._mixing = MixingEngine(engine, reference, self.mixture_coef)
+                named = {"model": self.reference_model or self._started["model"]}
+                reference.start(**(self._started | named), load_weights=True)
+                mixing = MixingEngine(engine, reference, self.mixture_coef)
+                mixing.configure_tokenizer(sampler.tokenizer)
+                mixing.start(**self._started)
+                self._mixing = mixing
 
     def close(self) -> None:
         """Free the reference; a second call does nothing."""
@@ -212,29 +213,26 @@ class ReferenceMixture(OtherSamples):
 class MixingEngine(LocalEngine):
     """Samples from the geometric mixture of what two started engines hold, without weights of its own.
 
+    It has to be started with the policy's model, which decides about stops.
+
     Args:
-        first: The policy's; decides about stops, batches and caches.
+        first: The policy's; decides about batches.
         second: The reference's, of a model with the same tokens.
         weight: Of the second in [0, 1].
     """
 
     def __init__(self, first: LocalEngine, second: LocalEngine, weight: float) -> None:
-        super().__init__(max_sequences=first.max_sequences)
+        super().__init__(max_sequences=first.max_sequences, device=str(first.device))
         self._first = first
         self._second = second
         self._weight = weight
-        self.device = first.device
-        self._config, self._tokenizer, self._stops = first._config, first._tokenizer, first._stops
-        self._cached = first._cached and second._cached
-        self._finished_masks = first._finished_masks and second._finished_masks
+        self.cached = first.cached and second.cached
 
     @contextmanager
-    def _weights(self) -> Iterator[tuple[nn.Module, int]]:
-        with self._first._weights() as (policy, version), self._second._weights() as (reference, _):
+    def weights(self) -> Iterator[tuple[nn.Module, int]]:
+        """A context in which the models and the policy's version do not change."""
+        with self._first.weights() as (policy, version), self._second.weights() as (reference, _):
             yield MixedModel(policy, reference, self._weight), version
-
-    def _check_unchanged(self) -> None:
-        self._first._check_unchanged()
 
     def close(self) -> None:
         """Free the second; the first is the policy's engine."""

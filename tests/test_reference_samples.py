@@ -1,7 +1,8 @@
-"""ReferenceSamples and ReferenceMixture: who sampled what, by which seeds, and from which distribution."""
+"""tutorials/research/reference_samples.py: who sampled what, by which seeds, and from which distribution."""
 
 import copy
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit import LocalEngine, ReferenceMixture, ReferenceSamples, RolloutCallback, VLLMPool
+from rlhfkit import LocalEngine, RolloutCallback, VLLMPool
 from rlhfkit.callbacks import SharedDevices
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import GroupFunction, ModuleWeights, SamplingSpec, sample_seed
 from rlhfkit.rollout.groups import GroupRunner
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tutorials" / "research"))
+
+from reference_samples import ReferenceMixture, ReferenceSamples
 
 SAMPLING = SamplingSpec(group_size=3, max_new_tokens=7, temperature=0.7, seed=5)
 TEXTS = ("1+2=", "hello world", "a")
