@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rlhfkit.models.forward
-from rlhfkit import Experience, GRPOModule, PPOModule, RLHFDeepSpeedStrategy, SFTModule
+from rlhfkit import Experience, GRPOModule, Optimization, PPOModule, RLHFDeepSpeedStrategy, SFTModule
 from rlhfkit.costs import GPU
 from rlhfkit.costs.estimation import forward_flops, train_flops
 from rlhfkit.costs.memory import TRAINING, memory_parts
@@ -312,9 +312,8 @@ def measured(case: Case, folder: Path) -> dict[str, float]:
     LlamaForCausalLM(case.config).save_pretrained(folder)
     module: Any = MODULES[case.module](
         str(folder),
-        gradient_checkpointing=case.gradient_checkpointing,
-        loading=ModelLoading(tiled_mlp=case.tiled_mlp),
-        optimizer=case.optimizer,
+        loading=ModelLoading(gradient_checkpointing=case.gradient_checkpointing, tiled_mlp=case.tiled_mlp),
+        optimization=Optimization(optimizer=case.optimizer),
     )
     module.row_problems = lambda batch: []  # a forward pass of its own, which the peak is not about
     measure = Measure()

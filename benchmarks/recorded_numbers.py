@@ -265,7 +265,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         # The thirteen of the prototype of parts.
         "plain": grpo(),
-        "tutorial": grpo(kl_coef=0.05, warmup_steps=3),
+        "tutorial": grpo(kl_coef=0.05, optimization={"warmup_steps": 3}),
         "rloo": grpo(preset="rloo"),
         "reinforce": grpo(preset="reinforce++"),
         "reward_processing": grpo(
@@ -323,7 +323,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
             reward_model={"one": str(folder / "reward"), "two": str(folder / "reward")}, reward_weights={"two": -0.5}
         ),
         "pretraining_text": lambda: with_text(grpo),
-        "mixture": grpo(model="mixture", router_aux_loss_coef=0.05, **epochs),
+        "mixture": grpo(model="mixture", parts=[part("router_loss.RouterLoss", coef=0.05)], **epochs),
         "router_replay": grpo(model="mixture", parts=[part("old_policy.RouterReplay")], **epochs),
         "lora": grpo(lora=rlhfkit.LoRA(rank=4), kl_coef=0.05),
         "ppo_normalized": ppo(

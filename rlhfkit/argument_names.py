@@ -40,10 +40,16 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("RLHFDeepSpeedStrategy(stage=)",),
     "model_name_or_path": ("model",),
     "attn_implementation": ("attention", "ModelLoading(attention=)"),
-    "adam_beta1": ("betas",),
-    "adam_beta2": ("betas",),
-    "optim": ("optimizer",),
-    "lr_scheduler_type": ("lr_schedule",),
+    "adam_beta1": ("optimization=Optimization(betas=)",),
+    "adam_beta2": ("optimization=Optimization(betas=)",),
+    "weight_decay": ("optimization=Optimization(weight_decay=)",),
+    "optim": ("optimization=Optimization(optimizer=)",),
+    "lr_scheduler_type": ("optimization=Optimization(lr_schedule=)",),
+    "lr_schedule": ("optimization=Optimization(lr_schedule=)",),
+    "warmup_steps": ("optimization=Optimization(warmup_steps=)",),
+    "warmup_ratio": ("optimization=Optimization(warmup_ratio=)",),
+    "gradient_checkpointing": ("loading=ModelLoading(gradient_checkpointing=)",),
+    "router_aux_loss_coef": ("parts=[RouterLoss(coef=)]",),
     "use_liger_kernel": ("liger_kernels", "ModelLoading(liger_kernels=)"),
     "activation_offloading": ("offload_activations", "ModelLoading(offload_activations=)"),
     "trust_remote_code": ("ModelLoading(trust_remote_code=)",),
@@ -133,8 +139,6 @@ def hint(name: str, known: Iterable[str]) -> str:
     same = next((one for other in others if (one := other.rpartition("(")[2].removesuffix("=)")) in known), None)
     if same:
         return f"did you mean {same}? {name} is {same} here"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.72)
-    if near:
-        return f"did you mean {near[0]}?"
-    elsewhere = next((one for one in others if "(" in one), None)
-    return f"did you mean {elsewhere}?" if elsewhere else ""
+    elsewhere = [one for one in others if "(" in one]
+    near = elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.72)
+    return f"did you mean {near[0]}?" if near else ""

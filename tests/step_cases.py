@@ -42,7 +42,7 @@ from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrateg
 STEP, STEPS = 8, 2
 """Rows of an optimizer step, and steps."""
 KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
-    "sft": (SFTModule, "texts", [{}, {"tiled_mlp": 3, "gradient_checkpointing": True}]),
+    "sft": (SFTModule, "texts", [{}, {"loading": {"tiled_mlp": 3, "gradient_checkpointing": True}}]),
     "dft": (DFTModule, "texts", [{}]),
     "distillation": (
         DistillationModule,
@@ -165,7 +165,7 @@ def train(
     ranks = more.get("devices", 1) // sequence
     size = max(size, 2) if kind in PAIRS else size
     chosen = dict(settings[setting])
-    loading = ModelLoading(attention=attention, tiled_mlp=chosen.pop("tiled_mlp", False))
+    loading = ModelLoading(attention=attention, **chosen.pop("loading", {}))
     arguments: dict[str, Any] = {"model": str(folder / "model"), "loading": loading, **chosen}
     arguments |= {"teacher": str(folder / "other")} if kind == "distillation" else {}
     fixed = data == "prompts" or (kind == "kto" and setting == 0)

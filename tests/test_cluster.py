@@ -71,7 +71,7 @@ def small(word: str, *options: str) -> str:
 
 
 SFT = shlex.split("""
-    --model.model model --model.lr 1e-3 --model.warmup_steps 0
+    --model.model model --model.lr 1e-3 --model.optimization.warmup_steps 0
     --data.data chats.jsonl --data.validation_data chats.jsonl --trainer.limit_val_batches 0
     --data.max_length 64 --data.micro_batch_size 4
     --trainer.max_epochs 1 --trainer.max_steps 4 --trainer.accelerator cpu --trainer.precision 32-true

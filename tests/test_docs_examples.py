@@ -308,7 +308,9 @@ def test_a_call_that_does_not_fit_is_found() -> None:
         assert isinstance(call.func, ast.Name)
         return complaint(call, getattr(rlhfkit, call.func.id))
 
-    assert check("GRPOModule('model', lr=1e-6, clip_low=0.2, weight_decay=0.1, gradient_checkpointing=True)") is None
+    assert (
+        check("GRPOModule('model', lr=1e-6, clip_low=0.2, lora=LoRA(rank=4), loading={'attention': 'eager'})") is None
+    )
     assert "learning_rate" in str(check("GRPOModule('model', learning_rate=1e-6)"))
     assert "missing" in str(check("DistillationModule('model')"))
     assert check("DistillationModule('model', ...)") is None

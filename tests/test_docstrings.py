@@ -213,7 +213,7 @@ def test_described_arguments_exist() -> None:
 
 
 def test_copied_arguments_of_modules_name_all_values() -> None:
-    """Docstrings repeat arguments of PolicyModule, as PolicyArguments does; what they take must not get lost there."""
+    """Docstrings repeat arguments of others; what they take must not get lost there."""
     values = {"lr_schedule": SCHEDULES, "attention": (*PACKED_ATTENTIONS, "sdpa"), "optimizer": OPTIMIZERS}
     missing, copies = [], 0
     for path, owner, text in docstrings():

@@ -15,6 +15,8 @@ from rlhfkit import (
     Episodes,
     GRPOModule,
     HFExport,
+    ModelLoading,
+    Optimization,
     PromptDataModule,
     RolloutCallback,
     RolloutEngine,
@@ -44,7 +46,9 @@ def train(
 ) -> L.Trainer:
     """Train the model; what is written is in runs/agent."""
     L.seed_everything(0)
-    module = GRPOModule(model, lr=1e-6, warmup_steps=10, gradient_checkpointing=True)
+    module = GRPOModule(
+        model, lr=1e-6, optimization=Optimization(warmup_steps=10), loading=ModelLoading(gradient_checkpointing=True)
+    )
     prompts = PromptDataModule(
         data,
         validation_data=validation_data,

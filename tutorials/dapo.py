@@ -15,6 +15,8 @@ from rlhfkit import (
     DynamicSampling,
     GRPOModule,
     HFExport,
+    ModelLoading,
+    Optimization,
     PromptDataModule,
     RolloutCallback,
     RolloutEngine,
@@ -44,7 +46,13 @@ def train(
     """Train the model; what is written is in runs/dapo."""
     L.seed_everything(0)
     module = GRPOModule(
-        model, lr=1e-6, clip_low=0.2, clip_high=0.28, warmup_steps=20, gradient_checkpointing=True, preset="dapo"
+        model,
+        lr=1e-6,
+        clip_low=0.2,
+        clip_high=0.28,
+        optimization=Optimization(warmup_steps=20),
+        loading=ModelLoading(gradient_checkpointing=True),
+        preset="dapo",
     )
     prompts = PromptDataModule(
         data,

@@ -13,7 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from rlhfkit import (
     HFExport,
+    ModelLoading,
     OnPolicyDistillationModule,
+    Optimization,
     PromptDataModule,
     RolloutCallback,
     RolloutEngine,
@@ -42,7 +44,12 @@ def train(
     """Train the model; what is written is in runs/distillation."""
     L.seed_everything(0)
     module = OnPolicyDistillationModule(
-        model, teacher, lr=1e-5, divergence="reverse_kl", warmup_steps=10, gradient_checkpointing=True
+        model,
+        teacher,
+        lr=1e-5,
+        divergence="reverse_kl",
+        optimization=Optimization(warmup_steps=10),
+        loading=ModelLoading(gradient_checkpointing=True),
     )
     prompts = PromptDataModule(
         data,

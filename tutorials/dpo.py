@@ -11,7 +11,7 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from rlhfkit import DPOModule, HFExport, PreferenceDataModule, RunReport
+from rlhfkit import DPOModule, HFExport, ModelLoading, Optimization, PreferenceDataModule, RunReport
 
 
 def train(
@@ -31,7 +31,13 @@ def train(
 ) -> L.Trainer:
     """Train the model; what is written is in runs/dpo."""
     L.seed_everything(0)
-    module = DPOModule(model, lr=5e-7, beta=0.1, warmup_steps=50, lr_schedule="linear", gradient_checkpointing=True)
+    module = DPOModule(
+        model,
+        lr=5e-7,
+        beta=0.1,
+        optimization=Optimization(warmup_steps=50, lr_schedule="linear"),
+        loading=ModelLoading(gradient_checkpointing=True),
+    )
     pairs = PreferenceDataModule(
         data,
         split="train_prefs",

@@ -25,6 +25,7 @@ from grpo_arithmetic import quiet_trainer
 from rlhfkit import (
     Ahead,
     LocalEngine,
+    Optimization,
     Placement,
     PPOModule,
     PreferenceDataModule,
@@ -45,7 +46,7 @@ def supervised_start(folder: Path, rows: list[dict[str, Any]], epochs: int) -> P
     """Supervised fine-tuning on answers of which half repeat the question."""
     coin = random.Random(0)
     demonstrations = [row | {"answer": coin.choice(["", row["question"]]) + row["answer"]} for row in rows]
-    module = SFTModule(str(folder / "model"), lr=2e-3, warmup_steps=50)
+    module = SFTModule(str(folder / "model"), lr=2e-3, optimization=Optimization(warmup_steps=50))
     data = SFTDataModule(demonstrations, prompt="question", completion="answer", micro_batch_size=64, max_length=64)
     quiet_trainer(folder, max_epochs=epochs).fit(module, data)
     return module.save_pretrained(folder / "sft")
@@ -54,7 +55,9 @@ def supervised_start(folder: Path, rows: list[dict[str, Any]], epochs: int) -> P
 def reward_model(folder: Path, rows: list[dict[str, Any]], start: Path) -> Path:
     """Fine-tune the start to score an answer with its question higher than one without."""
     pairs = [row | {"chosen": row["question"] + row["answer"], "rejected": row["answer"]} for row in rows]
-    module = RewardModule(str(start), lr=5e-4, warmup_steps=20, center_rewards_coefficient=0.01)
+    module = RewardModule(
+        str(start), lr=5e-4, optimization=Optimization(warmup_steps=20), center_rewards_coefficient=0.01
+    )
     data = PreferenceDataModule(pairs[:1000], prompt="question", micro_batch_size=64, max_length=64)
     quiet_trainer(folder, max_epochs=2).fit(module, data)
     return module.save_pretrained(folder / "reward")

@@ -11,7 +11,17 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from rlhfkit import GRPOModule, HFExport, PromptDataModule, RolloutCallback, RolloutEngine, RunReport, SamplingSpec
+from rlhfkit import (
+    GRPOModule,
+    HFExport,
+    ModelLoading,
+    Optimization,
+    PromptDataModule,
+    RolloutCallback,
+    RolloutEngine,
+    RunReport,
+    SamplingSpec,
+)
 from rlhfkit.rewards import math_match
 
 
@@ -33,7 +43,9 @@ def train(
 ) -> L.Trainer:
     """Train the model; what is written is in runs/grpo."""
     L.seed_everything(0)
-    module = GRPOModule(model, lr=1e-6, warmup_steps=10, gradient_checkpointing=True)
+    module = GRPOModule(
+        model, lr=1e-6, optimization=Optimization(warmup_steps=10), loading=ModelLoading(gradient_checkpointing=True)
+    )
     prompts = PromptDataModule(
         data,
         subset="main",

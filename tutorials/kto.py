@@ -10,7 +10,7 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from rlhfkit import HFExport, KTOModule, RunReport, UnpairedPreferenceDataModule
+from rlhfkit import HFExport, KTOModule, ModelLoading, Optimization, RunReport, UnpairedPreferenceDataModule
 
 
 def train(
@@ -30,7 +30,13 @@ def train(
 ) -> L.Trainer:
     """Train the model; what is written is in runs/kto."""
     L.seed_everything(0)
-    module = KTOModule(model, lr=5e-7, beta=0.1, warmup_steps=10, gradient_checkpointing=True)
+    module = KTOModule(
+        model,
+        lr=5e-7,
+        beta=0.1,
+        optimization=Optimization(warmup_steps=10),
+        loading=ModelLoading(gradient_checkpointing=True),
+    )
     rows = UnpairedPreferenceDataModule(
         data,
         validation_data=data,

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhfkit import RLHFDeepSpeedStrategy, SFTDataModule, SFTModule
+from rlhfkit import Optimization, RLHFDeepSpeedStrategy, SFTDataModule, SFTModule
 from rlhfkit.distributed import gather_objects
 
 
@@ -124,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
 
-    module = SFTModule(str(make_model(options.folder / "model", options.seed)), lr=1e-2, warmup_steps=5)
+    module = SFTModule(
+        str(make_model(options.folder / "model", options.seed)), lr=1e-2, optimization=Optimization(warmup_steps=5)
+    )
     data = SFTDataModule(
         haystacks(4 * options.steps, options.tokens, options.seed),
         validation_data=haystacks(40, options.tokens, options.seed + 1),

@@ -12,7 +12,17 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from rlhfkit import HFExport, OnlineDPOModule, PromptDataModule, RolloutCallback, RolloutEngine, RunReport, SamplingSpec
+from rlhfkit import (
+    HFExport,
+    ModelLoading,
+    OnlineDPOModule,
+    Optimization,
+    PromptDataModule,
+    RolloutCallback,
+    RolloutEngine,
+    RunReport,
+    SamplingSpec,
+)
 from rlhfkit.rewards import ModelReward
 
 
@@ -35,7 +45,13 @@ def train(
 ) -> L.Trainer:
     """Train the model; what is written is in runs/online_dpo."""
     L.seed_everything(0)
-    module = OnlineDPOModule(model, lr=5e-7, beta=0.1, warmup_steps=10, gradient_checkpointing=True)
+    module = OnlineDPOModule(
+        model,
+        lr=5e-7,
+        beta=0.1,
+        optimization=Optimization(warmup_steps=10),
+        loading=ModelLoading(gradient_checkpointing=True),
+    )
     prompts = PromptDataModule(
         data,
         split="train_prefs",

@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from grpo_arithmetic import quiet_trainer, supervised_start
 
-from rlhfkit import LocalEngine, OnlineDPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import LocalEngine, OnlineDPOModule, Optimization, PromptDataModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.rewards import PairwiseReward, exact_match
 
 
@@ -57,7 +57,7 @@ def train(folder: Path, seed: int, iterations: int) -> Accuracy:
     start = folder / "sft"
     if not start.exists():
         supervised_start(folder)
-    module = OnlineDPOModule(str(start), lr=2e-4, beta=0.1, nll_coef=0.2, warmup_steps=10)
+    module = OnlineDPOModule(str(start), lr=2e-4, beta=0.1, nll_coef=0.2, optimization=Optimization(warmup_steps=10))
     data = PromptDataModule(
         str(folder / "train.jsonl"),
         validation_data=str(folder / "heldout.jsonl"),

@@ -11,7 +11,17 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from rlhfkit import HFExport, PPOModule, PromptDataModule, RolloutCallback, RolloutEngine, RunReport, SamplingSpec
+from rlhfkit import (
+    HFExport,
+    ModelLoading,
+    Optimization,
+    PPOModule,
+    PromptDataModule,
+    RolloutCallback,
+    RolloutEngine,
+    RunReport,
+    SamplingSpec,
+)
 from rlhfkit.rewards import ModelReward
 
 
@@ -41,8 +51,8 @@ def train(
         critic_lr=9e-6,
         critic_warmup_steps=critic_warmup_steps,
         kl_coef=0.01,
-        warmup_steps=10,
-        gradient_checkpointing=True,
+        optimization=Optimization(warmup_steps=10),
+        loading=ModelLoading(gradient_checkpointing=True),
     )
     prompts = PromptDataModule(
         data,

@@ -10,7 +10,7 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from rlhfkit import HFExport, ProcessRewardModule, RunReport, StepwiseDataModule
+from rlhfkit import HFExport, ModelLoading, Optimization, ProcessRewardModule, RunReport, StepwiseDataModule
 
 
 def train(
@@ -30,7 +30,9 @@ def train(
 ) -> L.Trainer:
     """Train the model; what is written is in runs/process_reward."""
     L.seed_everything(0)
-    module = ProcessRewardModule(model, lr=1e-6, warmup_steps=50, gradient_checkpointing=True)
+    module = ProcessRewardModule(
+        model, lr=1e-6, optimization=Optimization(warmup_steps=50), loading=ModelLoading(gradient_checkpointing=True)
+    )
     rows = StepwiseDataModule(
         data,
         validation_data=data,

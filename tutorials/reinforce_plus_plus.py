@@ -14,6 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from rlhfkit import (
     GRPOModule,
     HFExport,
+    ModelLoading,
+    Optimization,
     PromptDataModule,
     RolloutCallback,
     RolloutEngine,
@@ -40,7 +42,13 @@ def train(
 ) -> L.Trainer:
     """Train the model; what is written is in runs/reinforce_plus_plus."""
     L.seed_everything(0)
-    module = GRPOModule(model, lr=1e-6, warmup_steps=10, gradient_checkpointing=True, preset="reinforce++")
+    module = GRPOModule(
+        model,
+        lr=1e-6,
+        optimization=Optimization(warmup_steps=10),
+        loading=ModelLoading(gradient_checkpointing=True),
+        preset="reinforce++",
+    )
     prompts = PromptDataModule(
         data,
         subset="main",

@@ -11,7 +11,7 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from rlhfkit import HFExport, PreferenceDataModule, RewardModule, RunReport
+from rlhfkit import HFExport, ModelLoading, Optimization, PreferenceDataModule, RewardModule, RunReport
 
 
 def train(
@@ -35,9 +35,8 @@ def train(
         model,
         lr=9e-6,
         center_rewards_coefficient=0.01,
-        warmup_steps=20,
-        lr_schedule="cosine",
-        gradient_checkpointing=True,
+        optimization=Optimization(warmup_steps=20, lr_schedule="cosine"),
+        loading=ModelLoading(gradient_checkpointing=True),
     )
     pairs = PreferenceDataModule(
         data,

@@ -10,7 +10,7 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from rlhfkit import HFExport, RunReport, SFTDataModule, SFTModule
+from rlhfkit import HFExport, ModelLoading, Optimization, RunReport, SFTDataModule, SFTModule
 
 
 def train(
@@ -30,7 +30,12 @@ def train(
 ) -> L.Trainer:
     """Train the model; what is written is in runs/sft."""
     L.seed_everything(0)
-    module = SFTModule(model, lr=5e-6, warmup_steps=200, lr_schedule="linear", gradient_checkpointing=True)
+    module = SFTModule(
+        model,
+        lr=5e-6,
+        optimization=Optimization(warmup_steps=200, lr_schedule="linear"),
+        loading=ModelLoading(gradient_checkpointing=True),
+    )
     rows = SFTDataModule(
         data,
         split="train[2%:]",  # the data has one split: the first 2 % are for validation

@@ -56,13 +56,14 @@ def described_run(
     fused = gpu.name != "cpu" and (sharding.stage is not None or str(precision) != "16-mixed")
     fields = model_roles(policy)
     itemsize = 4 if fields["policy"].adapters else types.main_weights
-    state = state_bytes(policy.optimizer_function, policy.optimizer_arguments, itemsize=itemsize, fused=fused)
+    chosen = policy.optimization
+    state = state_bytes(chosen.function, chosen.optimizer_arguments or {}, itemsize=itemsize, fused=fused)
     fields |= {
         "gpu": gpu,
         "sharding": sharding,
         "precision": types,
         "optimizer_state": state,
-        "gradient_checkpointing": policy.gradient_checkpointing,
+        "gradient_checkpointing": policy.loading.gradient_checkpointing,
         "offload_activations": policy.loading.offload_activations,
         "tiled_mlp": policy.loading.tiled_mlp,
         "attention": "packed" if packed_rows(policy) else policy.loading.attention,
@@ -70,7 +71,7 @@ def described_run(
     assumptions: list[str] = []
     problems: list[str] = []
     if state is None:
-        assumptions.append(f"optimizer={policy.optimizer_name!r} keeps two moments per parameter, as AdamW does")
+        assumptions.append(f"optimizer={chosen.name!r} keeps two moments per parameter, as AdamW does")
     if fields["policy"].uncertainty > ModelShape.uncertainty:
         assumptions.append(
             f"the layers of the family {fields['policy'].family!r} are not those that the formulas describe: "

@@ -478,7 +478,7 @@ def _advice(run: Run, place: str, phase: str, largest: str) -> str:
         return "Lower gpu_memory_utilization of the colocated engine, offload the optimizer, or give engines their GPUs"
     if largest in ("activations", "logits head", "backward buffers"):
         if not run.gradient_checkpointing:
-            return "Set gradient_checkpointing=True, or make micro-batches smaller"
+            return "Set ModelLoading(gradient_checkpointing=True), or make micro-batches smaller"
         return (
             "Make micro-batches smaller, divide rows over more ranks (sequence_parallel_size), or set tiled_mlp=True "
             "and offload_activations=True"

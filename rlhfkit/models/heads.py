@@ -175,7 +175,6 @@ def load_scalar_model(
     new_head: bool = True,
     head_std: float | None = None,
     dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
     lora: LoRA | None = None,
     loading: ModelLoading | None = None,
 ) -> ScalarModel:
@@ -190,9 +189,8 @@ def load_scalar_model(
         head_std: Standard deviation of a new head's normally distributed weights; ``None``: 1 / (H + 1), as OpenRLHF
             and Stiennon et al. (2020, arXiv:2009.01325, appendix B.1); 0: all outputs start at 0.
         dtype: Of the weights.
-        gradient_checkpointing: Recompute activations in the backward pass.
         lora: Train the head and new adapters, and freeze everything else.
-        loading: Attention, kernels, quantization and others, see :class:`~rlhfkit.models.ModelLoading`;
+        loading: Attention, gradient checkpointing and others, see :class:`~rlhfkit.models.ModelLoading`;
             ``train_vision`` has no effect.
 
     Returns:
@@ -230,7 +228,7 @@ def load_scalar_model(
         add_lora(loaded, lora, base=name)
         loaded.score.requires_grad_(True)
     disable_dropout(model)
-    save_activation_memory(loaded, gradient_checkpointing, loading.offload_activations, loading.tiled_mlp)
+    save_activation_memory(loaded, loading.gradient_checkpointing, loading.offload_activations, loading.tiled_mlp)
     return model.train()
 
 

@@ -186,6 +186,7 @@ class ModelLoading:
             Transformers' ``attn_implementation``, padded: ``eager``, ``sdpa`` (refused where it would leave out a soft
             cap), ``flex_attention``, ``flash_attention_4``, a kernel on the hub (``organization/name``), or one
             registered with ``transformers.AttentionInterface``.
+        gradient_checkpointing: Recompute activations in the backward pass.
         offload_activations: Keep in CPU memory what ``gradient_checkpointing`` holds until the backward pass; for long
             rows on GPUs (ALST: Bekman et al., 2025, arXiv:2506.13996).
         tiled_mlp: Compute dense MLPs in tiles of this many tokens, which the backward pass recomputes: their inner
@@ -199,10 +200,11 @@ class ModelLoading:
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
-        ValueError: If a value is none of those above.
+        ValueError: If a value is none of those above, or ``offload_activations`` is given alone.
     """
 
     attention: str | None = None
+    gradient_checkpointing: bool = False
     offload_activations: bool = False
     tiled_mlp: bool | int = False
     liger_kernels: bool = False
@@ -212,6 +214,8 @@ class ModelLoading:
 
     def __post_init__(self) -> None:
         check_attention(self.attention)
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError("offload_activations keeps what gradient_checkpointing saves: set both, or neither")
         if not isinstance(self.tiled_mlp, bool):
             check_integer("tiled_mlp", self.tiled_mlp, minimum=1, why="it is the number of tokens in a tile")
         if not isinstance(self.liger_kernels, bool):
@@ -288,7 +292,6 @@ def load_causal_lm(
     name: str,
     *,
     dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
     lora: LoRA | None = None,
     loading: ModelLoading | None = None,
 ) -> "PreTrainedModel":
@@ -299,9 +302,8 @@ def load_causal_lm(
     Args:
         name: Folder or hub name.
         dtype: Of the weights.
-        gradient_checkpointing: Recompute activations in the backward pass.
         lora: Freeze the weights and train new adapters.
-        loading: Attention, kernels, quantization and others, see :class:`ModelLoading`.
+        loading: Attention, gradient checkpointing, kernels, quantization and others, see :class:`ModelLoading`.
 
     Returns:
         The model, in training mode.
@@ -338,7 +340,7 @@ def load_causal_lm(
         add_lora(model, lora, base=name)
     elif sees and not loading.train_vision:
         freeze_vision(model)
-    save_activation_memory(model, gradient_checkpointing, loading.offload_activations, loading.tiled_mlp)
+    save_activation_memory(model, loading.gradient_checkpointing, loading.offload_activations, loading.tiled_mlp)
     return model.train()
 
 

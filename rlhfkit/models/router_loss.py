@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlhfkit.models.parallel.joined_rows import JoinedRow
 
-NO_ROUTER = "{} has no router with a load-balancing loss: use router_aux_loss_coef=0"
+NO_ROUTER = "{} has no router with a load-balancing loss: leave RouterLoss out"
 
 
 def has_router(model: nn.Module) -> bool:
@@ -71,7 +71,7 @@ def backbone_router_loss(
     if not _has_usual_formula(loss):
         raise ValueError(
             f"the load-balancing loss of {type(backbone).__name__} has a formula of its own, which several ranks that "
-            "compute a forward pass together cannot divide: use router_aux_loss_coef=0, or sequence_parallel_size=1"
+            "compute a forward pass together cannot divide: leave RouterLoss out, or use sequence_parallel_size=1"
         )
     sums = _sums(router_logits, chosen, joined.members, joined.group.mesh.forward_group_size)
     return _loss_of(joined.sums_to_owners(sums))

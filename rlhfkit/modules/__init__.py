@@ -11,6 +11,7 @@ from rlhfkit.modules.on_policy.grpo import GRPOModule
 from rlhfkit.modules.on_policy.online_dpo import OnlineDPOModule
 from rlhfkit.modules.on_policy.ppo import PPOModule
 from rlhfkit.modules.on_policy.ranks import local_rows
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.dpo import DPOModule
 from rlhfkit.modules.preference.reference_free import CPOModule, ORPOModule, SimPOModule
@@ -33,6 +34,7 @@ __all__ = [
     "OnPolicyDistillationModule",
     "OnPolicyModule",
     "OnlineDPOModule",
+    "Optimization",
     "PPOModule",
     "PolicyModule",
     "PreferenceModule",

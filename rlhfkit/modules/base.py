@@ -46,9 +46,7 @@ from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.gpu_memory import require_gpu_memory
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
-from rlhfkit.modules.optim import OptimizationMixin
-from rlhfkit.modules.optimizers.factories import OptimizerFactory
-from rlhfkit.modules.optimizers.schedules import Schedule
+from rlhfkit.modules.optim import Optimization, OptimizationMixin
 from rlhfkit.parts import Child, GivenPart, Part, attach_all, make_part, overriding, part_name
 from rlhfkit.trainer_parts import callbacks_of
 from rlhfkit.validation import check_number
@@ -69,29 +67,12 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
     Args:
         model: Folder or hub name of the policy. If the folder holds an adapter, training continues with it.
         lr: Peak learning rate.
-        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
-        betas: AdamW's two averaging factors (0.9 and 0.95: OpenRLHF's default).
-        optimizer: ``adamw``, ``adamw_8bit``, ``muon``, ``sgd``, ``adafactor`` (:mod:`rlhfkit.modules.optimizers`), or a
-            function of parameter groups and ``lr`` or a class of optimizers, itself or by its dotted name
-            (``torch.optim.RAdam``).
-        optimizer_arguments: More arguments of ``optimizer``, for example ``{"eps": 1e-6}``.
-        parameter_options: ``lr`` and ``weight_decay`` of parts: ``embeddings``, ``heads``, ``matrices``, ``vectors``,
-            ``stacks`` (of experts), a child (``critic``) or both (``critic.heads``), which wins.
-        warmup_steps: Optimizer steps of linear warm-up.
-        warmup_ratio: Warm-up as a part of the run's optimizer steps, instead of ``warmup_steps``.
-        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
-            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). The formulas are those of
-            :func:`~rlhfkit.modules.optimizers.schedules.learning_rate_factor`.
-        min_lr_ratio: The rate at the end, as a part of the peak; not with ``constant``.
-        decay_ratio: The part of the run in which ``wsd`` decays, only with it (0.2: Hägele et al., 2024,
-            arXiv:2405.18392).
-        gradient_checkpointing: Recompute activations in the backward pass.
+        optimization: Optimizer, warm-up, schedule of the learning rate, weight decay: an
+            :class:`~rlhfkit.Optimization`, or its fields by name.
         lora: Train adapters, not the model's own weights; checkpoints then hold the adapters only. ``None``: all
             weights, or the adapter that ``model`` holds.
-        loading: Attention, kernels, quantization, code of the model's own and other technical options of policy and
-            critic: a :class:`~rlhfkit.ModelLoading`, or its fields by name.
-        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, policy or critic, logged as
-            ``aux_loss`` (0.001 in Transformers' configurations of Mixtral and Qwen); 0: not computed.
+        loading: Attention, gradient checkpointing, kernels, quantization, code of the model's own and other technical
+            options of policy and critic: a :class:`~rlhfkit.ModelLoading`, or its fields by name.
         parts: More features, each a :class:`~rlhfkit.Part`, its dotted name, or, as in a configuration file,
             ``{"class_path": ..., "init_args": {...}}``.
 
@@ -124,49 +105,24 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         model: str,
         *,
         lr: float = 1e-6,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        optimizer: str | OptimizerFactory = "adamw",
-        optimizer_arguments: Mapping[str, Any] | None = None,
-        parameter_options: Mapping[str, Mapping[str, float]] | None = None,
-        warmup_steps: int = 0,
-        warmup_ratio: float | None = None,
-        lr_schedule: Schedule = "constant",
-        min_lr_ratio: float = 0.0,
-        decay_ratio: float = 0.2,
-        gradient_checkpointing: bool = False,
+        optimization: Optimization | None = None,
         lora: LoRA | None = None,
         loading: ModelLoading | None = None,
-        router_aux_loss_coef: float = 0.0,
         parts: Sequence[GivenPart] = (),
         **unknown: Any,
     ) -> None:
         super().__init__()
         refuse_arguments(type(self), unknown)
-        check_number("router_aux_loss_coef", router_aux_loss_coef, minimum=0, why="0 leaves the loss out")
-        self.loading = ModelLoading.of(loading)
-        if self.loading.offload_activations and not gradient_checkpointing:
-            raise ValueError("offload_activations keeps what gradient_checkpointing saves: set both, or neither")
+        check_number("lr", lr, above=0)
         self.save_hyperparameters()
-        self.set_optimization(
-            lr=lr,
-            weight_decay=weight_decay,
-            betas=betas,
-            optimizer=optimizer,
-            optimizer_arguments=optimizer_arguments,
-            parameter_options=parameter_options,
-            warmup_steps=warmup_steps,
-            warmup_ratio=warmup_ratio,
-            lr_schedule=lr_schedule,
-            min_lr_ratio=min_lr_ratio,
-            decay_ratio=decay_ratio,
-        )
+        self.lr = lr
+        self.optimization = Optimization.of(optimization)
+        self.loading = ModelLoading.of(loading)
         self.model_name = model
-        self.gradient_checkpointing = gradient_checkpointing
         self.lora = LoRA.of(lora)
-        plain = {"lora": None if self.lora is None else self.lora.plain(), "loading": self.loading.plain()}
+        plain: dict[str, Any] = {"lora": None if self.lora is None else self.lora.plain()}
+        plain |= {"optimization": self.optimization.plain(), "loading": self.loading.plain()}
         self.hparams.update(plain)  # safe to load, unlike objects
-        self.router_aux_loss_coef = router_aux_loss_coef
         self._tokenizer: Any = None
         self._tokenizer_giver: str | None = None
         self._rows_checked = False
@@ -179,6 +135,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         self.hparams.update(parts=[part.plain() for part in self.given_parts])  # arguments make the others again
         self.parts: list[Part] = []
         """All parts, once the module is made."""
+        self.router_loss: Tensor | None = None
+        """Of a mixture of experts in the last forward pass, where that gives no :class:`PolicyOutput`."""
         self.terms: list[Any] = []
         """:meth:`Part.term` of the parts that override it."""
         self.observers: list[Any] = []
@@ -299,13 +257,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
 
     def build_policy(self) -> nn.Module:
         """Load the policy; override to wrap or change it."""
-        model: nn.Module = load_causal_lm(
-            self.model_name,
-            dtype=self.model_dtype,
-            gradient_checkpointing=self.gradient_checkpointing,
-            lora=self.lora,
-            loading=self.loading,
-        )
+        model: nn.Module = load_causal_lm(self.model_name, dtype=self.model_dtype, lora=self.lora, loading=self.loading)
         return model
 
     def setup(self, stage: str) -> None:
@@ -494,35 +446,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
 
     @property
     def balances_routers(self) -> bool:
-        """Whether forward passes must return the router's loss: in training, if its weight is not 0."""
-        return bool(self.router_aux_loss_coef) and torch.is_grad_enabled()
-
-    def with_router_loss(
-        self, result: LossOutput, router_loss: Tensor | None, mask: Tensor, *, name: str = "aux_loss"
-    ) -> LossOutput:
-        """Add the load-balancing loss of a mixture of experts, in training and if it has a weight.
-
-        It is a mean over a micro-batch's tokens and not linear in them, so it depends on the split into micro-batches.
-
-        Args:
-            result: A loss and its metrics.
-            router_loss: Scalar, the router's loss of the micro-batch.
-            mask: Trained tokens; a micro-batch without any does not train the router.
-            name: Name of the metric that is added.
-
-        Raises:
-            ValueError: If the router's loss has a weight and is ``None``.
-        """
-        if not self.balances_routers:
-            return result
-        if router_loss is None:
-            raise ValueError(
-                f"router_aux_loss_coef={self.router_aux_loss_coef} weights a router's loss, and the forward pass gave "
-                "none: an overridden policy_output() or scores() has to ask for it "
-                "(router_aux_loss=self.balances_routers, or self.read)"
-            )
-        loss = result.loss + self.router_aux_loss_coef * router_loss * mask.any()
-        return LossOutput(loss, {**result.metrics, name: router_loss.detach()})
+        """Whether forward passes must return the router's loss of a mixture of experts: in training, for a part."""
+        return "router_loss" in self.outputs and torch.is_grad_enabled()
 
     def token_mean(self, values: Tensor, batch: Experience) -> Tensor:
         """This micro-batch's share of the mean of ``values``, (B, T-1), over the trained tokens of the optimizer step.

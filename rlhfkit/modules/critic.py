@@ -63,7 +63,6 @@ class CriticModule(PolicyModule):
         return load_scalar_model(
             self.model_name,
             dtype=self.model_dtype,
-            gradient_checkpointing=self.gradient_checkpointing,
             lora=self.lora,
             loading=self.loading,
         )
@@ -83,7 +82,9 @@ class CriticModule(PolicyModule):
         metrics = {**found.metrics, "value/loss": weighted_metric(found.loss * scale, 1.0)}
         result = LossOutput(self.value_coef * found.loss, metrics)
         if router_loss is not None:
-            result = self.with_router_loss(result, router_loss, rows.action_mask, name="value/aux_loss")
+            from rlhfkit.modules.parts.router_loss import with_critic_router
+
+            result = with_critic_router(self, result, router_loss, rows.action_mask)
         self._since_report.add("report", as_metrics(result.metrics, rows.action_mask.sum(), self.device))
         return result.loss * scale
 

@@ -1,10 +1,11 @@
-"""``OptimizationMixin``: the optimizer of a module, its learning-rate schedule, and clipping."""
+"""``Optimization``: optimizer and learning-rate schedule; ``OptimizationMixin`` makes both, and clips gradients."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -27,10 +28,104 @@ from rlhfkit.modules.optimizers.factories import (
 from rlhfkit.modules.optimizers.groups import check_parameter_options, divide_groups
 from rlhfkit.modules.optimizers.schedules import ENDLESS, SCHEDULES, Schedule, learning_rate_factor
 from rlhfkit.protocols import RLHFStrategy
-from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
+from rlhfkit.validation import check_integer, check_number, function_name, options, resolve_function
 
 DEFAULT_BETAS = (0.9, 0.95)
 """Averaging factors of AdamW if none are given."""
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """Optimizer of a module and schedule of its learning rate, beside the peak rate ``lr``.
+
+    Example::
+
+        GRPOModule("Qwen/Qwen3-0.6B", lr=1e-6, optimization=Optimization(warmup_ratio=0.03, lr_schedule="cosine"))
+
+    Args:
+        warmup_steps: Optimizer steps of linear warm-up.
+        warmup_ratio: Warm-up as a part of the run's optimizer steps, instead of ``warmup_steps``.
+        lr_schedule: After warm-up: ``constant``; ``linear`` or ``cosine`` decay to the end of training; ``wsd``:
+            constant, then decay in the last part; ``inverse_sqrt``: as 1 / sqrt(step). The formulas are those of
+            :func:`~rlhfkit.modules.optimizers.schedules.learning_rate_factor`.
+        min_lr_ratio: The rate at the end, as a part of the peak; not with ``constant``.
+        decay_ratio: The part of the run in which ``wsd`` decays, only with it (0.2: Hägele et al., 2024,
+            arXiv:2405.18392).
+        weight_decay: Decoupled weight decay; ``sgd`` adds it to the gradient.
+        betas: AdamW's two averaging factors (0.9 and 0.95: OpenRLHF's default).
+        optimizer: ``adamw``, ``adamw_8bit``, ``muon``, ``sgd``, ``adafactor`` (:mod:`rlhfkit.modules.optimizers`), or a
+            function of parameter groups and ``lr`` or a class of optimizers, itself or by its dotted name
+            (``torch.optim.RAdam``).
+        optimizer_arguments: More arguments of ``optimizer``, for example ``{"eps": 1e-6}``.
+        parameter_options: ``lr`` and ``weight_decay`` of parts: ``embeddings``, ``heads``, ``matrices``, ``vectors``,
+            ``stacks`` (of experts), a child (``critic``) or both (``critic.heads``), which wins.
+
+    Raises:
+        TypeError: If a value is of another type.
+        ValueError: If a value is out of range, or has no effect beside the others.
+    """
+
+    warmup_steps: int = 0
+    warmup_ratio: float | None = None
+    lr_schedule: Schedule = "constant"
+    min_lr_ratio: float = 0.0
+    decay_ratio: float = 0.2
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = DEFAULT_BETAS
+    optimizer: str | OptimizerFactory = "adamw"
+    optimizer_arguments: Mapping[str, Any] | None = None
+    parameter_options: Mapping[str, Mapping[str, float]] | None = None
+
+    def __post_init__(self) -> None:
+        schedule = self.lr_schedule
+        check_number("weight_decay", self.weight_decay, minimum=0)
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
+            raise TypeError(f"betas must be two numbers, got {self.betas!r}")
+        for factor in self.betas:
+            check_number("each of betas", factor, minimum=0, below=1)
+        check_integer("warmup_steps", self.warmup_steps, minimum=0)
+        check_number("warmup_ratio", self.warmup_ratio, minimum=0, maximum=1, optional=True)
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError(f"give warmup_steps={self.warmup_steps} or warmup_ratio={self.warmup_ratio}, not both")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+        check_number("min_lr_ratio", self.min_lr_ratio, minimum=0, maximum=1, why="it is a part of lr")
+        check_number("decay_ratio", self.decay_ratio, above=0, maximum=1, why="it is a part of the run")
+        unused = {"min_lr_ratio": self.min_lr_ratio != 0.0 and schedule == "constant"}
+        unused |= {"decay_ratio": self.decay_ratio != 0.2 and schedule != "wsd"}
+        refuse_without_effect(unused, f"lr_schedule={schedule!r}")
+        # Lists and null of configuration files.
+        object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "optimizer_arguments", dict(self.optimizer_arguments or {}))
+        object.__setattr__(self, "parameter_options", check_parameter_options(self.parameter_options))
+        check_optimizer_arguments(self.function, self.name, self.optimizer_arguments or {})
+        chosen = {"betas": self.betas, "weight_decay": self.weight_decay}
+        for name, value in chosen.items():
+            if value not in (DEFAULT_BETAS, 0.0) and name not in taken_names(self.function):
+                rank_zero_warn(f"{name}={value} is not used: optimizer={self.name!r} takes no {name}")
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
+        """Return the options that were given: themselves, their fields by name, or ``None`` for the defaults.
+
+        Raises:
+            ValueError: If the mapping has other names.
+        """
+        return options(cls, value)
+
+    def plain(self) -> dict[str, Any]:
+        """Dictionary of plain values, for checkpoints and logs."""
+        return asdict(self) | {"optimizer": self.name, "betas": list(self.betas)}
+
+    @property
+    def function(self) -> OptimizerFactory:
+        """What makes the optimizer."""
+        return resolve_function(self.optimizer, "optimizer", home="rlhfkit.modules.optimizers")
+
+    @property
+    def name(self) -> str:
+        """Name of the optimizer, dotted if it is none of ours."""
+        return self.optimizer if isinstance(self.optimizer, str) else function_name(self.optimizer)
 
 
 def skip_update(module: L.LightningModule, child: str) -> None:
@@ -51,66 +146,7 @@ class OptimizationMixin(L.LightningModule):
     """The part of a module that makes its optimizer and clips its gradients."""
 
     lr: float
-    betas: tuple[float, float]
-    weight_decay: float
-    warmup_steps: int
-    lr_schedule: Schedule
-
-    def set_optimization(
-        self,
-        *,
-        lr: float,
-        weight_decay: float,
-        betas: tuple[float, float],
-        optimizer: str | OptimizerFactory,
-        optimizer_arguments: Mapping[str, Any] | None,
-        parameter_options: Mapping[str, Mapping[str, float]] | None,
-        warmup_steps: int,
-        warmup_ratio: float | None,
-        lr_schedule: Schedule,
-        min_lr_ratio: float,
-        decay_ratio: float,
-    ) -> None:
-        """Check and keep the arguments of :class:`PolicyModule` that are about the optimizer."""
-        check_number("lr", lr, above=0)
-        check_number("weight_decay", weight_decay, minimum=0)
-        if not isinstance(betas, Sequence) or len(betas) != 2:
-            raise TypeError(f"betas must be two numbers, got {betas!r}")
-        for factor in betas:
-            check_number("each of betas", factor, minimum=0, below=1)
-        check_integer("warmup_steps", warmup_steps, minimum=0)
-        check_number("warmup_ratio", warmup_ratio, minimum=0, maximum=1, optional=True)
-        if warmup_steps and warmup_ratio is not None:
-            raise ValueError(f"give warmup_steps={warmup_steps} or warmup_ratio={warmup_ratio}, not both")
-        if lr_schedule not in SCHEDULES:
-            raise ValueError(f"lr_schedule must be one of {', '.join(SCHEDULES)}, got {lr_schedule!r}")
-        check_number("min_lr_ratio", min_lr_ratio, minimum=0, maximum=1, why="it is a part of lr")
-        check_number("decay_ratio", decay_ratio, above=0, maximum=1, why="it is a part of the run")
-        unused = {"min_lr_ratio": min_lr_ratio != 0.0 and lr_schedule == "constant"}
-        unused |= {"decay_ratio": decay_ratio != 0.2 and lr_schedule != "wsd"}
-        refuse_without_effect(unused, f"lr_schedule={lr_schedule!r}")
-        self.optimizer_function = resolve_function(optimizer, "optimizer", home="rlhfkit.modules.optimizers")
-        self.optimizer_name = optimizer if isinstance(optimizer, str) else function_name(optimizer)
-        self.optimizer_arguments = dict(optimizer_arguments or {})
-        check_optimizer_arguments(self.optimizer_function, self.optimizer_name, self.optimizer_arguments)
-        chosen = {"betas": tuple(betas), "weight_decay": weight_decay}
-        for name, value in chosen.items():
-            if value not in (DEFAULT_BETAS, 0.0) and name not in taken_names(self.optimizer_function):
-                rank_zero_warn(f"{name}={value} is not used: optimizer={self.optimizer_name!r} takes no {name}")
-        self.parameter_options = check_parameter_options(parameter_options)
-        self.hparams.update(
-            optimizer=self.optimizer_name,
-            optimizer_arguments=self.optimizer_arguments or None,
-            parameter_options=self.parameter_options or None,
-        )
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.betas = betas
-        self.warmup_steps = warmup_steps
-        self.warmup_ratio = warmup_ratio
-        self.lr_schedule = lr_schedule
-        self.min_lr_ratio = min_lr_ratio
-        self.decay_ratio = decay_ratio
+    optimization: Optimization
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer: one for each child with parameters that require a gradient.
@@ -133,30 +169,32 @@ class OptimizationMixin(L.LightningModule):
         if self._trainer is not None:  # Lightning accepts NaN, which would make every gradient NaN
             clip = self.trainer.gradient_clip_val
             check_number("Trainer(gradient_clip_val=...)", clip, minimum=0, optional=True, infinite=True)
-        function = self.optimizer_function
+        chosen, options = self.optimization, self.optimization.parameter_options
+        function = chosen.function
         if function in WHOLE_PARAMETERS:
             self._require_whole_parameters()
         groups = self.parameter_groups()
-        if self.parameter_options or function is muon:
-            groups = divide_groups(self, groups, self.parameter_options, by_kind=function is muon)
+        if options or function is muon:
+            groups = divide_groups(self, groups, options or {}, by_kind=function is muon)
         optimizer = make_optimizer(
             function,
             groups,
-            self.optimizer_arguments,
+            chosen.optimizer_arguments or {},
             lr=self.lr,
-            betas=self.betas,
-            weight_decay=self.weight_decay,
+            betas=chosen.betas,
+            weight_decay=chosen.weight_decay,
             trainer=self._trainer,
         )
-        if self.lr_schedule == "constant" and not self.warmup_steps and not self.warmup_ratio:
+        if chosen.lr_schedule == "constant" and not chosen.warmup_steps and not chosen.warmup_ratio:
             return optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _learning_rate_factor(self) -> partial[float]:
         """The schedule, a function of the number of optimizer steps."""
-        kind, warmup, total = self.lr_schedule, self.warmup_steps, None
-        if kind not in ENDLESS or self.warmup_ratio:
+        chosen, total = self.optimization, None
+        kind, warmup = chosen.lr_schedule, chosen.warmup_steps
+        if kind not in ENDLESS or chosen.warmup_ratio:
             steps = self.trainer.estimated_stepping_batches
             if steps == math.inf:
                 why = (
@@ -164,15 +202,15 @@ class OptimizationMixin(L.LightningModule):
                 )
                 raise ValueError(f"{why} the end of training: give Trainer(max_epochs=...)")
             total = int(steps)
-        if self.warmup_ratio and total is not None:
-            warmup = math.ceil(self.warmup_ratio * total)
+        if chosen.warmup_ratio and total is not None:
+            warmup = math.ceil(chosen.warmup_ratio * total)
         return partial(
             learning_rate_factor,
             schedule=kind,
             warmup_steps=warmup,
             total_steps=total,
-            minimum=self.min_lr_ratio,
-            decay_steps=None if total is None else math.ceil(self.decay_ratio * total),
+            minimum=chosen.min_lr_ratio,
+            decay_steps=None if total is None else math.ceil(chosen.decay_ratio * total),
         )
 
     def _require_whole_parameters(self) -> None:
@@ -191,7 +229,7 @@ class OptimizationMixin(L.LightningModule):
             where = f"{type(strategy).__name__} does not say how DeepSpeed divides them"
         if where is not None:
             raise ValueError(
-                f"optimizer={self.optimizer_name!r} computes with whole parameters, and {where}: it would learn "
+                f"optimizer={self.optimization.name!r} computes with whole parameters, and {where}: it would learn "
                 "something else. Train with RLHFDeepSpeedStrategy, or Trainer(strategy='ddp'), or take "
                 "optimizer='adamw', 'adamw_8bit' or 'sgd'"
             )
@@ -204,7 +242,7 @@ class OptimizationMixin(L.LightningModule):
             zero = strategy.config_of(name, trainable=True)["zero_optimization"]
             if not zero.get("stage", 0):
                 continue
-            if self.optimizer_function not in FLAT_PARAMETERS:
+            if self.optimization.function not in FLAT_PARAMETERS:
                 return "ZeRO flattens and divides them from stage 1 on, of which optimizer='muon' alone knows"
             if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
                 return "DeepSpeed's NVMe offload leaves only parts of its states in memory"

@@ -39,9 +39,9 @@ WRONG = {
     # values
     f"{CONFIG} --model.lr fast": ("model.init_args.lr: fast", "must be a number"),
     f"{CONFIG} --model.lr null": ("must be a number",),
-    f"{CONFIG} --model.warmup_steps 1.5": ("must be an integer",),
-    f"{CONFIG} --model.gradient_checkpointing maybe": ("must be true or false",),
-    f"{CONFIG} --model.lr_schedule cosinus": ("must be one of constant", "did you mean cosine?"),
+    f"{CONFIG} --model.optimization.warmup_steps 1.5": ("must be an integer",),
+    f"{CONFIG} --model.loading.gradient_checkpointing maybe": ("must be true or false",),
+    f"{CONFIG} --model.optimization.lr_schedule cosinus": ("must be one of constant", "did you mean cosine?"),
     f"{CONFIG} --model.gamma 2": ("at most 1", "got 2"),
     f"{CONFIG} --model.gamma -1": ("at least 0", "got -1"),
     f"{CONFIG} --data.rollout_batch_size [4]": ("must be an integer",),
@@ -134,12 +134,12 @@ def test_all_places_that_are_wrong_are_listed(tmp_path: Path) -> None:
 def test_later_words_go_over_earlier_ones(tmp_path: Path) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("model: {class_path: rlhfkit.GRPOModule, init_args: {model: a, lr: 1.0, clip_low: 0.1}}\n")
-    second.write_text("model: {class_path: rlhfkit.SFTModule, init_args: {warmup_steps: 5}}\n")
+    second.write_text("model: {class_path: rlhfkit.RewardModule, init_args: {head_std: 5}}\n")
     files = ["--config", str(first), "--config", str(second)]
     read = Configuration([*files, "--model.lr", "2", "--trainer.callbacks+=EMA", "--trainer.callbacks.decay=0.5"]).tree
-    assert read["model"]["class_path"] == "rlhfkit.SFTModule"
-    # SFT has no clipping: LightningCLI drops it too
-    assert read["model"]["init_args"] == {"model": "a", "lr": 2, "warmup_steps": 5}
+    assert read["model"]["class_path"] == "rlhfkit.RewardModule"
+    # reward models have no clipping: LightningCLI drops it too
+    assert read["model"]["init_args"] == {"model": "a", "lr": 2, "head_std": 5}
     assert read["trainer"]["callbacks"] == [{"class_path": "EMA", "init_args": {"decay": 0.5}}]
 
 

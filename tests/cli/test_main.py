@@ -131,7 +131,10 @@ def test_an_unknown_option_is_named(config: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--model.init_args.optimizer_arguments", "3"], "optimizer_arguments"),  # the parser of LightningCLI refuses
+        (
+            ["--model.init_args.optimization.optimizer_arguments", "3"],
+            "optimizer_arguments",
+        ),  # the parser of LightningCLI refuses
         (["--model.init_args.lr", "-1"], "lr must be a finite number above 0"),  # the module does
         (["--trainer.strategy", "rlhf_zero5"], "rlhf_zero5"),  # Lightning does
         (["--model.init_args.model", "no/such/model"], "no/such/model"),  # Transformers does
@@ -173,7 +176,7 @@ for module, data in pairs:
     assert classes[:4] == ["KTOModule", "UnpairedPreferenceDataModule", "ProcessRewardModule", "StepwiseDataModule"]
     assert "PreferenceDataModule" in classes
     assert (
-        done.stdout.count("    warmup_ratio: ") == done.stdout.count("    loading: ") == 4
+        done.stdout.count("    optimization: ") == done.stdout.count("    loading: ") == 4
     )  # of the base, with defaults
 
 

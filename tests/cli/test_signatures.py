@@ -65,6 +65,6 @@ def test_arguments_of_a_subclass_with_kwargs(tmp_path: Path, monkeypatch: pytest
     )
     focal = signature(find("focal_modules.Focal"))
     assert focal.complete
-    assert {"model", "gamma", "warmup_steps", "router_aux_loss_coef"} <= set(focal.arguments)
+    assert {"model", "gamma", "optimization", "loading"} <= set(focal.arguments)
     assert "lr" not in focal.arguments  # the constructor gives it itself
     assert not signature(find("focal_modules.Open")).complete

@@ -236,7 +236,7 @@ def test_a_run_that_fits_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("run", "named", "cure"),
     [
-        (grpo_70b(gradient_checkpointing=False), "policy activations", "gradient_checkpointing=True"),
+        (grpo_70b(gradient_checkpointing=False), "policy activations", "ModelLoading(gradient_checkpointing=True)"),
         (grpo_70b(sharding=Sharding(ranks=256, stage=1)), "policy weights", "rlhf_zero3"),
         (grpo_70b(placed=(PlacedModel(role="teacher", shape=llama_70b()),)), "teacher weights", "over more GPUs"),
     ],

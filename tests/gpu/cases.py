@@ -12,7 +12,7 @@ from simulated_device.training_cases import difference
 from step_cases import KINDS, STEP, train
 from tiny_models import tiny_model
 
-from rlhfkit import SFTDataModule, SFTModule
+from rlhfkit import Optimization, SFTDataModule, SFTModule
 
 ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
 
@@ -136,7 +136,9 @@ def resumed_on_other_ranks(folder: Path, device: str) -> dict[str, float]:
         for more in ([], [Reload(folder / f"saved{stage}.ckpt")]):
             os.environ["WORLD_SIZE"] = "1"
             published = Published()
-            module = SFTModule(str(folder / "model"), lr=1e-3, optimizer_arguments={"fused": True})
+            module = SFTModule(
+                str(folder / "model"), lr=1e-3, optimization=Optimization(optimizer_arguments={"fused": True})
+            )
             texts(folder, module, device, [published, *more], strategy=f"rlhf_zero{stage}")
             ends.append(published.moved())
         found[f"ZeRO {stage}"] = distance(*ends)

@@ -42,7 +42,7 @@ def check_equal(first: Any, second: Any) -> None:
 def test_tiles_of_any_size_change_nothing_but_rounding(folders: dict[str, str], name: str) -> None:
     plain = train(load_causal_lm(folders[name]).eval())
     for tokens, options in ((5, {}), (True, {}), (1, {"gradient_checkpointing": True})):
-        model = load_causal_lm(folders[name], loading=ModelLoading(tiled_mlp=tokens), **options)
+        model = load_causal_lm(folders[name], loading=ModelLoading(tiled_mlp=tokens, **options))
         check_equal(plain, train(model.eval() if not options else without_dropout(model)))
 
 

@@ -107,7 +107,7 @@ def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
     batch = experience([(3, 5), (1, 9)])
     gradients = []
     for checkpointing in (True, False):
-        model = load_causal_lm(str(folder), gradient_checkpointing=checkpointing)
+        model = load_causal_lm(str(folder), loading=ModelLoading(gradient_checkpointing=checkpointing))
         policy_output(model, batch, batch.action_mask).logprobs.sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):

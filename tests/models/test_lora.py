@@ -42,7 +42,7 @@ class TestTraining:
     def test_packed_log_probs_and_gradients_are_those_of_peft_on_padded_rows(
         self, folder: str, batch: Any, checkpointing: bool
     ) -> None:
-        model = load_causal_lm(folder, lora=LoRA(rank=4), gradient_checkpointing=checkpointing)
+        model = load_causal_lm(folder, lora=LoRA(rank=4), loading=ModelLoading(gradient_checkpointing=checkpointing))
         train_a_bit(model)
         policy_output(model, batch, batch.attention_mask[:, 1:]).logprobs.sum().backward()
         theirs = load_causal_lm(folder, lora=LoRA(rank=4), loading=ModelLoading(attention="sdpa"))

@@ -170,7 +170,7 @@ def test_checkpointing_and_a_frozen_tower_leave_gradients_as_they_are(family: st
     folder = folder_of(family, root)
     case, gradients = case_of(family, folder), []
     for checkpointed in (False, True):
-        model = load_causal_lm(str(folder), gradient_checkpointing=checkpointed)
+        model = load_causal_lm(str(folder), loading=ModelLoading(gradient_checkpointing=checkpointed))
         assert not any(parameter.requires_grad for _, parameter in vision_parameters(model))
         policy_output(model, case.batch, case.mask).logprobs.sum().backward()
         gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})

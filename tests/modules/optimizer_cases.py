@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.seed import seed_everything
 from strategies.parity_cases import full_weights
 
-from rlhfkit import SFTDataModule, SFTModule
+from rlhfkit import Optimization, SFTDataModule, SFTModule
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
 RANK, WORLD = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -18,19 +18,27 @@ ROWS = [{"prompt": f"{i}+{i}=", "completion": str(2 * i) + "y" * (i % 5)} for i 
 """Three optimizer steps of eight rows an epoch."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {
-        "optimizer": "sgd",
         "lr": 0.3,
-        "optimizer_arguments": {"momentum": 0.9},
-        "parameter_options": {"embeddings": {"lr": 0.03}, "vectors": {"weight_decay": 0.0}},
-        "weight_decay": 0.1,
-        "lr_schedule": "wsd",
-        "warmup_ratio": 0.2,
-        "min_lr_ratio": 0.1,
+        "optimization": Optimization(
+            optimizer="sgd",
+            optimizer_arguments={"momentum": 0.9},
+            parameter_options={"embeddings": {"lr": 0.03}, "vectors": {"weight_decay": 0.0}},
+            weight_decay=0.1,
+            lr_schedule="wsd",
+            warmup_ratio=0.2,
+            min_lr_ratio=0.1,
+        ),
     },
-    "muon": {"optimizer": "muon", "lr": 3e-3, "weight_decay": 0.1, "lr_schedule": "cosine", "min_lr_ratio": 0.1},
-    "torch.optim.Adafactor": {"optimizer": "torch.optim.Adafactor", "lr": 3e-2},
-    "adamw_8bit": {"optimizer": "adamw_8bit", "lr": 3e-3, "optimizer_arguments": {"min_8bit_size": 256}},
-    "adafactor": {"optimizer": "adafactor", "lr": 3e-2},
+    "muon": {
+        "lr": 3e-3,
+        "optimization": Optimization(optimizer="muon", weight_decay=0.1, lr_schedule="cosine", min_lr_ratio=0.1),
+    },
+    "torch.optim.Adafactor": {"lr": 3e-2, "optimization": Optimization(optimizer="torch.optim.Adafactor")},
+    "adamw_8bit": {
+        "lr": 3e-3,
+        "optimization": Optimization(optimizer="adamw_8bit", optimizer_arguments={"min_8bit_size": 256}),
+    },
+    "adafactor": {"lr": 3e-2, "optimization": Optimization(optimizer="adafactor")},
 }
 
 TRAINERS: dict[str, dict[str, Any]] = {"muon": {"gradient_clip_val": 2.0}}

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from tiny_models import tiny_model
 
-from rlhfkit import SFTDataModule, SFTModule
+from rlhfkit import Optimization, SFTDataModule, SFTModule
 from rlhfkit.models import ModelLoading
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
@@ -67,7 +67,10 @@ def trajectory(
     """
     losses = Losses()
     module = SFTModule(
-        str(folder / "model"), lr=3e-3, loading=ModelLoading(attention=attention), lr_schedule="cosine", warmup_steps=3
+        str(folder / "model"),
+        lr=3e-3,
+        loading=ModelLoading(attention=attention),
+        optimization=Optimization(lr_schedule="cosine", warmup_steps=3),
     )
     size = {"max_tokens_per_micro_batch": BUDGET} if budget else {"micro_batch_size": STEP // accumulate // RANKS}
     data = SFTDataModule(str(folder / "data.jsonl"), max_length=BUDGET, cache_dir=folder / "cache", **size)

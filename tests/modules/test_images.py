@@ -18,6 +18,7 @@ from rlhfkit import (
     GRPOModule,
     KTOModule,
     LocalEngine,
+    Optimization,
     PreferenceDataModule,
     PromptDataModule,
     RewardModule,
@@ -99,7 +100,9 @@ def test_preferences_are_learned_from_pictures(kind: Any, folder: Path, tmp_path
 
 def test_vision_has_a_learning_rate_of_its_own_or_none(folder: Path, tmp_path: Path) -> None:
     data = SFTDataModule(rows(tmp_path), completion="completion", micro_batch_size=16)
-    module = SFTModule(str(folder), lr=1e-3, loading=SEEING, parameter_options={"vision": {"lr": 1e-5}})
+    module = SFTModule(
+        str(folder), lr=1e-3, loading=SEEING, optimization=Optimization(parameter_options={"vision": {"lr": 1e-5}})
+    )
     trainer = trained(module, data, tmp_path)
     groups = {group["name"]: group for group in trainer.optimizers[0].param_groups}
     assert {name: group["lr"] for name, group in groups.items()} == {"policy": 1e-3, "policy.vision": 1e-5}

@@ -11,7 +11,7 @@ import torch
 from rl_runs import digits, setup_run
 from tiny_models import tiny_model
 
-from rlhfkit import GRPOModule, LoRA, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
+from rlhfkit import GRPOModule, LoRA, Optimization, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.callbacks import Probe
 from rlhfkit.models import ModelLoading, load_causal_lm
 
@@ -193,7 +193,9 @@ def test_loggers_write_plain_values(folder: Path, tmp_path: Path) -> None:
     import yaml
     from lightning.pytorch.loggers import CSVLogger
 
-    module = GRPOModule(str(folder / "model"), lora=LoRA(rank=4, targets=("q_proj",)), betas=[0.9, 0.95])
+    module = GRPOModule(
+        str(folder / "model"), lora=LoRA(rank=4, targets=("q_proj",)), optimization=Optimization(betas=[0.9, 0.95])
+    )
     logger = CSVLogger(tmp_path)
     logger.log_hyperparams(module.hparams_initial)
     logger.save()

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from strategies import ranks
 from tiny_models import tiny_model
 
-from rlhfkit import RLHFDeepSpeedStrategy, SFTModule
+from rlhfkit import Optimization, RLHFDeepSpeedStrategy, SFTModule
 
 pytestmark = pytest.mark.distributed
 EIGHT_BITS = importlib.util.find_spec("bitsandbytes") is not None
@@ -90,7 +90,7 @@ def test_other_optimizers_of_whole_parameters_are_refused_where_parameters_are_d
     ],
 )
 def test_muon_is_refused_where_nothing_says_which_matrices_a_flat_tensor_has(strategy: Any, why: str) -> None:
-    module = SFTModule("not loaded", optimizer="muon")
+    module = SFTModule("not loaded", optimization=Optimization(optimizer="muon"))
     module.policy = torch.nn.Linear(2, 2)
     module._trainer = SimpleNamespace(strategy=strategy, gradient_clip_val=None, global_rank=0, world_size=1)
     with pytest.raises(ValueError, match=f"optimizer='muon' computes with whole parameters, and {why}"):

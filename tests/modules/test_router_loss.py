@@ -30,6 +30,7 @@ from rlhfkit import (
     UnpairedPreferenceDataModule,
 )
 from rlhfkit.models import ModelLoading
+from rlhfkit.modules.parts.router_loss import RouterLoss
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,11 @@ class Losses(L.Callback):
         self.pairs.append((float(outputs["loss"]), float(metrics.get("aux_loss", torch.nan))))
 
 
+def routed(coef: float) -> list[RouterLoss]:
+    """The part with a weight, if it has any."""
+    return [RouterLoss(coef)] if coef else []
+
+
 def expected_balance(folder: Path) -> float:
     """Transformers' loss of one text, which is over all its tokens."""
     model = MixtralForCausalLM.from_pretrained(folder / "experts")
@@ -65,9 +71,7 @@ def test_sft_adds_the_routers_loss(folder: Path, attention: str | None) -> None:
     runs = {}
     for coef in (0.0, 0.5):
         losses = Losses()
-        module = SFTModule(
-            str(folder / "experts"), router_aux_loss_coef=coef, loading=ModelLoading(attention=attention)
-        )
+        module = SFTModule(str(folder / "experts"), parts=routed(coef), loading=ModelLoading(attention=attention))
         source = SFTDataModule([{"prompt": "1+1=", "completion": "2"}], micro_batch_size=1)
         dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, source)
         runs[coef] = losses.pairs[0]
@@ -78,7 +82,7 @@ def test_sft_adds_the_routers_loss(folder: Path, attention: str | None) -> None:
 
 def test_dpo_adds_the_routers_loss_and_balances_the_load(folder: Path) -> None:
     losses = Losses()
-    module = DPOModule(str(folder / "experts"), router_aux_loss_coef=10.0, lr=3e-3)
+    module = DPOModule(str(folder / "experts"), parts=[RouterLoss(10.0)], lr=3e-3)
     dpo_cases.trainer(folder, max_epochs=10, callbacks=[losses]).fit(module, dpo_cases.data(folder, 8))
     first, last = losses.pairs[0], losses.pairs[-1]
     assert first[0] == pytest.approx(0.6931472 + 10 * first[1], rel=1e-5)
@@ -91,7 +95,7 @@ def test_kto_adds_the_routers_loss(folder: Path) -> None:
     runs = {}
     for coef in (0.0, 0.5):
         losses = Losses()
-        module = KTOModule(str(folder / "experts"), router_aux_loss_coef=coef, loss_type="apo_zero_unpaired")
+        module = KTOModule(str(folder / "experts"), parts=routed(coef), loss_type="apo_zero_unpaired")
         source = UnpairedPreferenceDataModule(rows, micro_batch_size=1)
         dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, source)
         runs[coef] = losses.pairs[0]
@@ -100,7 +104,7 @@ def test_kto_adds_the_routers_loss(folder: Path) -> None:
 
 
 def test_a_dense_model_has_no_router(folder: Path) -> None:
-    module = DPOModule(str(folder / "model"), router_aux_loss_coef=0.1)
+    module = DPOModule(str(folder / "model"), parts=[RouterLoss(0.1)])
     with pytest.raises(ValueError, match="LlamaForCausalLM has no router"):
         dpo_cases.trainer(folder, max_steps=1).fit(module, dpo_cases.data(folder, 8))
 
@@ -151,7 +155,7 @@ def test_the_router_is_balanced_while_a_mixture_learns_from_its_samples(
     paths = {name: str(folder / value) if value == "model" else value for name, value in more.items()}
 
     def run(coef: float, losses: First) -> None:
-        arguments = {"router_aux_loss_coef": coef, "loading": ModelLoading(attention="eager"), **paths}
+        arguments = {"parts": routed(coef), "loading": ModelLoading(attention="eager"), **paths}
         trainer, module, data, _ = setup_run(
             folder / "rl",
             module=lambda _, **more: made(str(folder / "experts"), **arguments, **more),
@@ -173,10 +177,10 @@ def test_the_router_of_a_reward_model_is_balanced(folder: Path, kind: str, atten
 
     def run(coef: float, losses: First) -> None:
         if kind == "reward":  # prompts of no tokens, since those of a pair go through the model once
-            module: Any = RewardModule(str(folder / "experts"), router_aux_loss_coef=coef, **arguments)
+            module: Any = RewardModule(str(folder / "experts"), parts=routed(coef), **arguments)
             data: Any = PreferenceDataModule([{"prompt": "", "chosen": "2", "rejected": "oh"}], micro_batch_size=1)
         else:
-            module = ProcessRewardModule(str(folder / "experts"), router_aux_loss_coef=coef, **arguments)
+            module = ProcessRewardModule(str(folder / "experts"), parts=routed(coef), **arguments)
             data = StepwiseDataModule([{"prompt": "1?", "completions": ["a", "bc"], "labels": [1, 0]}])
         dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, data)
 
@@ -185,7 +189,7 @@ def test_the_router_of_a_reward_model_is_balanced(folder: Path, kind: str, atten
 
 def test_the_router_of_a_student_is_balanced(folder: Path) -> None:
     def run(coef: float, losses: First) -> None:
-        module = DistillationModule(str(folder / "experts"), str(folder / "model"), router_aux_loss_coef=coef)
+        module = DistillationModule(str(folder / "experts"), str(folder / "model"), parts=routed(coef))
         data = SFTDataModule([{"prompt": "1+1=", "completion": "2"}], micro_batch_size=1)
         dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, data)
 
@@ -197,7 +201,7 @@ def test_a_reward_models_router_learns_by_the_gradient_of_transformers_loss(fold
 
     weights, rows = [], [{"prompt": "", "chosen": "2", "rejected": "oh"}]
     for coef in (0.0, 0.5):
-        module = PlainReward(str(folder / "experts"), lr=1.0, router_aux_loss_coef=coef)
+        module = PlainReward(str(folder / "experts"), lr=1.0, parts=routed(coef))
         dpo_cases.trainer(folder, max_steps=1, callbacks=[losses := First()]).fit(
             module, PreferenceDataModule(rows, micro_batch_size=1)
         )
@@ -219,7 +223,7 @@ def test_an_overridden_forward_pass_that_forgets_the_router_is_named(folder: Pat
 
             return reward_output(self.policy, batch)
 
-    module = Own(str(folder / "experts"), router_aux_loss_coef=0.5)
+    module = Own(str(folder / "experts"), parts=[RouterLoss(0.5)])
     data = PreferenceDataModule([{"prompt": "", "chosen": "2", "rejected": "oh"}], micro_batch_size=1)
     with pytest.raises(ValueError, match="the forward pass gave none"):
         dpo_cases.trainer(folder, max_steps=1).fit(module, data)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.ray
 
 ADAM: dict[str, Any] = {
     "lr": 1e-3, "critic_lr": 2e-3, "kl_coef": 0.05, "value_clip": 0.05, "normalize_values": True, "value_coef": 0.5,
-    "lr_schedule": "linear", "warmup_steps": 1, "critic_warmup_steps": 1, "weight_decay": 0.1,
+    "critic_warmup_steps": 1, "optimization": {"lr_schedule": "linear", "warmup_steps": 1, "weight_decay": 0.1},
 }  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def offloaded(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for offload in (False, True):
         model = load_causal_lm(
-            name, loading=ModelLoading(attention="eager", offload_activations=offload), gradient_checkpointing=True
+            name, loading=ModelLoading(attention="eager", offload_activations=offload, gradient_checkpointing=True)
         )
         model = model.to("sim")  # type: ignore[arg-type]
         with record_host_waits() as forward:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhfkit import EMA, GRPOModule, LoRA, NonFiniteGuard, OnPolicyDistillationModule, PPOModule
 from rlhfkit.modules.parts.kl_penalty import KLInReward
+from rlhfkit.modules.parts.router_loss import RouterLoss
 from simulated_device import HostWaits, record_host_waits, trainer_arguments
 
 
@@ -83,7 +84,7 @@ def further_settings(folder: Path) -> dict[str, float]:
         ),
         "corrected for the engine, recomputed activations": (
             GRPOModule,
-            {"correction": "tis", "gradient_checkpointing": True, "advantages": "rloo_advantages"},
+            {"correction": "tis", "loading": {"gradient_checkpointing": True}, "advantages": "rloo_advantages"},
             {},
         ),
         "on-policy distillation": (OnPolicyDistillationModule, {"teacher": str(folder / "other")}, {}),
@@ -92,7 +93,7 @@ def further_settings(folder: Path) -> dict[str, float]:
             {"parts": [KLInReward(0.1).plain()], "reward_model": str(folder / "scorer")},
             {"data_arguments": {"validation_data": validation}, "callbacks": [EMA(decay=0.9, validate=False)]},
         ),
-        "a mixture of experts, resumed": (PPOModule, {"router_aux_loss_coef": 0.01}, {}),
+        "a mixture of experts, resumed": (PPOModule, {"parts": [RouterLoss(0.01).plain()]}, {}),
     }
     found = {}
     for number, (name, (module, arguments, trainer)) in enumerate(settings.items()):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from recipe_steps import accuracy, quiet_trainer, scored, start
 from recipes import best_and_worst_pairs
 
-from rlhfkit import DPOModule, PreferenceDataModule, SamplingSpec
+from rlhfkit import DPOModule, Optimization, PreferenceDataModule, SamplingSpec
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in range(rounds):
         sampling = SamplingSpec(group_size=samples, max_new_tokens=5, seed=number)
         pairs = best_and_worst_pairs(scored(model, questions, folder, sampling), prompt="question")
-        module = DPOModule(str(model), lr=1e-4, warmup_steps=5, nll_coef=1.0, precompute_ref_log_probs=True)
+        module = DPOModule(
+            str(model), lr=1e-4, optimization=Optimization(warmup_steps=5), nll_coef=1.0, precompute_ref_log_probs=True
+        )
         data = PreferenceDataModule(pairs, prompt="question", micro_batch_size=64, max_length=64)
         quiet_trainer(folder, max_epochs=1).fit(module, data)
         model = module.save_pretrained(folder / "iterative_dpo")

@@ -18,7 +18,7 @@ import lightning as L
 import torch
 import transformers
 
-from rlhfkit import SamplingSpec, SFTDataModule, SFTModule
+from rlhfkit import Optimization, SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.cli.generate import generate
 from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.score import score
@@ -85,7 +85,7 @@ def accuracy(model: Path, rows: Sequence[Any], folder: Path) -> float:
 
 def fine_tune(model: Path, rows: Sequence[Any], output: Path, *, epochs: int) -> Path:
     """Supervised fine-tuning on the rows' questions and completions; returns the folder of the new model."""
-    module = SFTModule(str(model), lr=1e-3, warmup_steps=10, lr_schedule="linear")
+    module = SFTModule(str(model), lr=1e-3, optimization=Optimization(warmup_steps=10, lr_schedule="linear"))
     data = SFTDataModule(rows, prompt="question", completion="completion", micro_batch_size=128, max_length=64)
     quiet_trainer(output, max_epochs=epochs).fit(module, data)
     return module.save_pretrained(output)

@@ -19,6 +19,7 @@ import torch
 import transformers
 from lightning.pytorch.callbacks import EarlyStopping
 
+from rlhfkit import Optimization
 from rlhfkit.callbacks import RolloutCallback, RunReport
 from rlhfkit.cli.demo import arithmetic
 from rlhfkit.cli.main import run
@@ -53,7 +54,7 @@ class ValidationLine(L.Callback):
 
 def supervised_start(folder: Path) -> Path:
     """Supervised fine-tuning, stopped as soon as the validation loss falls below 0.57 nats: a mediocre start."""
-    module = SFTModule(str(folder / "model"), lr=2e-3, warmup_steps=50)
+    module = SFTModule(str(folder / "model"), lr=2e-3, optimization=Optimization(warmup_steps=50))
     data = SFTDataModule(
         str(folder / "demonstrations.jsonl"),
         validation_data=str(folder / "validation.jsonl"),

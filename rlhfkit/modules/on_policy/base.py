@@ -203,9 +203,9 @@ class OnPolicyModule(PolicyModule):
         self.auxiliary_losses = overriding(self.parts, "auxiliary_loss")
         self.approximations = self._of_one_part("old_logprobs", "have the log-probs that ratios are taken to")
         self.forward_passes = self._of_one_part("policy_output", "run the policy")
-        unknown = sorted(self.outputs - {"entropy", "values"})
+        unknown = sorted(self.outputs - {"entropy", "values", "router_loss"})
         if unknown:
-            raise ValueError(f"outputs of a part are entropy and values, got {', '.join(unknown)}")
+            raise ValueError(f"outputs of a part are entropy, values and router_loss, got {', '.join(unknown)}")
         if self.log_entropy:
             self.outputs |= {"entropy"}
         if self.weighing and not self.policy_loss.takes("weights"):
@@ -324,7 +324,7 @@ class OnPolicyModule(PolicyModule):
     def training_step(self, batch: Experience, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch of an iteration."""
         out = self.policy_output(batch)
-        result = self.with_router_loss(self.loss(batch, out), out.router_aux_loss, batch.action_mask)
+        result = self.loss(batch, out)
         loss, metrics = result.loss, dict(result.metrics)
         for observe in self.observers:
             metrics |= observe(batch, out, self.old_logprobs(batch, out))

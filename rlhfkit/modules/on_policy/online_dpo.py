@@ -14,6 +14,7 @@ from rlhfkit.losses import (
     ppo_loss,
     rejected_values,
     sequence_logprobs,
+    sum_losses,
     weighted_metric,
 )
 from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
@@ -149,7 +150,9 @@ class OnlineDPOModule(OnPolicyModule):
             denominator=None if counted is None else counted / 2,  # two sequences a pair
         )
         number = pairs.sum()
-        return LossOutput(result.loss, {name: weighted_metric(mean, number) for name, mean in result.metrics.items()})
+        metrics = {name: weighted_metric(mean, number) for name, mean in result.metrics.items()}
+        old = self.old_logprobs(batch, out)
+        return sum_losses(LossOutput(result.loss, metrics), *(term(batch, out, old) for term in self.terms))
 
     def _pair_loss(
         self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, **arguments: Any

@@ -221,7 +221,10 @@ def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: 
         )
     taken = sorted({*arguments} & {*GIVEN})
     if taken:
-        raise ValueError(f"optimizer_arguments has {', '.join(taken)}: give it as an argument of the module")
+        raise ValueError(
+            f"optimizer_arguments has {', '.join(taken)}: lr is an argument of the module, betas and weight_decay are "
+            "those of Optimization"
+        )
     parameters = inspect.signature(function).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         allowed = [one for one in list(parameters)[1:] if one not in GIVEN]
@@ -229,7 +232,7 @@ def check_optimizer_arguments(function: OptimizerFactory, name: str, arguments: 
         if unknown:
             raise ValueError(
                 f"optimizer_arguments has {', '.join(unknown)}, which optimizer={name!r} does not take: it takes "
-                f"{', '.join(allowed) or 'none'}; learning rate, decay and betas are arguments of the module"
+                f"{', '.join(allowed) or 'none'}; lr is an argument of the module, decay and betas of Optimization"
             )
     if arguments and function.__module__.startswith(("rlhfkit.", "torch.")):
         placeholder = {"params": [torch.nn.Parameter(torch.zeros(2, 2))], "kind": "matrices"}

@@ -148,7 +148,6 @@ class Critic(Part):
         return load_scalar_model(
             cast("str | None", self.model) or base_model_name(module.model_name),
             dtype=module.model_dtype,
-            gradient_checkpointing=module.gradient_checkpointing,
             lora=module.lora,
             loading=module.loading,
         )
@@ -395,10 +394,9 @@ class ValueLoss(Part):
         result = LossOutput(self.coef * value.loss, metrics)
         if critic.shared or critic.router_loss is None:
             return result
-        return cast(
-            LossOutput,
-            self.module.with_router_loss(result, critic.router_loss, batch.action_mask, name="value/aux_loss"),
-        )
+        from rlhfkit.modules.parts.router_loss import with_critic_router
+
+        return with_critic_router(self.module, result, critic.router_loss, batch.action_mask)
 
     @torch.no_grad()
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from rlhfkit.modules.checkpointing import write_pretrained
 from rlhfkit.modules.critic import CriticModule
 from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.modules.optimizers.schedules import ENDLESS
+from rlhfkit.modules.parts.router_loss import RouterLoss
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.roles import CriticPool, CriticPoolError, ModelPool
 from rlhfkit.roles.critic_pool import PendingAnswer
@@ -106,7 +108,7 @@ class RemoteCritic:
             if get_rank() == 0:
                 _write_files(folder, restored)
         steps = math.inf
-        if module.lr_schedule not in ENDLESS or module.warmup_ratio:
+        if module.optimization.lr_schedule not in ENDLESS or module.optimization.warmup_ratio:
             steps = trainer.estimated_stepping_batches
         run = CriticRun(
             make_module=self._module_maker(module),
@@ -127,26 +129,20 @@ class RemoteCritic:
         model, build = self.pool.model, None
         if callable(model):
             model, build = None, model
+        chosen = module.optimization
+        if self.pool.optimizer:
+            arguments = self.pool.optimizer_arguments
+            chosen = replace(chosen, optimizer=self.pool.optimizer, optimizer_arguments=arguments)
         return partial(
             _make_critic,
             module.given_tokenizer,
             model or base_model_name(module.model_name),
             build=build,
             **self._settings,
-            optimizer=self.pool.optimizer or module.optimizer_function,
-            optimizer_arguments=self.pool.optimizer_arguments if self.pool.optimizer else module.optimizer_arguments,
-            parameter_options=module.parameter_options,
-            weight_decay=module.weight_decay,
-            betas=module.betas,
-            warmup_steps=module.warmup_steps,
-            warmup_ratio=module.warmup_ratio,
-            min_lr_ratio=module.min_lr_ratio,
-            decay_ratio=module.decay_ratio,
-            lr_schedule=module.lr_schedule,
-            gradient_checkpointing=module.gradient_checkpointing,
+            optimization=chosen,
             lora=module.lora,
-            router_aux_loss_coef=module.router_aux_loss_coef,
             loading=module.loading,
+            parts=[RouterLoss(part.coef) for part in module.parts if isinstance(part, RouterLoss)],
         )
 
     # ------------------------------------------------------------------ an iteration

@@ -39,7 +39,7 @@ class Pairs(Part):
     def attach(self, module: Any) -> None:
         """Check its company."""
         super().attach(module)
-        hooks = ("weigh", "term", "old_logprobs")
+        hooks = ("weigh", "old_logprobs")
         in_loss = [part_name(one) for one in module.parts if any(overriding([one], hook) for hook in hooks)]
         if in_loss:
             raise ValueError(

@@ -97,7 +97,6 @@ class PreferenceModule(PolicyModule):
         batch = self.prepare(batch)
         out = self.policy_output(batch)
         result = self.with_terms(self.loss(batch, out), batch, out)
-        result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         loss = share_metric(result.loss, pairs, batch.pair_denominator)
         self.log_step({"loss": loss, **result.metrics, **self.on_bar(result.metrics)}, pairs)
         self.log_metrics({**result.metrics, **self.observed(batch, out)}, pairs, suffix="_epoch")

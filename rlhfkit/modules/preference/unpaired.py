@@ -157,7 +157,6 @@ class UnpairedModule(PolicyModule):
         out = policy_output(self.policy, batch, batch.loss_mask, router_aux_loss=self.balances_routers)
         result = self._evaluated(batch, self.answer_logprobs(batch, out.logprobs), self.kl)
         result = self.with_terms(result, batch, out)
-        result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         self.log_step(*self._loss_metric(batch, result.loss))
         self.log_metrics(self.observed(batch, out), batch.loss_mask.any(-1).sum(), suffix="_epoch")
         if "aux_loss" in result.metrics:

@@ -37,7 +37,6 @@ class ScalarModule(PolicyModule):
         super().__init__(model, **kwargs)
         check_number("head_std", head_std, minimum=0, optional=True)
         self.head_std = head_std
-        self._router_loss: Tensor | None = None  # of the last forward pass
         self.attach_parts()
 
     def build_policy(self) -> nn.Module:
@@ -47,7 +46,6 @@ class ScalarModule(PolicyModule):
             stepwise=self.stepwise,
             head_std=self.head_std,
             dtype=self.model_dtype,
-            gradient_checkpointing=self.gradient_checkpointing,
             lora=self.lora,
             loading=self.loading,
         )
@@ -63,7 +61,7 @@ class ScalarModule(PolicyModule):
         In training it also computes the router's loss.
         """
         out = scalar_forward(self.policy, batch, mask, router_aux_loss=self.balances_routers)
-        self._router_loss = out.router_aux_loss
+        self.router_loss = out.router_aux_loss
         return out.values
 
     # ------------------------------------------------------------------ abstract
@@ -94,11 +92,10 @@ class ScalarModule(PolicyModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""
-        self._router_loss = None
+        self.router_loss = None
         out = self.scores(batch)
         result = self.with_terms(self.loss(batch, out), batch, out)
         count = self.number_of_cases(batch, out)
-        result = self.with_router_loss(result, self._router_loss, count > 0)
         self.log_step(self._loss_metric(batch, result.loss, count) | self.on_bar(result.metrics), count)
         self.log_metrics({**result.metrics, **self.observed(batch, out)}, count)
         return result.loss

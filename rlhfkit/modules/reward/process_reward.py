@@ -86,7 +86,7 @@ class ProcessRewardModule(ScalarModule):
         if self.words is None:
             return super().read(batch, mask)
         found = word_log_odds(self.policy, batch, mask, self.word_ids, router_aux_loss=self.balances_routers)
-        self._router_loss = found.router_aux_loss
+        self.router_loss = found.router_aux_loss
         return found.values
 
     def scores(self, batch: StepwiseBatch) -> Tensor:

@@ -161,7 +161,7 @@ class DistillationModule(PolicyModule):
         """The loss of one micro-batch; its metrics are mean divergence and cross-entropy of the trained tokens."""
         mask = batch.loss_mask
         denominator = batch.token_denominator or max(float(mask.sum()), 1.0)
-        (divergence, cross_entropy), router_loss = compare_logits(
+        (divergence, cross_entropy), self.router_loss = compare_logits(
             self.policy,
             batch,
             mask,
@@ -175,8 +175,7 @@ class DistillationModule(PolicyModule):
         parts = {"distillation/divergence": share_metric(divergence, mask.sum(), denominator)}
         if share < 1.0:
             parts["distillation/cross_entropy"] = share_metric(cross_entropy, mask.sum(), denominator)
-        result = LossOutput(share * divergence + (1.0 - share) * cross_entropy, parts)
-        return self.with_router_loss(result, router_loss, mask)
+        return LossOutput(share * divergence + (1.0 - share) * cross_entropy, parts)
 
     def teacher_rows(self, batch: TokenBatch) -> TeacherRows | tuple[Tensor, Tensor]:
         """The teacher's outputs for a batch; RuntimeError with ``precompute_teacher`` if it does not have them."""
@@ -193,7 +192,7 @@ class DistillationModule(PolicyModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""
-        loss, parts = self.loss(batch)
+        loss, parts = self.with_terms(self.loss(batch), batch, None)
         tokens = batch.loss_mask.sum()
         self.log_step({"loss": share_metric(loss, tokens, batch.token_denominator)}, tokens)
         self.log_metrics({**parts, **self.observed(batch, None)}, tokens, suffix="_epoch")

@@ -60,7 +60,6 @@ class SFTModule(PolicyModule):
         """Compute and log the loss of one micro-batch."""
         out = self.policy_output(batch)
         result = self.with_terms(self.loss(batch, out), batch, out)
-        result = self.with_router_loss(result, out.router_aux_loss, batch.loss_mask)
         tokens = batch.loss_mask.sum()
         self.log_step({"loss": share_metric(result.loss, tokens, batch.token_denominator)}, tokens)
         self.log_metrics(result.metrics, tokens, suffix="_epoch")

@@ -230,7 +230,7 @@ def test_things_that_are_not_what_they_should_be() -> None:
     [
         ({"lr": 0.0}, "lr must be a finite number above 0, got 0.0"),
         (
-            {"lr_schedule": "cosinus"},
+            {"optimization": {"lr_schedule": "cosinus"}},
             "constant, linear, cosine, inverse_sqrt, wsd, got 'cosinus'",
         ),
         ({"kl_coef": -1.0}, "kl_coef must be a finite number of at least 0"),

@@ -38,7 +38,7 @@ def fit(folder: Path, **arguments: Any) -> tuple[L.Trainer, Any, Watch]:
 
 PPO = {"module": PlainPPO, "module_arguments": {"critic_lr": 0.05, "kl_coef": 0.01}}
 CASES: dict[str, dict[str, Any]] = {
-    "GRPO": {"module_arguments": {"lr_schedule": "linear"}},
+    "GRPO": {"module_arguments": {"optimization": {"lr_schedule": "linear"}}},
     "GRPO, padded": {"module_arguments": {"loading": ModelLoading(attention="sdpa")}},
     "PPO": PPO,
 }
@@ -95,7 +95,7 @@ def test_validation_runs_after_a_share_of_each_iteration(tmp_path: Path) -> None
     assert watch.validated_after == [(epoch, 2 * epoch + update) for epoch in range(3) for update in (1, 2)]
 
 
-DECAYING = capped(30) | {"module_arguments": {"lr_schedule": "linear"}}
+DECAYING = capped(30) | {"module_arguments": {"optimization": {"lr_schedule": "linear"}}}
 
 
 @pytest.fixture(scope="module")

@@ -126,8 +126,8 @@ def test_a_model_gives_what_the_padded_model_gives(folder: Path, kernel: str, mo
     ):
         results = []
         for packed in (True, False):
-            how: dict[str, Any] = {"dtype": torch.float64, "gradient_checkpointing": checkpointing}
-            model: Any = load_causal_lm(str(folder), loading=ModelLoading(attention=None if packed else "sdpa"), **how)
+            how = ModelLoading(attention=None if packed else "sdpa", gradient_checkpointing=checkpointing)
+            model: Any = load_causal_lm(str(folder), dtype=torch.float64, loading=how)
             if packed:
                 model.config._attn_implementation = PACKED_ATTENTIONS[kernel]
             out = policy_output(model, batch, batch.action_mask, entropy=True)

@@ -517,7 +517,7 @@ def test_every_argument_shows_in_the_hyperparameters() -> None:
     ],
 )
 def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
-    names |= {"lr", "policy_loss", "clip_low", "clip_high", "kl_coef", "correction", "lora", "lr_schedule"}
+    names |= {"lr", "policy_loss", "clip_low", "clip_high", "kl_coef", "correction", "lora", "optimization"}
     assert names <= inspect.signature(kind).parameters.keys()
 
 

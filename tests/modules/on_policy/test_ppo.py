@@ -133,7 +133,7 @@ def test_reward_rises_and_the_critic_explains_it(tmp_path: Path) -> None:
 
 
 def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
-    arguments = {"critic_warmup_steps": 2, "critic_lr": 1e-3, "weight_decay": 0.1}
+    arguments = {"critic_warmup_steps": 2, "critic_lr": 1e-3, "optimization": {"weight_decay": 0.1}}
     trainer, module, data, _ = setup_run(tmp_path, module=PPOModule, module_arguments=arguments, max_epochs=1)
     trainer.fit(module, data)
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()

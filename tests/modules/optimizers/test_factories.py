@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
-from rlhfkit import SFTModule
+from rlhfkit import Optimization, SFTModule
 from rlhfkit.modules.optimizers import adafactor, adamw, adamw_8bit, muon, sgd
 from rlhfkit.modules.optimizers.factories import make_optimizer, state_bytes
 
@@ -116,21 +116,21 @@ def test_the_bytes_of_a_step_are_those_that_are_said(make: Any, arguments: dict[
 
 
 def test_betas_that_an_optimizer_does_not_take_are_not_ignored_silently(recwarn: pytest.WarningsRecorder) -> None:
-    SFTModule("model", optimizer="sgd")
-    SFTModule("model", betas=(0.5, 0.5))
-    SFTModule("model", optimizer="muon", betas=(0.5, 0.5))
+    SFTModule("model", optimization=Optimization(optimizer="sgd"))
+    SFTModule("model", optimization=Optimization(betas=(0.5, 0.5)))
+    SFTModule("model", optimization=Optimization(optimizer="muon", betas=(0.5, 0.5)))
     assert not [one for one in recwarn if "betas" in str(one.message)]
     with pytest.warns(UserWarning, match=r"betas=\(0.5, 0.5\) is not used: optimizer='sgd' takes no betas"):
-        SFTModule("model", optimizer="sgd", betas=(0.5, 0.5))
+        SFTModule("model", optimization=Optimization(optimizer="sgd", betas=(0.5, 0.5)))
 
 
 def test_a_decay_that_an_optimizer_does_not_take_is_not_ignored_silently(recwarn: pytest.WarningsRecorder) -> None:
     for optimizer in ("adamw", passes_on):
-        SFTModule("model", optimizer=optimizer, weight_decay=0.1)
-    SFTModule("model", optimizer=rms_prop)
+        SFTModule("model", optimization=Optimization(optimizer=optimizer, weight_decay=0.1))
+    SFTModule("model", optimization=Optimization(optimizer=rms_prop))
     assert not [one for one in recwarn if "weight_decay" in str(one.message)]
     with pytest.warns(UserWarning, match="weight_decay=0.1 is not used: .*rms_prop' takes no weight_decay"):
-        SFTModule("model", optimizer=rms_prop, weight_decay=0.1)
+        SFTModule("model", optimization=Optimization(optimizer=rms_prop, weight_decay=0.1))
 
 
 def test_the_state_of_another_optimizer_is_unknown() -> None:
@@ -171,18 +171,24 @@ def without_rate(groups: Any) -> torch.optim.Optimizer:
 
 
 def test_functions_and_classes_are_given_what_they_take() -> None:
-    module = SFTModule("a model", lr=0.1, betas=(0.5, 0.6), weight_decay=0.2, optimizer="torch.optim.RAdam")
+    module = SFTModule(
+        "a model", lr=0.1, optimization=Optimization(betas=(0.5, 0.6), weight_decay=0.2, optimizer="torch.optim.RAdam")
+    )
     module.policy = torch.nn.Linear(2, 2)
     made = module.configure_optimizers()
     assert type(made) is torch.optim.RAdam
     assert {key: made.defaults[key] for key in ("lr", "betas", "weight_decay")} == {
         "lr": 0.1, "betas": (0.5, 0.6), "weight_decay": 0.2
     }  # fmt: skip
-    own = SFTModule("a model", lr=0.1, optimizer=rms_prop)
+    own = SFTModule("a model", lr=0.1, optimization=Optimization(optimizer=rms_prop))
     own.policy = torch.nn.Linear(2, 2)
     assert own.configure_optimizers().defaults["lr"] == 0.1
-    assert own.hparams["optimizer"] == f"{__name__}.rms_prop", "checkpoints hold the name"
-    wrapper = SFTModule("a model", lr=0.1, weight_decay=0.2, optimizer=passes_on, optimizer_arguments={"eps": 1e-3})
+    assert own.hparams["optimization"]["optimizer"] == f"{__name__}.rms_prop", "checkpoints hold the name"
+    wrapper = SFTModule(
+        "a model",
+        lr=0.1,
+        optimization=Optimization(weight_decay=0.2, optimizer=passes_on, optimizer_arguments={"eps": 1e-3}),
+    )
     wrapper.policy = torch.nn.Linear(2, 2)
     defaults = wrapper.configure_optimizers().defaults  # AdamW's own lr is 1e-3
     assert (defaults["lr"], defaults["weight_decay"], defaults["eps"]) == (0.1, 0.2, 1e-3)
@@ -199,7 +205,7 @@ def test_functions_and_classes_are_given_what_they_take() -> None:
         ({"optimizer_arguments": {"eps": -1.0}}, "refuses optimizer_arguments.*[Ii]nvalid epsilon"),
         (
             {"optimizer": "torch.optim.RAdam", "optimizer_arguments": {"lr": 1}},
-            "lr: give it as an argument of the module",
+            "lr: lr is an argument of the module",
         ),
         ({"optimizer": without_rate}, "without_rate' takes no lr.* give the function an argument lr"),
         ({"optimizer": "sgd", "optimizer_arguments": {"nesterov": True}}, "Nesterov momentum requires"),
@@ -214,7 +220,7 @@ def test_functions_and_classes_are_given_what_they_take() -> None:
 )
 def test_what_cannot_be_is_refused_when_the_module_is_made(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        SFTModule("a model", **arguments)
+        SFTModule("a model", optimization=Optimization(**arguments))
 
 
 def trainer_on(device: str, precision: Precision | None = None) -> Any:

@@ -66,7 +66,7 @@ def check_stops(tmp_path: Path, module: Any) -> None:
     trainer, made, data, _ = setup_run(
         tmp_path,
         module=module,
-        module_arguments={"lr": 1e-3, "parts": [stopping], "weight_decay": 0.1},
+        module_arguments={"lr": 1e-3, "parts": [stopping], "optimization": {"weight_decay": 0.1}},
         data_arguments={"rollout_batch_size": 8, "micro_batch_size": 4},  # four updates of two micro-batches
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[watch],

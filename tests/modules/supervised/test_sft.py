@@ -10,7 +10,7 @@ import torch
 from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit import DPOModule, PreferenceDataModule, SFTDataModule, SFTModule
+from rlhfkit import DPOModule, Optimization, PreferenceDataModule, SFTDataModule, SFTModule
 from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.modules.parts.token_metrics import TokenMetrics
 
@@ -103,7 +103,7 @@ def test_learning_rate_warms_up_and_decays_per_update(folder: Path) -> None:
         def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
             seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
-    module = SFTModule(str(folder / "model"), lr=1.0, warmup_steps=2, lr_schedule="linear")
+    module = SFTModule(str(folder / "model"), lr=1.0, optimization=Optimization(warmup_steps=2, lr_schedule="linear"))
     trainer(folder, callbacks=[Keep()]).fit(module, data(folder, 6))
     expected = [0.5, 1.0] + [1 - step / 6 for step in range(1, 7)]
     assert seen == pytest.approx(expected)
@@ -134,7 +134,9 @@ def test_token_accuracy_and_entropy_are_those_of_dense_logits(folder: Path) -> N
     held_out = {"validation_data": str(folder / "data.jsonl"), "validation_split": "train"}
     found, weights = {}, {}
     for more in (True, False):
-        module = SFTModule(str(folder / "model"), lr=0.1, optimizer="sgd", parts=[TokenMetrics()] * more)
+        module = SFTModule(
+            str(folder / "model"), lr=0.1, optimization=Optimization(optimizer="sgd"), parts=[TokenMetrics()] * more
+        )
         run = trainer(folder, max_epochs=1, accumulate_grad_batches=4)
         run.fit(module, data(folder, 6, **held_out))
         found[more], weights[more] = dict(run.callback_metrics), module.policy.state_dict()

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from strategies import ranks
 
 from modules import sft_cases
-from rlhfkit import DFTModule, SFTDataModule, SFTModule
+from rlhfkit import DFTModule, Optimization, SFTDataModule, SFTModule
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,9 @@ def test_two_ranks_change_nothing(
 
 def test_a_run_that_was_stopped_inside_an_epoch_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     def run(ckpt_path: Any = None, callbacks: Any = ()) -> SFTModule:
-        module = SFTModule(str(folder / "model"), lr=3e-3, lr_schedule="cosine", warmup_steps=2)
+        module = SFTModule(
+            str(folder / "model"), lr=3e-3, optimization=Optimization(lr_schedule="cosine", warmup_steps=2)
+        )
         options = {"precision": "32-true", "max_steps": 10, "accumulate_grad_batches": 2}
         trainer = sft_cases.trainer(
             tmp_path, **options, callbacks=list(callbacks), enable_checkpointing=bool(callbacks)

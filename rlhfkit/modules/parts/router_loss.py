@@ -1,0 +1,63 @@
+"""``RouterLoss``: the load-balancing loss of a mixture of experts."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlhfkit.data.types import Experience
+from rlhfkit.losses import LossOutput, sum_losses
+from rlhfkit.models import PolicyOutput
+from rlhfkit.parts import Part
+from rlhfkit.validation import check_number
+
+
+class RouterLoss(Part):
+    """Adds the load-balancing loss of a mixture of experts in training, as Transformers computes it.
+
+    Of the policy it is logged as ``aux_loss``, of PPO's critic as ``value/aux_loss``. It is a mean over a micro-batch's
+    tokens and not linear in them, so it depends on the split into micro-batches. Example::
+
+        SFTModule("Qwen/Qwen3-30B-A3B", parts=[RouterLoss(0.001)])
+
+    Args:
+        coef: Weight of the loss (0.001 in Transformers' configurations of Mixtral and Qwen).
+
+    Raises:
+        ValueError: If it is not above 0; in training, if a model has no router with such a loss.
+    """
+
+    outputs = ("router_loss",)
+
+    def __init__(self, coef: float = 0.001) -> None:
+        check_number("RouterLoss.coef", coef, above=0)
+        self.coef = coef
+
+    def balance(self, router_loss: Tensor | None, mask: Tensor, *, name: str = "aux_loss") -> LossOutput:
+        """The weighted loss.
+
+        Args:
+            router_loss: Scalar, the router's loss of the micro-batch.
+            mask: Trained tokens; a micro-batch without any does not train the router.
+            name: Name of the metric.
+
+        Raises:
+            ValueError: If the router's loss is ``None``.
+        """
+        if router_loss is None:
+            raise ValueError(
+                f"RouterLoss({self.coef}) weights a router's loss, and the forward pass gave none: an overridden "
+                "policy_output() or scores() has to ask for it (router_aux_loss=self.balances_routers, or self.read)"
+            )
+        return LossOutput(self.coef * router_loss * mask.any(), {name: router_loss.detach()})
+
+    def term(self, batch: Any, out: Any, old: Tensor | None) -> LossOutput:
+        """The loss of the policy's router."""
+        mask = batch.action_mask if isinstance(batch, Experience) else batch.loss_mask
+        found = out.router_aux_loss if isinstance(out, PolicyOutput) else self.module.router_loss
+        return self.balance(found, mask)
+
+
+def with_critic_router(module: Any, result: LossOutput, router_loss: Tensor, mask: Tensor) -> LossOutput:
+    """Add the loss of a critic's router to that of its values, if the module has the part."""
+    parts = [part for part in module.parts if isinstance(part, RouterLoss)]
+    return sum_losses(result, *(part.balance(router_loss, mask, name="value/aux_loss") for part in parts))
