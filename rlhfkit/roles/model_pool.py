@@ -6,7 +6,7 @@ sends its own rows to the replicas; nothing passes rank 0.
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, run_on_all_ranks
-from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.ray_calls import ActorCalls, cause_of
 from rlhfkit.ray_placement import ReservedResources, actor_options
 from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
@@ -24,12 +23,8 @@ from rlhfkit.roles.pending_rows import (
     ModelPoolError,
     PendingRows,
     Replica,
-    finished_nothing,
-    no_replica_left,
 )
 from rlhfkit.roles.replica import READS, ModelReplica, ReplicaOptions, Role
-from rlhfkit.rollout.engine import WeightSource
-from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -39,10 +34,6 @@ NAMESPACE = "rlhfkit-models"
 _ASKED: dict[Role, str] = {"logprobs": "log-probs", "values": "values", "reward": "rewards"}
 _STATUS = "status"
 """Ray's name for the calls that a replica answers while it computes."""
-_MESSAGE_BYTES = 64 * 2**20
-"""Of weights: the object store of a Ray that was started here has 256 MiB."""
-_SENDING_ATTEMPTS = 4
-"""Attempts at giving replicas the weights of a model that has moved. Replicas may die in all but the last."""
 
 
 class _Use(NamedTuple):
@@ -126,8 +117,6 @@ class ModelPool(FrozenModel):
         self.computed: dict[str, float] = {}
         """Seconds of computing for this rank, by replica, since :meth:`take_seconds`."""
         self._counted = 0.0  # of ``waited``, when the seconds were taken
-        self._moved: dict[str, Tensor] | None = None  # weights of a model that has moved, on rank 0, on the CPU
-        self._moved_dtype: torch.dtype | None = None  # type in which they are sent
 
     @classmethod
     def of(cls, value: "ModelPool | Mapping[str, Any] | None") -> "ModelPool | None":
@@ -185,8 +174,6 @@ class ModelPool(FrozenModel):
 
         try:
             run_on_all_ranks(join, error_type=ModelPoolError)
-            if self.version:
-                self.refresh()
         except BaseException:
             self.close()
             raise
@@ -235,131 +222,6 @@ class ModelPool(FrozenModel):
             self._joined.close()
         self._replicas, self._owned, self._joined, self.early = [], [], None, EarlyRows()
 
-    # ---------------------------------------------------------------- a model that moves
-
-    def follow(self, weights: WeightSource, alpha: float, *, dtype: torch.dtype) -> None:
-        """Move the model: ``α weights + (1 - α) model``. A collective; the replicas have it before the next request.
-
-        Rank 0 keeps the result in CPU memory in float32, since small steps round away in 16 bits: replicas that are
-        restarted get it from there, and checkpoints too.
-
-        Args:
-            weights: Of the model's names and shapes, gathered by bucket; others of it stay out.
-            alpha: In [0, 1].
-            dtype: Type of the replicas' weights, in which they are sent.
-
-        Raises:
-            ModelPoolError: On all ranks, if no replica is left.
-            ValueError: If a weight of the model is not among ``weights``, or has another shape.
-        """
-
-        def begin() -> None:
-            if get_rank() == 0:
-                moved = self._initial_weights(dtype) if self._moved is None else self._moved
-                self._check_same_weights(moved, weights)
-                self._moved = {name: tensor.float() for name, tensor in moved.items()}
-                self._moved_dtype = dtype
-
-        run_on_all_ranks(begin, error_type=ModelPoolError)
-        moved = self._moved or {}
-        with torch.no_grad():
-            for name, tensor in weights:
-                if name in moved:  # on rank 0
-                    moved[name].lerp_(tensor.to("cpu", torch.float32), alpha)
-        self.version += 1
-        if self.started:
-            self.refresh()
-
-    def _initial_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        loading = ModelLoading(trust_remote_code=self.trust_remote_code)
-        model = load_causal_lm(self.model, dtype=dtype, loading=loading)
-        return {name: tensor.clone() for name, tensor in ModuleWeights(model, check_finite=False)}
-
-    def _check_same_weights(self, moved: Mapping[str, Tensor], weights: WeightSource) -> None:
-        shapes = {info.name: tuple(info.shape) for info in weights.metadata()}
-        other = [name for name, tensor in moved.items() if shapes.get(name) != tuple(tensor.shape)]
-        if other:
-            found = shapes.get(other[0], "missing")
-            raise ValueError(
-                f"{self.model} cannot move towards the policy, which has other weights: {len(other)} of {len(moved)} "
-                f"(first: {other[0]!r} is {tuple(moved[other[0]].shape)} here and {found} there). Take a reference of "
-                "the policy's sizes, or leave MovingReference out"
-            )
-
-    def refresh(self) -> None:
-        """Give the current weights to replicas that have others, as restarted ones do. A collective.
-
-        Raises:
-            ModelPoolError: On all ranks, if no replica is left.
-        """
-        lost = run_on_all_ranks(lambda: self._refresh() if get_rank() == 0 else {}, error_type=ModelPoolError)[0]
-        for replica in self._replicas:
-            replica.lost = replica.lost or lost.get(replica.name, "")
-
-    def _refresh(self) -> dict[str, str]:
-        """Send the weights where they are missing; returns why replicas are lost, by name."""
-        failure: Exception | None = None
-        behind = self._replicas_behind()
-        for _ in range(_SENDING_ATTEMPTS):
-            if not behind:
-                break
-            try:
-                self._send_weights(behind)
-            except ModelPoolError as error:
-                log.warning("weights of %s are sent again: %s", self.model, error)
-                failure = error
-            behind = self._replicas_behind()
-        if behind:
-            reason = failure or "they were restarted meanwhile"
-            raise ModelPoolError(f"the weights of {self.model} did not reach its replicas: {reason}") from failure
-        if all(replica.lost for replica in self._replicas):
-            raise ModelPoolError(no_replica_left(self.model, self._replicas))
-        return {replica.name: replica.lost for replica in self._replicas if replica.lost}
-
-    def _send_weights(self, replicas: Sequence[Replica]) -> None:
-        """Send all weights through Ray's object store, part by part; ModelPoolError if a replica fails or is late."""
-        import ray
-
-        parts = list(_parts(self._moved or {}, self._moved_dtype))
-        for number, weights in enumerate(parts):
-            version, stored = self.version if number + 1 == len(parts) else None, ray.put(weights)
-            # Once: a replica that is restarted meanwhile needs all parts.
-            calls = {
-                replica.actor.receive.options(max_task_retries=0).remote(stored, number, version): replica.name
-                for replica in replicas
-            }
-            ActorCalls(calls, "receiving weights", self.request_timeout, ModelPoolError).result()
-
-    def _replicas_behind(self) -> list[Replica]:
-        """Replicas without the current weights; those that do not answer in time are given up."""
-        import ray
-
-        asked = {one.actor.version.remote(): one for one in self._replicas if not one.lost}
-        waiting, behind = list(asked), []
-        while waiting:  # for what they were asked to compute before
-            ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=self.request_timeout)
-            for ref in ready:
-                try:
-                    if ray.get(ref) != self.version:
-                        behind.append(asked[ref])
-                except ray.exceptions.RayError as error:
-                    asked[ref].lost = cause_of(error)
-            waiting = [ref for ref in late if asked[ref].works(self.request_timeout)]
-            for ref in set(late) - set(waiting):
-                asked[ref].lost = finished_nothing(self.request_timeout)
-        return behind
-
-    def moved_state(self) -> dict[str, Any]:
-        """What a checkpoint has of a model that moves; the weights are rank 0's."""
-        return {"version": self.version, "weights": dict(self._moved or {}), "dtype": self._moved_dtype}
-
-    def load_moved_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`moved_state`, before :meth:`start`."""
-        self.version = state["version"]
-        self._moved_dtype = state.get("dtype")  # not in checkpoints of before the weights were float32
-        loaded = get_rank() == 0 and self.version > 0
-        self._moved = {name: tensor.clone() for name, tensor in state["weights"].items()} if loaded else None
-
     # ---------------------------------------------------------------- requests
 
     def take_seconds(self) -> tuple[float, float]:
@@ -401,20 +263,6 @@ class _Loading(ActorCalls[str]):
             f"{pool.start_timeout:g} s: Ray could not place them ({pool.resources or 'any CPU'} each; free are "
             f"{_free(pool.resources)}), or the model takes longer to load"
         )
-
-
-def _parts(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
-    """Divide weights into messages of about 64 MiB, in the type ``dtype``."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights.items():
-        part[name] = tensor.to(dtype or tensor.dtype)
-        size += part[name].nbytes
-        if size >= _MESSAGE_BYTES:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part
 
 
 def _actor(name: str) -> Any:

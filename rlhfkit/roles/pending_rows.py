@@ -4,7 +4,6 @@
 ``EarlyRows``: what that was asked about samples as soon as their group was finished, while others were sampled.
 """
 
-import dataclasses
 import hashlib
 import logging
 import threading
@@ -31,10 +30,6 @@ _COUNTING = threading.RLock()
 
 class ModelPoolError(RuntimeError):
     """No replica is left, or none answered in time."""
-
-
-class WeightsMissingError(RuntimeError):
-    """Replicas were restarted and lack the weights of a model that has moved: the pool's ``refresh()`` sends them."""
 
 
 class Replica:
@@ -67,7 +62,6 @@ class Replicas(Protocol):
 
     model: str
     request_timeout: float
-    version: int
     top: int
     waited: float
     computed: dict[str, float]
@@ -84,8 +78,6 @@ class PendingRows:
         self._rows = list(batches)
         self._running: dict[Any, tuple[int, Replica]] = {}
         self._found: dict[int, Tensor] = {}
-        self._missing: list[int] = []  # requests to replicas that lack the weights
-        self._version = pool.version
         self._failure: ModelPoolError | None = None  # of a thread that asked; raised where it is waited for
         try:
             for number in self._requests:
@@ -104,7 +96,7 @@ class PendingRows:
             replica = min(left[start:] + left[:start], key=lambda replica: replica.tokens)
             if not replica.tokens:
                 replica.last_finished = time.monotonic()
-            rows = dataclasses.replace(self._requests[number], version=self._version)
+            rows = self._requests[number]
             replica.tokens += int(rows.lengths.sum())
             self._running[replica.actor.compute.remote(rows)] = (number, replica)
 
@@ -120,35 +112,21 @@ class PendingRows:
 
         Raises:
             ModelPoolError: If no replica is left, or the model cannot compute them.
-            WeightsMissingError: If replicas lack the weights; after the pool's ``refresh()`` it may be called again.
         """
         if self._failure is not None:
             raise self._failure
         started = time.monotonic()
         for _, replica in self._running.values():  # nobody has looked at what it finished while others were computing
             replica.last_finished = max(replica.last_finished, started)
-        self._send_again()
         while self._running:
             self._take(_POLL_SECONDS)
             self._check_progress()
         self._pool.waited += time.monotonic() - started
-        if self._missing:
-            raise WeightsMissingError(f"replicas of {self._pool.model} lack version {self._version} of its weights")
         last = () if columns is not None or not self._pool.top else (2 * self._pool.top,)
         values = torch.zeros(self._shape[0], self._shape[1] if columns is None else columns, *last)
         for number, found in self._found.items():
             values[self._rows[number], : found.shape[1]] = found
         return values
-
-    def _send_again(self) -> None:
-        """Send what was refused, and everything if the model has moved since."""
-        again, self._missing = self._missing, []
-        if self._version != self._pool.version:
-            for ref in list(self._running):
-                self._forget(ref)
-            self._version, self._found, again = self._pool.version, {}, list(self._requests)
-        for number in again:
-            self._send(number)
 
     def _forget(self, ref: Any) -> tuple[int, Replica]:
         """Take a request off its replica."""
@@ -178,11 +156,8 @@ class PendingRows:
                     f"{replica.name} could not compute {self._pool.model}: {cause_of(error)}"
                 ) from error
             replica.last_finished = time.monotonic()
-            if answer is None:
-                self._missing.append(number)
-            else:
-                self._found[number] = answer.values
-                self._pool.computed[replica.name] = self._pool.computed.get(replica.name, 0.0) + answer.seconds
+            self._found[number] = answer.values
+            self._pool.computed[replica.name] = self._pool.computed.get(replica.name, 0.0) + answer.seconds
 
     def _check_progress(self) -> None:
         """Send what a stuck replica has to others."""
@@ -292,8 +267,6 @@ class FrozenModel:
         """Seconds that this rank has waited for results: what was not hidden behind other work."""
         self.hidden = 0.0
         """Seconds that it would have waited besides, had it asked for each result when it needed it."""
-        self.version = 0
-        """How often the model has moved; 0 for one that cannot."""
         self.early = EarlyRows()
         """What this rank has asked about groups of iterations that are being sampled."""
 
@@ -316,9 +289,6 @@ class FrozenModel:
     def submit(self, experience: Experience, batches: Sequence[Tensor]) -> PendingNumbers:
         """Ask for some rows (b,) of B sequences of this rank; returns at once."""
         raise NotImplementedError
-
-    def refresh(self) -> None:
-        """Send weights that have moved to replicas that were restarted. A collective; nothing if none can move."""
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds since the last call that this rank has waited, and that were hidden from it."""

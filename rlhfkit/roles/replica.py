@@ -1,12 +1,11 @@
 """``ModelReplica``: a frozen model in a Ray actor, and what it is sent.
 
-Nothing is kept between two requests but weights that were received, whose version each request names, so that Ray may
-restart an actor and repeat what it was asked.
+Nothing is kept between two requests, so that Ray may restart an actor and repeat what it was asked.
 """
 
 import pkgutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -63,7 +62,6 @@ class TokenRows:
         lengths: (B,) int32, tokens of each.
         mask: (B, T-1) bool, the tokens whose log-probs or values are wanted; not used for scores.
         temperature: Divides the logits.
-        version: Version of the weights that compute them: 0, or how often the model has moved.
         top: K: the likeliest tokens are wanted in place of log-probs of the sequence's own; 0: these.
     """
 
@@ -71,7 +69,6 @@ class TokenRows:
     lengths: Tensor
     mask: Tensor
     temperature: float
-    version: int = 0
     top: int = 0
 
     @classmethod
@@ -229,8 +226,6 @@ class ModelReplica:
     def __init__(self, options: ReplicaOptions) -> None:
         self.options = options
         self._model: nn.Module | None = None
-        self._version = 0
-        self._parts = 0  # of weights that have arrived
         self._reading: TextReading | None = None
         self._last_finished = time.monotonic()
 
@@ -251,42 +246,8 @@ class ModelReplica:
 
         return [torch.device("cuda", number) for number in range(len(ray.get_gpu_ids()))] or [torch.device("cpu")]
 
-    # ---------------------------------------------------------------- weights of a model that moves
-
-    def version(self) -> int:
-        """Version of its weights; 0 after a restart."""
-        return self._version
-
-    @torch.no_grad()
-    def receive(self, weights: Mapping[str, Tensor], part: int, version: int | None) -> None:
-        """Take some of the weights of a model that moves.
-
-        Args:
-            weights: Whole tensors by the model's names.
-            part: Number of the message, from 0.
-            version: Of the weights, with the last message; ``None`` before.
-
-        Raises:
-            RuntimeError: If an earlier part is missing, as this actor was restarted since.
-        """
-        if part != (self._parts if part else 0):
-            raise RuntimeError(
-                f"part {part} of the weights has arrived after {self._parts}: it was restarted meanwhile"
-            )
-        self.load()
-        assert self._model is not None
-        parameters = dict(self._model.named_parameters())
-        for name, tensor in weights.items():
-            parameters[name].copy_(tensor)
-        self._parts, self._version = part + 1, -1 if version is None else version
-
-    # ---------------------------------------------------------------- requests
-
-    def compute(self, rows: TokenRows) -> Answer | None:
-        """Compute rows, and measure how long it takes; ``None`` if it has not the version of the weights."""
-        if rows.version != self._version:
-            self._last_finished = time.monotonic()
-            return None
+    def compute(self, rows: TokenRows) -> Answer:
+        """Compute rows, and measure how long it takes."""
         started = time.monotonic()
         self.load()
         assert self._model is not None

@@ -1,4 +1,4 @@
-"""A rank of a run whose reference, which moves, is a child of the module, then in a pool."""
+"""A rank of a run whose reference is a child of the module, then in a pool."""
 
 import os
 from pathlib import Path
@@ -9,8 +9,6 @@ from rl_runs import PlainGRPO, setup_run, weights
 
 from rlhfkit.roles import Placement
 
-MOVING = {"class_path": "rlhfkit.modules.parts.moving_reference.MovingReference", "init_args": {"steps": 1}}
-
 
 def train(folder: Path) -> dict[str, Any]:
     """The largest difference of the weights of both runs, and where the reference was."""
@@ -18,7 +16,7 @@ def train(folder: Path) -> dict[str, Any]:
     trained, held = [], []
     own = folder / f"rank{os.environ['LOCAL_RANK']}"  # ranks must not write the same model
     for elsewhere in (False, True):
-        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "parts": [MOVING]}
+        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1}
         if elsewhere:  # replicas read rank 0's folder
             placement = Placement(trainer=2, reference=2)  # rank 0 plans
             arguments["reference"] = placement.reference(str(own / "model"), start_timeout=600.0)

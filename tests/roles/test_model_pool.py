@@ -32,15 +32,11 @@ from rlhfkit import (
 )
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
-from rlhfkit.modules.on_policy.placed_models import wait_for
 from rlhfkit.modules.parts.critic import ValueLoss
 from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import ModelReward
 from rlhfkit.roles import ModelPool, ModelPoolError
 from rlhfkit.roles.replica import ReplicaOptions, TextReading, TokenRows, compute_rows, spread
-from rlhfkit.rollout import ModuleWeights
-
-MOVING = {"class_path": "rlhfkit.modules.parts.moving_reference.MovingReference", "init_args": {"steps": 1}}
 
 pytestmark = pytest.mark.ray
 
@@ -226,7 +222,7 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
     asked: list[int] = []
     for elsewhere in (False, True):
         # Adam would make steps of what rounding leaves, as groups are computed apart; so would a division by it.
-        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "parts": [MOVING]}
+        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1}
         arguments["reward_model"] = ModelPool(reward) if elsewhere else reward
         if elsewhere:
             arguments["reference"] = ModelPool(str(tmp_path / "model"))
@@ -252,82 +248,6 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
     restored = PlainGRPO(**dict(module.hparams))
     assert restored.reference_pool is not None
     assert restored.reference_pool.plain() == arguments["reference"].plain()
-
-
-def test_a_pool_follows_a_policy_and_restarted_replicas_get_what_it_has_become(
-    folder: Path, tmp_path: Path, ray_session: None
-) -> None:
-    policy, batch = load_causal_lm(str(tiny_model(tmp_path / "policy", seed=1))), rows()
-    mixed, pool = load_causal_lm(str(folder)).eval(), ModelPool(str(folder), num_replicas=2)
-    pool.start("logprobs", **FLOAT32)
-    early = pool.submit(batch, one_by_one(batch))  # its numbers would be those of the model before the move
-    for alpha in (0.25, 1.0):
-        pool.follow(ModuleWeights(policy), alpha, dtype=torch.float32)
-        with torch.no_grad():
-            for old, new in zip(mixed.parameters(), policy.parameters(), strict=True):
-                old.lerp_(new, alpha)
-            wanted = policy_output(mixed, batch, batch.action_mask).logprobs
-        torch.testing.assert_close(wait_for(pool, early.result), wanted, rtol=0, atol=1e-6)
-    os.kill(process_of(pool._replicas[0]), signal.SIGKILL)
-    found = wait_for(pool, pool.submit(batch, one_by_one(batch)).result)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-    assert not any(replica.lost for replica in pool._replicas)
-    state = pool.moved_state()
-    pool.close()
-    resumed = ModelPool(str(folder))
-    resumed.load_moved_state(state)
-    resumed.start("logprobs", **FLOAT32)
-    found = wait_for(resumed, resumed.submit(batch, [torch.arange(len(batch))]).result)
-    resumed.close()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-
-
-def test_a_model_moves_only_towards_one_of_its_sizes_and_from_what_a_checkpoint_says(
-    folder: Path, tmp_path: Path
-) -> None:
-    policy = load_causal_lm(str(tiny_model(tmp_path / "policy", seed=1)))
-    start = load_causal_lm(str(folder))
-    initial = dict(start.named_parameters())
-    pool = ModelPool(str(folder))
-    before = pool.moved_state()
-    pool.follow(ModuleWeights(policy), 1.0, dtype=torch.float32)
-    pool.load_moved_state(before)  # of a time when it had not moved
-    pool.follow(ModuleWeights(policy), 0.25, dtype=torch.float32)
-    assert pool.version == 1
-    for name, tensor in policy.named_parameters():
-        wanted = initial[name].lerp(tensor, 0.25)
-        torch.testing.assert_close(pool.moved_state()["weights"][name], wanted, rtol=0, atol=1e-6)
-    pool.follow(ModuleWeights(policy), 1.0, dtype=torch.bfloat16)  # resumed with another precision
-    state = pool.moved_state()
-    assert state["dtype"] == torch.bfloat16
-    assert {tensor.dtype for tensor in state["weights"].values()} == {torch.float32}  # in 16 bits small steps are lost
-    for _ in range(69):  # halfway back: 0.99^69 of the distance is left
-        pool.follow(ModuleWeights(start), 0.01, dtype=torch.bfloat16)
-    for name, tensor in policy.named_parameters():
-        wanted = initial[name].lerp(tensor, 0.99**69)
-        torch.testing.assert_close(pool.moved_state()["weights"][name], wanted, rtol=1e-4, atol=1e-5)
-    wider = ModelPool(str(tiny_model(tmp_path / "wider", key_heads=2)))
-    with pytest.raises(ValueError, match=r"other weights: 4 of 20 .*k_proj.* \(64, 64\) here and \(32, 64\) there"):
-        wider.follow(ModuleWeights(policy), 0.25, dtype=torch.float32)
-
-
-def test_weights_that_arrive_with_the_last_attempt_have_arrived(
-    pool: ModelPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempts: list[int] = []
-
-    def send(*_: Any, **__: Any) -> None:
-        attempts.append(1)
-        if len(attempts) < 4:
-            raise ModelPoolError("a replica died")
-
-    monkeypatch.setattr(pool, "_send_weights", send)
-    monkeypatch.setattr(pool, "_replicas_behind", lambda: [] if len(attempts) == 4 else pool._replicas)
-    assert pool._refresh() == {}
-    monkeypatch.setattr(pool, "_replicas_behind", lambda: pool._replicas)
-    attempts.clear()
-    with pytest.raises(ModelPoolError, match="did not reach its replicas: a replica died"):
-        pool._refresh()
 
 
 def test_what_a_reward_model_reads_has_a_token_and_fits_its_context(tmp_path: Path, folder: Path) -> None:

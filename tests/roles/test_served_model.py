@@ -131,8 +131,9 @@ def test_a_server_has_no_rewards_and_a_loaded_teacher_needs_no_server(tmp_path: 
         DistillationModule("model", ServedModel("teacher", ADDRESS), top_k=5)
     with pytest.raises(ValueError, match="a divergence compares the teacher's probabilities of all tokens"):
         OnPolicyDistillationModule("model", ServedModel("teacher", ADDRESS), divergence="jsd")
-    with pytest.raises(ValueError, match="MovingReference moves a reference, and a ServedModel is a server's"):
-        GRPOModule("model", reference=ServedModel("model", ADDRESS), kl_coef=0.1, parts=[MovingReference()])
+    for elsewhere in (ServedModel("model", ADDRESS), ModelPool("model")):
+        with pytest.raises(ValueError, match=f"moves a reference .* here a {type(elsewhere).__name__} has"):
+            GRPOModule("model", reference=elsewhere, kl_coef=0.1, parts=[MovingReference()])
     with pytest.raises(ValueError, match=r"reference=ServedModel\(...\) is a model that nothing asks"):
         GRPOModule("model", reference=ServedModel("model", ADDRESS))
 

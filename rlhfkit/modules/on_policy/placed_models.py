@@ -1,16 +1,16 @@
 """Models of a module that are on machines of their own: starting them, asking them, and waiting for their numbers."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import exchange_errors, gather_objects, true_on_all_ranks
+from rlhfkit.distributed import exchange_errors, gather_objects
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.roles import FrozenModel, ModelPoolError
-from rlhfkit.roles.pending_rows import WeightsMissingError, row_keys
+from rlhfkit.roles.pending_rows import row_keys
 from rlhfkit.roles.replica import Role
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def ask(pool: FrozenModel, role: Role, module: Any, experience: Experience | Non
     return AskedRows(pool, module, experience)
 
 
-def pool_result(asked: AskedRows, pool: FrozenModel, columns: int | None = None) -> Tensor:
+def pool_result(asked: AskedRows, columns: int | None = None) -> Tensor:
     """Wait for the numbers of this rank's rows: (B, T-1), (B, T-1, 2 K) of a model with ``top``, or (B, columns).
 
     (0, 1) for a rank without rows. A collective.
@@ -130,31 +130,23 @@ def pool_result(asked: AskedRows, pool: FrozenModel, columns: int | None = None)
     Raises:
         ModelPoolError: On all ranks, if those of one rank cannot be computed.
     """
-    late, found = wait_for(pool, lambda: asked.wait(columns)) or (None, {})
+    late, found = wait_for(lambda: asked.wait(columns))
     return asked.exchange(late, found, columns)
 
 
-def wait_for(pool: FrozenModel, wait: Callable[[], T]) -> T | None:
+def wait_for(wait: Callable[[], T]) -> T:
     """Wait on every rank for its own rows; returns what ``wait`` does. A collective.
-
-    Replicas that were restarted get the weights of a model that has moved, and are asked again.
 
     Raises:
         ModelPoolError: On all ranks, if those of one rank cannot be computed.
     """
-    while True:
-        result: T | None = None
-        failure: Exception | None = None
-        behind = False
-        try:
-            result = wait()
-        except WeightsMissingError:
-            behind = True
-        except Exception as error:  # the other ranks are told below, then it is raised here
-            failure = error
-        raised = exchange_errors(failure, error_type=ModelPoolError)
-        if raised is not None:
-            raise raised
-        if pool.version == 0 or true_on_all_ranks(not behind):
-            return result
-        pool.refresh()
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = wait()
+    except Exception as error:  # the other ranks are told below, then it is raised here
+        failure = error
+    raised = exchange_errors(failure, error_type=ModelPoolError)
+    if raised is not None:
+        raise raised
+    return cast(T, result)

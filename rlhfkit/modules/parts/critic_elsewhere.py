@@ -57,7 +57,7 @@ class FrozenCritic:
         """(B, T-1) float32 values that were asked for, on the CPU; 0 in other rows. A collective."""
         asked, self._asked = self._asked, None
         assert asked is not None
-        found = pool_result(asked, self.pool)
+        found = pool_result(asked)
         values = torch.zeros(experience.action_mask.shape)
         values[self._rows, : found.shape[1]] = found
         return values

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from rlhfkit.distributed import broadcast, full_parameters, get_rank, is_sharded, tensor_part
 from rlhfkit.models import has_adapter, unwrap
-from rlhfkit.models.load import precision_dtype
 from rlhfkit.parts import Part
-from rlhfkit.roles import ModelPool, ServedModel
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number
 
@@ -19,7 +17,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class MovingReference(Part):
-    """Moves the reference model towards the policy, wherever it is (TR-DPO: Gorbatovski et al., arXiv:2404.09656).
+    """Moves the reference model of the module towards the policy (TR-DPO: Gorbatovski et al., arXiv:2404.09656).
 
     Example::
 
@@ -33,8 +31,8 @@ class MovingReference(Part):
             kept, in which it moves: small steps would round away.
 
     Raises:
-        ValueError: If an argument is out of range; when the module is made, if it has no reference model, or a server
-            has it; when training starts, if the reference is the policy without its adapters.
+        ValueError: If an argument is out of range; when the module is made, if it has no reference model, or one
+            elsewhere; when training starts, if the reference is the policy without its adapters.
     """
 
     def __init__(self, steps: int = 512, *, alpha: float = 0.6) -> None:
@@ -50,10 +48,11 @@ class MovingReference(Part):
     def attach(self, module: Any) -> None:
         """Become a part of a module with a reference."""
         super().attach(module)
-        if isinstance(getattr(module, "reference_pool", None), ServedModel):
+        elsewhere = getattr(module, "reference_pool", None)
+        if elsewhere is not None:
             raise ValueError(
-                "MovingReference moves a reference, and a ServedModel is a server's: use ModelPool, or leave "
-                "MovingReference out"
+                f"MovingReference moves a reference of the module, and here a {type(elsewhere).__name__} has it: leave "
+                "reference=... or MovingReference out, or go on from an export (HFExport) as the new reference"
             )
         if not module.has_reference:
             raise ValueError(
@@ -61,15 +60,9 @@ class MovingReference(Part):
                 "precompute_ref_log_probs and reference_free out, or leave MovingReference out"
             )
 
-    @property
-    def _pool(self) -> ModelPool | None:
-        """The replicas of the reference; ``None``: it is in the module."""
-        pool = getattr(self.module, "reference_pool", None)
-        return pool if isinstance(pool, ModelPool) else None
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Check that there is a copy of the policy that can move."""
-        if self._pool is None and (has_adapter(pl_module.policy) or not hasattr(pl_module, "reference")):
+        if has_adapter(pl_module.policy) or not hasattr(pl_module, "reference"):
             raise ValueError(
                 "MovingReference moves a full copy of the policy, and here there is none (adapters are trained, and "
                 "the policy without them is the reference): leave it out"
@@ -88,27 +81,16 @@ class MovingReference(Part):
 
     def move(self) -> None:
         """Move the reference towards the policy once. A collective."""
-        policy, pool = self.module.policy, self._pool
-        if pool is None:
-            mix_into(self.module.reference, policy, self.alpha, self.precise)
-        else:
-            pool.follow(ModuleWeights(policy), self.alpha, dtype=precision_dtype(self.module.trainer.precision))
+        mix_into(self.module.reference, self.module.policy, self.alpha, self.precise)
 
     def save_weights(self, checkpoint: dict[str, Any]) -> None:
         """Save the reference; others are loaded again by name. A collective."""
-        pool = self._pool
-        if pool is not None:
-            checkpoint["reference_pool"] = pool.moved_state()
-        else:
-            keep = self.module.global_rank == 0
-            checkpoint["reference"] = reference_weights(self.module.reference, self.precise, keep=keep)
+        keep = self.module.global_rank == 0
+        checkpoint["reference"] = reference_weights(self.module.reference, self.precise, keep=keep)
 
     def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the reference. A collective."""
-        pool = self._pool
-        if pool is not None and "reference_pool" in checkpoint:
-            pool.load_moved_state(checkpoint["reference_pool"])
-        elif pool is None and "reference" in checkpoint:
+        if "reference" in checkpoint:
             load_reference_weights(self.module.reference, checkpoint["reference"], self.precise)
 
 

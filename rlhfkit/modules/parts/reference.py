@@ -45,6 +45,6 @@ class Reference(Part):
         if self.pool is not None:
             asked, self._asked = self._asked, None
             assert asked is not None
-            return rows.with_columns(ref_logprobs=pool_result(asked, self.pool))
+            return rows.with_columns(ref_logprobs=pool_result(asked))
         with self.module.reference_model() as reference:
             return rows.with_columns(ref_logprobs=self.module.passes.logprobs(reference, rows))

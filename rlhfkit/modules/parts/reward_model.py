@@ -130,16 +130,16 @@ class RewardModel(Part):
 
     def _scores_by_name(self, rows: Experience | None) -> dict[str, Tensor]:
         """(B,) scores by each model; those elsewhere work while the children do."""
-        asked: dict[str, tuple[ModelPool, AskedRows]] = {}
+        asked: dict[str, AskedRows] = {}
         for name, one in self.by_name.items():
             if isinstance(one, ModelPool):
-                asked[name] = one, ask(one, "reward", self.module, rows)
+                asked[name] = ask(one, "reward", self.module, rows)
         scores = {}
         for name in self.by_name:
             if name not in asked:
                 scores[name] = self._scores_of_child(getattr(self.module, self.child_of(name)), rows)
-        for name, (pool, waiting) in asked.items():
-            scores[name] = pool_result(waiting, pool, columns=1)[:, 0]
+        for name, waiting in asked.items():
+            scores[name] = pool_result(waiting, columns=1)[:, 0]
         return scores
 
     def _scores_of_child(self, child: nn.Module, rows: Experience | None) -> Tensor:

@@ -115,7 +115,7 @@ class Teacher(Part):
         if self.pool is not None:
             asked, self._asked = self._asked, None
             assert asked is not None
-            found = pool_result(asked, self.pool)
+            found = pool_result(asked)
             if not self.compared:
                 return rows.with_columns(teacher_logprobs=found)
             top = self.pool.top

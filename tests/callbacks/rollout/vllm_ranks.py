@@ -15,8 +15,6 @@ from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
-MOVING = {"class_path": "rlhfkit.modules.parts.moving_reference.MovingReference", "init_args": {"steps": 1}}
-
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 MODES: dict[str, dict[str, Any]] = {
     "in turns": {},
@@ -53,11 +51,11 @@ class Keep(L.Callback):
 
 
 def module_arguments(mode: str, model: str, reward: str) -> dict[str, Any]:
-    """Reference, which moves, and reward model are children or elsewhere."""
+    """Reference and reward model are children or elsewhere."""
     if mode == "in flight":
         # A pool that was started for another policy gets this one merged, a new one its adapter alone.
         return {"correction": "tis", "lora": LoRA(rank=4)}
-    arguments: dict[str, Any] = {"kl_coef": 0.1, "parts": [MOVING], "reward_model": reward}
+    arguments: dict[str, Any] = {"kl_coef": 0.1, "reward_model": reward}
     if mode == "roles elsewhere":
         arguments |= {"reference": ModelPool(model), "reward_model": ModelPool(reward)}
     return arguments

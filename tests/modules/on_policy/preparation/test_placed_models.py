@@ -39,7 +39,7 @@ class Here:
     """A frozen model elsewhere that is here; it counts how often it was asked, and what it was asked for."""
 
     def __init__(self, model: str) -> None:
-        self.model, self.version, self.waited, self.hidden = model, 0, 0.0, 0.0
+        self.model, self.waited, self.hidden = model, 0.0, 0.0
         self.early, self.sizes, self.started, self.top = EarlyRows(), list[int](), False, 0
         self.closed = 0
 
@@ -166,7 +166,7 @@ def test_whatever_fails_while_one_rank_waits_the_others_are_told(monkeypatch: py
 
     monkeypatch.setattr(placed_models, "exchange_errors", exchange)
     with pytest.raises(EngineError, match="an answer without"):
-        placed_models.wait_for(Here("nowhere"), wait)
+        placed_models.wait_for(wait)
     assert [type(one) for one in told] == [EngineError]
 
 
