@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from rlhfkit.data.types import Prompt, Sample, decode_texts
 from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.partial_rollouts import IterationPartials, ResumableStream
+from rlhfkit.rollout.partial_rollouts import Dropped, ResumableStream
 
 Group = list[Sample]
 """The samples of one prompt."""
@@ -114,6 +114,8 @@ class CollectedGroups:
     """Groups that an earlier iteration had begun and this one has continued."""
     drawn: Mapping[int, Prompt] = field(default_factory=dict)
     """The prompts by index, as they were drawn; those of samples are as environments have changed them."""
+    dropped: Dropped | None = None
+    """What the next iteration may continue; ``None``: it is lost."""
 
 
 def collect_groups(
@@ -127,7 +129,7 @@ def collect_groups(
     most: int | None = None,
     spare: int = 0,
     rounds: bool = False,
-    partials: IterationPartials | None = None,
+    begun: Dropped | None = None,
     log: RankLog | None = None,
     position: int = 0,
 ) -> CollectedGroups:
@@ -147,8 +149,9 @@ def collect_groups(
         spare: Groups in flight beyond those that are still missing.
         rounds: Score all groups of a rank at once, and draw prompts for rejected groups when all are decided; for
             engines that generate in batches.
-        partials: What earlier iterations have dropped, to be continued, and where to keep what this one drops; with a
-            ``stream`` that is a :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`. ``None``: it is lost.
+        begun: What the iteration before has dropped, to be continued by a ``stream`` that is a
+            :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`, as what this one drops is by the next; ``None``:
+            what is dropped is lost.
         log: Of the ranks that collect together, inside its :meth:`~rlhfkit.rank_store.RankLog.run`; ``None``: this
             process alone.
         position: Number of the first prompt; prompt n is sampled by rank ``n % world_size``.
@@ -159,7 +162,7 @@ def collect_groups(
     """
     log = log or LocalStore().log("groups")
     selection = _Selection(
-        wanted, queue, stream, log, most=most, spare=spare, rounds=rounds, partials=partials, position=position
+        wanted, queue, stream, log, most=most, spare=spare, rounds=rounds, begun=begun, position=position
     )
     try:
         selection.begin()
@@ -172,7 +175,7 @@ def collect_groups(
                 score_together(flatten(groups))
             selection.report(groups, keep)
             selection.follow()
-        selection.keep_partials()
+        selection.cut()
     finally:
         stream.close()
     return selection.result()
@@ -191,7 +194,7 @@ class _Selection:
         most: int | None,
         spare: int,
         rounds: bool,
-        partials: IterationPartials | None,
+        begun: Dropped | None,
         position: int,
     ) -> None:
         self.wanted = wanted
@@ -205,7 +208,8 @@ class _Selection:
         self.outcomes: dict[int, GroupOutcome] = {}  # by index of the prompt, in the order of the log
         self.accepted = 0
         self.continued = 0
-        self._partials = partials
+        self._begun = begun
+        self._dropped: Dropped | None = None
         self._position = position
         self._ranks: dict[int, int] = {}  # who samples the group of each drawn prompt
         self._own: dict[int, Group] = {}
@@ -235,7 +239,7 @@ class _Selection:
         self.drawn |= {prompt.index: prompt for prompt in prompts}
         share = [prompt for prompt in prompts if self._ranks[prompt.index] == self.log.store.rank]
         self._submitted += len(share)
-        begun = [] if self._partials is None else self._partials.begun(share)
+        begun = [] if self._begun is None else self._begun.begun(share)
         if begun:
             cast(ResumableStream, self.stream).resume(begun)
         known = {group[0].prompt.index for group in begun}
@@ -244,7 +248,7 @@ class _Selection:
     def _deal(self, prompts: Sequence[Prompt]) -> None:
         """Give prompts to the ranks in turn; one whose group was begun goes to the rank that has what was made."""
         for prompt in prompts:
-            rank = None if self._partials is None else self._partials.rank_of(prompt)
+            rank = None if self._begun is None else self._begun.ranks.get(prompt.index)
             if rank is None:
                 rank = (self._position + len(self._ranks) - self.continued) % self.log.store.world_size
             else:
@@ -332,14 +336,14 @@ class _Selection:
             if self.accepted < self.wanted and (not self.rounds or len(self.outcomes) == len(self.drawn)):
                 self._draw()
 
-    def keep_partials(self) -> None:
+    def cut(self) -> None:
         """Stop what is not finished, and keep what was made of it, with groups that were finished too late."""
-        if self._partials is None:
+        if self._begun is None:
             return
         late = [group for index, group in self._own.items() if index not in self.outcomes]
         made = cast(ResumableStream, self.stream).cut()
         dropped = {index: rank for index, rank in self._ranks.items() if index not in self.outcomes}
-        self._partials.keep(dropped, [*late, *made])
+        self._dropped = Dropped.of(dropped, [*late, *made])
 
     def result(self) -> CollectedGroups:
         """Return the selected groups, and requeue the prompts of groups that were not finished."""
@@ -361,6 +365,7 @@ class _Selection:
             after=self.queue.after,
             continued=self.continued,
             drawn={index: self.drawn[index] for index in chosen},
+            dropped=self._dropped,
         )
 
 

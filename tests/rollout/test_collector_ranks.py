@@ -17,7 +17,7 @@ from rlhfkit.data import Prompt, Sample
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.collector import CollectedGroups, collect_groups
-from rlhfkit.rollout.partial_rollouts import PartialRollouts
+from rlhfkit.rollout.partial_rollouts import Dropped
 
 TOTAL = 14
 
@@ -138,17 +138,17 @@ START = {"pass": 0, "offset": 0, "postponed": []}
 def test_nothing_is_lost_or_doubled_on_any_number_of_ranks(
     iterations: list[tuple[int, int]], world_size: int, spare: int, teaches: set[int], rounds: bool, partial: bool
 ) -> None:
-    dropped = [PartialRollouts() for _ in range(world_size)]
+    dropped = [Dropped() for _ in range(world_size)]
     tokens: dict[int, int] = {}  # what a group that was begun has, by its prompt
     after: dict[str, Any] = START
     expected: dict[str, Any] = START
     spare = 0 if rounds else spare
-    for number, (seed, wanted) in enumerate(iterations):
+    for seed, wanted in iterations:
         options = {"wanted": wanted, "teaches": teaches, "spare": spare, "rounds": rounds, "streams": not rounds}
 
         def step(log: RankLog) -> tuple[CollectedGroups, AnyOrder]:
-            partials = dropped[log.store.rank].of(number) if partial and spare else None  # noqa: B023
-            return collect(after, seed, log, partials=partials, **options)  # noqa: B023
+            begun = dropped[log.store.rank] if partial and spare else None  # noqa: B023
+            return collect(after, seed, log, begun=begun, **options)  # noqa: B023
 
         results = on_ranks(world_size, step)
         assert not any(isinstance(result, Exception) for result in results), results
@@ -171,9 +171,10 @@ def test_nothing_is_lost_or_doubled_on_any_number_of_ranks(
             assert 1 <= max(sample.num_tokens for sample in group) <= 1 + begun_with
             assert group[1].num_tokens == 1 + begun_with
         tokens = {}
+        dropped = [each.dropped or Dropped() for each in found]
         for rank, partials in enumerate(dropped):
-            for group in partials.of(number + 1).begun(Prompt(row, [5]) for row in range(TOTAL)):
-                assert partials.of(number + 1).rank_of(group[0].prompt) == rank
+            for group in partials.begun(Prompt(row, [5]) for row in range(TOTAL)):
+                assert partials.ranks[group[0].prompt.index] == rank
                 tokens[group[0].prompt.index] = max(sample.num_tokens for sample in group)
         again = IterationQueue(
             PromptOrder(TOTAL, seed=2), lambda row: Prompt(row, [5]), PromptCursor.from_state_dict(first.after)

@@ -6,7 +6,6 @@ Ranks that share them are in ``test_collector_ranks.py``, vLLM's engines in ``vl
 
 import copy
 import io
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from rlhfkit import LocalEngine, Oversampling, Prompt, ReplayEngine, RolloutCall
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.rollout.local.engine import LocalStream
-from rlhfkit.rollout.partial_rollouts import PartialRollouts
+from rlhfkit.rollout.partial_rollouts import Dropped, dropped_from
 
 TEXTS = ["1+2=", "hello world", "a"]
 
@@ -163,29 +162,30 @@ def group(index: int, tokens: int) -> list[Sample]:
 def test_a_run_that_is_resumed_continues_what_it_would_have_continued_on_any_number_of_ranks() -> None:
     states = []
     for rank in range(3):
-        partials = PartialRollouts()
+        part = Oversampling(0.5, continued=True)
+        assert part.partials is not None
         for iteration in range(4):  # each continues what the one before has dropped
             own = [group(10 * iteration + rank, tokens=2 + iteration)]
-            partials.of(iteration).keep({10 * iteration + each: each for each in range(3)}, own)
-        partials.forget(2)
+            part.partials[iteration + 1] = Dropped.of({10 * iteration + each: each for each in range(3)}, own)
+        part.end_iteration(2)
+        assert sorted(part.partials) == [2, 3, 4]
         file = io.BytesIO()
-        torch.save(partials.state_dict(2), file)  # a resumed run samples iterations 2 and 3 again
+        torch.save(part.state_dict(2), file)  # a resumed run samples iterations 2 and 3 again
         file.seek(0)
         states.append(torch.load(file, weights_only=True))
     for world_size in (1, 2, 3, 4):
         found: dict[int, list[int]] = {10: []}
         for rank in range(world_size):
-            resumed = PartialRollouts()
             shares = [states[saved] for saved in range(rank, 3, world_size)]
-            resumed.load_state_dict(
+            resumed = dropped_from(
                 [one for each in [states[0], *shares] for one in each], rank=rank, world_size=world_size
             )
             for first, iteration in ((0, 1), (10, 2), (20, 3), (30, 4)):
                 wanted = [Prompt(first + number, [6]) for number in range(5)]
-                partial = resumed.of(iteration)
+                partial = resumed.get(iteration, Dropped())
                 assert partial.begun(Prompt(prompt.index, [8]) for prompt in wanted) == []  # of other data
                 ranks = [0 % world_size, 1 % world_size, 2 % world_size, None, None]
-                assert [partial.rank_of(prompt) for prompt in wanted] == (ranks if first == 10 else [None] * 5)
+                assert [partial.ranks.get(prompt.index) for prompt in wanted] == (ranks if first == 10 else [None] * 5)
                 for begun in partial.begun(wanted):
                     (sample,) = begun
                     assert (sample.prompt.token_ids.tolist(), sample.logprobs.tolist(), sample.reward) == (
@@ -202,11 +202,10 @@ def test_what_was_begun_in_a_run_is_not_continued_in_the_run_of_another_trainer(
     rollouts = RolloutCallback(len, parts=[Oversampling(0.5, continued=True)])  # type: ignore[arg-type]
     partials, trainers = rollouts.collector.partials, [object(), object()]
     assert partials is not None
-    for trainer, known in ((trainers[0], {}), (trainers[0], {7: 0}), (trainers[1], {})):
+    for trainer, known in ((trainers[0], {}), (trainers[0], {1: {7: 0}}), (trainers[1], {})):
         rollouts.setup(trainer, None, "predict")  # type: ignore[arg-type]
-        assert partials.found(1)[0] == known
-        assert pickle.loads(pickle.dumps(partials)).found(1)[0] == known  # as for ranks on Ray
-        partials.of(0).keep({7: 0}, [group(7, tokens=2)])
+        assert {number: each.ranks for number, each in partials.items()} == known
+        partials[1] = Dropped.of({7: 0}, [group(7, tokens=2)])
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from rlhfkit.rollout.collector import (
     flatten,
 )
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.partial_rollouts import PartialRollouts, ResumableStream
+from rlhfkit.rollout.partial_rollouts import Dropped, ResumableStream
 from rlhfkit.trainer_parts import policy_of, prompts_of
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class GroupCollector:
         """Prompts that are sampled at most, as a multiple of ``wanted``; ``None``: no limit."""
         self.spare_share = 0.0
         """Further groups in flight, as a share of ``wanted``."""
-        self.partials: PartialRollouts | None = None
-        """What was made of dropped groups; ``None``: it is lost."""
+        self.partials: dict[int, Dropped] | None = None
+        """What iterations continue of dropped groups, by number; ``None``: it is lost."""
         self.forget_module()
 
     def forget_module(self) -> None:
@@ -176,10 +176,12 @@ class GroupCollector:
             most=None if self.max_rounds is None else self.max_rounds * wanted + spare,
             spare=spare,
             rounds=rounds,
-            partials=None if self.partials is None else self.partials.of(iteration),
+            begun=None if self.partials is None else self.partials.get(iteration, Dropped()),
             log=rank_log,
             position=0 if prompts is None else prompts.position,
         )
+        if self.partials is not None and collected.dropped is not None:
+            self.partials[iteration + 1] = collected.dropped
         if self.complete is not None:
             self.complete(ask, collected, rank_log)
         return collected

@@ -35,7 +35,7 @@ PACKAGE = Path(rlhfkit.__file__).parent
 FEATURES = (
     *(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("callbacks/rollout/parts/*.py")),
     *("rollout/groups.py", "rollout/request_batcher.py", "rollout/event_loop.py"),
-    *("rollout/background.py", "rollout/prompt_stream.py", "rollout/partial_rollouts.py"),
+    *("rollout/prompt_stream.py", "rollout/partial_rollouts.py"),
 )
 DEFAULT = {f"callbacks/rollout/parts/{name}.py" for name in ("__init__", "alarms", "probe")}
 """What every run has: bounds on metrics, and a comparison after each sync."""

@@ -1,9 +1,12 @@
 """``Ahead``: while the trainer learns from one iteration, a thread collects the next ones."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Generic, TypeVar
 
 import lightning as L
 
@@ -11,12 +14,16 @@ from rlhfkit.callbacks.rollout.part import RolloutPart, Rollouts
 from rlhfkit.callbacks.rollout.sharing import SharedIteration, staleness_metrics
 from rlhfkit.callbacks.rollout.source import Ask, Source
 from rlhfkit.distributed import gather_objects
-from rlhfkit.rollout.background import BackgroundRollouts
 from rlhfkit.rollout.collector import CollectedGroups
 from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.rollout.prompt_stream import PromptStream
 from rlhfkit.trainer_parts import prompts_of
 from rlhfkit.validation import check_integer
+
+T = TypeVar("T")
+
+_END_SECONDS = 60.0
+"""Time for what is being sampled to end, when a run does."""
 
 
 class Ahead(RolloutPart):
@@ -55,7 +62,7 @@ class Ahead(RolloutPart):
         check_integer("max_staleness", max_staleness, minimum=1, why="without Ahead sampling and learning take turns")
         self.max_staleness = self.staleness = max_staleness
         self.in_flight = in_flight
-        self._jobs: BackgroundRollouts[CollectedGroups] = BackgroundRollouts()
+        self._jobs = Jobs[CollectedGroups]()
         self._submitted = -1
         self._place: dict[str, Any] = {}  # where the next job's prompts begin
         self._prompts: PromptStream | None = None  # groups of later jobs, if they may be in flight
@@ -184,7 +191,92 @@ class Ahead(RolloutPart):
 
     def close(self) -> None:
         """Drop what is queued; the next run draws its prompts again."""
-        self._jobs.close()
+        with suppress(TimeoutError):
+            self._jobs.clear(_END_SECONDS)
         if self._prompts is not None:
             self._prompts.drop()
-        self._jobs, self._submitted, self._prompts = BackgroundRollouts(), -1, None
+        self._jobs, self._submitted, self._prompts = Jobs(), -1, None
+
+
+class Jobs(Generic[T]):
+    """Numbered jobs beside the caller, one after another, each in a thread; one thread calls the methods."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Future[T]] = {}  # whose results were not collected, in the order of submission
+        self._changed = threading.Condition()
+        self._started = -1  # the newest job that has started
+        self._limit = math.inf  # jobs beyond it do not start
+
+    def __reduce__(self) -> Any:
+        """Pickle without jobs, for ranks in other processes (on Ray)."""
+        return type(self), ()
+
+    def submit(self, number: int, job: Callable[[], T]) -> None:
+        """Start a job behind those before it."""
+        before, future = list(self._jobs.values()), Future[T]()
+
+        def work() -> None:
+            wait(before)
+            with self._changed:
+                self._changed.wait_for(lambda: number <= self._limit or future.cancelled())
+                if not future.set_running_or_notify_cancel():
+                    return
+                self._started = number
+            try:
+                future.set_result(job())
+            except BaseException as error:  # raised again by result()
+                future.set_exception(error)
+
+        self._jobs[number] = future
+        threading.Thread(target=work, name="rollouts", daemon=True).start()
+
+    def result(self, number: int, timeout: float) -> T:
+        """Wait up to ``timeout`` seconds for a job, return its result, and forget it; raises what the job raised.
+
+        Raises:
+            TimeoutError: If it takes longer; the message says whether it was running.
+        """
+        future = self._jobs[number]
+        if not wait([future], timeout).done:
+            state = "still running" if future.running() else "waiting behind others"
+            raise TimeoutError(f"the rollouts of iteration {number} took longer than {timeout:g} s: {state}")
+        del self._jobs[number]
+        return future.result()
+
+    @contextmanager
+    def paused(self, timeout: float, agree: Callable[[int], int] = int) -> Iterator[None]:
+        """Wait for the running job, and start no other inside; TimeoutError if it takes more than ``timeout`` seconds.
+
+        ``agree`` maps the number of the newest started job (-1: none) to that of the last job to run before the pause.
+        Processes whose jobs work together agree on the highest number.
+        """
+        with self._changed:
+            outside, self._limit = self._limit, self._started
+        try:
+            last = max(agree(self._started), self._started)
+            self._move_limit(last)
+            running = {number: job for number, job in self._jobs.items() if number <= last}
+            _wait_for(running, timeout, ", so that the engine could not be given new weights")
+            yield
+        finally:
+            self._move_limit(outside)
+
+    def clear(self, timeout: float) -> None:
+        """Forget all jobs, and wait for the running one; TimeoutError after ``timeout`` seconds."""
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            job.cancel()
+        self._move_limit(math.inf)
+        _wait_for(jobs, timeout)
+
+    def _move_limit(self, limit: float) -> None:
+        with self._changed:
+            self._limit = limit
+            self._changed.notify_all()
+
+
+def _wait_for(jobs: Mapping[int, "Future[Any]"], timeout: float, why: str = "") -> None:
+    late = wait(jobs.values(), timeout).not_done
+    if late:
+        first = next(number for number, job in jobs.items() if job in late)
+        raise TimeoutError(f"the rollouts of iteration {first} did not end within {timeout:g} s{why}")

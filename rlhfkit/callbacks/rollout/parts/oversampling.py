@@ -7,7 +7,7 @@ import lightning as L
 
 from rlhfkit.callbacks.rollout.part import RolloutPart, Rollouts
 from rlhfkit.callbacks.rollout.sharing import SharedIteration, staleness_metrics
-from rlhfkit.rollout.partial_rollouts import PartialRollouts
+from rlhfkit.rollout.partial_rollouts import Dropped, dropped_from
 from rlhfkit.validation import check_number
 
 
@@ -37,8 +37,8 @@ class Oversampling(RolloutPart):
         check_number("share", share, above=0, why="Oversampling has further groups in flight, a share of the iteration")
         self.share = share
         self.continued = continued
-        self.partials = PartialRollouts() if continued else None
-        """What was made of dropped groups; ``None``: it is lost."""
+        self.partials: dict[int, Dropped] | None = {} if continued else None
+        """What iterations continue, by number, until they were trained on: a resumed run continues the same."""
         self.staleness = None if continued else 0  # an iteration more each time that a sample is cut
 
     def attach(self, rollouts: Rollouts) -> None:
@@ -88,13 +88,16 @@ class Oversampling(RolloutPart):
     def end_iteration(self, next_iteration: int) -> None:
         """Forget what iterations before the next one have continued."""
         if self.partials is not None:
-            self.partials.forget(next_iteration)
+            for number in [number for number in [*self.partials] if number < next_iteration]:
+                del self.partials[number]
 
     def state_dict(self, next_iteration: int) -> Any:
         """What this rank needs of groups that the next iteration continues."""
-        return [] if self.partials is None else self.partials.state_dict(next_iteration)
+        dropped = (self.partials or {}).get(next_iteration)  # what later ones continue is dropped again
+        return [] if dropped is None else [dropped.state(next_iteration)]
 
     def load_state_dict(self, own: Iterable[Any], states: Iterable[Any], *, rank: int, world_size: int) -> None:
         """Take saved groups; a rank's own entries say who has what also to one that takes over no groups."""
         if self.partials is not None:
-            self.partials.load_state_dict([*own, *states], rank=rank, world_size=world_size)
+            self.partials.clear()
+            self.partials |= dropped_from([*own, *states], rank=rank, world_size=world_size)

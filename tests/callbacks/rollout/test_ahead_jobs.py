@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.rollout.background import BackgroundRollouts
+from rlhfkit.callbacks.rollout.parts.ahead import Jobs
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.sampled_from(["submit", "collect", "hold"]), max_size=40))
 def test_every_job_runs_once_and_in_order_whatever_happens_around_it(actions: list[str]) -> None:
-    jobs: BackgroundRollouts[int] = BackgroundRollouts()
+    jobs = Jobs[int]()
     ran: list[int] = []
     submitted, collected = 0, 0
 
@@ -25,7 +25,6 @@ def test_every_job_runs_once_and_in_order_whatever_happens_around_it(actions: li
     for action in actions:
         if action == "submit":
             jobs.submit(submitted, lambda number=submitted: job(number))
-            jobs.submit(submitted, lambda: -1)  # a second one of that number is not run
             submitted += 1
         elif action == "collect" and collected < submitted:
             assert jobs.result(collected, timeout=10) == 10 * collected
@@ -35,17 +34,16 @@ def test_every_job_runs_once_and_in_order_whatever_happens_around_it(actions: li
                 before = len(ran)
                 time.sleep(0.001)
                 assert len(ran) == before
-    assert jobs.pending == list(range(collected, submitted))
     while collected < submitted:
         assert jobs.result(collected, timeout=10) == 10 * collected
         collected += 1
     assert ran == list(range(submitted))
-    jobs.close()
+    jobs.clear(10)
 
 
 def test_who_holds_may_have_jobs_run_first() -> None:
     """Two processes run their jobs together; one is held before it begins a job that the other has begun already."""
-    jobs: BackgroundRollouts[int] = BackgroundRollouts()
+    jobs = Jobs[int]()
     ran: list[int] = []
     release = threading.Event()
 
@@ -69,11 +67,11 @@ def test_who_holds_may_have_jobs_run_first() -> None:
         time.sleep(0.005)
         assert ran == list(range(6))
     assert jobs.result(7, timeout=10) == 7
-    jobs.close()
+    jobs.clear(10)
 
 
 def test_an_error_is_raised_where_the_result_is_asked_for_and_the_next_job_runs() -> None:
-    jobs: BackgroundRollouts[int] = BackgroundRollouts()
+    jobs = Jobs[int]()
 
     def broken() -> int:
         raise ArithmeticError("the reward is broken")
@@ -83,68 +81,41 @@ def test_an_error_is_raised_where_the_result_is_asked_for_and_the_next_job_runs(
     with pytest.raises(ArithmeticError, match="the reward is broken"):
         jobs.result(0, timeout=10)
     assert jobs.result(1, timeout=10) == 5
-    jobs.close()
+    jobs.clear(10)
 
 
 def test_every_wait_has_a_limit_and_says_what_it_waited_for() -> None:
-    jobs: BackgroundRollouts[int] = BackgroundRollouts()
+    jobs = Jobs[int]()
     release = threading.Event()
     jobs.submit(3, lambda: int(release.wait(30)))
     jobs.submit(4, lambda: 1)
     with pytest.raises(TimeoutError, match=r"iteration 3 took longer than 0\.05 s: still running"):
         jobs.result(3, timeout=0.05)
-    with pytest.raises(TimeoutError, match=r"iteration 4 .* waiting behind job 3"):
+    with pytest.raises(TimeoutError, match=r"iteration 4 .* waiting behind others"):
         jobs.result(4, timeout=0.05)
     with pytest.raises(TimeoutError, match="iteration 3 did not end"), jobs.paused(timeout=0.05):
         pass
-    with pytest.raises(KeyError, match="never submitted"):
-        jobs.result(9, timeout=0.05)
+    with pytest.raises(TimeoutError, match="iteration 3 did not end"):
+        jobs.clear(0.05)
     release.set()
-    assert jobs.result(4, timeout=10) == 1
-    jobs.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        jobs.submit(5, lambda: 1)
+    jobs.submit(5, lambda: 1)  # those before were forgotten
+    assert jobs.result(5, timeout=10) == 1
 
 
 def test_a_copy_for_another_process_starts_empty() -> None:
-    jobs: BackgroundRollouts[int] = BackgroundRollouts("mine")
+    jobs = Jobs[int]()
     jobs.submit(0, lambda: 1)
     copy = pickle.loads(pickle.dumps(jobs))
-    assert copy.pending == []
     copy.submit(0, lambda: 2)
     assert (jobs.result(0, timeout=10), copy.result(0, timeout=10)) == (1, 2)
-    jobs.close()
-    copy.close()
 
 
-def test_who_waits_while_another_thread_closes_is_told_so() -> None:
-    jobs: BackgroundRollouts[int] = BackgroundRollouts()
-    begun, finish, waiting = threading.Event(), threading.Event(), threading.Event()
-
-    def job() -> int:
-        begun.set()
-        finish.wait(10)
-        return 1
-
-    jobs.submit(0, job)
-    assert begun.wait(10)
-    told: list[BaseException] = []
-
-    def wait() -> None:
-        waiting.set()
-        try:
-            jobs.result(0, timeout=10)
-        except BaseException as error:
-            told.append(error)
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    assert waiting.wait(10)
-    closer = threading.Thread(target=jobs.close)
-    closer.start()
-    finish.set()
-    waiter.join(10)
-    closer.join(10)
-    assert [str(error) for error in told] == ["these background rollouts were closed while job 0 was waited for"]
-    with pytest.raises(RuntimeError, match="were closed while job 0"):
-        jobs.result(0, timeout=1)
+def test_what_is_held_when_a_pause_begins_inside_another_stays_held() -> None:
+    jobs, ran = Jobs[int](), list[int]()
+    with jobs.paused(10):
+        jobs.submit(0, lambda: ran.append(0) or 5)  # type: ignore[func-returns-value]
+        with jobs.paused(10):
+            pass
+        time.sleep(0.005)
+        assert not ran
+    assert jobs.result(0, timeout=10) == 5
