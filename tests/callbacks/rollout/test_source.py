@@ -1,187 +1,235 @@
-"""Sources and parts of the rollout side: what wraps what, and that a plain run enters no file of a feature."""
+"""A reward model that is a child of the module scores samples for selection, the curriculum, metrics and the loss."""
 
-import dataclasses
 import json
-import sys
-import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import lightning as L
 import pytest
-from rl_runs import digits, setup_run, weights
+from modules.on_policy.preparation.test_rewards import reward_model
+from rl_runs import digits, setup_run
+from tiny_models import tiny_tokenizer
 
-import rlhfkit
-from rlhfkit import (
-    Ahead,
-    DynamicSampling,
-    Oversampling,
-    ReplayBuffer,
-    RolloutCallback,
-    Sample,
-    SamplingSpec,
-    Validation,
-    callbacks,
-)
-from rlhfkit.callbacks import Alarm, Alarms, Probe, SharedDevices
-from rlhfkit.callbacks.rollout.part import RolloutPart, make_rollout_part
-from rlhfkit.callbacks.rollout.sharing import SharedIteration
-from rlhfkit.callbacks.rollout.source import Ask, Source
-from rlhfkit.rollout.collector import CollectedGroups
+from rlhfkit import Ahead, DynamicSampling, LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess
+from rlhfkit.rewards import ModelReward, WeightedSum
+from rlhfkit.rollout import GroupSampler
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
-PACKAGE = Path(rlhfkit.__file__).parent
-FEATURES = (
-    *(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("callbacks/rollout/parts/*.py")),
-    *("rollout/groups.py", "rollout/request_batcher.py", "rollout/event_loop.py"),
-    *("rollout/prompt_stream.py", "rollout/partial_rollouts.py"),
-)
-DEFAULT = {f"callbacks/rollout/parts/{name}.py" for name in ("__init__", "alarms", "probe")}
-"""What every run has: bounds on metrics, and a comparison after each sync."""
 
 
-def entered(folder: Path, parts: Any) -> set[str]:
-    """Files of features of which a run calls a function between the start and the end of its fit."""
-    trainer, module, data, _ = setup_run(folder, rollouts=RolloutCallback(digits, sampling=SAMPLING, parts=parts))
-    found: set[str] = set()
+def above_zero(sample: Sample) -> float:
+    """Whether the reward model likes it."""
+    return float(sample.reward_parts["model"] > 0)
 
-    def note(frame: Any, event: str, argument: Any) -> None:
-        found.add(frame.f_code.co_filename)
 
-    class Trace(L.Callback):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            sys.setprofile(note)
-            threading.setprofile(note)
-
-        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
-
-    trainer.callbacks.append(Trace())
+def fitted(tmp_path: Path, reward: Any, **arguments: Any) -> tuple[Any, RolloutCallback]:
+    """A run with dynamic sampling by the sign of the reward model's score."""
+    rollouts = RolloutCallback(reward, sampling=SAMPLING, parts=[DynamicSampling(by=above_zero)])
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2, **arguments)
     trainer.fit(module, data)
-    return {name for name in FEATURES if str(PACKAGE / name) in found}
+    return trainer, rollouts
+
+
+def identity(samples: Sequence[Sample]) -> list[tuple[int, int, list[int]]]:
+    return [(sample.prompt.index, sample.sample_index, sample.token_ids.tolist()) for sample in samples]
+
+
+def test_dynamic_sampling_selects_by_the_scores_of_a_reward_model_among_the_children(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path)
+    trainer, child = fitted(tmp_path, None, module_arguments={"reward_model": folder})
+    _, beside = fitted(tmp_path, WeightedSum(model=ModelReward(folder)))
+    assert 0.0 < trainer.callback_metrics["rollout/accepted_fraction"] < 1.0
+    assert trainer.callback_metrics["rollout/zero_advantage_fraction"] == 0.0
+    for first in range(0, 32, 4):
+        assert len({above_zero(sample) for sample in child.samples[first : first + 4]}) == 2
+    assert identity(child.samples) == identity(beside.samples)
+    scores = ModelReward(folder)(child.samples)
+    assert [sample.reward for sample in child.samples] == pytest.approx(scores, abs=1e-5)
+    assert float(trainer.callback_metrics["rollout/reward"]) == pytest.approx(fmean(scores), abs=1e-5)
+
+
+def test_validation_logs_the_scores_and_sources_have_them_too(tmp_path: Path) -> None:
+    held = [{"prompt": f"{i}+1=", "answer": "", "source": "easy" if i % 3 else "hard"} for i in range(7)]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+    folder = reward_model(tmp_path)
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": folder},
+        data_arguments={"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"},
+        rollouts=RolloutCallback(digits, sampling=SAMPLING),
+    )
+    metrics = trainer.validate(module, data, verbose=False)[0]
+    samples = rollouts.validation_samples
+    scores = ModelReward(folder)(samples)
+    assert metrics["val/model"] == pytest.approx(fmean(scores), abs=1e-5)
+    totals = [score + share for score, share in zip(scores, digits(samples), strict=True)]
+    assert metrics["val/reward"] == pytest.approx(fmean(totals), abs=1e-5)
+    hard = [total for total, sample in zip(totals, samples, strict=True) if sample.prompt.metadata["source"] == "hard"]
+    assert metrics["val/reward/hard"] == pytest.approx(fmean(hard), abs=1e-5)
+
+
+def test_a_curriculum_remembers_the_scores(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path)
+    seen: dict[int, float] = {}
+
+    def remembered(one: Any) -> Any:
+        seen.update({row: worth.reward for row, worth in one.history.items()})
+        return one.rows
+
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": folder},
+        data_arguments={"curriculum": remembered},
+        rollouts=RolloutCallback(sampling=SAMPLING),
+        max_epochs=6,  # of 40 prompts, 8 in each
+    )
+    trainer.fit(module, data)
+    assert len(seen) == 40
+    assert all(seen.values())
+
+
+def too_long(samples: Sequence[Sample]) -> list[float]:
+    """A penalty on length that no two answers share."""
+    return [-sample.sample_index / 100 for sample in samples]
+
+
+def mostly_solved(samples: Sequence[Sample]) -> list[float]:
+    """Everybody answers two of three prompts right, and all but the first sample the third."""
+    return [float(sample.prompt.index % 3 != 0 or sample.sample_index > 0) for sample in samples]
+
+
+@pytest.mark.parametrize("by", [None, "right", lambda sample: sample.reward_parts["right"]], ids=["total", "part", "f"])
+def test_a_length_penalty_makes_no_signal_where_a_part_decides(tmp_path: Path, by: Any) -> None:
+    reward = WeightedSum(right=mostly_solved, length=too_long)
+    rollouts = RolloutCallback(reward, sampling=SAMPLING, parts=[DynamicSampling(by=by)])
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
+    trainer.fit(module, data)
+    unsolved = fmean(sample.prompt.index % 3 == 0 for sample in rollouts.samples)
+    accepted = float(trainer.callback_metrics["rollout/accepted_fraction"])
+    assert (unsolved == 1.0 and accepted < 0.7) if by else (unsolved < 0.7 and accepted == 1.0)
+
+
+def plain(samples: Sequence[Sample]) -> list[float]:
+    return [0.0] * len(samples)
+
+
+plain.name = "model"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("parts", "expected"),
+    ("rollouts", "data", "message"),
     [
-        ([], set()),
-        ([DynamicSampling()], {"callbacks/rollout/parts/dynamic_sampling.py"}),
-        ([Oversampling(0.5)], {"callbacks/rollout/parts/oversampling.py"}),
-        # Replay compares groups by the functions of dynamic sampling.
-        ([ReplayBuffer()], {f"callbacks/rollout/parts/{name}.py" for name in ("replay_buffer", "dynamic_sampling")}),
-        ([Ahead(1)], {"callbacks/rollout/parts/ahead.py", "rollout/background.py"}),
+        ({"parts": [DynamicSampling(by="math_match")]}, {}, "the parts are digits, model$"),
+        ({"parts": [DynamicSampling(), Ahead(1)]}, {}, "thread beside training"),
+        ({"parts": [Ahead(1)]}, {"curriculum": BySuccess()}, "thread beside training"),
+        ({"reward": plain}, {}, "is called 'model'"),
     ],
-    ids=["plain", "dynamic sampling", "oversampling", "replay", "ahead"],
+    ids=["unknown part", "ahead", "ahead with a curriculum", "another part of that name"],
 )
-def test_a_run_enters_the_files_of_its_features_only(tmp_path: Path, parts: Any, expected: set[str]) -> None:
-    assert entered(tmp_path, parts) - DEFAULT == expected
+def test_what_cannot_be_scored_is_refused(
+    tmp_path: Path, rollouts: dict[str, Any], data: dict[str, Any], message: str
+) -> None:
+    trainer, module, datamodule, _ = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": reward_model(tmp_path)},
+        data_arguments=data,
+        rollouts=RolloutCallback(**({"reward": digits, "sampling": SAMPLING} | rollouts)),
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, datamodule)
+    assert trainer.global_step == 0
 
 
-def by_digits(sample: Sample) -> float:
-    """What is compared."""
-    return digits([sample])[0]
+def test_scores_that_nothing_is_chosen_by_may_come_after_sampling_ahead(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path)
+    trainer, module, data, rollouts = setup_run(
+        tmp_path,
+        module_arguments={"reward_model": folder},
+        data_arguments={"curriculum": ByColumn("answer")},
+        rollouts=RolloutCallback(sampling=SAMPLING, parts=[Ahead(1)]),
+        max_epochs=2,
+    )
+    trainer.fit(module, data)
+    assert [sample.reward for sample in rollouts.samples] == pytest.approx(
+        ModelReward(folder)(rollouts.samples), abs=1e-5
+    )
 
 
-GIVEN: dict[type[RolloutPart], list[dict[str, Any]]] = {
-    Ahead: [{"max_staleness": 2, "in_flight": True}],
-    Alarms: [{}, {"alarms": [Alarm(metric="loss", high=5.0, advice="lower the learning rate")]}],
-    DynamicSampling: [{"by": "right", "max_rounds": 2}, {"by": by_digits}],
-    Oversampling: [{"share": 0.5, "continued": True}],
-    Probe: [{"tolerance": 0.1}],
-    ReplayBuffer: [{"capacity": 3, "fraction": 0.25, "max_age": 7, "min_reward": 0.5, "by": "right"}],
-    SharedDevices: [{"offload_training": False}],
-    Validation: [{"sampling": {"one": SamplingSpec(max_new_tokens=7)}, "success_threshold": 0.5}],
-}
-
-
-def test_every_part_that_is_passed_is_made_again_of_plain_values() -> None:
-    """As in YAML and in checkpoints: JSON is enough."""
-    for kind, several in GIVEN.items():
-        assert kind.__name__ in callbacks.__all__
-        for arguments in several:
-            part = kind(**arguments)
-            plain = part.plain()
-            again = make_rollout_part(json.loads(json.dumps(plain)))
-            assert type(again) is kind
-            assert again.plain() == plain
-            assert all(getattr(again, name) == getattr(part, name) for name in arguments)
-    assert repr(DynamicSampling(by="right")) == "DynamicSampling(by='right')"
-    rollouts = RolloutCallback(digits, parts=["rlhfkit.Ahead", DynamicSampling().plain()])
-    assert [type(part) for part in rollouts.parts] == [Ahead, DynamicSampling, Validation, Probe, Alarms]
-
-
-def test_a_part_that_is_given_takes_the_place_of_the_default_one_and_two_of_a_class_keep_two_states() -> None:
-    given = [Alarms([]), ReplayBuffer(), ReplayBuffer(by="right"), Probe(1.0)]
-    rollouts = RolloutCallback(digits, parts=given)
-    assert [type(part) for part in rollouts.parts] == [*map(type, given), Validation]
-    assert list(rollouts.state_dict()["parts"]) == ["ReplayBuffer[0]", "ReplayBuffer[1]"]
-
-
-def test_states_of_parts_that_are_not_there_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    state = RolloutCallback(digits).state_dict() | {"parts": {"ReplayBuffer[0]": [1], "Ahead[0]": []}}
-    RolloutCallback(digits).load_state_dict(state)
-    assert caplog.messages == ["the checkpoint has states of parts that this run has not: ReplayBuffer[0]"]
-
-
-class Backwards(RolloutPart):
-    """Turns the order of each iteration around, and counts its iterations over stops."""
+class Curriculum:
+    """A reward that notes how far training is whenever it scores."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.seen: list[list[int]] = []
-        self.calls: list[str] = []
+        self.seen: list[tuple[int, int]] = []
+        self.now = (-1, -1)
 
-    def attach(self, rollouts: RolloutCallback) -> None:
-        self.rollouts = rollouts
+    def set_progress(self, *, step: int, epoch: int) -> None:
+        self.now = (step, epoch)
 
-    def wrap(self, source: Source) -> Source:
-        self.source = source
-        return self
-
-    def collect(self, ask: Ask) -> CollectedGroups:
-        collected = self.source.collect(ask)
-        self.calls.append("collect")
-        return dataclasses.replace(collected, prompts=collected.prompts[::-1], groups=collected.groups[::-1])
-
-    def metrics(self, shared: SharedIteration, version: int) -> dict[str, float]:
-        self.seen.append(list(dict.fromkeys(shared.summary.group.tolist())))
-        return {"rollout/backwards": float(self.count)}
-
-    def end_iteration(self, next_iteration: int) -> None:
-        self.count += 1
-        self.calls.append("end")
-
-    def logged(self, trainer: L.Trainer, iteration: int) -> None:
-        self.calls.append("logged")
-
-    def state_dict(self, next_iteration: int) -> list[int]:
-        return [self.count]
-
-    def load_state_dict(self, own: Iterable[int], states: Iterable[int], *, rank: int, world_size: int) -> None:
-        (self.count,) = own
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        self.seen.append(self.now)
+        return digits(samples)
 
 
-def test_a_part_of_ones_own_wraps_the_source_measures_and_is_resumed(tmp_path: Path) -> None:
-    def run(part: Backwards | None, **more: Any) -> Any:
-        rollouts = RolloutCallback(digits, sampling=SAMPLING, parts=[] if part is None else [part])
-        trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=3)
-        trainer.fit(module, data, **more)
-        trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
-        return trainer, weights(module)
-
-    part = Backwards()
-    trainer, _ = run(part)
-    assert part.rollouts is trainer.callbacks[0]
-    assert part.calls == ["collect", "end", "logged"] * 3
-    assert float(trainer.callback_metrics["rollout/backwards"]) == 2.0
-    plain = RolloutCallback(digits, sampling=SAMPLING)
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=plain, max_epochs=1)
+def test_a_reward_is_told_how_far_training_is(tmp_path: Path) -> None:
+    reward = Curriculum()
+    rollouts = RolloutCallback(WeightedSum(digits=reward), sampling=SAMPLING)
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2)
     trainer.fit(module, data)
-    assert part.seen[0] == list(dict.fromkeys(sample.prompt.index for sample in plain.samples))[::-1]
-    again = Backwards()
-    run(again, ckpt_path=str(tmp_path / "3.ckpt"))
-    assert again.count == 3
-    with pytest.raises(TypeError, match=r"derive it from rlhfkit\.callbacks\.RolloutPart"):
-        RolloutCallback(digits, parts=[len])  # type: ignore[list-item]
+    assert sorted({*reward.seen}) == [(0, 0), (2, 1)], "two updates in each iteration"
+
+
+class Batching(LocalEngine):
+    """Runs later requests beside earlier ones, as VLLMPool and VLLMServer do."""
+
+    continuous_batching = True
+
+
+def test_a_group_function_reads_texts_and_changes_training_only(tmp_path: Path) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": ""}) + "\n" for i in range(7)))
+    texts: list[str] = []
+    decoded: list[str] = []
+    iterations: list[int] = []
+
+    async def chosen(prompt: Prompt, size: int, sampler: GroupSampler) -> list[Sample]:
+        """Of each two tries the one with more digits."""
+        tries = [await sampler.sample(prompt, size, attempt=attempt) for attempt in (0, 1)]
+        iterations.append(sampler.iteration)
+        texts.extend(sample.text for sample in tries[0])
+        decoded.extend(tiny_tokenizer().decode(one.token_ids.tolist(), skip_special_tokens=True) for one in tries[0])
+        return [max(pair, key=lambda one: sum(map(str.isdigit, one.text))) for pair in zip(*tries, strict=True)]
+
+    found = {}
+    for name in ("chosen", "plain"):
+        group = chosen if name == "chosen" else None
+        rollouts = RolloutCallback(digits, sampling=SAMPLING, engine=Batching(), group=group)
+        trainer, module, data, _ = setup_run(
+            tmp_path,
+            rollouts=rollouts,
+            data_arguments={"validation_data": str(held), "validation_split": "train"},
+            module_arguments={"lr": 1e-12},  # so that validation compares the same policy
+            max_epochs=1,
+        )
+        trainer.fit(module, data)
+        found[name] = float(trainer.callback_metrics["val/reward"]), float(trainer.callback_metrics["rollout/reward"])
+    assert set(iterations) == {0}
+    assert len(texts) == 32
+    assert texts == decoded
+    assert len(set(texts)) > 16
+    assert found["chosen"][0] == found["plain"][0]
+    assert found["chosen"][1] > found["plain"][1]
+
+
+def test_a_token_that_the_model_does_not_know_is_named_with_its_prompt(tmp_path: Path) -> None:
+    class Foreign(LocalEngine):
+        def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
+            samples = super().generate(prompts, sampling, iteration=iteration)
+            samples[5].token_ids = [*samples[5].token_ids.tolist()[:-1], 500]
+            return samples
+
+    rollouts = RolloutCallback(digits, sampling=SAMPLING, engine=Foreign())
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
+    with pytest.raises(RuntimeError, match=r"Foreign returned the token 500 for prompt \d+, .* the tokens 0 to 127"):
+        trainer.fit(module, data)
