@@ -268,58 +268,34 @@ class DrainableWeights:
 class RolloutEngine(Protocol):
     """Samples from the current policy. Derive from this class and override what differs.
 
-    The properties declare what an engine can do besides sampling.
+    The attributes declare what an engine can do besides sampling.
     """
 
     version: int | None = None
     """Policy version of the weights that are served; ``None`` before the first :meth:`load`."""
+    shared: bool = False
+    """Whether all ranks use the same engine, which rank 0 runs and every rank asks for itself.
 
-    @property
-    def shared(self) -> bool:
-        """Whether all ranks use the same engine, which rank 0 runs and every rank asks for itself.
-
-        ``generate``, ``score`` and streams are then called on any rank, from any thread, for this rank alone.
-        """
-        return False
-
-    @property
-    def colocate(self) -> bool:
-        """Whether it uses the training ranks' GPUs and has to sleep while the policy is trained."""
-        return False
-
-    @property
-    def updates_in_flight(self) -> bool:
-        """Whether :meth:`load` may run while another thread generates; samples record the version of each token."""
-        return False
-
-    @property
-    def can_stream(self) -> bool:
-        """Whether it is a :class:`~rlhfkit.rollout.collector.StreamingEngine`, which has ``stream``."""
-        return False
-
-    @property
-    def continuous_batching(self) -> bool:
-        """Whether later requests run beside earlier ones, and several streams may be open, each in a thread."""
-        return False
-
-    @property
-    def can_score(self) -> bool:
-        """Whether :meth:`score` works; the probe after a weight sync needs it."""
-        return True
+    ``generate``, ``score`` and streams are then called on any rank, from any thread, for this rank alone.
+    """
+    colocate: bool = False
+    """Whether it uses the training ranks' GPUs and has to sleep while the policy is trained."""
+    updates_in_flight: bool = False
+    """Whether :meth:`load` may run while another thread generates; samples record the version of each token."""
+    can_stream: bool = False
+    """Whether it is a :class:`~rlhfkit.rollout.collector.StreamingEngine`, which has ``stream``."""
+    continuous_batching: bool = False
+    """Whether later requests run beside earlier ones, and several streams may be open, each in a thread."""
+    can_score: bool = True
+    """Whether :meth:`score` works; the probe after a weight sync needs it."""
+    recorded: bool = False
+    """Whether its samples are whole episodes of an earlier run, so that single turns cannot be requested."""
+    shortens_answers: bool = False
+    """Whether completions are cut to fit into the context, so that a prompt needs room for only one token."""
 
     @property
     def quantized(self) -> bool:
         """Whether it computes with fewer bits than it is sent, so that its log-probs differ from the policy's."""
-        return False
-
-    @property
-    def recorded(self) -> bool:
-        """Whether its samples are whole episodes of an earlier run, so that single turns cannot be requested."""
-        return False
-
-    @property
-    def shortens_answers(self) -> bool:
-        """Whether completions are cut to fit into the context, so that a prompt needs room for only one token."""
         return False
 
     @property

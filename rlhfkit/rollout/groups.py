@@ -330,6 +330,13 @@ class GroupRunner:
         self.engine = engine
         self.function = group if isinstance(group, GroupFunction) else _PlainFunction(group)
         self.function.check_engine(engine)
+        self.shared, self.continuous_batching, self.recorded = (
+            engine.shared,
+            engine.continuous_batching,
+            engine.recorded,
+        )
+        self.can_stream = not engine.recorded
+        """Whether groups are returned as their functions return: not those of an earlier run."""
         self.loop = EventLoopThread("rlhfkit-groups")
         self.score: Callable[[list[Sample]], None] = _no_reward
         """Sets the rewards of samples, in place; called in any thread."""
@@ -341,26 +348,6 @@ class GroupRunner:
     def __reduce__(self) -> Any:
         """Pickle without the loop and what belongs to a run, for ranks in other processes (on Ray)."""
         return type(self), (self.engine, self.function)
-
-    @property
-    def shared(self) -> bool:
-        """Whether all ranks use the same engine."""
-        return self.engine.shared
-
-    @property
-    def continuous_batching(self) -> bool:
-        """Whether the groups of several streams may be made side by side."""
-        return self.engine.continuous_batching
-
-    @property
-    def recorded(self) -> bool:
-        """Whether samples are those of an earlier run, so that the function is not called."""
-        return self.engine.recorded
-
-    @property
-    def can_stream(self) -> bool:
-        """Whether groups are returned as their functions return."""
-        return not self.engine.recorded
 
     @property
     def shortens_answers(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.sample_state import sample_from_state, sample_state
+from rlhfkit.rollout.replay import sample_from_state, sample_state
 
 CUT: str = "abort"
 """``finish_reason`` of a sample that is not finished."""

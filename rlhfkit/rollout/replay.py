@@ -1,9 +1,10 @@
-"""Save samples to disk, and ``ReplayEngine``, which returns them instead of generating."""
+"""Samples in files and checkpoints, and ``ReplayEngine``, which returns them instead of generating."""
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +62,29 @@ def load_samples(path: Path) -> list[Sample]:
         prompt = prompts.setdefault(key, Prompt(**plain["prompt"]))
         samples.append(Sample(**{**plain, "prompt": prompt}))
     return samples
+
+
+_ARRAYS = ("token_ids", "logprobs", "versions", "action_mask", "token_rewards")
+
+
+def sample_state(sample: Sample) -> dict[str, Any]:
+    """A sample for checkpoints, loadable with ``torch.load(weights_only=True)``: arrays as tensors, all else as JSON.
+
+    Answers and metadata of the prompt that JSON does not know become text.
+    """
+    arrays = {name: getattr(sample, name) for name in _ARRAYS} | {"prompt_ids": sample.prompt.token_ids}
+    bare: dict[str, Any] = dict.fromkeys(_ARRAYS[:3], ()) | dict.fromkeys(_ARRAYS[3:])
+    rest = dataclasses.replace(sample, prompt=dataclasses.replace(sample.prompt, token_ids=()), **bare).plain()
+    return {name: None if values is None else torch.from_numpy(np.array(values)) for name, values in arrays.items()} | {
+        "rest": json.dumps(rest, default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
+    }
+
+
+def sample_from_state(state: Mapping[str, Any]) -> Sample:
+    """Inverse of :func:`sample_state`."""
+    rest = json.loads(state["rest"])
+    prompt = Prompt(**{**rest["prompt"], "token_ids": state["prompt_ids"]})
+    return Sample(**{**rest, **{name: state[name] for name in _ARRAYS}, "prompt": prompt})
 
 
 class ReplayEngine(RolloutEngine):

@@ -20,8 +20,7 @@ from rlhfkit.data.images import Image
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.vision import load_processor
-from rlhfkit.rollout.replay import load_samples, save_samples
-from rlhfkit.rollout.sample_state import sample_from_state, sample_state
+from rlhfkit.rollout.replay import load_samples, sample_from_state, sample_state, save_samples
 
 
 def picture(seed: int) -> PIL.Image.Image:

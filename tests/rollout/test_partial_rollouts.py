@@ -1,7 +1,7 @@
 """Samples that were cut and continued: nothing of them changes, and what follows is the new weights' own.
 
 Ranks that share them are in ``test_collector_ranks.py``, vLLM's engines in ``vllm/test_pool.py``, whole runs in
-``tests/callbacks/rollout/test_oversampling.py``. Covers ``sample_state.py`` too.
+``tests/callbacks/rollout/test_oversampling.py``.
 """
 
 import copy

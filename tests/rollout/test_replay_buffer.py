@@ -23,7 +23,7 @@ from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.protocols import STATES_OF_RANKS
 from rlhfkit.rollout.collector import CollectedGroups
-from rlhfkit.rollout.sample_state import sample_from_state, sample_state
+from rlhfkit.rollout.replay import sample_from_state, sample_state
 
 
 def group(index: int, rewards: Sequence[float | None], version: int = 0) -> list[Sample]:
@@ -82,6 +82,11 @@ def test_a_group_is_replayed_until_a_token_is_too_old_and_ages_are_logged() -> N
     }
 
 
+def first(state: dict[str, Any]) -> Sample:
+    """The first sample of a group in a checkpoint."""
+    return sample_from_state(state["samples"][0])
+
+
 def test_the_groups_that_differ_most_stay_and_the_newest_of_a_prompt() -> None:
     replay = ReplayBuffer(capacity=2, min_reward=0.5)
     iterations(
@@ -89,7 +94,7 @@ def test_the_groups_that_differ_most_stay_and_the_newest_of_a_prompt() -> None:
         [group(0, [0.6, 0.0]), group(1, [1.0, 0.0]), group(2, [0.9, 0.0]), group(3, [0.4, -9.0])],
         [group(1, [0.8, 0.2]), group(4, [0.5, 0.4])],
     )
-    kept = {state["samples"][0]["index"]: state["samples"][0]["reward"] for state in replay.state_dict(0)}
+    kept = {one.prompt.index: one.reward for one in map(first, replay.state_dict(0))}
     assert kept == {2: 0.9, 1: 0.8}
 
 
@@ -311,7 +316,7 @@ def test_groups_of_other_ranks_states_are_divided_when_the_number_of_ranks_chang
         trainer: Any = SimpleNamespace(global_rank=rank, world_size=2)
         one.on_load_checkpoint(trainer, trainer, {STATES_OF_RANKS: saved})
         one.load_state_dict(saved[0]["callbacks"][one.state_key])
-        found.append([each["samples"][0]["index"] for each in one.state_dict()["parts"]["ReplayBuffer[0]"]])
+        found.append([first(each).prompt.index for each in one.state_dict()["parts"]["ReplayBuffer[0]"]])
     assert found == [[0, 2], [1, 3]]
 
 

@@ -71,7 +71,7 @@ def entered(folder: Path, parts: Any) -> set[str]:
         ([Oversampling(0.5)], {"callbacks/rollout/parts/oversampling.py"}),
         # Replay compares groups by the functions of dynamic sampling.
         ([ReplayBuffer()], {f"callbacks/rollout/parts/{name}.py" for name in ("replay_buffer", "dynamic_sampling")}),
-        ([Ahead(1)], {"callbacks/rollout/parts/ahead.py", "rollout/background.py"}),
+        ([Ahead(1)], {"callbacks/rollout/parts/ahead.py"}),
     ],
     ids=["plain", "dynamic sampling", "oversampling", "replay", "ahead"],
 )

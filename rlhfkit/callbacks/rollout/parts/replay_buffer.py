@@ -23,7 +23,7 @@ from rlhfkit.distributed import gather_objects, get_rank
 from rlhfkit.protocols import CorrectsOffPolicy
 from rlhfkit.rollout.collector import CollectedGroups, Group
 from rlhfkit.rollout.engine import sample_seed
-from rlhfkit.rollout.sample_state import sample_from_state, sample_state
+from rlhfkit.rollout.replay import sample_from_state, sample_state
 from rlhfkit.trainer_parts import learner_of
 from rlhfkit.validation import check_integer, check_number
 
