@@ -98,7 +98,6 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     (ANY, "seed"): ((-1,), "any integer seeds"),
     (ANY, "tiled_mlp"): ((True,), "tiles of the default size"),
     ("Probe", "tolerance"): ((math.inf,), "switches the probe off"),
-    ("VLLMPool", "probe_tolerance"): ((math.inf,), "switches the probe off"),
     ("CosineLength", "success_threshold"): ((-1.0,), "rewards may be negative"),
     **{
         ("CosineLength", name): ((-1.0,), "a reward may be negative")

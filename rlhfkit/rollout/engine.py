@@ -400,6 +400,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def scores(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
+        """Return :meth:`score` of every engine that there is, by what messages call it: what a probe compares."""
+        return {"the engine": self.score(sequences)}
+
     @abstractmethod
     def load(self, weights: WeightSource, version: int) -> None:
         """Serve these weights from now on. Called on every rank; rank 0 sends them if the engine is shared.

@@ -11,15 +11,10 @@ FP8 rounds weights and activations to 3 bits: means of 0.04 to 0.15 in models of
 Weights of another model differ by several nats, a single layer that kept old weights by 0.1 and more.
 """
 
-import itertools
-import logging
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-
-from rlhfkit.rollout.errors import EngineError
 
 
 class ProbeBounds(NamedTuple):
@@ -63,41 +58,3 @@ _BOUNDS = {
     torch.bfloat16: ProbeBounds("mean", 0.1, 0.3),
 }
 _QUANTIZED = ProbeBounds("mean", 0.3, 1.0)
-
-
-# ---------------------------------------------------------------- several engines
-
-log = logging.getLogger(__name__)
-
-
-def same_scores(
-    scores: Mapping[int, list[list[float]]], bounds: ProbeBounds, *, owner: str = "the pool"
-) -> list[list[float]]:
-    """Return the log-probs of the first engine, after a comparison of all others with them.
-
-    Args:
-        scores: By engine, at least one: log-probs of the tokens of each sequence.
-        bounds: How far apart they may be; a warning is logged between its two bounds.
-        owner: Class whose ``probe_tolerance`` set the bound, for the error.
-
-    Raises:
-        EngineError: If an engine differs from the first by more than ``bounds.fail``, or is NaN.
-    """
-    (reference, expected), *others = scores.items()
-    first = _flat(expected)
-    for engine, other in others:
-        difference = bounds.measure(_flat(other) - first)
-        kind = "" if bounds.statistic == "max" else " on average"
-        found = f"their log-probs of the same tokens differ by {difference:.3g}{kind}"
-        if not difference <= bounds.fail:  # true for NaN as well
-            raise EngineError(
-                f"engines {reference} and {engine} serve different weights: {found}, more than "
-                f"{owner}(probe_tolerance={bounds.fail:g})"
-            )
-        if difference > bounds.warn:
-            log.warning("engines %s and %s may compute differently: %s", reference, engine, found)
-    return expected
-
-
-def _flat(scores: list[list[float]]) -> Tensor:
-    return torch.tensor([*itertools.chain.from_iterable(scores)], dtype=torch.float64)

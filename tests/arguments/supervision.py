@@ -67,10 +67,7 @@ def started(folder: Path, arguments: Mapping[str, Any]) -> Any:
             sender: Any = engines.sender
             stream = engines.stream(SamplingSpec(), iteration=0)
             stream.close()
-            try:
-                score: Any = engines.score([[1, 2]])
-            except EngineError as error:
-                score = str(error)
+            score = engines.scores([[1, 2]])
             engines.sleep()
             return {
                 "vllm": (launcher.arguments, launcher.environment, launcher.in_process, settings.workers_per_engine),

@@ -37,7 +37,6 @@ TABLE: dict[type, Rows] = {
         "generate_timeout": Change(100.0),
         "sync_timeout": Change(100.0),
         "transfer": Change("gloo", given={"device": "cuda", **BESIDE}),
-        "probe_tolerance": Change(0.1, given={"num_engines": 2}),  # whose scores differ by 0.05
         "bucket_bytes": Change(2**15),
         "lora": Change("adapter", refused=True),  # the policy has none
         "quantization": Change("fp8", given={"dtype": "bfloat16"}),

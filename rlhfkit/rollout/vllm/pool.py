@@ -76,8 +76,6 @@ class VLLMPool(RemoteEnginePool):
         transfer: How weights get to the engines. ``"auto"``: gloo on CPUs, IPC when colocated, NCCL between GPUs.
             ``"nccl"``: from GPU to GPU. ``"gloo"``: through main memory, slower, also for GPUs where the others fail.
             ``"ipc"``: handles to GPU memory, when colocated.
-        probe_tolerance: Largest difference between the engines' log-probs of the same tokens that :meth:`score`
-            accepts, in 16-bit types their mean difference; ``None``: 0.001 in float32, 0.3 in bfloat16, 0.1 in float16.
         bucket_bytes: Bytes per broadcast of a weight transfer; ``None``: 64 MiB through main memory, 512 MiB between
             GPUs. While weights are sent, rank 0 and each process of an engine have two such blocks, or, where one is
             larger, the process has one tensor instead. Engines have them beside ``gpu_memory_utilization``.
@@ -115,7 +113,6 @@ class VLLMPool(RemoteEnginePool):
         generate_timeout: float = 1800.0,
         sync_timeout: float = 300.0,
         transfer: str = "auto",
-        probe_tolerance: float | None = None,
         bucket_bytes: int | None = None,
         quantization: str | None = None,
         lora: Literal["auto", "adapter", "merge"] = "auto",
@@ -137,7 +134,6 @@ class VLLMPool(RemoteEnginePool):
             generate_timeout=generate_timeout,
             sync_timeout=sync_timeout,
             transfer=transfer,
-            probe_tolerance=probe_tolerance,
             bucket_bytes=bucket_bytes,
             health=health,
         )

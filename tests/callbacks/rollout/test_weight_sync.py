@@ -63,3 +63,24 @@ def test_an_engine_whose_log_probs_are_not_numbers_is_an_error(tmp_path: Path) -
     with pytest.raises(RuntimeError, match="differ from the trainer's by nan, more than"):
         trainer.fit(module, data)
     assert engine.version is None
+
+
+class Several(Shifted):
+    """Three engines, of which one has other weights."""
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        right = LocalEngine.score(self, sequences)
+        return {
+            "engine 0": right,
+            "engine 1": [[one + self.shifts[0] for one in row] for row in right],
+            "engine 2": right,
+        }
+
+
+@pytest.mark.parametrize("shift", [-0.5, math.nan])
+def test_one_of_several_engines_with_other_weights_is_named(tmp_path: Path, shift: float) -> None:
+    rollouts = RolloutCallback(digits, engine=Several(shift), sampling=SamplingSpec(group_size=4, max_new_tokens=4))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
+    with pytest.raises(RuntimeError, match=r"engine 1's log-probs differ from the trainer's by (0\.5|nan), more than"):
+        trainer.fit(module, data)
+    assert rollouts.engine.version is None

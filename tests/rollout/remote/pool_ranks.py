@@ -39,7 +39,6 @@ class ToyPool(RemoteEnginePool):
             start_timeout=600.0,
             generate_timeout=60.0,
             sync_timeout=10.0,
-            probe_tolerance=0.02,
             bucket_bytes=2**20,
             health=None,
         )

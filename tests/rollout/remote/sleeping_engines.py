@@ -140,7 +140,6 @@ class SleepingPool(RemoteEnginePool):
             start_timeout=600.0,
             generate_timeout=60.0,
             sync_timeout=60.0,
-            probe_tolerance=0.02,
             bucket_bytes=2**16,
             health=HealthPolicy(probe_period=0.2, probe_timeout=30.0, recovery_timeout=0.5, max_restarts=20),
         )

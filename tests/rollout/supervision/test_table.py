@@ -152,7 +152,8 @@ def test_the_engine_started_again_serves_only_after_the_next_load(manager: Scene
     after = manager.pool.generate(PROMPTS, SPEC, iteration=2)
     manager.check(after)
     assert {version for sample in after for version in sample.versions.tolist()} == {2}
-    manager.pool.score([list(range(10, 60))])  # both engines, compared
+    first, second = manager.pool.scores([list(range(10, 60))]).values()
+    assert first[0] == pytest.approx(second[0], abs=1e-3)
 
 
 def test_a_stopped_engine_is_found_out_killed_and_its_requests_rerun(manager: Scene) -> None:

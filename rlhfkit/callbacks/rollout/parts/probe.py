@@ -1,6 +1,7 @@
 """``Probe``: after each sync the log-probs of engine and trainer are compared, to prove that the weights arrived."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class _Question(NamedTuple):
 
 
 class Probe(RolloutPart):
-    """Compares log-probs after each sync, as equal parameters do not prove equal models.
+    """Compares log-probs of every engine after each sync, as equal parameters do not prove equal models.
 
     In float32 those of a fixed sequence of random tokens, in 16 bits those of a sample of the last iteration where
     there is one, as improbable tokens are far less exact. A ``RolloutCallback`` has a probe by default.
@@ -56,7 +57,7 @@ class Probe(RolloutPart):
         check_number("tolerance", tolerance, above=0, optional=True, infinite=True, why="inf is no probe")
         self.tolerance = tolerance
         self.difference = 0.0
-        """Largest difference of log-probs in the last probe; in 16 bits the mean difference."""
+        """Largest difference of log-probs in the last probe, of all engines; in 16 bits the mean difference."""
         self._sampled: tuple[list[int], int] | None = None  # tokens of a sample, and how many of them are its prompt
         self._question: _Question | None = None
 
@@ -97,18 +98,20 @@ class Probe(RolloutPart):
         if asked is None:
             return
 
-        def difference() -> float:
+        def differences() -> dict[str, float]:
             if engine.shared and trainer.global_rank > 0:
-                return 0.0
-            scores = torch.tensor(engine.score(asked.ids.tolist())[0])
-            return asked.bounds.measure((scores - asked.expected)[asked.start - 1 :])
+                return {}
+            found = {name: torch.tensor(scores[0]) for name, scores in engine.scores(asked.ids.tolist()).items()}
+            first = asked.start - 1
+            return {name: asked.bounds.measure((each - asked.expected)[first:]) for name, each in found.items()}
 
         bounds = asked.bounds
-        # max() of Python passes over NaN, which must fail.
-        self.difference = worst = float(torch.tensor(run_on_all_ranks(difference), dtype=torch.float64).max())
+        of_all = [each for of_rank in run_on_all_ranks(differences) for each in of_rank.items()]
+        name, worst = max(of_all, key=lambda each: math.inf if math.isnan(each[1]) else each[1])  # NaN must fail
+        self.difference = worst
         kind = "" if bounds.statistic == "max" else f" on average over {len(asked.expected) - asked.start + 1} tokens"
         found = (
-            f"after syncing version {trainer.global_step} the engine's log-probs differ from the trainer's by "
+            f"after syncing version {trainer.global_step} {name}'s log-probs differ from the trainer's by "
             f"{worst:.3g}{kind}"
         )
         if not worst <= bounds.fail:
