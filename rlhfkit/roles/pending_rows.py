@@ -91,7 +91,10 @@ class PendingRows:
         with _COUNTING:
             left = [replica for replica in pool._replicas if not replica.lost]
             if not left:
-                raise ModelPoolError(no_replica_left(pool.model, pool._replicas))
+                reasons = "; ".join(f"{replica.name}: {replica.lost}" for replica in pool._replicas)
+                raise ModelPoolError(
+                    f"no replica of {pool.model} is left ({reasons}). The run can be resumed from its last checkpoint"
+                )
             start = get_rank() * len(left) // get_world_size()
             replica = min(left[start:] + left[:start], key=lambda replica: replica.tokens)
             if not replica.tokens:
@@ -166,7 +169,7 @@ class PendingRows:
             # It may be computing what other ranks have asked for before.
             stuck = time.monotonic() - replica.last_finished > limit and not replica.works(limit)
             if stuck:
-                self._give_up(replica, finished_nothing(limit))
+                self._give_up(replica, f"it finished nothing for {limit:g} s")
             if stuck or replica.lost:
                 for ref in [ref for ref, (_, one) in self._running.items() if one is replica]:
                     self._send(self._forget(ref)[0])
@@ -175,17 +178,6 @@ class PendingRows:
         if not replica.lost:
             log.warning("replica %s of %s gets no more requests: %s", replica.name, self._pool.model, reason)
         replica.lost = replica.lost or reason
-
-
-def finished_nothing(seconds: float) -> str:
-    """Why a replica that is stuck is given up."""
-    return f"it finished nothing for {seconds:g} s"
-
-
-def no_replica_left(model: str, replicas: Sequence[Replica]) -> str:
-    """The message for a pool that can compute nothing any more."""
-    reasons = "; ".join(f"{replica.name}: {replica.lost}" for replica in replicas)
-    return f"no replica of {model} is left ({reasons}). The run can be resumed from its last checkpoint"
 
 
 # ---------------------------------------------------------------- asked early

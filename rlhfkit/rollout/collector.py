@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -123,6 +124,8 @@ def collect_groups(
     queue: DrawnPrompts,
     stream: GroupStream,
     *,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    on_finished: Callable[[list[Group]], None] | None = None,
     score: Callable[[list[Sample]], None] | None = None,
     score_together: Callable[[list[Sample]], None] | None = None,
     keep: Callable[[Sequence[Sample]], bool] | None = None,
@@ -142,6 +145,8 @@ def collect_groups(
         wanted: Groups of the iteration, of all ranks.
         queue: The prompts of the iteration, the same on every rank.
         stream: Generates this rank's groups; closed at the end.
+        waiting: Makes a context in which the stream is waited for, to measure it.
+        on_finished: Called with this rank's groups as they are finished, before they are scored.
         score: Sets the rewards of this rank's samples, in place; ``None``: they have them.
         score_together: Adds rewards to this rank's samples, in place; a collective, which ranks without any join.
         keep: Whether to train on a group; ``None``: on every group.
@@ -167,7 +172,7 @@ def collect_groups(
     try:
         selection.begin()
         while not selection.finished:
-            groups = selection.collect()
+            groups = selection.collect(waiting, on_finished)
             if groups and score is not None:
                 score(flatten(groups))
             if score_together is not None:
@@ -175,7 +180,8 @@ def collect_groups(
                 score_together(flatten(groups))
             selection.report(groups, keep)
             selection.follow()
-        selection.cut()
+        with waiting():
+            selection.cut()
     finally:
         stream.close()
     return selection.result()
@@ -262,13 +268,18 @@ class _Selection:
 
     # ------------------------------------------------------------------ this rank's groups
 
-    def collect(self) -> list[Group]:
+    def collect(
+        self, waiting: Callable[[], AbstractContextManager[None]], on_finished: Callable[[list[Group]], None] | None
+    ) -> list[Group]:
         """Wait a while for this rank's groups; with ``rounds`` until all that were submitted are finished."""
         alone, found = self.log.store.world_size == 1, list[Group]()
         while self._submitted and (self.rounds or not found):
             start = time.monotonic()
             # Only with other ranks is there something to look at meanwhile.
-            groups = self.stream.collect(max(self.wanted - self.accepted, 1), wait=None if alone else _POLL_SECONDS)
+            with waiting():
+                groups = self.stream.collect(max(self.wanted - self.accepted, 1), wait=None if alone else _POLL_SECONDS)
+            if groups and on_finished is not None:
+                on_finished(groups)
             if not groups and (alone or time.monotonic() - start < _POLL_SECONDS / 2):
                 ended = len(self._own) + len(found)
                 raise RuntimeError(

@@ -17,6 +17,7 @@ from rlhfkit.rollout.remote.placement import ActorPlacement
 from rlhfkit.rollout.remote.scheduler import RequestScheduler
 from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import Probes, State
+from rlhfkit.rollout.supervision.table import PoolSettings
 from rlhfkit.rollout.vllm import pool
 from rlhfkit.rollout.vllm.actor import ActorLauncher
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -94,14 +95,8 @@ def place_of(place: ActorPlacement) -> tuple[Any, ...]:
 
 def engines_of(policy: HealthPolicy, *, has_weights: bool, **answers: Callable[..., Any]) -> Engines:
     """One engine, up."""
-    return Engines.start(
-        1,
-        lambda number, name: fake_actor(**answers),
-        sync_timeout=1.0,
-        start_timeout=60.0,
-        policy=policy,
-        has_weights=has_weights,
-    )
+    settings = PoolSettings(num_engines=1, sync_timeout=1.0, start_timeout=60.0, policy=policy, has_weights=has_weights)
+    return Engines.start(settings, lambda number, name: fake_actor(**answers))
 
 
 def watched(arguments: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE, Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
-from rlhfkit.rollout.supervision.table import this_process
+from rlhfkit.rollout.supervision.table import PoolSettings, this_process
 
 BREAKS = 99
 """An engine that scores this token fails, as one whose model its kernels cannot compute."""
@@ -88,16 +88,15 @@ def start_toy_engine(number: int, name: str) -> Any:
 
 def toy_engines(num_engines: int, num_ranks: int = 1, **policy: Any) -> Engines:
     """Toy engines that serve version 0."""
-    return Engines.start(
-        num_engines,
-        start_toy_engine,
+    settings = PoolSettings(
+        num_engines=num_engines,
         engine_name="toy engine",
         sync_timeout=30.0,
         start_timeout=600.0,
         policy=HealthPolicy(**policy),
         has_weights=True,
-        num_ranks=num_ranks,
     )
+    return Engines.start(settings, start_toy_engine, num_ranks=num_ranks)
 
 
 def request(token: int = 7, *, tokens: int = 3, seconds: float = 0.0, dies: bool = False) -> Request:

@@ -30,7 +30,7 @@ from rlhfkit.rollout.collector import (
     flatten,
 )
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.partial_rollouts import Dropped, ResumableStream
+from rlhfkit.rollout.partial_rollouts import Dropped
 from rlhfkit.trainer_parts import policy_of, prompts_of
 
 if TYPE_CHECKING:
@@ -169,7 +169,9 @@ class GroupCollector:
         collected = collect_groups(
             wanted,
             queue if prompts is None else prompts,
-            TimedStream(stream, self.timing, iteration, finished),
+            stream,
+            waiting=lambda: self.timing.record("generate", iteration),
+            on_finished=finished,
             score=lambda samples: self.score(trainer, samples, iteration, rank_log),
             score_together=None if early is None else lambda samples: early(trainer, samples, iteration),
             keep=self.keep,
@@ -280,44 +282,6 @@ class GroupCollector:
         """Names of the parts of samples' rewards; ``None``: not known before they are scored."""
         parts = part_names(self.reward)
         return None if parts is None else [*parts, *self.more_parts]
-
-
-class TimedStream:
-    """A stream that records how long callers wait for it, and calls ``on_finished`` with finished groups.
-
-    It can be resumed and cut if the stream can.
-    """
-
-    def __init__(
-        self,
-        stream: GroupStream,
-        timing: Timing,
-        iteration: int,
-        on_finished: Callable[[Sequence[Group]], None] | None = None,
-    ) -> None:
-        self._on_finished = on_finished
-        self._timing = timing
-        self._iteration = iteration
-        self._stream = stream
-        self.submit = stream.submit
-        self.close = stream.close
-
-    def collect(self, most: int, *, wait: float | None = None) -> list[Group]:
-        """Wait until a group is finished, up to ``wait`` seconds."""
-        with self._timing.record("generate", self._iteration):
-            groups = self._stream.collect(most, wait=wait)
-        if groups and self._on_finished is not None:
-            self._on_finished(groups)
-        return groups
-
-    def resume(self, groups: Sequence[Group], *, iteration: int | None = None) -> None:
-        """Continue groups; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
-        cast(ResumableStream, self._stream).resume(groups, iteration=iteration)
-
-    def cut(self) -> list[Group]:
-        """Stop; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
-        with self._timing.record("generate", self._iteration):
-            return cast(ResumableStream, self._stream).cut()
 
 
 def check_samples(samples: Sequence[Sample], module: object, engine: RolloutEngine) -> None:

@@ -39,6 +39,7 @@ from rlhfkit.rollout.remote.stream import PoolStream
 from rlhfkit.rollout.supervision.calls import Request
 from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
+from rlhfkit.rollout.supervision.table import PoolSettings
 from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 from rlhfkit.rollout.weight_sync.transfers import Transfer, check_transfer, make_sender, resolve_transfer
@@ -244,6 +245,17 @@ class RemoteEnginePool(RolloutEngine):
         except RuntimeError as error:
             raise EngineError(str(error)) from error
         self.engines = Engines.join(table_name, rank=log.store.rank, num_ranks=log.store.world_size)
+
+    def settings(self, has_weights: bool) -> PoolSettings:
+        """Return what :attr:`engines` are started with; ``has_weights``: they serve the model's own."""
+        return PoolSettings(
+            num_engines=self.num_engines,
+            workers_per_engine=self.processes_per_engine,
+            sync_timeout=self.sync_timeout,
+            start_timeout=self.start_timeout,
+            policy=self.health,
+            has_weights=has_weights,
+        )
 
     def connect_to_ray(self, ranks: list[RankLocation]) -> str:
         """Join Ray, or start it without the ranks' GPUs, and return the engines' device, ``"cpu"`` or ``"cuda"``."""

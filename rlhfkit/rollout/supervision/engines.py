@@ -100,53 +100,23 @@ class Engines:
         self._news = self._call("changes", self._seen)
 
     @classmethod
-    def start(
-        cls,
-        num_engines: int,
-        create_actor: ActorFactory,
-        *,
-        engine_name: str = "vLLM engine",
-        workers_per_engine: int = 1,
-        sync_timeout: float,
-        start_timeout: float,
-        policy: HealthPolicy,
-        has_weights: bool = False,
-        num_ranks: int = 1,
-    ) -> "Engines":
-        """Create the actors and their table, and wait until all engines are up. Called on rank 0.
+    def start(cls, settings: PoolSettings, create_actor: ActorFactory, *, num_ranks: int = 1) -> "Engines":
+        """Create the actors, one by one, and their table, and wait until all engines are up. Called on rank 0.
 
-        Args:
-            num_engines: Number of engines.
-            create_actor: Called for each.
-            engine_name: What one is called in messages.
-            workers_per_engine: Processes of each that hold weights.
-            sync_timeout: For each step of a weight transfer.
-            start_timeout: For a start or restart.
-            policy: How engines are probed and how often they are restarted.
-            has_weights: Engines serve the model's own weights, as version 0, once started.
-            num_ranks: That send requests; the others :meth:`join`.
+        ``num_ranks`` is the number of those that send requests; the others :meth:`join`.
 
         Raises:
             EngineError: If an engine fails or is late.
         """
-        settings = PoolSettings(
-            num_engines=num_engines,
-            engine_name=engine_name,
-            policy=policy,
-            workers_per_engine=workers_per_engine,
-            sync_timeout=sync_timeout,
-            start_timeout=start_timeout,
-            has_weights=has_weights,
-        )
         pool = f"rlhfkit-{uuid.uuid4().hex[:12]}"
-        actors = [create_actor(number, f"{pool}-engine-{number}") for number in range(num_engines)]
+        actors = [create_actor(number, f"{pool}-engine-{number}") for number in range(settings.num_engines)]
         if num_ranks == 1:
             call, end_table = _table_in_a_thread(EngineTable(actors, settings))
         else:
             call, end_table = _table_in_an_actor(f"{pool}-table", actors, settings)
         try:
             # Each engine has its own limit, and says which step it has not finished.
-            _result(call("start"), start_timeout + _ANSWER_SECONDS, "start")
+            _result(call("start"), settings.start_timeout + _ANSWER_SECONDS, "start")
             engines = cls(call, num_ranks=num_ranks)
         except BaseException:
             _end(call, actors, end_table)

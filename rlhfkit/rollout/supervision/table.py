@@ -32,15 +32,17 @@ class PoolSettings:
     """What is fixed for the engines of a pool; times are in seconds."""
 
     num_engines: int
-    engine_name: str
-    policy: HealthPolicy
-    workers_per_engine: int
-    """Processes of each engine that hold weights."""
     sync_timeout: float
     """For each step of a weight transfer."""
     start_timeout: float
     """For a start or restart."""
-    has_weights: bool
+    policy: HealthPolicy
+    """How engines are probed and how often they are restarted."""
+    engine_name: str = "vLLM engine"
+    """What one is called in messages."""
+    workers_per_engine: int = 1
+    """Processes of each engine that hold weights."""
+    has_weights: bool = False
     """Engines serve the model's own weights, as version 0, once started."""
 
 

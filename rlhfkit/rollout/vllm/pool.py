@@ -268,16 +268,7 @@ class VLLMPool(RemoteEnginePool):
             environment=environment | self.environment,
             weight_bytes=self.parallelism.weight_bytes(arguments) if device == "cuda" else 0.0,
         )
-        self.engines = Engines.start(
-            self.num_engines,
-            create_actor,
-            workers_per_engine=self.processes_per_engine,
-            sync_timeout=self.sync_timeout,
-            start_timeout=self.start_timeout,
-            policy=self.health,
-            has_weights=load_weights,
-            num_ranks=get_world_size(),
-        )
+        self.engines = Engines.start(self.settings(load_weights), create_actor, num_ranks=get_world_size())
 
     # ---------------------------------------------------------------- sampling
 

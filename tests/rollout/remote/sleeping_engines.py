@@ -151,14 +151,7 @@ class SleepingPool(RemoteEnginePool):
     ) -> None:
         self.connect_to_ray(ranks)
         self.sender = MappedSender(self.folder / "buffer", bucket_bytes=self.bucket_bytes)
-        self.engines = Engines.start(
-            1,
-            start_sleeping_engine,
-            sync_timeout=self.sync_timeout,
-            start_timeout=self.start_timeout,
-            policy=self.health,
-            num_ranks=len(ranks),
-        )
+        self.engines = Engines.start(self.settings(False), start_sleeping_engine, num_ranks=len(ranks))
 
     def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
         if int(os.environ.get("LOCAL_RANK", "0")) > 0:
