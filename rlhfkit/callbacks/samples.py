@@ -72,13 +72,11 @@ class SampleTable(Callback):
         return table
 
     def _best_and_worst(self, items: list[T], reward: Callable[[T], float | None]) -> list[T]:
-        """Half with the highest rewards, half with the lowest."""
         ranked = sorted(items, key=lambda item: -(reward(item) or 0.0))
         half = (self.rows + 1) // 2
         return ranked if len(ranked) <= self.rows else ranked[:half] + ranked[len(ranked) - (self.rows - half) :]
 
     def completion(self, sample: Sample) -> str:
-        """The text of a sample, and why it ended unless it stopped by itself."""
         text = self.cut(sample.text, front=False)
         return text if sample.finish_reason == "stop" else f"{text} [{sample.finish_reason}]"
 

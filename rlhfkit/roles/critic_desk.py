@@ -108,7 +108,6 @@ class CriticDesk:
         return "request", tuple(request)
 
     async def answer(self, receiver: int, number: int, value: Any) -> None:
-        """Take the answer of a critic rank."""
         self._finished += 1
         self._answers.setdefault(number, {})[receiver] = value
         await self._notify()
@@ -138,7 +137,6 @@ class CriticDesk:
         return self._finished
 
     async def fail(self, message: str) -> None:
-        """Everybody who waits, or asks later, gets this message."""
         if self._failure is None:
             self._failure = message
         await self._notify()

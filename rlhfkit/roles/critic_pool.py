@@ -151,7 +151,6 @@ class CriticPool:
 
     @property
     def started(self) -> bool:
-        """Whether the critic's ranks run."""
         return self._desk is not None
 
     def start(self, run: CriticRun) -> None:
@@ -418,7 +417,6 @@ class _Ranks:
         return self._result
 
     def end(self) -> None:
-        """End the ranks, whatever they do."""
         import ray
 
         self._ending = True

@@ -102,11 +102,9 @@ class CriticLoader:
         self._work = work
 
     def __len__(self) -> int:
-        """Micro-batches of the step."""
         return self._work.micro_batches
 
     def __iter__(self) -> Iterator[tuple[Experience, float]]:
-        """Micro-batches with the factors of their losses."""
         for _ in range(self._work.micro_batches):
             yield self._work.next_batch()
 
@@ -133,20 +131,16 @@ class CriticWork(L.Callback):
         trainer.fit_loop.max_epochs = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Answer requests until the first step."""
         self._trainer = trainer
         self._wait_for_step(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Answer requests until the next step."""
         self._wait_for_step(trainer)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """Remember the learning rate of the step."""
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """Note when work on a micro-batch begins."""
         self._began = time.time()
 
     def on_train_batch_end(self, *args: Any) -> None:

@@ -124,7 +124,6 @@ class ModelPool(FrozenModel):
         return value if value is None or isinstance(value, cls) else cls(**value)  # type: ignore[arg-type]
 
     def plain(self) -> dict[str, Any]:
-        """The arguments as plain values, for checkpoints and logs."""
         names = ("num_replicas", "resources", "attention", "trust_remote_code", "reads")
         times = ("start_timeout", "request_timeout", "max_restarts")
         plain = {"model": self.model} | {name: getattr(self, name) for name in (*names, *times)}
@@ -134,7 +133,6 @@ class ModelPool(FrozenModel):
 
     @property
     def started(self) -> bool:
-        """Whether there are replicas."""
         return bool(self._replicas)
 
     def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: Any = "") -> None:

@@ -41,7 +41,6 @@ class RoleResources:
     machines: Spread | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_integer("RoleResources.processes", self.processes, minimum=1)
         for name, amount in (self.resources or {}).items():
             check_number(f"RoleResources.resources[{name!r}]", amount, above=0)
@@ -209,7 +208,6 @@ class ReservedPlan:
         return dict(Counter(names.get(node, node) for node in nodes))
 
     def close(self) -> None:
-        """Give the resources back; processes that have them are ended by Ray."""
         for group in self._groups.values():
             release_bundles(group)
         self._groups = {}

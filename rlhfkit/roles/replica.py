@@ -73,7 +73,6 @@ class TokenRows:
 
     @classmethod
     def of(cls, experience: Experience, rows: Sequence[int] | Tensor, top: int = 0) -> "TokenRows":
-        """Some rows of an iteration."""
         batch = experience.select(rows)
         ids, lengths, mask = batch.input_ids.int().cpu(), batch.lengths.int().cpu(), batch.action_mask.cpu()
         return cls(ids, lengths, mask, batch.temperature, top=top)
@@ -247,7 +246,6 @@ class ModelReplica:
         return [torch.device("cuda", number) for number in range(len(ray.get_gpu_ids()))] or [torch.device("cpu")]
 
     def compute(self, rows: TokenRows) -> Answer:
-        """Compute rows, and measure how long it takes."""
         started = time.monotonic()
         self.load()
         assert self._model is not None

@@ -89,7 +89,6 @@ class ServedModel(FrozenModel):
         self._context = 0
 
     def plain(self) -> dict[str, Any]:
-        """The arguments as plain values, for checkpoints and logs."""
         options = self.options
         return {
             "model": self.model,
@@ -104,14 +103,12 @@ class ServedModel(FrozenModel):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle and copy without connections."""
         return self.__dict__ | {"_connections": None, "early": EarlyRows()}
 
     # ---------------------------------------------------------------- start and end
 
     @property
     def started(self) -> bool:
-        """Whether there are connections."""
         return self._connections is not None
 
     def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: Any = "") -> None:
@@ -206,7 +203,6 @@ class ServedModel(FrozenModel):
         )
 
     def _answer(self, future: "concurrent.futures.Future[Any]", parse: Callable[[Any], T]) -> T:
-        """Wait for an answer and read it."""
         try:
             return parse(future.result())
         except EngineError as error:

@@ -180,8 +180,9 @@ def collect_groups(
                 score_together(flatten(groups))
             selection.report(groups, keep)
             selection.follow()
-        with waiting():
-            selection.cut()
+        if begun is not None:
+            with waiting():
+                selection.cut()
     finally:
         stream.close()
     return selection.result()
@@ -225,7 +226,6 @@ class _Selection:
     # ------------------------------------------------------------------ draw
 
     def begin(self) -> None:
-        """Draw and submit the first prompts."""
         if self.queue.remaining < self.wanted:
             raise ValueError(
                 f"an iteration of {self.wanted} groups needs as many different prompts, and there are "
@@ -294,7 +294,6 @@ class _Selection:
         return found
 
     def report(self, groups: Sequence[Group], keep: Callable[[Sequence[Sample]], bool] | None) -> None:
-        """Tell all ranks about finished and scored groups."""
         if not groups:
             return
         self.log.append(
@@ -349,8 +348,6 @@ class _Selection:
 
     def cut(self) -> None:
         """Stop what is not finished, and keep what was made of it, with groups that were finished too late."""
-        if self._begun is None:
-            return
         late = [group for index, group in self._own.items() if index not in self.outcomes]
         made = cast(ResumableStream, self.stream).cut()
         dropped = {index: rank for index, rank in self._ranks.items() if index not in self.outcomes}
@@ -381,7 +378,6 @@ class _Selection:
 
 
 def flatten(groups: Sequence[Group]) -> list[Sample]:
-    """The samples of groups, group by group."""
     return [sample for group in groups for sample in group]
 
 
@@ -406,7 +402,6 @@ class BatchedGroupStream:
         return returned
 
     def close(self) -> None:
-        """Forget prompts and groups."""
         self._prompts, self._groups = [], []
 
 

@@ -71,7 +71,6 @@ class SamplingSpec:
         return replace(self, group_size=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
     def __post_init__(self) -> None:
-        """Check every field."""
         check_integer("SamplingSpec.group_size", self.group_size, minimum=1)
         check_integer("SamplingSpec.max_new_tokens", self.max_new_tokens, minimum=1)
         most = int(self.max_new_tokens)
@@ -181,7 +180,6 @@ class WeightInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
@@ -235,11 +233,9 @@ class DrainableWeights:
         self._iterator: Iterator[tuple[str, Tensor]] | None = None
 
     def metadata(self) -> list[WeightInfo]:
-        """Return the metadata of the source."""
         return self._weights.metadata()
 
     def in_checkpoint_format(self) -> "DrainableWeights":
-        """Switch to the checkpoint format of the source and return this object."""
         self._weights = self._source.in_checkpoint_format()
         return self
 
@@ -248,7 +244,6 @@ class DrainableWeights:
         return self._source.adapter_settings() if isinstance(self._source, AdapterSource) else None
 
     def adapter_apart(self, *, with_base: bool) -> "DrainableWeights":
-        """Switch to the source's adapter and return this object."""
         assert isinstance(self._source, AdapterSource)
         self._weights = self._source.adapter_apart(with_base=with_base)
         return self

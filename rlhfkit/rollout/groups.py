@@ -274,7 +274,6 @@ class GroupSampler:
     # ------------------------------------------------------------------ internals
 
     def _repeat(self, request: Any) -> int:
-        """How often this was asked before."""
         self._repeats[request] = self._repeats.get(request, -1) + 1
         return self._repeats[request]
 
@@ -351,7 +350,6 @@ class GroupRunner:
 
     @property
     def shortens_answers(self) -> bool:
-        """Whether completions are cut to fit into the context."""
         return self.function.shortens_answers or self.engine.shortens_answers
 
     @property
@@ -361,7 +359,6 @@ class GroupRunner:
         return min((length for length in lengths if length is not None), default=None)
 
     def resume_problem(self, sampling: SamplingSpec) -> str | None:
-        """Why unfinished groups cannot be continued later."""
         return "a group function that has begun cannot be stopped and continued"
 
     def configure(
@@ -380,7 +377,6 @@ class GroupRunner:
 
     @property
     def context(self) -> int:
-        """Maximum tokens of prompt and completion."""
         if self._context is None:
             limit = self.max_model_len
             if limit is None:
@@ -451,7 +447,6 @@ class GroupFunctionStream:
         return self._batchers[id(engine)]
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
         iteration = self._iteration if iteration is None else iteration
         works = [self._group(prompt, iteration) for prompt in prompts]
         self._running |= dict.fromkeys(self.runner.loop.submit_together(works), iteration)
@@ -480,7 +475,6 @@ class GroupFunctionStream:
         return [group for group, _ in made]
 
     def close(self) -> None:
-        """See :class:`~rlhfkit.rollout.collector.GroupStream`."""
         for future in self._running:
             future.cancel()
         self._running = {}
@@ -511,7 +505,6 @@ class GroupFunctionStream:
         self._report_failures(iteration)
 
     def _report_failures(self, before: float) -> None:
-        """Log the failures of earlier iterations, once."""
         for iteration in sorted(number for number in self._failed if number < before):
             if failed := self._failed.pop(iteration):
                 message = "iteration %d: %d of %d episodes failed and are not trained on; the first: %s"

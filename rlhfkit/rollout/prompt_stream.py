@@ -63,7 +63,6 @@ class PromptStream:
 
     @property
     def remaining(self) -> int:
-        """Different prompts that can still be drawn."""
         return self._queue.remaining
 
     def take(self, count: int) -> list[Prompt]:
@@ -130,7 +129,6 @@ class PromptStream:
         """The iteration has ended; groups of later ones stay in flight. See :meth:`drop`."""
 
     def drop(self) -> None:
-        """Drop everything that is in flight."""
         if self._stream is not None:
             self._stream.close()
         self._stream = None

@@ -45,7 +45,6 @@ class AccessToken:
         return None if value is None and variable is None else cls(value, variable=variable)
 
     def header(self) -> dict[str, str]:
-        """Return the header that a client sends."""
         return {"Authorization": f"Bearer {self._read()}"}
 
     def matches(self, header: str | None) -> bool:
@@ -62,7 +61,6 @@ class AccessToken:
         return len(self._read())
 
     def __repr__(self) -> str:
-        """Show the name of the variable, never the secret."""
         return "AccessToken(***)" if self.variable is None else f"AccessToken(variable={self.variable!r})"
 
     def _read(self) -> str:
@@ -93,7 +91,6 @@ class ServerOptions:
     """Its private key."""
 
     def __post_init__(self) -> None:
-        """Check the port and the TLS files."""
         check_integer("port", self.port, minimum=0, maximum=2**16 - 1, why="0 takes any that is free")
         check_tls_files(self.ssl_certfile, self.ssl_keyfile)
 

@@ -182,15 +182,12 @@ class HTTPClient:
         self._slots = asyncio.Semaphore(concurrency)
 
     async def __aenter__(self) -> Self:
-        """Return the client."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the connections."""
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def ask(self, path: str, content: bytes) -> tuple[str, bytes]:

@@ -91,7 +91,6 @@ class AccessControlMiddleware:
         self._app = limited
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1003})
             return

@@ -142,13 +142,11 @@ class Server:
         self._thread, self._uvicorn = None, None
 
     def __enter__(self) -> Self:
-        """Start."""
         return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
         self.close()
 
     def _listen(self) -> socket.socket:

@@ -249,7 +249,6 @@ class MicroBatches(Sequence[Experience]):
         all_reduce(self.counts, group=group)
 
     def __len__(self) -> int:
-        """Number of micro-batches."""
         return len(self._planned)
 
     @overload

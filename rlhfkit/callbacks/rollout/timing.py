@@ -23,7 +23,6 @@ class Phase(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When it ended, like ``start``."""
         return self.start + self.seconds
 
 

@@ -92,7 +92,6 @@ class LocalEngine(RolloutEngine):
         self._lock = WeightLock()
 
     def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Take the run's tokenizer; see :meth:`RolloutEngine.configure_tokenizer`."""
         self._given_tokenizer = tokenizer
 
     def start(
@@ -230,7 +229,6 @@ class LocalEngine(RolloutEngine):
 
     @property
     def sees_images(self) -> bool:
-        """Whether prompts may have images."""
         return sees_images(self._config)
 
     @property
@@ -242,11 +240,9 @@ class LocalEngine(RolloutEngine):
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the model knows."""
         return int(self._config.get_text_config().vocab_size)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        """Sample; see :meth:`RolloutEngine.generate`."""
         return sample_all(self.stream(sampling, iteration=iteration), prompts, tokenizer=self._tokenizer)
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> "LocalStream":
@@ -295,7 +291,6 @@ class LocalEngine(RolloutEngine):
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of given tokens; see :meth:`RolloutEngine.score`."""
         scores = []
         for sequence in sequences:
             check_tokens("a sequence to be scored", sequence, self.vocabulary)
@@ -388,7 +383,6 @@ class LocalStream:
         self._sort()
 
     def cut(self) -> list[list[Sample]]:
-        """Stop; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
         groups = {place: list(group) for place, group in self._samples.items()}
         unfinished = [self._sample(row) for row in self._decoding.cut()] if self._decoding is not None else []
         unfinished += [(job[0], self._begun[job]) for job in self._pending if job in self._begun]
@@ -446,6 +440,5 @@ class LocalStream:
             self._complete.append(place)
 
     def close(self) -> None:
-        """Drop what was not collected; a second call does nothing."""
         self._pending, self._complete, self._samples, self._running = [], [], {}, iter(())
         self._begun, self._decoding = {}, None

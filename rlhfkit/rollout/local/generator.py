@@ -198,7 +198,6 @@ class Decoding:
         return [tokens for tokens, _ in distinct], places, [images for _, images in distinct]
 
     def _completions(self, rows: Tensor, steps: int) -> list[list[int]]:
-        """Tokens of some rows' completions so far."""
         made = self._tokens[rows, :steps].tolist()
         begun = (self._begun.get(row) for row in rows.tolist())
         return [new if old is None else [*old.token_ids.tolist(), *new] for old, new in zip(begun, made, strict=True)]

@@ -34,7 +34,6 @@ class EngineWeights:
 
     @property
     def names(self) -> set[str]:
-        """Names of all parameters."""
         return set(self._places)
 
     def _parameter(self, name: str) -> nn.Parameter:
@@ -112,7 +111,6 @@ class WeightLock:
         self._weights = threading.Lock()
 
     def __reduce__(self) -> Any:
-        """Pickle as an unlocked lock, for ranks on Ray."""
         return type(self), (self.timeout,)
 
     def read(self) -> AbstractContextManager[None]:

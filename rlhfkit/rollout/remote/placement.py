@@ -348,7 +348,6 @@ class DedicatedPlacement:
         )
 
     def placements(self) -> list[ActorPlacement]:
-        """Return the placement of each engine."""
         first = range(0, self._group.bundle_count, self._machines)
         return [
             ActorPlacement(
@@ -369,7 +368,6 @@ class DedicatedPlacement:
         }
 
     def close(self) -> None:
-        """Release the resources."""
         release_bundles(self._group)
 
 

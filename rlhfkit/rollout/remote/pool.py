@@ -165,7 +165,6 @@ class RemoteEnginePool(RolloutEngine):
     # ---------------------------------------------------------------- start and end
 
     def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Take the run's tokenizer; see :meth:`RolloutEngine.configure_tokenizer`."""
         self.given_tokenizer = tokenizer
 
     def start(

@@ -60,7 +60,6 @@ class StallDetector:
         return self._clock() - self._last
 
     def progress(self) -> None:
-        """Record progress."""
         self._last, self.num_reports = self._clock(), 0
 
     def check(self, waiting_for: str) -> None:
@@ -185,7 +184,6 @@ class RequestScheduler:
         )
 
     def _dispatch(self) -> None:
-        """Send pending jobs to engines that accept requests."""
         while self._pending:
             requests = self._jobs[self._pending[0]]
             handle = self._engines.acquire(len(requests))
@@ -268,7 +266,6 @@ class RequestScheduler:
         return keys
 
     def _cancel(self) -> None:
-        """Abort the requests in flight."""
         keys, in_flight, self._in_flight = self._keys_in_flight(), list(self._in_flight.values()), {}
         for job, handle, _ in in_flight:
             self._engines.release(handle, len(self._jobs[job]))

@@ -82,7 +82,6 @@ class PoolStream:
         self._num_rows += len(groups)
 
     def cut(self) -> list[list[Sample]]:
-        """Stop; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
         for job, completions in self.scheduler.cut(_CUT_SECONDS).items():
             self._take(*self._parts.pop(job), completions, cut=True)
         for row, indices in self._parts.values():  # what was not begun, or lost with its engine
@@ -125,7 +124,6 @@ class PoolStream:
             self._complete.append(row)
 
     def close(self) -> None:
-        """Cancel what is not finished; a second call does nothing."""
         self.scheduler.close()
         self._complete, self._samples, self._prompts, self._begun = [], {}, {}, {}
 

@@ -84,7 +84,6 @@ class ServerConnections:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """The servers."""
         return self._client.endpoints
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

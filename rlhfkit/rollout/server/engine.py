@@ -136,7 +136,6 @@ class VLLMServer(RolloutEngine):
         self._sync_metrics: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        """Show the servers."""
         return f"VLLMServer({list(self.options.urls)!r})"
 
     @property
@@ -147,7 +146,6 @@ class VLLMServer(RolloutEngine):
     # ---------------------------------------------------------------- start and end
 
     def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Take the run's tokenizer; see :meth:`RolloutEngine.configure_tokenizer`."""
         self._given_tokenizer = tokenizer
 
     def start(
@@ -448,7 +446,6 @@ class ServerStream:
             raise failures.exceptions[0] from None
 
     def close(self) -> None:
-        """Cancel what is not finished; a second call does nothing."""
         for future in self._running:
             future.cancel()
         self._running, self._groups = {}, {}

@@ -129,7 +129,6 @@ class ServerReceivers(Receivers):
     def submit(
         self, method: str, *args: Any, doing: str, each: Sequence[tuple[Any, ...]] | None = None
     ) -> PendingCalls:
-        """Post to every server; see :meth:`Receivers.submit`."""
         started = []
         for place, endpoint in enumerate(self.connections.endpoints):
             path, body = _REQUESTS[method](*(args if each is None else each[place]))

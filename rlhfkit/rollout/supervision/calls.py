@@ -84,7 +84,6 @@ class EngineCalls(ActorCalls[Any]):
         return fetch(ref, actor, self.doing)
 
     def late(self, actors: Sequence[Any]) -> Exception:
-        """Make the error of engines that have not answered in time."""
         return late_error(actors, self.doing, self.timeout)
 
     def check(self, actors: Sequence[Any]) -> None:
@@ -112,7 +111,6 @@ class EngineReceivers(Receivers):
         self._timeout, self._look = timeout, look
 
     def submit(self, method: str, *args: Any, doing: str, each: Sequence[tuple[Any, ...]] | None = None) -> EngineCalls:
-        """Call a method on every engine; see :meth:`Receivers.submit`."""
         refs = {
             getattr(engine.actor, method).remote(*(args if each is None else each[place])): engine
             for place, engine in enumerate(self.engines)

@@ -57,7 +57,6 @@ class Engine(EngineStatus):
         self.take_over(status)
 
     def take_over(self, status: EngineStatus) -> None:
-        """Take over what the table says."""
         vars(self).update(vars(status))
 
     @property
@@ -203,7 +202,6 @@ class Engines:
 
     @property
     def closed(self) -> bool:
-        """Whether the engines were ended."""
         return self._closed.is_set()
 
     @property
@@ -252,12 +250,10 @@ class Engines:
             return best
 
     def release(self, handle: Engine, requests: int) -> None:
-        """Count requests as no longer in flight: answered, lost or cancelled."""
         with self._lock:
             handle.num_requests -= requests
 
     def has_worked(self, handle: Engine) -> None:
-        """Record that an engine has answered a request."""
         if not handle.has_worked:
             handle.has_worked = True
             self._call("has_worked", handle.process)
@@ -398,7 +394,6 @@ def _result(future: "Future[Any]", timeout: float, method: str) -> Any:
 
 
 def _end(call: TableCall, actors: Iterable[Any], end_table: Callable[[], Any]) -> None:
-    """Kill the engines of a pool, and end their table."""
     import ray
 
     if not ray.is_initialized():

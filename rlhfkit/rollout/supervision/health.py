@@ -41,7 +41,6 @@ class HealthPolicy:
     ``VLLMPool(generate_timeout=...)`` ends the wait."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
         for name in ("probe_period", "probe_timeout", "step_timeout", "report_after"):
             check_number(name, getattr(self, name), above=0, why="it is in seconds")
         for name, least in (("probe_failures", 1), ("request_attempts", 1), ("max_restarts", 0)):
@@ -77,7 +76,6 @@ _NEXT: dict[State, tuple[State, ...]] = {
 
 
 def can_follow(before: State, after: State) -> bool:
-    """Whether a process may change from one state to another."""
     return after in _NEXT[before]
 
 
@@ -94,15 +92,12 @@ class Probes:
         """When the engine answered last."""
 
     def due(self, now: float) -> bool:
-        """Whether it is time for a probe."""
         return self._sent_at is None and now - self.last_answer >= self._policy.probe_period
 
     def sent(self, now: float) -> None:
-        """Record that a probe was sent."""
         self._sent_at = now
 
     def answered(self, now: float) -> None:
-        """Record that the engine answered."""
         self._sent_at, self.last_answer = None, now
 
     def discount(self, seconds: float) -> None:

@@ -120,7 +120,6 @@ class EngineProcess(EngineStatus):
         self.state = state
 
     def status(self) -> EngineStatus:
-        """What others learn of it."""
         now = time.monotonic()
         self.responsive, self.description = not self.probes.missed(now), self._description(now)
         return EngineStatus(*(getattr(self, one.name) for one in fields(EngineStatus)))
@@ -162,7 +161,6 @@ class EngineTable:
         return self._actors, self._settings, self._limits
 
     async def snapshot(self) -> Snapshot:
-        """Return the states of all engines."""
         return Snapshot(self._number, tuple(engine.status() for engine in self._engines), self._closed)
 
     async def changes(self, since: int) -> Snapshot:
@@ -180,7 +178,6 @@ class EngineTable:
             self._mark_dead(engine, reason, cause)
 
     async def has_worked(self, process: Process) -> None:
-        """Record that a process has answered a request."""
         for engine in self._present([process]):
             engine.has_worked = True
 
@@ -222,14 +219,12 @@ class EngineTable:
         self._changed()
 
     def _succeed(self, before: EngineProcess) -> None:
-        """Go on with the process that Ray starts after one that is dead."""
         engine = EngineProcess(before.number, before.actor, self._settings, before)
         self._engines[before.number] = engine
         self._lives.append(asyncio.ensure_future(self._live(engine, before)))
         self._changed()
 
     async def _live(self, engine: EngineProcess, before: EngineProcess) -> None:
-        """Start an engine again, and watch it."""
         try:
             await self._start(engine, before)
         except Exception as error:
@@ -351,7 +346,6 @@ class EngineTable:
                 raise outcome
 
     def _restart_postponed(self) -> None:
-        """Start engines again that died while the others slept."""
         for engine in self._engines:
             if engine.postponed:
                 engine.postponed = False

@@ -133,12 +133,9 @@ class InProcessLLM:
         await self._post(cut)
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> Any:
-        """Call a method of every worker."""
         return await self._post(lambda: self._engine.collective_rpc(method, kwargs=kwargs))
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        """Stop computing."""
-
         def pause() -> None:
             self._paused = True
             self._engine.engine_core.engine_core.pause_scheduler(mode=mode, clear_cache=clear_cache)
@@ -146,8 +143,6 @@ class InProcessLLM:
         await self._post(pause)
 
     async def resume_generation(self) -> None:
-        """Continue."""
-
         def resume() -> None:
             self._engine.engine_core.engine_core.resume_scheduler()
             self._paused = False
@@ -155,7 +150,6 @@ class InProcessLLM:
         await self._post(resume)
 
     async def update_weight_version(self, version: str) -> None:
-        """Set the version that labels the tokens from now on."""
         await self._post(lambda: self._engine.set_weight_version(version))
 
     async def sleep(self, level: int) -> None:
@@ -183,7 +177,6 @@ class InProcessLLM:
 
     @property
     def errored(self) -> bool:
-        """Whether a step has failed."""
         return self._failure is not None
 
     async def check_health(self) -> None:

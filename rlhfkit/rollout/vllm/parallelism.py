@@ -58,7 +58,6 @@ class Parallelism:
     """Whether whole experts are dealt to the processes of a stage; else each expert is divided over them."""
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         for name, size in zip(_SIZES, (self.tensor, self.pipeline, self.data), strict=True):
             check_integer(name, size, minimum=1)
         if self.experts and self.tensor * self.data == 1:

@@ -204,7 +204,6 @@ class CheckpointWeights(ModuleWeights):
         return merged_weights(module)
 
     def in_checkpoint_format(self) -> "WeightSource":
-        """Return this source."""
         return self
 
     def _type(self, weight: MergedWeight) -> torch.dtype:
@@ -215,7 +214,6 @@ class CheckpointWeights(ModuleWeights):
         return [self._by_name[name] for name in group.members]
 
     def metadata(self) -> list[WeightInfo]:
-        """Return name, full shape and type of each tensor, without gathering."""
         infos = []
         for group in self._groups:
             empty = [torch.empty(one.shape, dtype=self._type(one), device="meta") for one in self._members(group)]
@@ -224,7 +222,6 @@ class CheckpointWeights(ModuleWeights):
         return infos
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor, valid until the next one is yielded."""
         if self.check_finite:
             self.raise_if_not_finite()
         for groups in self._buckets():
@@ -280,11 +277,9 @@ class AdapterApart:
         self._settings = torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8)
 
     def in_checkpoint_format(self) -> "WeightSource":
-        """Return this source."""
         return self
 
     def metadata(self) -> list[WeightInfo]:
-        """Return name, full shape and type of each tensor, without gathering."""
         settings = WeightInfo(ADAPTER_SETTINGS, tuple(self._settings.shape), torch.uint8)
         matrices = [replace(info, name=_adapter_name(info.name)) for info in self._adapter.metadata()]
         return [*(self._base.metadata() if self._base is not None else []), settings, *matrices]

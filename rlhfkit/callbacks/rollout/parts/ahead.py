@@ -70,7 +70,6 @@ class Ahead(RolloutPart):
         self._failure: BaseException | None = None  # of a job; later ones would have other prompts without it
 
     def attach(self, rollouts: Rollouts) -> None:
-        """Take the collector of this callback, and its time limit."""
         super().attach(rollouts)
         self.collector, self.timeout = rollouts.collector, rollouts.rollout_timeout
         engine = self.collector.engine
@@ -81,7 +80,6 @@ class Ahead(RolloutPart):
             )
 
     def why_copied(self, trainer: L.Trainer) -> str | None:
-        """They change meanwhile."""
         return "the engine generates while they are trained (Ahead)"
 
     def wrap_sampling(self, source: Source) -> Source:
@@ -169,11 +167,9 @@ class Ahead(RolloutPart):
             yield
 
     def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
-        """Return how old the samples are."""
         return staleness_metrics(shared.numbers, version)
 
     def end_iteration(self, next_iteration: int) -> None:
-        """Forget where earlier iterations began."""
         self._positions = {number: each for number, each in self._positions.items() if number >= next_iteration}
 
     def state_dict(self, next_iteration: int) -> list[int]:
@@ -181,12 +177,10 @@ class Ahead(RolloutPart):
         return [next_iteration, self._positions[next_iteration]] if next_iteration in self._positions else []
 
     def load_state_dict(self, own: Iterable[int], states: Iterable[int], *, rank: int, world_size: int) -> None:
-        """Count on from there."""
         numbers = [*own]
         self._positions = {numbers[0]: numbers[1]} if numbers else {}
 
     def clear(self) -> None:
-        """Count the prompts of another run anew."""
         self._positions = {}
 
     def close(self) -> None:

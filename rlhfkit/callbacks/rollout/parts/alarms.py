@@ -28,7 +28,6 @@ class Alarm:
     """What the value means and what to do."""
 
     def __post_init__(self) -> None:
-        """Check the bounds."""
         check_number("Alarm.low", self.low, optional=True)
         check_number("Alarm.high", self.high, optional=True)
 
@@ -94,7 +93,6 @@ class Alarms(RolloutPart):
         self._unheard = [alarm.metric for alarm in self.alarms if alarm not in ROLLOUT_ALARMS]
 
     def logged(self, trainer: L.Trainer, iteration: int) -> None:
-        """Check what was logged of an iteration."""
         metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
         if trainer.is_global_zero:
             self.check_metrics(metrics, iteration)

@@ -24,11 +24,9 @@ class AskEarly(RolloutPart):
         self.module = module
 
     def check(self, trainer: L.Trainer) -> None:
-        """Have the collector tell of finished groups."""
         self.rollouts.collector.on_finished = self.ask
 
     def before_collect(self, trainer: L.Trainer, iteration: int) -> None:
-        """Start the models."""
         self.module.placed.begin_asking(iteration)
 
     def ask(self, ask: Ask, groups: Sequence[Group]) -> None:

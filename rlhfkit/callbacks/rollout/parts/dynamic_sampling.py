@@ -104,7 +104,6 @@ class DynamicSampling(RolloutPart):
         return has_signal(group, self.by) if self.keep is None else self.keep(group)
 
     def attach(self, rollouts: Rollouts) -> None:
-        """Have the collector of this callback select."""
         super().attach(rollouts)
         rollouts.collector.keep, rollouts.collector.max_rounds = self.accepts, self.max_rounds
 
@@ -115,12 +114,10 @@ class DynamicSampling(RolloutPart):
             check_part("DynamicSampling", self.by, parts)
 
     def wrap(self, source: Source) -> Source:
-        """Look at what was collected."""
         self._source = source
         return self
 
     def collect(self, ask: Ask) -> CollectedGroups:
-        """Warn if too few groups were accepted."""
         collected = self._source.collect(ask)
         if collected.accepted < ask.wanted and ask.trainer.global_rank == 0:
             log.warning(
@@ -131,7 +128,6 @@ class DynamicSampling(RolloutPart):
         return collected
 
     def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
-        """Return the share of groups that were accepted, and the mean reward of all."""
         collected = shared.collected
         return {
             "rollout/accepted_fraction": collected.accepted / max(collected.sampled, 1),

@@ -46,14 +46,12 @@ class ModelScores(RolloutPart):
             )
 
     def wrap(self, source: Source) -> Source:
-        """Score what the source gives."""
         if self.early:
             return source
         self._source = source
         return self
 
     def collect(self, ask: Ask) -> CollectedGroups:
-        """Add the scores."""
         collected = self._source.collect(ask)
         self.add_scores(ask.trainer, flatten(collected.groups), ask.iteration)
         return collected

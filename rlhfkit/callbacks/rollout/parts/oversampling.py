@@ -42,7 +42,6 @@ class Oversampling(RolloutPart):
         self.staleness = None if continued else 0  # an iteration more each time that a sample is cut
 
     def attach(self, rollouts: Rollouts) -> None:
-        """Have the collector of this callback start more groups."""
         super().attach(rollouts)
         self.collector = rollouts.collector
         if not self.collector.source.can_stream:
@@ -81,18 +80,15 @@ class Oversampling(RolloutPart):
     # ------------------------------------------------------------------ what is continued
 
     def clear(self) -> None:
-        """Forget what another run has begun."""
         if self.partials is not None:
             self.partials.clear()
 
     def end_iteration(self, next_iteration: int) -> None:
-        """Forget what iterations before the next one have continued."""
         if self.partials is not None:
             for number in [number for number in [*self.partials] if number < next_iteration]:
                 del self.partials[number]
 
     def state_dict(self, next_iteration: int) -> Any:
-        """What this rank needs of groups that the next iteration continues."""
         dropped = (self.partials or {}).get(next_iteration)  # what later ones continue is dropped again
         return [] if dropped is None else [dropped.state(next_iteration)]
 

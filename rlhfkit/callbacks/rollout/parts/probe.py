@@ -62,7 +62,6 @@ class Probe(RolloutPart):
         self._question: _Question | None = None
 
     def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
-        """Keep a sample for later probes; return the difference."""
         self._remember(shared.samples)
         return {"rollout/probe_difference": self.difference}
 
@@ -75,7 +74,6 @@ class Probe(RolloutPart):
                 return
 
     def after_load(self, trainer: L.Trainer) -> None:
-        """Compute the trainer's log-probs."""
         self._question = None
         engine, module = self.rollouts.engine, policy_of(trainer)
         if self.tolerance == float("inf") or not engine.can_score:

@@ -46,7 +46,6 @@ class GroupNumbers(NamedTuple):
 
     @property
     def oldest(self) -> int:
-        """Policy version of its oldest token."""
         return min((version for version, _ in self.versions), default=0)
 
 
@@ -138,17 +137,14 @@ class ReplayBuffer(RolloutPart):
             )
 
     def wrap(self, source: Source) -> Source:
-        """Replay groups in place of some that the source gives."""
         self._source = source
         return self
 
     def collect(self, ask: Ask) -> CollectedGroups:
-        """Replace groups without a signal."""
         version, seed = ask.trainer.global_step, ask.sampling.seed
         return self.replay(self._source.collect(ask), iteration=ask.iteration, version=version, seed=seed)
 
     def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
-        """Return what was replayed."""
         return self.measured
 
     def replay(self, collected: CollectedGroups, *, iteration: int, version: int, seed: int) -> CollectedGroups:
@@ -248,7 +244,6 @@ class ReplayBuffer(RolloutPart):
         self.measured["rollout/replay_buffer_groups"] = float(len(staying))
 
     def _measure(self, fresh: Mapping[int, GroupNumbers], replayed: Sequence[GroupNumbers], version: int) -> None:
-        """Set the metrics of an iteration."""
         rewards = [reward for one in fresh.values() for reward in one.rewards]
         runs = [run for one in replayed for run in one.versions]
         tokens = sum(count for _, count in runs)

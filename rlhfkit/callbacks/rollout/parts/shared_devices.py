@@ -70,7 +70,6 @@ class SharedDevices(RolloutPart):
         self._bytes: dict[str, int] = {}
 
     def attach(self, rollouts: Rollouts) -> None:
-        """Look for engines that share devices."""
         super().attach(rollouts)
         self.colocate = any(engine.colocate for engine in rollouts.engines)
         ahead = [type(part).__name__ for part in rollouts.parts if part.overlaps]
@@ -88,11 +87,9 @@ class SharedDevices(RolloutPart):
         return self.colocate and trainer.strategy.root_device.type == "cuda"
 
     def why_copied(self, trainer: L.Trainer) -> str | None:
-        """They leave the device."""
         return "they leave the device while it generates (SharedDevices)" if self.offloads(trainer) else None
 
     def defers_sync(self, trainer: L.Trainer) -> bool:
-        """When samples are asked for, after a checkpoint of the epoch."""
         return self.offloads(trainer)
 
     # ------------------------------------------------------------------ the phases, each a collective
@@ -123,7 +120,6 @@ class SharedDevices(RolloutPart):
                 run_on_all_ranks(engine.wake)
 
     def after_generate(self, trainer: L.Trainer, iteration: int) -> None:
-        """Bring the training states back."""
         if not self.offloads(trainer):
             return
         self._bytes["generate"] = self._measure(trainer)

@@ -50,7 +50,6 @@ class Validation(RolloutPart):
 
     @property
     def ways(self) -> dict[str, SamplingSpec]:
-        """How to sample, by name."""
         if isinstance(self.sampling, Mapping):
             return dict(self.sampling)
         if self.sampling is not None:
@@ -58,13 +57,11 @@ class Validation(RolloutPart):
         return {"": self.rollouts.sampling.greedy()}
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Check that every prompt can be answered."""
         for sampling in self.ways.values():
             source = self.rollouts.collector.policy_source
             check_prompts(trainer, policy_of(trainer), source, sampling, validation=True)
 
     def validate(self, trainer: L.Trainer, prompts: Sequence[Prompt], *, first: bool) -> None:
-        """Generate, score and log."""
         if first:
             self.begin()
         rollouts = self.rollouts
@@ -75,11 +72,9 @@ class Validation(RolloutPart):
         log_validation(trainer.lightning_module, metrics)
 
     def begin(self) -> None:
-        """Forget the last validation."""
         self._of_sources, self._sources = {}, set()
 
     def end_validation(self, trainer: L.Trainer) -> None:
-        """Log the metrics of each source of prompts."""
         log_validation(trainer.lightning_module, self.source_metrics())
 
     def batch_metrics(

@@ -119,7 +119,6 @@ class GlooGroup:
         self._group = group
 
     def broadcast(self, block: Tensor) -> Broadcast:
-        """Start to send (rank 0) or receive a contiguous CPU tensor, which must not be used before the end."""
         if self._group is None:
             raise RuntimeError(_CLOSED)
         options = dist.BroadcastOptions()
@@ -191,7 +190,6 @@ class NcclGroup:
         return None if error is None or error.name == "SUCCESS" else str(error.name)
 
     def broadcast(self, block: Tensor) -> Broadcast:
-        """Start to send (rank 0) or receive a contiguous CUDA tensor, after what the current stream does with it."""
         group = self._group
         if group is None:
             raise RuntimeError(_CLOSED)
