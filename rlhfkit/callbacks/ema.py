@@ -4,8 +4,9 @@ Lightning's ``WeightAveraging`` (2.6) copies the whole LightningModule, frozen c
 of the weights (in bfloat16 a decay of 0.999 rounds every step away) and cannot follow sharded models.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,6 +25,8 @@ from rlhfkit.protocols import STATES_OF_RANKS, RLHFStrategy
 from rlhfkit.trainer_parts import callbacks_of
 from rlhfkit.validation import check_integer, check_number
 
+SavedShares = tuple[int, Callable[[int], Mapping[str, Tensor]]]
+"""How many ranks have saved shares of an average, and the shares of one, by the names of weights."""
 OTHER_WEIGHTS = "the checkpoint's EMA is of other weights, of another strategy, or of another tensor_parallel_size"
 
 
@@ -81,7 +84,7 @@ class EMA(L.Callback):
         self._step = 0  # the latest optimizer step that was seen
         self._per_rank = False
         self._in_slices = False  # weights that are whole on every rank are averaged in slices
-        self._saved_ranks: Sequence[Mapping[str, Tensor]] | None = None  # averages of a checkpoint of other ranks
+        self._saved_ranks: SavedShares | None = None  # averages of a checkpoint of other ranks
         self._swapped = ExitStack()
 
     # ------------------------------------------------------------------ averaging
@@ -124,7 +127,7 @@ class EMA(L.Callback):
         self._average = {name: self._average[name].to(self.device or share.device) for name, share in shares.items()}
 
     def _share_anew(
-        self, saved: Sequence[Mapping[str, Tensor]], parameters: Mapping[str, Any], shares: Mapping[str, Tensor]
+        self, saved: SavedShares, parameters: Mapping[str, Any], shares: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """This rank's share of averages that another number of ranks has saved."""
         average = {}
@@ -252,39 +255,32 @@ class EMA(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the averages of all ranks if another number of them has saved the checkpoint."""
         states = checkpoint.get(STATES_OF_RANKS)
-        self._saved_ranks = None if states is None else _SavedAverages(states, self.state_key)
+        if states is None:
+            self._saved_ranks = None
+            return
+
+        @functools.cache  # each file is opened once, when it is needed
+        def share(rank: int) -> Mapping[str, Tensor]:
+            average: Mapping[str, Tensor] = states[rank]["callbacks"].get(self.state_key, {}).get("average", {})
+            return average
+
+        self._saved_ranks = len(states), share
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the average; it is checked when training starts."""
         self.updates, self._average = state_dict["updates"], dict(state_dict["average"])
 
 
-class _SavedAverages(Sequence[Mapping[str, Tensor]]):
-    """The shares of the average that ranks have saved; each file is opened once, when it is needed."""
-
-    def __init__(self, states: Sequence[Mapping[str, Any]], key: str) -> None:
-        self._states = states
-        self._key = key
-        self._opened: dict[int, Mapping[str, Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __getitem__(self, rank: Any) -> Any:
-        if rank not in self._opened:
-            self._opened[rank] = self._states[rank]["callbacks"].get(self._key, {}).get("average", {})
-        return self._opened[rank]
-
-
-def slice_of_shares(saved: Sequence[Mapping[str, Tensor]], name: str, numel: int, start: int, end: int) -> Tensor:
+def slice_of_shares(saved: SavedShares, name: str, numel: int, start: int, end: int) -> Tensor:
     """Elements ``start`` to ``end`` of a flat tensor of ``numel`` elements of which each rank has saved an equal share.
 
     Raises ValueError if the shares are not those of such a tensor.
     """
-    size = math.ceil(numel / len(saved))
+    num_ranks, share_of = saved
+    size = math.ceil(numel / num_ranks)
     parts = [torch.empty(0)]
     for rank in range(start // size, math.ceil(end / size)) if end > start else ():
-        share, first = saved[rank].get(name), rank * size
+        share, first = share_of(rank).get(name), rank * size
         if share is None or share.numel() != min(size, numel - first):
             raise ValueError(OTHER_WEIGHTS)
         parts.append(share[max(start - first, 0) : end - first])

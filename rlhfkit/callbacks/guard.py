@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -22,15 +22,6 @@ from rlhfkit.validation import check_integer
 
 class NonFiniteError(RuntimeError):
     """Too many updates in a row were skipped; the message names the folder with the batches."""
-
-
-@runtime_checkable
-class HasState(Protocol):
-    """A batch that can be written as a dictionary, such as a ``PaddedBatch``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values."""
-        ...
 
 
 class NonFiniteGuard(Callback):
@@ -158,7 +149,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist())
-    if isinstance(value, HasState):
+    if callable(getattr(value, "state_dict", None)):  # such as a PaddedBatch
         return plain(value.state_dict())
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}

@@ -143,9 +143,10 @@ def test_any_number_of_ranks_reads_its_share_of_what_any_other_number_has_saved(
             step = -(-numel // count)
             for start in range(0, numel, step):
                 end = min(numel, start + step)
-                assert torch.equal(slice_of_shares(shares, "weight", numel, start, end), full[start:end])
+                found = slice_of_shares((saved, shares.__getitem__), "weight", numel, start, end)
+                assert torch.equal(found, full[start:end])
     with pytest.raises(ValueError, match="of other weights"):
-        slice_of_shares(shares, "weight", 8 * numel, 0, 1)
+        slice_of_shares((saved, shares.__getitem__), "weight", 8 * numel, 0, 1)
 
 
 def test_rollouts_and_validation_of_the_average_exclude_each_other() -> None:
