@@ -166,11 +166,8 @@ class ComparesGroups(Protocol):
 # ------------------------------------------------------------------ what a RolloutCallback asks of a DataModule
 
 
-class PromptQueue(Protocol):
+class DrawnPrompts(Protocol):
     """The prompts of one iteration: none is drawn twice, and those that were not used can be requeued."""
-
-    cursor: Any
-    """Where the next prompt is drawn; the queue of another iteration can continue there."""
 
     @property
     def remaining(self) -> int:
@@ -193,6 +190,13 @@ class PromptQueue(Protocol):
     def after(self) -> dict[str, Any]:
         """Where the next iteration begins, as plain values."""
         ...
+
+
+class PromptQueue(DrawnPrompts, Protocol):
+    """Prompts whose place is known."""
+
+    cursor: Any
+    """Where the next prompt is drawn; the queue of another iteration can continue there."""
 
 
 class PromptSource(Protocol):

@@ -24,6 +24,7 @@ from rlhfkit.modules.optimizers import Muon
 from rlhfkit.modules.parts.advantages import AdvantagesBy
 from rlhfkit.modules.parts.critic import Critic
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
+from rlhfkit.rollout.prompt_stream import PromptStream
 from rlhfkit.trainer_parts import experience_source_of, learner_of, prompts_of
 
 
@@ -44,6 +45,7 @@ CASES = [
     (protocols.HasModelLimits, SFTModule),
     (protocols.SavesPretrained, SFTModule),
     (protocols.ChecksRows, SFTModule),
+    (protocols.DrawnPrompts, PromptStream),
     (protocols.PromptQueue, IterationQueue),
     (protocols.PromptSource, PromptDataModule),
     (protocols.ChecksPrompts, PromptDataModule),

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 from rlhfkit.data.types import Prompt, Sample, decode_texts
+from rlhfkit.protocols import DrawnPrompts
 from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.partial_rollouts import Dropped, ResumableStream
@@ -52,32 +53,6 @@ class StreamingEngine(Protocol):
 
     def stream(self, sampling: SamplingSpec, *, iteration: int) -> GroupStream:
         """Open a stream, one at a time; raises RuntimeError if no weights are loaded or the engine died."""
-        ...
-
-
-class DrawnPrompts(Protocol):
-    """What an iteration needs of its prompts, of those in :class:`~rlhfkit.protocols.PromptQueue`."""
-
-    @property
-    def remaining(self) -> int:
-        """Different prompts that can still be drawn."""
-        ...
-
-    def take(self, count: int) -> list[Prompt]:
-        """Draw the next prompts."""
-        ...
-
-    def requeue(self, prompts: Sequence[Prompt]) -> None:
-        """Put prompts at the front of the next iteration."""
-        ...
-
-    def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
-        """Remember the rewards of groups, by the index of their prompt, for a curriculum."""
-        ...
-
-    @property
-    def after(self) -> dict[str, Any]:
-        """Where the next iteration begins, as plain values; read when everything is requeued and recorded."""
         ...
 
 

@@ -23,7 +23,7 @@ class PromptStream:
     one. Of prompt n of a run, rank ``n % world_size`` samples the group, with the seeds of iteration ``n // wanted``;
     that is the iteration which is trained on it if no group is rejected. One thread uses a stream.
 
-    It is the :class:`~rlhfkit.rollout.collector.DrawnPrompts` and the
+    It is the :class:`~rlhfkit.protocols.DrawnPrompts` and the
     :class:`~rlhfkit.rollout.collector.GroupStream` of the iteration that has begun.
 
     Args:

@@ -11,7 +11,7 @@ given, so :func:`decode_step` gives it none, or a finished one, where the family
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
+
+if TYPE_CHECKING:
+    from rlhfkit.models.vision import VisionPrompts
 
 Weights = Callable[[], AbstractContextManager[tuple[nn.Module, int]]]
 """A context in which the model and its version, which it gives, do not change."""
@@ -71,7 +74,7 @@ class Decoding:
         device: torch.device | None,
         cached: bool = True,
         finished_masks: bool = False,
-        vision: "PromptImages | None" = None,
+        vision: "VisionPrompts | None" = None,
     ) -> None:
         self._cached = cached
         self._vision = vision
@@ -261,29 +264,8 @@ class Decoding:
         return FinishedRow(row, tokens, logprobs, versions, reason)
 
 
-class ReadPrompts(Protocol):
-    """The images of B texts that are computed together."""
-
-    shift: Tensor | None
-    """(B, 1) int64, by how much positions behind the images differ from the number of tokens; ``None``: nowhere."""
-
-    def arguments(self, model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
-        """The model's arguments beside ids and mask, both (B, T) int64; sets ``shift``."""
-        ...
-
-
-class PromptImages(Protocol):
-    """How a model reads prompts with images, :class:`~rlhfkit.models.vision.VisionPrompts`."""
-
-    processor: Any
-
-    def of(self, images: Sequence[tuple[Any, ...]]) -> ReadPrompts:
-        """Those of some prompts."""
-        ...
-
-
 def prefill(
-    model: Any, texts: Sequence[Sequence[int]], device: torch.device | None, images: ReadPrompts | None = None
+    model: Any, texts: Sequence[Sequence[int]], device: torch.device | None, images: Any = None
 ) -> tuple[Tensor, Tensor, Any]:
     """Compute texts of different lengths in one pass, padded on the left.
 
@@ -291,7 +273,7 @@ def prefill(
         model: A Hugging Face causal language model.
         texts: Token ids of B texts.
         device: Of the model.
-        images: Those of the texts, for a model that sees.
+        images: Those of the texts, as ``VisionPrompts.of`` gives them; ``None``: texts only.
 
     Returns:
         (B, V) logits of each text's next token, (B, T) int64 attention mask, and the filled cache.
