@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhfkit.rollout.probe_bounds import ProbeBounds
+from rlhfkit.callbacks.rollout.parts.probe import ProbeBounds
 
 MANTISSA = {torch.bfloat16: 8, torch.float16: 11}
 
