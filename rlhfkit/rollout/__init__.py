@@ -31,13 +31,20 @@ _LAZY = {
 }
 
 __all__ = [
+    "GroupFunction",
+    "GroupSampler",
     "HealthPolicy",
+    "LocalEngine",
+    "ModuleWeights",
+    "ReplayEngine",
     "RolloutEngine",
     "SamplingSpec",
+    "VLLMPool",
+    "VLLMServer",
     "WeightInfo",
     "WeightSource",
+    "sample_groups",
     "sample_seed",
-    *_LAZY,
 ]
 
 

@@ -18,7 +18,9 @@ def test_an_engine_that_forgets_a_method_cannot_be_made() -> None:
         Half()  # type: ignore[abstract]
 
 
-@pytest.mark.parametrize("method", ["start", "generate", "score", "load", "sync_metrics", "sleep", "wake", "close"])
+@pytest.mark.parametrize(
+    "method", ["start", "generate", "score", "scores", "load", "sync_metrics", "sleep", "wake", "close"]
+)
 def test_engines_take_the_arguments_of_the_protocol(method: str) -> None:
     expected = inspect.signature(getattr(RolloutEngine, method))
     for kind in (LocalEngine, VLLMPool, ReplayEngine):

@@ -469,7 +469,7 @@ class RemoteEnginePool(RolloutEngine):
         """Return the log-probs of given tokens by the first engine; see :meth:`scores`."""
         return next(iter(self.scores(sequences).values()))
 
-    def scores(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+    def scores(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
         """Return the log-probs of given tokens, by engine, asked for by this rank alone. Any thread.
 
         Raises:
