@@ -79,7 +79,6 @@ from rlhfkit.losses.policy.trust_region import (
     clip_cov_loss,
     decoupled_ppo_loss,
     dppo_loss,
-    ipo_policy_loss,
     kl_cov_loss,
     log_linear_proximal_logprobs,
 )
@@ -150,7 +149,6 @@ __all__ = [
     "gspo_loss",
     "gspo_token_loss",
     "importance_weights",
-    "ipo_policy_loss",
     "kl_cov_loss",
     "kl_estimate",
     "kl_loss",

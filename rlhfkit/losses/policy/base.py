@@ -1,15 +1,18 @@
 """The steps that all policy losses share: log-ratio, token losses, weights, aggregation, metrics.
 
-A policy loss of your own takes three calls::
+A policy loss says what the loss of a token is; :func:`loss_of_tokens`, of this file, adds the rest::
 
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
-    token_loss = -tokens.ratio * tokens.advantages                       # (B, T): the idea
-    return policy_loss_output(token_loss, tokens, aggregation="token-mean", denominator=denominator)
+    @loss_of_tokens(aggregation="token-mean")
+    def unclipped_loss(tokens: PolicyTokens, *, scale: float = 1.0) -> TokenLosses:
+        return -scale * tokens.ratio * tokens.advantages, {}             # (B, T): the idea, and metrics
+
+One that reads more, such as the engine's log-probs, is a function with the whole signature, which calls
+:func:`policy_tokens` and :func:`policy_loss_output`.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, ParamSpec, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,7 +29,8 @@ from rlhfkit.losses.aggregation import (
 )
 from rlhfkit.losses.metrics import max_metric
 
-Arguments = ParamSpec("Arguments")
+TokenLosses = tuple[Tensor, Mapping[str, Tensor]]
+"""Losses of the tokens, (B, T), and metrics."""
 
 RatioLevel = Literal["token", "sequence", "sequence-sum"]
 """Level at which the probability ratio is taken, see :meth:`PolicyTokens.ratio_of`."""
@@ -214,9 +218,51 @@ def policy_loss_output(
     return LossOutput(loss, {**moved, **(metrics or {})})
 
 
+def loss_of_tokens(*, aggregation: Aggregation) -> Callable[[Callable[..., TokenLosses]], Callable[..., LossOutput]]:
+    """Make a policy loss of a function that computes the losses of tokens from :class:`PolicyTokens`.
+
+    The loss takes the arguments of :mod:`rlhfkit.losses.policy` and the keyword arguments of the function.
+
+    Args:
+        aggregation: The default of the loss.
+    """
+
+    def whole(of_tokens: Callable[..., TokenLosses]) -> Callable[..., LossOutput]:
+        def loss(
+            logprobs: Tensor,
+            old_logprobs: Tensor,
+            advantages: Tensor,
+            mask: Tensor,
+            *,
+            log_ratio_clamp: float | None = 20.0,
+            weights: Tensor | None = None,
+            aggregation: Aggregation = aggregation,
+            denominator: Tensor | float | None = None,
+            max_length: int | None = None,
+            **own: Any,
+        ) -> LossOutput:
+            tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
+            token_loss, metrics = of_tokens(tokens, **own)
+            return policy_loss_output(
+                token_loss,
+                tokens,
+                weights=weights,
+                aggregation=aggregation,
+                denominator=denominator,
+                max_length=max_length,
+                metrics=metrics,
+            )
+
+        own = list(inspect.signature(of_tokens).parameters.values())[1:]
+        *shared, _ = inspect.signature(loss).parameters.values()
+        return _named_like(of_tokens, loss, [*shared[:4], *own, *shared[4:]])
+
+    return whole
+
+
 def preset_of(
-    loss: Callable[Arguments, LossOutput], *, fixed: Mapping[str, Any] | None = None, **defaults: Any
-) -> Callable[[Callable[[], None]], Callable[Arguments, LossOutput]]:
+    loss: Callable[..., LossOutput], *, fixed: Mapping[str, Any] | None = None, **defaults: Any
+) -> Callable[[Callable[[], None]], Callable[..., LossOutput]]:
     """Make a function without a body a published variant of a loss: the same with other defaults.
 
     Args:
@@ -228,23 +274,30 @@ def preset_of(
         TypeError: If the loss has no argument of such a name.
     """
     fixed = dict(fixed or {})
-    signature = inspect.signature(loss)
-    unknown = sorted({*fixed, *defaults} - {*signature.parameters})
+    parameters = inspect.signature(loss).parameters
+    unknown = sorted({*fixed, *defaults} - {*parameters})
     if unknown:
-        raise TypeError(f"{loss.__name__} has no {', '.join(unknown)}; it has {', '.join(signature.parameters)}")
+        raise TypeError(f"{loss.__name__} has no {', '.join(unknown)}; it has {', '.join(parameters)}")
     taken = [
         parameter.replace(default=defaults.get(name, parameter.default))
-        for name, parameter in signature.parameters.items()
+        for name, parameter in parameters.items()
         if name not in fixed
     ]
 
-    def named(stub: Callable[[], None]) -> Callable[Arguments, LossOutput]:
+    def named(stub: Callable[[], None]) -> Callable[..., LossOutput]:
         def variant(*tensors: Any, **given: Any) -> LossOutput:
             return loss(*tensors, **fixed, **{**defaults, **given})
 
-        variant.__name__, variant.__qualname__ = stub.__name__, stub.__qualname__
-        variant.__module__, variant.__doc__ = stub.__module__, stub.__doc__
-        variant.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]  # of any callable
-        return variant
+        return _named_like(stub, variant, taken)
 
     return named
+
+
+def _named_like(
+    model: Callable[..., Any], function: Callable[..., LossOutput], parameters: list[inspect.Parameter]
+) -> Callable[..., LossOutput]:
+    """Give a function the name and description of another, and a signature."""
+    function.__name__, function.__qualname__ = model.__name__, model.__qualname__
+    function.__module__, function.__doc__ = model.__module__, model.__doc__
+    function.__signature__ = inspect.Signature(parameters, return_annotation=LossOutput)  # type: ignore[attr-defined]  # of any callable
+    return function

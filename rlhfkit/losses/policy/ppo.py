@@ -1,36 +1,27 @@
 """PPO's clipped surrogate."""
 
-from torch import Tensor
-
-from rlhfkit.losses.aggregation import Aggregation, LossOutput
 from rlhfkit.losses.policy.base import (
+    PolicyTokens,
     RatioLevel,
+    TokenLosses,
     check_clip,
     clip_metrics,
     clipped_surrogate,
     dual_clip_metrics,
-    policy_loss_output,
-    policy_tokens,
+    loss_of_tokens,
 )
 
 
+@loss_of_tokens(aggregation="token-mean")
 def ppo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    tokens: PolicyTokens,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    log_ratio_clamp: float | None = 20.0,
     delta: float | None = None,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
     ratio_level: RatioLevel = "token",
-) -> LossOutput:
+) -> TokenLosses:
     """Clipped surrogate of proximal policy optimisation (PPO).
 
     ``ρ_t = exp(clamp(log π(y_t) - log π_old(y_t), ±20))``,
@@ -63,17 +54,8 @@ def ppo_loss(
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_clip(clip_low, clip_high, dual_clip, delta)
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     ratio = tokens.ratio_of(ratio_level)
     token_loss = clipped_surrogate(
         ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta
     )
-    return policy_loss_output(
-        token_loss,
-        tokens,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        metrics=clip_metrics(ratio, tokens, clip_low, clip_high) | dual_clip_metrics(ratio, tokens, dual_clip),
-    )
+    return token_loss, clip_metrics(ratio, tokens, clip_low, clip_high) | dual_clip_metrics(ratio, tokens, dual_clip)

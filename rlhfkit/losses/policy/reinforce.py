@@ -4,23 +4,21 @@ Where PPO removes the gradient of a clipped token, these keep one for every toke
 """
 
 import torch
-from torch import Tensor
 
-from rlhfkit.losses.aggregation import Aggregation, LossOutput
-from rlhfkit.losses.policy.base import RatioLevel, clip_fractions, policy_loss_output, policy_tokens, preset_of
+from rlhfkit.losses.policy.base import (
+    PolicyTokens,
+    RatioLevel,
+    TokenLosses,
+    clip_fractions,
+    loss_of_tokens,
+    preset_of,
+)
 
 
+@loss_of_tokens(aggregation="sequence-mean-token-sum")
 def reinforce_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "sequence-mean-token-sum",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+    tokens: PolicyTokens,
+) -> TokenLosses:
     """REINFORCE: the plain policy gradient.
 
     ``ℓ_t = -A_t log π(y_t)``, then :func:`aggregate`.
@@ -30,7 +28,8 @@ def reinforce_loss(
 
     Args:
         old_logprobs: (B, T) under the policy before this iteration, only for the metrics.
-        logprobs, advantages, mask, weights, aggregation, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
+        logprobs, advantages, mask, log_ratio_clamp, weights, aggregation, denominator, max_length: See
+            :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss, whose value has no meaning of its own, with the metrics of :func:`policy_loss_output`.
@@ -38,15 +37,7 @@ def reinforce_loss(
     Raises:
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
-    return policy_loss_output(
-        -tokens.advantages * tokens.logprobs,
-        tokens,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-    )
+    return -tokens.advantages * tokens.logprobs, {}
 
 
 @preset_of(reinforce_loss, aggregation="token-mean")
@@ -59,7 +50,7 @@ def gpg_loss() -> None:
     Args:
         old_logprobs: (B, T) under the policy before this iteration, only for the metrics.
         aggregation: How the token losses become one number; the paper's ``token-mean``.
-        logprobs, advantages, mask, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
+        logprobs, advantages, mask, log_ratio_clamp, weights, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
 
     Returns:
         The loss with the metrics of :func:`policy_loss_output`.
@@ -69,21 +60,14 @@ def gpg_loss() -> None:
     """
 
 
+@loss_of_tokens(aggregation="token-mean")
 def cispo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    tokens: PolicyTokens,
     *,
     ratio_min: float = 0.0,
     ratio_max: float = 5.0,
-    log_ratio_clamp: float | None = 20.0,
     ratio_level: RatioLevel = "token",
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+) -> TokenLosses:
     """CISPO: REINFORCE with a clipped importance ratio as weight, so that clipped tokens keep a gradient.
 
     ``ℓ_t = -sg(clip(ρ_t, ρ_min, ρ_max)) A_t log π(y_t)``, then :func:`aggregate`.
@@ -107,34 +91,19 @@ def cispo_loss(
     """
     if not 0.0 <= ratio_min < ratio_max:
         raise ValueError(f"need 0 <= ratio_min < ratio_max, got ratio_min={ratio_min} and ratio_max={ratio_max}")
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     ratio = tokens.ratio_of(ratio_level).detach()
-    return policy_loss_output(
-        -ratio.clamp(ratio_min, ratio_max) * tokens.advantages * tokens.logprobs,
-        tokens,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        metrics=clip_fractions(ratio < ratio_min, ratio > ratio_max, tokens.mask),
-    )
+    metrics = clip_fractions(ratio < ratio_min, ratio > ratio_max, tokens.mask)
+    return -ratio.clamp(ratio_min, ratio_max) * tokens.advantages * tokens.logprobs, metrics
 
 
+@loss_of_tokens(aggregation="sequence-mean-token-mean")
 def sapo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    tokens: PolicyTokens,
     *,
     temperature_positive: float = 1.0,
     temperature_negative: float = 1.05,
-    log_ratio_clamp: float | None = 20.0,
     ratio_level: RatioLevel = "token",
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "sequence-mean-token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+) -> TokenLosses:
     """SAPO: a smooth gate in place of the clip, which reduces the gradient as the ratio leaves 1.
 
     ``ℓ_t = -A_t σ(τ (ρ_t - 1)) 4/τ``, ``τ = τ_pos`` where ``A_t > 0`` and ``τ_neg`` elsewhere; then :func:`aggregate`.
@@ -157,18 +126,10 @@ def sapo_loss(
     """
     if not (temperature_positive > 0.0 and temperature_negative > 0.0):
         raise ValueError(f"temperatures must be positive, got {temperature_positive} and {temperature_negative}")
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     temperature = torch.where(
         tokens.advantages > 0.0,
         torch.full_like(tokens.advantages, temperature_positive),
         torch.full_like(tokens.advantages, temperature_negative),
     )
     gate = torch.sigmoid(temperature * (tokens.ratio_of(ratio_level) - 1.0)) * (4.0 / temperature)
-    return policy_loss_output(
-        -tokens.advantages * gate,
-        tokens,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-    )
+    return -tokens.advantages * gate, {}

@@ -11,10 +11,13 @@ from torch import Tensor
 from rlhfkit.losses.aggregation import Aggregation, LossOutput, full_precision, masked_mean, masked_sum, select
 from rlhfkit.losses.metrics import mean_metric
 from rlhfkit.losses.policy.base import (
+    PolicyTokens,
+    TokenLosses,
     check_clip,
     clip_fractions,
     clip_metrics,
     clipped_surrogate,
+    loss_of_tokens,
     per_token,
     policy_loss_output,
     policy_tokens,
@@ -103,20 +106,13 @@ def luspo_loss() -> None:
     """
 
 
+@loss_of_tokens(aggregation="sequence-mean-token-mean")
 def gspo_token_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    tokens: PolicyTokens,
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    log_ratio_clamp: float | None = 20.0,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "sequence-mean-token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+) -> TokenLosses:
     """GSPO-token: the value of the sequence ratio with the gradient of each token.
 
     ``s_t = sg(s) π(y_t) / sg(π(y_t))``, ``ℓ_t = -min(s_t A_t, clip(s_t, 1 - ε_low, 1 + ε_high) A_t)``.
@@ -138,17 +134,9 @@ def gspo_token_loss(
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
     """
     check_clip(clip_low, clip_high)
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     ratio = tokens.ratio_of("sequence").detach() * torch.exp(tokens.logprobs - tokens.logprobs.detach())
-    return policy_loss_output(
-        clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high),
-        tokens,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        metrics=clip_metrics(ratio, tokens, clip_low, clip_high),
-    )
+    token_loss = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    return token_loss, clip_metrics(ratio, tokens, clip_low, clip_high)
 
 
 @preset_of(ppo_loss, fixed={"ratio_level": "sequence-sum", **_ONE_CLIP}, aggregation="sequence-mean-token-mean")
@@ -178,20 +166,13 @@ def rloo_loss() -> None:
     """
 
 
+@loss_of_tokens(aggregation="sequence-mean-token-mean")
 def gmpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    tokens: PolicyTokens,
     *,
     clip_low: float = 0.4,
     clip_high: float = 0.4,
-    log_ratio_clamp: float | None = 20.0,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "sequence-mean-token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+) -> TokenLosses:
     """Geometric-mean policy optimisation: the geometric mean of the clipped ratios of the tokens.
 
     ``c_t = clip(log ρ_t, -ε_low, ε_high)``; ``m_t = min(log ρ_t, c_t)`` where ``A > 0``, ``max`` where ``A < 0``;
@@ -216,7 +197,6 @@ def gmpo_loss(
     """
     if not (clip_low >= 0.0 and clip_high >= 0.0):
         raise ValueError(f"clip_low and clip_high are nats and must not be negative, got {clip_low} and {clip_high}")
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     advantage = masked_mean(tokens.advantages, tokens.mask, -1).unsqueeze(-1)
     clipped = tokens.log_ratio.clamp(-clip_low, clip_high)
     pessimistic = torch.where(
@@ -225,15 +205,7 @@ def gmpo_loss(
     ratio = masked_mean(pessimistic, tokens.mask, -1).exp().unsqueeze(-1)
     moved = tokens.log_ratio.detach()
     low, high = (moved < -clip_low) & (advantage < 0.0), (moved > clip_high) & (advantage > 0.0)
-    return policy_loss_output(
-        (-advantage * ratio).expand_as(tokens.log_ratio),
-        tokens,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        metrics=clip_fractions(low, high, tokens.mask),
-    )
+    return (-advantage * ratio).expand_as(tokens.log_ratio), clip_fractions(low, high, tokens.mask)
 
 
 def vespo_loss(

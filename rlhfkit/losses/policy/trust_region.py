@@ -1,8 +1,5 @@
 """Policy losses with another trust region than a clip around the old policy: decoupled PPO, DPPO, Clip-Cov, KL-Cov."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,10 +14,12 @@ from rlhfkit.losses.aggregation import (
 from rlhfkit.losses.importance_sampling import CorrectionLevel, CorrectionMode, importance_weights
 from rlhfkit.losses.policy.base import (
     PolicyTokens,
+    TokenLosses,
     check_clip,
     clip_fractions,
     clip_metrics,
     clipped_surrogate,
+    loss_of_tokens,
     per_token,
     policy_loss_output,
     policy_tokens,
@@ -105,6 +104,7 @@ def dppo_loss(
     rollout_logprobs: Tensor,
     mask_low: float = 0.2,
     mask_high: float = 0.2,
+    two_sided: bool = False,
     log_ratio_coef: float = 1e-3,
     log_ratio_clamp: float | None = 20.0,
     weights: Tensor | None = None,
@@ -128,6 +128,8 @@ def dppo_loss(
         rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them; NaN where it gave none.
         mask_low: ``D_low`` in [0, 1]; 0.2 in prime-rl.
         mask_high: ``D_high`` in [0, 1]; 0.2 in prime-rl.
+        two_sided: Drop a token beyond either bound, whatever the sign of its advantage, so one that returns towards
+            ``μ`` too: prime-rl's ``ipo``, its default before this loss.
         log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl. It pulls dropped tokens back.
         log_ratio_clamp: Limit of each token's log-ratio in nats, beyond which it has no gradient; none in prime-rl.
         logprobs, advantages, mask, weights, aggregation, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
@@ -142,77 +144,6 @@ def dppo_loss(
     if not (0.0 <= mask_low <= 1.0 and 0.0 <= mask_high <= 1.0):
         raise ValueError(f"mask_low and mask_high bound probabilities, in [0, 1], got {mask_low} and {mask_high}")
 
-    def dropped(moved: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        return (moved < -mask_low) & (advantages < 0.0), (moved > mask_high) & (advantages > 0.0)
-
-    inputs = logprobs, old_logprobs, advantages, mask, rollout_logprobs
-    reduction = {"aggregation": aggregation, "denominator": denominator, "max_length": max_length}
-    return _masked_by_difference(inputs, dropped, log_ratio_coef, log_ratio_clamp, weights, reduction)
-
-
-def ipo_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    rollout_logprobs: Tensor,
-    threshold: float = 0.2,
-    log_ratio_coef: float = 1e-3,
-    log_ratio_clamp: float | None = 20.0,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
-    """prime-rl's IPO: :func:`dppo_loss` with a bound on both sides, whatever the sign of the advantage.
-
-    ``keep_t = |π(y_t) - μ(y_t)| ≤ threshold``; ``ℓ_t = -keep_t ρ_t A_t + τ (log ρ_t)²``, ``ρ_t = π(y_t) / μ(y_t)``;
-    then :func:`aggregate`.
-
-    The ``ipo`` loss of prime-rl (2026), its default before DPPO's. Where :func:`dppo_loss` keeps a token that returns
-    towards ``μ``, this one drops it too. No relative of the preference loss of that name.
-
-    Args:
-        old_logprobs: (B, T) under the trainer's policy before this iteration, for the metrics and in place of missing
-            ``rollout_logprobs``; detached here.
-        rollout_logprobs: (B, T) under the policy that sampled, as the engine gave them; NaN where it gave none.
-        threshold: Largest difference of the two probabilities, in [0, 1]; 0.2 in prime-rl.
-        log_ratio_coef: ``τ`` ≥ 0; 1e-3 in prime-rl.
-        log_ratio_clamp: Limit of each token's log-ratio in nats, beyond which it has no gradient; none in prime-rl.
-        logprobs, advantages, mask, weights, aggregation, denominator, max_length: See :mod:`rlhfkit.losses.policy`.
-
-    Returns:
-        The loss with the metrics of :func:`dppo_loss`.
-
-    Raises:
-        ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
-    """
-    if not 0.0 <= threshold <= 1.0:
-        raise ValueError(f"threshold bounds a difference of probabilities, in [0, 1], got {threshold}")
-
-    def dropped(moved: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        return moved < -threshold, moved > threshold
-
-    inputs = logprobs, old_logprobs, advantages, mask, rollout_logprobs
-    reduction = {"aggregation": aggregation, "denominator": denominator, "max_length": max_length}
-    return _masked_by_difference(inputs, dropped, log_ratio_coef, log_ratio_clamp, weights, reduction)
-
-
-def _masked_by_difference(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    dropped: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    log_ratio_coef: float,
-    log_ratio_clamp: float | None,
-    weights: Tensor | None,
-    reduction: Mapping[str, Any],
-) -> LossOutput:
-    """The unclipped surrogate without tokens whose probability has moved too far, plus a squared log-ratio.
-
-    ``inputs`` are log-probs, old ones, advantages, mask and those of the engine; ``dropped`` says from the change of
-    the probability and the advantage (B, T) which tokens have moved too far down, and up.
-    """
-    logprobs, old_logprobs, advantages, mask, rollout_logprobs = inputs
     if not log_ratio_coef >= 0.0:
         raise ValueError(f"log_ratio_coef must be 0 or more, got {log_ratio_coef}")
     logprobs = full_precision(logprobs)
@@ -221,19 +152,26 @@ def _masked_by_difference(
     sampled = torch.where(rollout_logprobs.isnan(), old_logprobs, rollout_logprobs).detach()
     tokens = policy_tokens(logprobs, sampled, advantages, mask, log_ratio_clamp=log_ratio_clamp)
     moved = tokens.logprobs.detach().exp() - select(full_precision(sampled), mask).exp()
-    too_low, too_high = dropped(moved, tokens.advantages)
+    too_low, too_high = moved < -mask_low, moved > mask_high
+    if not two_sided:
+        too_low, too_high = too_low & (tokens.advantages < 0.0), too_high & (tokens.advantages > 0.0)
     token_loss = -select(tokens.ratio * tokens.advantages, ~(too_high | too_low))
     if log_ratio_coef > 0.0:
         token_loss = token_loss + log_ratio_coef * tokens.log_ratio.square()
-    metrics = clip_fractions(too_low, too_high, tokens.mask)
-    return policy_loss_output(token_loss, measured, weights=weights, metrics=metrics, **reduction)
+    return policy_loss_output(
+        token_loss,
+        measured,
+        weights=weights,
+        aggregation=aggregation,
+        denominator=denominator,
+        max_length=max_length,
+        metrics=clip_fractions(too_low, too_high, tokens.mask),
+    )
 
 
+@loss_of_tokens(aggregation="token-mean")
 def clip_cov_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    tokens: PolicyTokens,
     *,
     fraction: float = 2e-4,
     covariance_low: float = 1.0,
@@ -241,11 +179,7 @@ def clip_cov_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     priority: Tensor | None = None,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+) -> TokenLosses:
     """Clip-Cov: :func:`ppo_loss` without the gradient of a few tokens that reduce the entropy most.
 
     ``cov_t = (A_t - mean A)(log π(y_t) - mean log π)``. Of the tokens that PPO does not clip and whose ``cov_t`` lies
@@ -261,7 +195,7 @@ def clip_cov_loss(
         covariance_high: Upper bound.
         priority: (B, T) random numbers; candidates with the largest are drawn. From torch's generator when ``None``.
         clip_low, clip_high: See :func:`ppo_loss`.
-        logprobs, old_logprobs, advantages, mask, weights, aggregation, denominator, max_length: See
+        logprobs, old_logprobs, advantages, mask, log_ratio_clamp, weights, aggregation, denominator, max_length: See
             :mod:`rlhfkit.losses.policy`.
 
     Returns:
@@ -274,9 +208,8 @@ def clip_cov_loss(
     _check_fraction(fraction)
     if not covariance_low < covariance_high:
         raise ValueError(f"need covariance_low < covariance_high, got {covariance_low} and {covariance_high}")
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
-    if priority is not None and priority.shape != mask.shape:
-        raise ValueError(f"priority must be {tuple(mask.shape)} like the mask, got {tuple(priority.shape)}")
+    if priority is not None and priority.shape != tokens.mask.shape:
+        raise ValueError(f"priority must be {tuple(tokens.mask.shape)} like the mask, got {tuple(priority.shape)}")
     ratio = tokens.ratio
     token_loss = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
     clipped = token_loss.detach() > -ratio.detach() * tokens.advantages
@@ -285,30 +218,17 @@ def clip_cov_loss(
     scores = torch.rand_like(covariance) if priority is None else priority.to(covariance.dtype)
     drawn = _largest(scores, candidates, _share(tokens.mask, fraction))
     metrics = clip_metrics(ratio, tokens, clip_low, clip_high)
-    return policy_loss_output(
-        select(token_loss, ~drawn),
-        tokens,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        metrics={**metrics, "policy/covariance_fraction": masked_mean(drawn.float(), tokens.mask)},
-    )
+    metrics["policy/covariance_fraction"] = masked_mean(drawn.float(), tokens.mask)
+    return select(token_loss, ~drawn), metrics
 
 
+@loss_of_tokens(aggregation="token-mean")
 def kl_cov_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    tokens: PolicyTokens,
     *,
     fraction: float = 2e-4,
     kl_coef: float = 1.0,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "token-mean",
-    denominator: Tensor | float | None = None,
-    max_length: int | None = None,
-) -> LossOutput:
+) -> TokenLosses:
     """KL-Cov: the unclipped surrogate with a KL penalty on the few tokens that reduce the entropy most.
 
     ``ℓ_t = -ρ_t A_t``, plus ``β |log π(y_t) - log π_old(y_t)|`` for the ``max(1, ⌊fraction n⌋)`` tokens of largest
@@ -320,7 +240,7 @@ def kl_cov_loss(
     Args:
         fraction: Share of tokens to penalise, in (0, 1].
         kl_coef: ``β`` ≥ 0.
-        logprobs, old_logprobs, advantages, mask, weights, aggregation, denominator, max_length: See
+        logprobs, old_logprobs, advantages, mask, log_ratio_clamp, weights, aggregation, denominator, max_length: See
             :mod:`rlhfkit.losses.policy`.
 
     Returns:
@@ -333,18 +253,9 @@ def kl_cov_loss(
     _check_fraction(fraction)
     if not kl_coef >= 0.0:
         raise ValueError(f"kl_coef must be 0 or more, got {kl_coef}")
-    tokens = policy_tokens(logprobs, old_logprobs, advantages, mask)
     penalised = _largest(_covariance(tokens), tokens.mask, _share(tokens.mask, fraction))
     token_loss = -tokens.ratio * tokens.advantages + select(kl_coef * tokens.log_ratio.abs(), penalised)
-    return policy_loss_output(
-        token_loss,
-        tokens,
-        weights=weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        max_length=max_length,
-        metrics={"policy/covariance_fraction": masked_mean(penalised.float(), tokens.mask)},
-    )
+    return token_loss, {"policy/covariance_fraction": masked_mean(penalised.float(), tokens.mask)}
 
 
 def log_linear_proximal_logprobs(

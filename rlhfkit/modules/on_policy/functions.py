@@ -190,9 +190,6 @@ class PolicyLoss:
 
     def _check_arguments(self, chosen: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         own = dict(_GIVEN_BY_THE_MODULE)
-        if "ref_logprobs" in self._keywords:
-            of_penalty = (name for name in self._keywords if name.startswith("kl_"))
-            own |= dict.fromkeys(of_penalty, "a KL penalty is a part, KLPenalty, that kl_coef=... makes")
         own |= dict.fromkeys(_INPUTS, "it is a tensor of the micro-batch")
         for name in arguments:
             if name in own:

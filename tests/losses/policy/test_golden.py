@@ -136,8 +136,13 @@ def test_trl_cases_are_calls_of_the_published_names(kind, beta):
     case = TRL_CASES[kind + ("/beta" if beta else "")]
     leaf = TRL_INPUTS["per_token_logps"].clone().requires_grad_()
     inputs = leaf, TRL_INPUTS[case["old"]], TRL_INPUTS["advantages"], TRL_INPUTS["completion_mask"]
-    knobs = {"ref_logprobs": TRL_INPUTS["ref_per_token_logps"], "kl_coef": beta, "kl_importance_weight": True}
-    check(grpo_loss(*inputs, **knobs) if kind == "grpo" else dr_grpo_loss(*inputs, max_length=12, **knobs), leaf, case)
+    reduction = {"aggregation": "sequence-mean-token-mean"}
+    if kind == "dr_grpo":
+        reduction = {"aggregation": "constant-length", "max_length": 12}
+    surrogate = grpo_loss(*inputs) if kind == "grpo" else dr_grpo_loss(*inputs, max_length=12)
+    ratio, reference = policy_tokens(*inputs).ratio, TRL_INPUTS["ref_per_token_logps"]
+    penalty = kl_loss(leaf, reference, inputs[3], coef=beta, importance_weight=ratio, **reduction)
+    check(sum_losses(surrogate, penalty), leaf, case)
 
 
 def test_trl_luspo_at_sequence_level_is_luspo():

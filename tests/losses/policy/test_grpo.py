@@ -1,9 +1,20 @@
-"""GRPO and its special cases DAPO, BNPO and Dr.GRPO."""
+"""GRPO and its special cases DAPO, BNPO and Dr.GRPO, and the KL penalty beside them."""
 
 import pytest
 import torch
 
-from rlhfkit.losses import aggregate, bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, kl_estimate, ppo_loss
+from rlhfkit.losses import (
+    aggregate,
+    bnpo_loss,
+    dapo_loss,
+    dr_grpo_loss,
+    grpo_loss,
+    kl_estimate,
+    kl_loss,
+    policy_tokens,
+    ppo_loss,
+    sum_losses,
+)
 
 from ..policy_cases import gradient, policy_batch
 
@@ -13,7 +24,8 @@ from ..policy_cases import gradient, policy_batch
 def test_grpo_is_ppo_plus_aggregated_kl(estimator, aggregation):
     batch = policy_batch()
     ref = batch.old_logprobs - 0.1
-    got = grpo_loss(*batch, ref_logprobs=ref, kl_coef=0.3, kl_estimator=estimator, aggregation=aggregation)
+    penalty = kl_loss(batch.logprobs, ref, batch.mask, coef=0.3, estimator=estimator, aggregation=aggregation)
+    got = sum_losses(grpo_loss(*batch, aggregation=aggregation), penalty)
     kl = kl_estimate(batch.logprobs, ref, estimator=estimator)
     expected = ppo_loss(*batch, aggregation=aggregation).loss + 0.3 * aggregate(kl, batch.mask, aggregation)
     torch.testing.assert_close(got.loss, expected)
@@ -23,7 +35,7 @@ def test_grpo_is_ppo_plus_aggregated_kl(estimator, aggregation):
 def test_a_kl_above_the_clamp_counts_as_the_clamp_and_has_no_gradient():
     batch = policy_batch().leaf()
     ref = batch.old_logprobs.detach() - 100.0
-    got = grpo_loss(*batch, ref_logprobs=ref, kl_coef=0.3, kl_clamp=10.0)
+    got = sum_losses(grpo_loss(*batch), kl_loss(batch.logprobs, ref, batch.mask, coef=0.3, clamp=10.0))
     assert got.metrics["policy/ref_kl"].item() == pytest.approx(10.0)
     assert torch.equal(gradient(got.loss, batch.logprobs), gradient(grpo_loss(*batch).loss, batch.logprobs))
 
@@ -34,8 +46,9 @@ def test_the_gradient_of_grpo_in_bfloat16_is_rounded_once():
 
     def gradient_in(dtype):
         logprobs = batch.logprobs.to(dtype).requires_grad_()
-        knobs = {"ref_logprobs": reference, "kl_coef": 0.5, "kl_importance_weight": True}
-        return gradient(grpo_loss(logprobs, *batch[1:], **knobs).loss, logprobs)
+        now = logprobs.float()  # once for both terms, so that their gradients are rounded once
+        penalty = kl_loss(now, reference, batch.mask, coef=0.5, importance_weight=policy_tokens(now, *batch[1:]).ratio)
+        return gradient(sum_losses(grpo_loss(now, *batch[1:]), penalty).loss, logprobs)
 
     exact = gradient_in(torch.float32)
     assert torch.equal(gradient_in(torch.bfloat16), exact.bfloat16())
@@ -44,8 +57,8 @@ def test_the_gradient_of_grpo_in_bfloat16_is_rounded_once():
 def test_reference_logprobs_without_a_coefficient_are_measured_and_do_not_train():
     batch = policy_batch().leaf()
     # An infinite reference shows in the metric; 0 * inf in the loss would be nan.
-    got = grpo_loss(*batch, ref_logprobs=torch.full_like(batch.old_logprobs, 1e4), kl_coef=0.0, kl_estimator="k2")
-    plain = grpo_loss(*batch)
+    plain, reference = grpo_loss(*batch), torch.full_like(batch.old_logprobs, 1e4)
+    got = sum_losses(plain, kl_loss(batch.logprobs, reference, batch.mask, coef=0.0, estimator="k2"))
     assert got.loss.item() == plain.loss.item()
     assert got.metrics["policy/ref_kl"].item() > 1e7
     assert torch.equal(gradient(got.loss, batch.logprobs), gradient(plain.loss, batch.logprobs))
@@ -71,12 +84,11 @@ def test_length_of_an_answer_does_not_scale_its_gradient_in_dr_grpo_and_does_in_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kl_coef": 0.1}, "needs ref_logprobs"),
-        ({"kl_coef": -0.1}, "kl_coef must be 0"),
-        ({"kl_coef": 0.1, "ref_logprobs": torch.zeros(5, 7), "kl_estimator": "k9"}, "k1, k2, k3"),
-        ({"kl_coef": 0.1, "ref_logprobs": torch.zeros(5, 6)}, "same shape"),
+        ({"ref_logprobs": torch.zeros(5, 7), "estimator": "k9"}, "k1, k2, k3"),
+        ({"ref_logprobs": torch.zeros(5, 6)}, "same shape"),
     ],
 )
-def test_bad_arguments_of_grpo_raise(arguments, message):
+def test_bad_arguments_of_the_kl_raise(arguments, message):
+    batch = policy_batch()
     with pytest.raises(ValueError, match=message):
-        grpo_loss(*policy_batch(), **arguments)
+        kl_loss(batch.logprobs, mask=batch.mask, coef=0.1, **arguments)

@@ -15,12 +15,15 @@ from rlhfkit.losses import (
     dppo_loss,
     dr_grpo_loss,
     grpo_loss,
-    ipo_policy_loss,
     kl_cov_loss,
+    kl_loss,
+    sum_losses,
 )
 
 from ..policy_cases import Batch, gradient, policy_batch
 from ..whole_graph import WHOLE_GRAPH
+
+GRPO_MEAN = "sequence-mean-token-mean"
 
 
 def other_policy(logprobs, shift):
@@ -39,14 +42,17 @@ def dppo(logprobs, old_logprobs, advantages, mask, **knobs):
     return dppo_loss(logprobs, before, advantages, mask, rollout_logprobs=old_logprobs, **knobs)
 
 
-def ipo_policy(logprobs, old_logprobs, advantages, mask, **knobs):
+def two_sided_dppo(logprobs, old_logprobs, advantages, mask, **knobs):
     before = other_policy(old_logprobs, 0.05)
-    return ipo_policy_loss(logprobs, before, advantages, mask, rollout_logprobs=old_logprobs, **knobs)
+    rollout = {"rollout_logprobs": old_logprobs, "two_sided": True}
+    return dppo_loss(logprobs, before, advantages, mask, **rollout, **knobs)
 
 
 def grpo_with_kl(logprobs, old_logprobs, advantages, mask, **knobs):
     ref = other_policy(old_logprobs, 0.1)
-    return grpo_loss(logprobs, old_logprobs, advantages, mask, ref_logprobs=ref, kl_coef=0.1, **knobs)
+    surrogate = grpo_loss(logprobs, old_logprobs, advantages, mask, **knobs)
+    shared = {name: value for name, value in knobs.items() if name in ("aggregation", "denominator", "max_length")}
+    return sum_losses(surrogate, kl_loss(logprobs, ref, mask, coef=0.1, **{"aggregation": GRPO_MEAN, **shared}))
 
 
 def dr_grpo(logprobs, old_logprobs, advantages, mask, **knobs):
@@ -76,7 +82,7 @@ def public_losses():
 
 
 def default_aggregation(name):
-    return inspect.signature(public_losses()[name]).parameters["aggregation"].default
+    return inspect.signature(public_losses()[name.removesuffix("_two_sided")]).parameters["aggregation"].default
 
 
 # Some need more arguments.
@@ -85,7 +91,7 @@ LOSSES = public_losses() | {
     "dr_grpo": dr_grpo,
     "decoupled_ppo": decoupled,
     "dppo": dppo,
-    "ipo_policy": ipo_policy,
+    "dppo_two_sided": two_sided_dppo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }

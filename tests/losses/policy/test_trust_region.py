@@ -6,7 +6,6 @@ from rlhfkit.losses import (
     decoupled_ppo_loss,
     dppo_loss,
     importance_weights,
-    ipo_policy_loss,
     kl_cov_loss,
     log_linear_proximal_logprobs,
     ppo_loss,
@@ -51,16 +50,15 @@ def test_ipo_drops_what_dppo_drops_and_tokens_that_return_to_the_sampling_policy
     logprobs = policy.log().requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
     inputs = logprobs, logprobs.detach(), advantages, torch.ones(1, 4)
-    output = ipo_policy_loss(*inputs, rollout_logprobs=behaviour.log(), denominator=1.0)
+    output = dppo_loss(*inputs, rollout_logprobs=behaviour.log(), two_sided=True, denominator=1.0)
     log_ratio = policy.log() - behaviour.log()
     assert output.loss.item() == pytest.approx(float(-20.0 + 1e-3 * log_ratio.square().sum()))
     expected = 2e-3 * log_ratio - torch.tensor([[0.0, 20.0, 0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(gradient(output.loss, logprobs), expected)
     assert output.metrics["policy/clip_fraction_low"].item() == 0.5
     assert output.metrics["policy/clip_fraction_high"].item() == 0.25
-    wide = ipo_policy_loss(
-        *inputs, rollout_logprobs=behaviour.log(), threshold=0.4, log_ratio_coef=0.0, denominator=1.0
-    )
+    bounds = {"mask_low": 0.4, "mask_high": 0.4, "two_sided": True}
+    wide = dppo_loss(*inputs, rollout_logprobs=behaviour.log(), log_ratio_coef=0.0, denominator=1.0, **bounds)
     assert wide.loss.item() == pytest.approx(-(1.5 + 20.0 - 0.5 + 0.5))
 
 

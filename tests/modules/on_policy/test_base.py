@@ -42,6 +42,7 @@ from rlhfkit.losses import (
     ppo_loss,
     rloo_advantages,
     rloo_loss,
+    sum_losses,
     token_rewards,
     whiten,
 )
@@ -123,7 +124,9 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
     k1 = kl_estimate(old, reference, estimator="k1", mask=mask)
     match name:
         case "grpo":
-            return grpo_loss(logprobs, old, standard, mask, ref_logprobs=reference, kl_coef=0.04, denominator=4.5).loss
+            reduction: Any = {"aggregation": "sequence-mean-token-mean", "denominator": 4.5}
+            penalty = kl_loss(logprobs, reference, mask, coef=0.04, **reduction)
+            return sum_losses(grpo_loss(logprobs, old, standard, mask, denominator=4.5), penalty).loss
         case "dr_grpo":
             centred = group_advantages(rewards, group, scale="none")
             return dr_grpo_loss(logprobs, old, centred, mask, max_length=6, denominator=5.0).loss  # of all rows

@@ -23,7 +23,9 @@ from rlhfkit.losses import (
     gspo_loss,
     importance_weights,
     kl_loss,
+    policy_tokens,
     ppo_loss,
+    sum_losses,
     vespo_loss,
 )
 from rlhfkit.models import PolicyOutput
@@ -61,7 +63,7 @@ def through(module: OnPolicyModule, batch: Experience, logprobs: Tensor) -> tupl
 
 
 def test_all_of_them_are_found_and_have_one_signature() -> None:
-    assert len(EVERY) >= 19
+    assert len(EVERY) >= 18
     for name, loss in EVERY.items():
         parameters = inspect.signature(loss).parameters
         assert list(parameters)[:4] == INPUTS, name
@@ -97,7 +99,7 @@ def test_a_module_calls_the_loss_as_by_hand_with_its_own_defaults(name: str, kin
 
 
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
-@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"decoupled_ppo_loss", "dppo_loss", "ipo_policy_loss"}))
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"decoupled_ppo_loss", "dppo_loss"}))
 def test_a_correction_weighs_every_loss_that_is_not_given_the_engines_log_probs(name: str, kind: Any) -> None:
     loss, (batch, logprobs) = EVERY[name], prepared()
     assert batch.advantages is not None
@@ -167,7 +169,7 @@ def test_dppo_sees_the_engines_log_probs_in_the_first_update_too() -> None:
     assert float(same.metrics["policy/clip_fraction"]) == 0.0
 
 
-def test_the_kl_penalty_is_added_to_any_policy_loss_as_grpo_loss_adds_it() -> None:
+def test_the_kl_penalty_is_added_to_any_policy_loss() -> None:
     batch, logprobs = prepared()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
@@ -176,20 +178,16 @@ def test_the_kl_penalty_is_added_to_any_policy_loss_as_grpo_loss_adds_it() -> No
         batch.columns["ref_logprobs"],
     )
     weighted = {"policy_loss": "grpo_loss", "parts": [KLPenalty(0.3, importance_weight=True)]}
-    knobs: dict[str, Any] = {"ref_logprobs": reference, "kl_coef": 0.3, "denominator": SEQUENCES}
+    knobs: dict[str, Any] = {"aggregation": "sequence-mean-token-mean", "denominator": SEQUENCES}
     got = through(GRPOModule("anywhere", **weighted), batch, logprobs)
-    expected = grpo_loss(*inputs, kl_importance_weight=True, **knobs).loss
+    surrogate = grpo_loss(*inputs, denominator=SEQUENCES)  # first, as gradients are added in the order of the graph
+    ratio = policy_tokens(*inputs).ratio
+    penalty = kl_loss(logprobs, reference, batch.action_mask, coef=0.3, importance_weight=ratio, **knobs)
+    expected = sum_losses(surrogate, penalty).loss
     for mine, theirs in zip(got, value_and_gradient(expected, logprobs), strict=True):
         assert torch.equal(mine, theirs)
     got = through(GRPOModule("anywhere", policy_loss="gspo_loss", kl_coef=0.3), batch, logprobs)
-    penalty = kl_loss(
-        logprobs,
-        reference,
-        batch.action_mask,
-        coef=0.3,
-        aggregation="sequence-mean-token-mean",
-        denominator=SEQUENCES,
-    )
+    penalty = kl_loss(logprobs, reference, batch.action_mask, coef=0.3, **knobs)
     expected = gspo_loss(*inputs, denominator=SEQUENCES).loss + penalty.loss
     for mine, theirs in zip(got, value_and_gradient(expected, logprobs), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -271,7 +269,7 @@ def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
         ({"policy_loss": "cispo_loss", "clip_low": 0.2}, r"cispo_loss does not take clip_low; it takes ratio_min"),
         ({"policy_loss_arguments": {"ratio_max": 5.0}}, r"dapo_loss does not take ratio_max; it takes clip_low"),
         ({"policy_loss_arguments": {"denominator": 5.0}}, "must not have denominator: it is the count"),
-        ({"policy_loss_arguments": {"kl_coef": 0.1}}, "must not have kl_coef: a KL penalty is a part"),
+        ({"policy_loss_arguments": {"kl_coef": 0.1}}, "dapo_loss does not take kl_coef"),
         ({"policy_loss_arguments": {"clip_low": 0.1}, "clip_low": 0.2}, "clip_low is given twice"),
         ({"policy_loss": "dr_grpo_loss"}, "max_length"),
         ({"policy_loss": "dppo_loss", "correction": "tis"}, "would count them twice"),

@@ -21,9 +21,12 @@ from rlhfkit.losses import (
     group_advantages,
     grpo_loss,
     importance_weights,
+    kl_loss,
     off_policy_sequence_mask,
+    policy_tokens,
     ppo_loss,
     rejection_mask,
+    sum_losses,
     top_entropy_mask,
 )
 from rlhfkit.models import PolicyOutput, policy_output
@@ -146,14 +149,14 @@ def test_the_nth_largest_of_all_is_that_of_a_sorted_list(count: int) -> None:
 def test_the_kl_of_the_loss_is_clamped_and_weighted_with_any_policy_loss(policy_loss: str) -> None:
     batch, logprobs, _ = prepared()
     logprobs.requires_grad_()
-    arguments: dict[str, Any] = {"kl_coef": 0.3, "kl_clamp": 0.01, "kl_importance_weight": True}
     penalty = KLPenalty(0.3, clamp=0.01, importance_weight=True)
     module = GRPOModule("anywhere", policy_loss=policy_loss, aggregation="token-mean", parts=[penalty])
     made = module.loss(batch, PolicyOutput(logprobs, None)).loss
-    expected = grpo_loss(
-        logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, ref_logprobs=batch.columns["ref_logprobs"],
-        aggregation="token-mean", denominator=20.0, **arguments,
-    ).loss  # fmt: skip
+    inputs = logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
+    reduction: dict[str, Any] = {"aggregation": "token-mean", "denominator": 20.0}
+    reference, ratio = batch.columns["ref_logprobs"], policy_tokens(*inputs).ratio  # type: ignore[arg-type]
+    kl = kl_loss(logprobs, reference, batch.action_mask, coef=0.3, clamp=0.01, importance_weight=ratio, **reduction)
+    expected = sum_losses(grpo_loss(*inputs, **reduction), kl).loss
     torch.testing.assert_close(made, expected)
     torch.testing.assert_close(torch.autograd.grad(made, logprobs), torch.autograd.grad(expected, logprobs))
 
@@ -208,7 +211,8 @@ def penalizing_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, ref_logprobs: Any, kl_coef: float
 ) -> LossOutput:
     """A user's loss with a KL penalty of its own."""
-    return grpo_loss(logprobs, old_logprobs, advantages, mask, ref_logprobs=ref_logprobs, kl_coef=kl_coef)
+    penalty = kl_loss(logprobs, ref_logprobs, mask, coef=kl_coef)
+    return sum_losses(grpo_loss(logprobs, old_logprobs, advantages, mask), penalty)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def penalizing_loss(
         ({"parts": [filtering("TopEntropy", fraction=1.5)]}, "TopEntropy.fraction"),
         ({"parts": [filtering("OffPolicyMask", threshold=-1.0)]}, "OffPolicyMask.threshold"),
         ({"parts": [filtering("Rejection", level="word", high=1.0)]}, "level must be one of"),
-        ({"policy_loss_arguments": {"kl_clamp": 10.0}}, "must not have kl_clamp: a KL penalty is a part"),
+        ({"policy_loss_arguments": {"kl_clamp": 10.0}}, "dapo_loss does not take kl_clamp"),
         ({"policy_loss": penalizing_loss}, "does not take what it is given.*ref_logprobs"),
         (
             {"policy_loss": "vespo_loss", "correction": "seq-tis", "parts": [filtering("TopEntropy", fraction=0.2)]},
