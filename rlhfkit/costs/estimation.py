@@ -18,6 +18,7 @@ from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import GIB, GPU, Run, find_gpu
 from rlhfkit.gpus import memory_is_tight
 from rlhfkit.modules import PolicyModule
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.trainer_parts import callbacks_of, datamodule_of
 from rlhfkit.validation import check_integer, check_number
 
@@ -141,7 +142,7 @@ def estimate(
         strategy: As for the Trainer: ``rlhf_zero0`` to ``rlhf_zero3``, with ``_offload``, ``auto``, ``ddp``, or an
             object.
         devices: Training GPUs of a machine.
-        num_nodes: Machines with that many.
+        num_nodes: Machines with that many; the number of a strategy with ``launcher="ray"`` goes first.
         precision: The Trainer's.
         accumulate_grad_batches: The Trainer's.
         prompt_tokens: Mean tokens of a prompt; ``None``: the data's ``max_prompt_length``, else 512.
@@ -157,6 +158,8 @@ def estimate(
     check_integer("accumulate_grad_batches", accumulate_grad_batches, minimum=1)
     check_number("prompt_tokens", prompt_tokens, above=0, optional=True)
     check_number("answer_tokens", answer_tokens, above=0, optional=True)
+    if isinstance(strategy, RLHFDeepSpeedStrategy):
+        num_nodes = strategy.own_num_nodes or num_nodes
     run, assumptions, problems = described_run(
         module,
         data,

@@ -252,6 +252,14 @@ def test_the_strategy_says_which_ranks_compute_together(folder: str) -> None:
         estimate(SFTModule(folder), strategy=RLHFDeepSpeedStrategy(sequence_parallel_size=2), devices=3)
 
 
+@pytest.mark.parametrize(
+    ("own", "machines"), [({"launcher": "ray", "num_nodes": 4}, 4), ({"launcher": "ray"}, 2), ({}, 2)]
+)
+def test_machines_of_the_strategy_go_before_those_of_the_trainer(folder: str, own: Any, machines: int) -> None:
+    found = estimate(SFTModule(folder), strategy=RLHFDeepSpeedStrategy(stage=3, **own), devices=2, num_nodes=2)
+    assert found.run.sharding.ranks == found.run.gpus == 2 * machines
+
+
 def test_micro_batches_of_a_group_have_its_rows_or_the_tokens_of_its_ranks(folder: str) -> None:
     strategy = RLHFDeepSpeedStrategy(stage=2, sequence_parallel_size=2)
     module = GRPOModule(folder)

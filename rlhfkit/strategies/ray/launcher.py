@@ -33,6 +33,11 @@ class RayLaunchMixin(DeepSpeedStrategy):
     _ray_options: "RayOptions"
     _own_variables: frozenset[str] = frozenset()
 
+    @property
+    def own_num_nodes(self) -> int | None:
+        """Machines that the strategy itself was given, for ``launcher="ray"``; ``None``: the Trainer's."""
+        return self._ray_options.num_nodes if self._ray_options.launcher == "ray" else None
+
     def _configure_launcher(self) -> None:
         """Choose who starts the ranks, when the Trainer is made.
 
