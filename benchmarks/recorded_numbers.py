@@ -251,6 +251,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         found = [] if target is None else [part("kl_control.KLTarget", target=target, horizon=100)]
         return found if limit is None else [*found, part("kl_control.StopEarly", limit=limit)]
 
+    reward = str(folder / "reward")
     texts = {"data": path["pairs"], "prompt": "prompt", "completion": "chosen"}
     pairs, judged = {"data": path["pairs"]}, {"data": path["judged"]}
     epochs = {"rows": {"epochs_per_iteration": 2}, "trainer": {"accumulate_grad_batches": 4}}
@@ -270,8 +271,8 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "reinforce": grpo(preset="reinforce++"),
         "reward_processing": grpo(
             advantage_scale="none",
-            mask_truncated=True,
             parts=[
+                part("rewards.MaskTruncated"),
                 part("rewards.MissingEndPenalty", penalty=0.5),
                 part("rewards.NormalizeRewards"),
                 part("rewards.ClipRewards", limit=1.0),
@@ -289,7 +290,9 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "remax": grpo(preset="remax"),
         "moving_reference": grpo(kl_coef=0.1, parts=[MOVING]),
         "stale": grpo(parts=[part("old_policy.LogLinear")], rollout={"parts": [AHEAD]}),
-        "dynamic_sampling": grpo(correction="tis", rollout={"parts": [{"class_path": "rlhfkit.DynamicSampling"}]}),
+        "dynamic_sampling": grpo(
+            parts=[part("correction.Correction")], rollout={"parts": [{"class_path": "rlhfkit.DynamicSampling"}]}
+        ),
         "optimal_token_baseline": grpo(advantages="rlhfkit.modules.on_policy.presets.optimal_token_baseline"),
         "ppo": ppo(),
         # Every other option of the modules' own files.
@@ -302,37 +305,54 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
             parts=[part("kl_penalty.KLInReward", coef=0.1, place="token"), *control(0.001)], gamma=0.9
         ),
         "early_stop_epochs": grpo(parts=control(None, 0.0005), **epochs),
-        "entropy_bonus": grpo(entropy_coef=0.05),
-        "entropy_both": grpo(entropy_coef=0.05, parts=[part("entropy.EntropyTarget", target=2.5, step=0.02)]),
+        "entropy_bonus": grpo(parts=[part("entropy.EntropyBonus", coef=0.05)]),
+        "entropy_both": grpo(
+            parts=[part("entropy.EntropyBonus", coef=0.05), part("entropy.EntropyTarget", target=2.5, step=0.02)]
+        ),
         "off_policy": grpo(parts=[part("token_filters.OffPolicyMask", threshold=0.0)], rollout={"parts": [AHEAD]}),
         "rejection": grpo(
             parts=[part("token_filters.Rejection", level="sequence-mean", divergence="k3", high=3e-3)],
             rollout={"parts": [AHEAD]},
         ),
-        "sequence_correction": grpo(correction={"level": "sequence", "high": 1.01}, rollout={"parts": [AHEAD]}),
+        "sequence_correction": grpo(
+            parts=[part("correction.Correction", kind={"level": "sequence", "high": 1.01})], rollout={"parts": [AHEAD]}
+        ),
         "stale_recomputed": grpo(rollout={"parts": [AHEAD]}),
         "decoupled": grpo(preset="decoupled_ppo", rollout={"parts": [AHEAD]}),
         "stop_properly": grpo(parts=[part("rewards.StopProperly", coef=0.2)], advantage_scale="none"),
-        "mask_truncated": grpo(mask_truncated=True, parts=[part("token_filters.TopEntropy", fraction=0.3)]),
+        "mask_truncated": grpo(
+            parts=[part("rewards.MaskTruncated"), part("token_filters.TopEntropy", fraction=0.3)]
+        ),
         "token_rewards": grpo(token_level_rewards=True, advantage_scale="none", rollout={"reward": token_reward}),
         "missing_rewards": grpo(rollout={"reward": missing_reward}),
-        "dr_grpo": grpo(preset="dr_grpo", max_length=6),
+        "dr_grpo": grpo(preset="dr_grpo", policy_loss_arguments={"max_length": 6}),
         "gspo": grpo(preset="gspo"),
-        "reward_model": grpo(reward_model=str(folder / "reward"), rollout={"reward": None}),
+        "reward_model": grpo(parts=[part("reward_model.RewardModel", models=reward)], rollout={"reward": None}),
         "reward_models": grpo(
-            reward_model={"one": str(folder / "reward"), "two": str(folder / "reward")}, reward_weights={"two": -0.5}
+            parts=[
+                part("reward_model.RewardModel", models=dict.fromkeys(("one", "two"), reward), weights={"two": -0.5})
+            ]
         ),
         "pretraining_text": lambda: with_text(grpo),
         "mixture": grpo(model="mixture", parts=[part("router_loss.RouterLoss", coef=0.05)], **epochs),
         "router_replay": grpo(model="mixture", parts=[part("old_policy.RouterReplay")], **epochs),
         "lora": grpo(lora=rlhfkit.LoRA(rank=4), kl_coef=0.05),
         "ppo_normalized": ppo(
-            normalize_values=True, bootstrap_truncated=True, critic_lam=1.0, length_adaptive_alpha=0.5,
-            critic_warmup_steps=1, rollout={"reward": token_reward},
+            parts=[
+                part("critic.Critic", normalize=True, bootstrap_truncated=True),
+                part("critic.GAE", length_adaptive_alpha=0.5),
+                part("critic.Returns", lam=1.0),
+                part("critic.CriticWarmup", steps=1),
+            ],
+            rollout={"reward": token_reward},
         ),
-        "ppo_shared": ppo(shared_backbone=True, value_coef=0.1, whiten_advantages=False),
+        "ppo_shared": ppo(
+            parts=[part("critic.Critic", shared=True), part("critic.ValueLoss", coef=0.1)], whiten_advantages=False
+        ),
         "ppo_control": ppo(
-            parts=control(0.001, 0.001), entropy_coef=0.01, mask_truncated=True
+            parts=[
+                part("rewards.MaskTruncated"), part("entropy.EntropyBonus", coef=0.01), *control(0.001, 0.001)
+            ],
         ),
         "ppo_text": lambda: with_text(ppo),
         "ppo_function": ppo(advantages="rlhfkit.modules.on_policy.presets.no_baseline", kl_coef=0.0),
@@ -341,7 +361,9 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
             parts=[part("teacher.TeacherAdvantages", gamma=0.9, reward_coef=0.5)], kl_coef=0.05
         ),
         "distillation_jsd": distillation(divergence="jsd"),
-        "online_dpo": functools.partial(reinforce, folder, "OnlineDPOModule", mask_truncated=True),
+        "online_dpo": functools.partial(
+            reinforce, folder, "OnlineDPOModule", parts=[part("pairs.Pairs", truncated=False)]
+        ),
         "online_dpo_moving": functools.partial(reinforce, folder, "OnlineDPOModule", parts=[MOVING]),
         # Modules that learn from data.
         "sft": offline("SFTModule", "SFTDataModule", texts),

@@ -144,7 +144,7 @@ def run_ours(
         default_root_dir=str(folder),
     )
     trainer.fit(
-        GRPOModule(str(folder / "model"), log_entropy=True),
+        GRPOModule(str(folder / "model")),
         PromptDataModule(
             str(data),
             rollout_batch_size=options.prompts,

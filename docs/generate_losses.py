@@ -78,7 +78,7 @@ Arguments that are `None` by default, and `mask`, `denominator` and `max_length`
 DIVISORS = """\
 ## What a policy loss is divided by
 
-A sample whose reward is missing (`None`), or that was cut off under `mask_truncated=True`, is a row without a trained
+A sample whose reward is missing (`None`), or that was cut off under `MaskTruncated`, is a row without a trained
 token. The function counts in the tensors that it is given, a module over the whole optimizer step; both count the same.
 """
 DIVIDED_BY = {

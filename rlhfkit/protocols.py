@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------- what a RolloutCallback asks of a module
 
 
+class ScoresRows(Protocol):
+    """Models of a module that score its samples."""
+
+    def parts_of(self, rows: Experience | None) -> Mapping[str, Tensor]:
+        """(B,) scores of this rank's rows: ``model``, which is added to the reward, and its parts. A collective.
+
+        ``None``: this rank has no rows, and takes part in the others' forward passes; returns (0,).
+        """
+        ...
+
+
 class GenerativeModule(Protocol):
     """A LightningModule whose policy an engine can sample from; :class:`~rlhfkit.modules.PolicyModule` is one."""
 
@@ -49,16 +60,8 @@ class GenerativeModule(Protocol):
         ...
 
     @property
-    def scores_samples(self) -> bool:
-        """Whether :meth:`reward_model_parts` are added to the rewards of samples."""
-        ...
-
-    def reward_model_parts(self, experience: Experience | None) -> Mapping[str, Tensor]:
-        """(B,) scores of this rank's rows by the module's reward models: ``model``, which is added to the reward, and
-        its parts. A collective.
-
-        ``None``: this rank has no rows, and takes part in the others' forward passes; returns (0,).
-        """
+    def scorer(self) -> ScoresRows | None:
+        """What scores samples by models of the module; ``None``: nothing does."""
         ...
 
 

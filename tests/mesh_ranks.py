@@ -14,6 +14,7 @@ from shared_pool import SharedPool
 from rlhfkit import (
     EMA,
     Invariants,
+    ModelLoading,
     NonFiniteGuard,
     PPOModule,
     PromptDataModule,
@@ -128,7 +129,7 @@ def grpo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, ca
     if groups:
         size = {"max_tokens_per_micro_batch": cap, "updates_per_iteration": 2}
     data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=2, **size)
-    module = PlainGRPO(model, lr=0.05, max_tokens_per_forward=CAP, **MOVING)
+    module = PlainGRPO(model, lr=0.05, loading=ModelLoading(max_tokens_per_forward=CAP), **MOVING)
     rollouts = RolloutCallback(digits, engine=engine, sampling=SAMPLING)
     return module, data, [rollouts, Invariants()], {"accumulate_grad_batches": 1 if groups else 2}
 
@@ -139,7 +140,7 @@ def ppo(folder: Path, model: str, engine: RolloutEngine | None, groups: int, cap
         prompts_file(folder), answer="answer", rollout_batch_size=2, micro_batch_size=8 // max(1, groups)
     )
     arguments = MOVING | {"parts": [NormalizeRewards(), *MOVING["parts"]]}
-    module = PlainPPO(model, lr=0.05, critic_lr=0.05, max_tokens_per_forward=40, **arguments)
+    module = PlainPPO(model, lr=0.05, critic_lr=0.05, loading=ModelLoading(max_tokens_per_forward=40), **arguments)
     return module, data, [RolloutCallback(digits, engine=engine, sampling=SAMPLING)], {}
 
 

@@ -37,6 +37,7 @@ from rlhfkit import (
 from rlhfkit.callbacks import Probe
 from rlhfkit.mesh import SequenceParallel, forward_group_of
 from rlhfkit.models import ModelLoading, unwrap
+from rlhfkit.modules.parts import Critic, EntropyBonus, MaskTruncated
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
 
 STEP, STEPS = 8, 2
@@ -65,12 +66,12 @@ KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
         "prompts",
         [
             {"policy_loss": "grpo_loss", "kl_coef": 0.1},
-            {"policy_loss": "gspo_loss", "entropy_coef": 0.01},
-            {"policy_loss": "dr_grpo_loss", "max_length": 4},
-            {"policy_loss": "cispo_loss", "mask_truncated": True},
+            {"policy_loss": "gspo_loss", "parts": [EntropyBonus(0.01).plain()]},
+            {"policy_loss": "dr_grpo_loss", "policy_loss_arguments": {"max_length": 4}},
+            {"policy_loss": "cispo_loss", "parts": [MaskTruncated().plain()]},
         ],
     ),
-    "ppo": (PPOModule, "prompts", [{}, {"shared_backbone": True, "normalize_values": True}]),
+    "ppo": (PPOModule, "prompts", [{}, {"parts": [Critic(shared=True, normalize=True).plain()]}]),
     "bco": (BCOModule, "unpaired", [{}, {"match_prompts": True}]),
     "online_dpo": (OnlineDPOModule, "prompts", [{"beta": 0.3, "nll_coef": 0.2}]),
 }

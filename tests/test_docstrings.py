@@ -20,7 +20,18 @@ from rlhfkit.models.attention.packed import PACKED_ATTENTIONS
 from rlhfkit.modules.optimizers.schedules import SCHEDULES
 
 PACKAGE = Path(rlhfkit.__file__).parent
-ROOMS = ("rewards", "losses", "data", "modules", "models", "rollout", "episodes", "callbacks", "strategies")
+ROOMS = (
+    "rewards",
+    "losses",
+    "data",
+    "modules",
+    "modules.parts",
+    "models",
+    "rollout",
+    "episodes",
+    "callbacks",
+    "strategies",
+)
 OPTIMIZERS = ("adamw", "adamw_8bit", "muon", "sgd", "adafactor")
 ELSEWHERE = {
     "applied": "inside a fit",

@@ -115,7 +115,6 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     ("ReplayBuffer", "min_reward"): ((-1.0,), "rewards may be negative"),
     ("GymEnvironment", "invalid_reward"): ((-1.0,), "rewards may be negative"),
     ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),
-    (ANY, "entropy_coef"): ((-1.0,), "an entropy penalty"),
     ("SamplingSpec", "presence_penalty"): ((-1.0,), "a bonus for what was said before"),
     ("SamplingSpec", "frequency_penalty"): ((-1.0,), "a bonus for what was said before"),
     (ANY, "on_failure"): ((-1.0,), "a reward may be negative"),

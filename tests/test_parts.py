@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhfkit import Experience, GRPOModule, LossOutput, OnlineDPOModule, Part, PPOModule, Prepare, Stage, local_rows
 from rlhfkit.losses import aggregate, group_advantages
+from rlhfkit.modules.parts import EntropyBonus, MaskTruncated
 from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.parts import arrange, make_part
 
@@ -216,7 +217,7 @@ def test_a_function_of_rows_changes_rewards_before_advantages_and_not_the_log(tm
 
 def test_a_part_takes_part_in_rows_loss_metrics_and_hooks(tmp_path: Path) -> None:
     part = Counter(2.0, factor=0.5)
-    trainer, _, rollouts = run(tmp_path, [part], epochs=1, log_entropy=False)
+    trainer, _, rollouts = run(tmp_path, [part], epochs=1)
     rows = rollouts.experience
     torch.testing.assert_close(rows.advantages[:, 0], 2.0 * group_advantages(rows.rewards, rows.group))
     logged = trainer.callback_metrics
@@ -226,7 +227,7 @@ def test_a_part_takes_part_in_rows_loss_metrics_and_hooks(tmp_path: Path) -> Non
     assert part.steps == 2
     assert part.seen == [True] * 4
     # A factor of 1/2 takes back the doubled advantages: what is left is the term.
-    twin, _, _ = run(tmp_path / "other", [], epochs=1, entropy_coef=0.1)
+    twin, _, _ = run(tmp_path / "other", [EntropyBonus(0.1)], epochs=1)
     for name in ("loss", "policy/approx_kl"):
         assert float(logged[name]) == pytest.approx(float(twin.callback_metrics[name]), rel=1e-4)
 
@@ -247,14 +248,14 @@ def test_two_parts_of_one_class_keep_two_states_and_a_resumed_run_continues(tmp_
 
 
 def test_print_shows_what_happens_when(model: str) -> None:
-    module = GRPOModule(model, parts=[Counter(), halve], kl_coef=0.1, mask_truncated=True)
+    module = GRPOModule(model, parts=[MaskTruncated(), Counter(), halve], kl_coef=0.1)
     line = (
         "SHAPE halve -> POLICY OldLogprobs -> MODELS Reference -> CREDIT GroupAdvantages, Counter -> SELECT "
         "MaskTruncated | loss: dapo_loss + KLPenalty + Counter"
     )
     assert line in repr(module)
-    own = ["GroupAdvantages()", "KLPenalty(coef=0.1)", "MaskTruncated()", "OldLogprobs()", "EngineMismatch()"]
-    assert [repr(part) for part in module.parts][:7] == [*own, "Reference()", "Counter()"]
+    own = ["GroupAdvantages()", "KLPenalty(coef=0.1)", "OldLogprobs()", "EngineMismatch()", "Reference()"]
+    assert [repr(part) for part in module.parts][:7] == [*own, "MaskTruncated()", "Counter()"]
     assert "MODELS Critic -> CREDIT GAE, WhitenAdvantages, Returns | loss: ppo_loss" in repr(
         PPOModule(model, kl_coef=0.0)
     )

@@ -86,7 +86,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 KEYS = {
     "model": ["model.model"],
     "teacher": ["model.teacher"],
-    "critic_warmup_steps": ["model.critic_warmup_steps"],
+    "critic_warmup_steps": ["model.parts.steps"],
     "reward_model": ["model.critic", "trainer.callbacks.reward.model"],
     "data": ["data.data", "data.validation_data"],
     "validation_data": ["data.validation_data"],

@@ -21,6 +21,7 @@ from rlhfkit.datamodules.prompts.cursor import IterationQueue
 from rlhfkit.datamodules.tokenization.mixture import MixedExamples
 from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.optimizers import Muon
+from rlhfkit.modules.parts import RewardModel
 from rlhfkit.modules.parts.advantages import AdvantagesBy
 from rlhfkit.modules.parts.critic import Critic
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
@@ -39,6 +40,7 @@ CASES = [
     (protocols.GenerativeModule, SFTModule),
     (protocols.ExperienceLearner, GRPOModule),
     (protocols.CorrectsOffPolicy, GRPOModule),
+    (protocols.ScoresRows, RewardModel),
     (protocols.HasTokenizer, SFTModule),
     (protocols.TakesTokenizer, SFTModule),
     (protocols.HasChatTemplate, PromptDataModule),

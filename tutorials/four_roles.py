@@ -40,6 +40,7 @@ from rlhfkit import (
     Validation,
 )
 from rlhfkit.cli.jsonl import read_lines
+from rlhfkit.modules.parts import Correction, Reference, RewardModel
 
 
 def supervised_start(folder: Path, rows: list[dict[str, Any]], epochs: int) -> Path:
@@ -87,13 +88,15 @@ def train_with_ppo(folder: Path, start: Path, reward: Path, iterations: int, max
     placement = Placement(trainer=1, engines=1, reference=1, reward=1, critic=1)
     module = PPOModule(
         str(start),
-        reference=placement.reference(str(start)),
-        reward_model=placement.reward(str(reward)),
-        critic=placement.critic(str(reward)),
         lr=2e-4,
+        critic=placement.critic(str(reward)),
         critic_lr=1e-3,
         kl_coef=0.05,
-        correction="tis",  # samples are an iteration old
+        parts=[
+            Reference(placement.reference(str(start))),
+            RewardModel(placement.reward(str(reward))),
+            Correction("tis"),  # samples are an iteration old
+        ],
     )
     rollouts = RolloutCallback(
         engine=placement.engines(max_model_len=64, kv_cache_gib=0.125),

@@ -22,6 +22,7 @@ from rlhfkit import (
     RunReport,
     SamplingSpec,
 )
+from rlhfkit.modules.parts import CriticWarmup
 from rlhfkit.rewards import ModelReward
 
 
@@ -49,10 +50,10 @@ def train(
         lr=1e-6,
         critic=reward_model,  # begins as the reward model
         critic_lr=9e-6,
-        critic_warmup_steps=critic_warmup_steps,
         kl_coef=0.01,
         optimization=Optimization(warmup_steps=10),
         loading=ModelLoading(gradient_checkpointing=True),
+        parts=[CriticWarmup(critic_warmup_steps)],
     )
     prompts = PromptDataModule(
         data,

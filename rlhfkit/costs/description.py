@@ -148,7 +148,7 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
     before = next((part for part in module.parts if isinstance(part, OldLogprobs)), None)
     every = before is not None and before.of_all_rows
     roles["policy_passes"] += 1.0 if every or not module.approximations else 0.0
-    roles |= {"entropy": "entropy" in module.outputs, "prepare_tokens": module.max_tokens_per_forward}
+    roles |= {"entropy": "entropy" in module.outputs, "prepare_tokens": module.loading.max_tokens_per_forward}
     elsewhere: dict[str, Any] = {"reference": module.reference_pool}
     for name, one in {} if module.scorer is None else module.scorer.by_name.items():
         role = f"reward model {name}".strip()
@@ -163,7 +163,7 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
         home = module.critic_part.model
         elsewhere["critic"] = home if isinstance(home, ModelPool) else None
         critic = home if isinstance(home, CriticPool) else None
-        if not module.shared_backbone and (home is None or isinstance(home, str)):
+        if not module.critic_part.shared and (home is None or isinstance(home, str)):
             roles["critic"] = shape(home or base, trained=True)
     placed = [_placed(role, pool, shape(pool.model)) for role, pool in elsewhere.items() if isinstance(pool, ModelPool)]
     if critic is not None:

@@ -197,6 +197,9 @@ class ModelLoading:
             bitsandbytes, and adapters to train.
         train_vision: Train the tower of a model that sees images, and what brings its results to the language model;
             they are frozen otherwise. Not with adapters, whose ``modality`` says where they are.
+        max_tokens_per_forward: Tokens that a rank computes in a forward pass without gradient over an iteration or a
+            data set: old log-probs, reference, critic, teacher, reward model (OpenRLHF's default is 16192). A longer
+            sequence is computed alone, with ``sequence_parallel_size`` by all ranks that share it.
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
@@ -210,10 +213,12 @@ class ModelLoading:
     liger_kernels: bool = False
     quantization: Quantization | None = None
     train_vision: bool = False
+    max_tokens_per_forward: int = 16384
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         check_attention(self.attention)
+        check_integer("max_tokens_per_forward", self.max_tokens_per_forward, minimum=1)
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("offload_activations keeps what gradient_checkpointing saves: set both, or neither")
         if not isinstance(self.tiled_mlp, bool):

@@ -344,16 +344,9 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             part.load_weights(checkpoint)
 
     @property
-    def scores_samples(self) -> bool:
-        """Whether the module has a reward model whose scores are added to the rewards of samples."""
-        return False
-
-    def reward_model_parts(self, experience: Experience | None) -> dict[str, Tensor]:
-        """(B,) scores of this rank's rows: ``model``, which is added to the reward, and what it consists of.
-
-        Part of the protocol ``GenerativeModule``; only called if :attr:`scores_samples`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no reward model")
+    def scorer(self) -> Any:
+        """The part that scores samples by models of the module; ``None``: there is none."""
+        return next((part for part in self.parts if hasattr(part, "parts_of")), None)
 
     @contextmanager
     def reference_model(self) -> Iterator[nn.Module]:

@@ -48,7 +48,7 @@ class _Use(NamedTuple):
 
 
 class ModelPool(FrozenModel):
-    """A frozen language model (``GRPOModule(reference=...)``), reward model or critic in Ray actors.
+    """A frozen language model, reward model or critic in Ray actors.
 
     Replicas share the requests by tokens. One that dies is started again by Ray, and what it was asked is repeated; one
     that finishes nothing for ``request_timeout`` gets no more requests, and the others get its own. The numbers are
@@ -56,7 +56,7 @@ class ModelPool(FrozenModel):
 
     Example::
 
-        GRPOModule("sft", kl_coef=0.01, reference=ModelPool("sft", num_replicas=2, resources={"GPU": 1}))
+        GRPOModule("sft", kl_coef=0.01, parts=[Reference(ModelPool("sft", resources={"GPU": 1}))])
 
     Args:
         model: Folder or hub name, as the replicas' machines see it.
@@ -71,7 +71,7 @@ class ModelPool(FrozenModel):
             replicas' machines need the policy's tokenizer too, under the policy's name.
         start_timeout: Seconds in which all replicas must be placed and have loaded the model.
         request_timeout: Seconds in which a replica with requests must finish one, of any rank and of at most the
-            module's ``max_tokens_per_forward`` tokens.
+            ``ModelLoading.max_tokens_per_forward`` tokens.
         max_restarts: How often each replica is started again.
 
     Raises:

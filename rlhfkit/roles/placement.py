@@ -47,8 +47,7 @@ class Placement:
         placement = Placement(trainer=8, engines=4, reference=2, reward=1, critic="with trainer", launcher="ray")
         module = PPOModule(
             "sft",
-            reference=placement.reference("sft"),
-            reward_model=placement.reward("reward"),
+            parts=[Reference(placement.reference("sft")), RewardModel(placement.reward("reward"))],
             critic=placement.critic("reward"),
         )
         rollouts = RolloutCallback(engine=placement.engines(max_model_len=4096))
@@ -224,7 +223,7 @@ class Placement:
         return {"launcher": "ray", "num_nodes": self._num_nodes, "resources_per_rank": resources}
 
     def reference(self, model: str, **arguments: Any) -> ModelPool | None:
-        """For ``reference=`` of a module.
+        """For :class:`~rlhfkit.modules.parts.reference.Reference`.
 
         Args:
             model: Folder or hub name.
@@ -241,7 +240,7 @@ class Placement:
         return found if isinstance(found, ModelPool) else None
 
     def reward(self, model: str, **arguments: Any) -> ModelPool | str:
-        """For ``reward_model=`` of a module.
+        """For :class:`~rlhfkit.modules.parts.reward_model.RewardModel`.
 
         Args:
             model: Folder or hub name.

@@ -39,7 +39,7 @@ class ServedModel(FrozenModel):
 
     Example::
 
-        GRPOModule("sft", kl_coef=0.01, reference=ServedModel("sft", "http://10.0.0.5:8000"))
+        GRPOModule("sft", kl_coef=0.01, parts=[Reference(ServedModel("sft", "http://10.0.0.5:8000"))])
         OnPolicyDistillationModule("Qwen/Qwen3-0.6B", teacher=ServedModel("Qwen/Qwen3-32B", "http://10.0.0.5:8000"))
 
     Args:

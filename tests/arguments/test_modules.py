@@ -36,10 +36,9 @@ from . import learning
 from .table import Change, Rows, Unseen, arguments_of, ignored
 
 LEAST: dict[str, Any] = {"model": "@model", "lr": 0.03}
-ELSEWHERE = Unseen("the numbers are the same wherever the reference is; tests/roles/test_model_pool.py")
-WEIGHTS = Unseen("needs several models; tests/modules/on_policy/preparation/test_rewards.py")
 BITS = Unseen("needs the extra qlora; tests/modules/test_lora.py compares with full weights where it is installed")
 VISION = Unseen("needs a model that sees images: tests/models/test_vision.py")
+PASSES = Unseen("forward passes without gradient: tests/modules/on_policy/preparation/test_rewards.py")
 LIGER = Unseen("needs a GPU and the extra liger: tests/models/test_liger.py")
 
 
@@ -76,6 +75,7 @@ POLICY: dict[str, Change | Unseen] = {
     "loading.liger_kernels": LIGER,
     "loading.quantization": BITS,
     "loading.train_vision": VISION,
+    "loading.max_tokens_per_forward": PASSES,
     "loading.trust_remote_code": Change(True, given={"model": "@remote"}, built=True),
     "parts": Change([f"{Watches.__module__}.Watches"]),
 }
@@ -84,7 +84,6 @@ REFERENCE: dict[str, Change | Unseen] = {
     "precompute_ref_log_probs": Change(True),
 }
 PAIRS: dict[str, Change | Unseen] = {"beta": Change(0.7), "label_smoothing": Change(0.2), "nll_coef": Change(0.5)}
-CONSTANT: dict[str, Any] = {"aggregation": "constant-length", "max_length": 4}
 ON_POLICY: dict[str, Change | Unseen] = {
     "advantages": Change(by_rewards),
     "policy_loss": Change("cispo_loss"),
@@ -92,17 +91,8 @@ ON_POLICY: dict[str, Change | Unseen] = {
     "clip_low": Change(0.001),
     "clip_high": Change(0.001),
     "aggregation": Change("sequence-mean-token-sum"),
-    "max_length": Change(9, given=CONSTANT),
     "kl_coef": Change(0.3),
-    "entropy_coef": Change(0.1),
     "parts": Change([f"{Watches.__module__}.Watches"]),
-    "correction": Change("tis"),
-    "log_entropy": Change(False),
-    "reward_model": Change("@scorer"),
-    "reward_weights": WEIGHTS,
-    "reference": ELSEWHERE,
-    "mask_truncated": Change(True),
-    "max_tokens_per_forward": Change(8),
 }
 GROUPS: dict[str, Change | Unseen] = {
     "preset": Change("dppo"),
@@ -111,7 +101,7 @@ GROUPS: dict[str, Change | Unseen] = {
     "whiten_advantages": Change(True),
     "token_level_rewards": Change(True, given={"advantage_scale": "none"}),
 }
-OF_REWARDS = {"advantages", "reward_model"}
+OF_REWARDS = {"advantages"}
 
 
 def rewarded(row: Change | Unseen) -> Change:
@@ -121,8 +111,7 @@ def rewarded(row: Change | Unseen) -> Change:
 
 
 OF_POLICY_LOSSES = {
-    *("advantages", "policy_loss", "policy_loss_arguments", "clip_low", "clip_high", "aggregation", "max_length"),
-    *("entropy_coef", "correction"),
+    *("advantages", "policy_loss", "policy_loss_arguments", "clip_low", "clip_high", "aggregation"),
 }
 REFUSED: dict[str, Change | Unseen] = {
     name: Change(row.value, refused=True)
@@ -134,18 +123,11 @@ AS_GRPO = Unseen("handed to OnPolicyModule, which does with it what it does for 
 JSD: dict[str, Any] = {"divergence": "jsd"}
 PPO: dict[str, Change | Unseen] = {
     "critic": Change("@other", built=True),
-    "shared_backbone": Change(True),
     "critic_lr": Change(1e-3, built=True),
-    "value_coef": Change(0.3, given={"shared_backbone": True}),
     "value_clip": Change(1e-4),
     "gamma": Change(0.5),
     "lam": Change(0.3),
-    "critic_lam": Change(0.3),
-    "length_adaptive_alpha": Change(0.4),
-    "bootstrap_truncated": Change(True),
-    "normalize_values": Change(True),
     "whiten_advantages": Change(False),
-    "critic_warmup_steps": Change(2),
     "kl_coef": Change(0.3, around={"epochs": 2}),  # in the first iteration the policy is the reference
 }
 SCALAR = POLICY | {"head_std": Change(0.5)}
@@ -233,8 +215,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
         | PAIRS
         | {
             "lr": Change(0.01, built=True),
-            "reward_model": Change("@scorer"),
-            "mask_truncated": Change(True),
             "loss_type": Change("ipo"),
             "divergence": Change("forward_kl"),
             "divergence_alpha": Change(0.2, given={"divergence": "alpha"}),
@@ -294,12 +274,6 @@ def test_a_module_can_be_made_from_a_configuration(kind: type) -> None:
     given = {"model": "anywhere"} | LEAST_OF.get(kind, {})
     chosen = parser.parse_object({"model": {"class_path": f"rlhfkit.{kind.__name__}", "init_args": given}})
     assert type(parser.instantiate(chosen).model) is kind
-
-
-@pytest.mark.parametrize("kind", [kind for kind, (_, rows) in TABLE.items() if "max_tokens_per_forward" not in rows])
-def test_modules_without_passes_over_an_iteration_refuse_a_limit_for_them(kind: type) -> None:
-    with pytest.raises(TypeError, match="max_tokens_per_forward"):
-        kind("unused", **LEAST_OF.get(kind, {}), max_tokens_per_forward=8)
 
 
 @pytest.mark.parametrize("kind", TABLE)

@@ -90,16 +90,19 @@ def test_roles_elsewhere_are_estimated_without_a_cluster(
     monkeypatch.delattr("ray.init")
     placed = copy.deepcopy(settings)
     model = placed["model"]["init_args"]["model"]
+    pool = {
+        "class_path": "rlhfkit.ModelPool",
+        "init_args": {"model": model, "num_replicas": 2, "resources": {"GPU": 2}},
+    }
     placed["model"] = {
         "class_path": "rlhfkit.PPOModule",
         "init_args": {
             "model": model,
             "kl_coef": 0.1,
-            "reward_model": model,
-            "reference": {
-                "class_path": "rlhfkit.ModelPool",
-                "init_args": {"model": model, "num_replicas": 2, "resources": {"GPU": 2}},
-            },
+            "parts": [
+                {"class_path": "rlhfkit.modules.parts.RewardModel", "init_args": {"models": model}},
+                {"class_path": "rlhfkit.modules.parts.Reference", "init_args": {"pool": pool}},
+            ],
             "critic": {
                 "class_path": "rlhfkit.CriticPool",
                 "init_args": {"strategy": "rlhf_zero3", "num_ranks": 4, "resources": {"GPU": 1}},
@@ -129,8 +132,8 @@ def test_the_configuration_of_the_page_is_estimated(
     written["data"]["init_args"]["max_prompt_length"] = 100  # the small model has a short context
     arguments = written["model"]["init_args"]
     arguments["model"] = arguments["critic"] = model
-    for role in ("reference", "reward_model"):
-        arguments[role]["init_args"]["model"] = model
+    for part, argument in zip(arguments["parts"], ("pool", "models"), strict=True):
+        part["init_args"][argument]["init_args"]["model"] = model
     path = tmp_path / "page.yaml"
     path.write_text(yaml.safe_dump(written))
     main(["estimate", "--config", str(path), "--trainer.callbacks.init_args.sampling.max_new_tokens", "100", "--json"])

@@ -41,6 +41,7 @@ from rlhfkit.costs.memory import TRAINING
 from rlhfkit.costs.run import GIB, GPUS, find_gpu
 from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.models.lora import save_adapter
+from rlhfkit.modules.parts import Critic, Reference, RewardModel
 from rlhfkit.strategies import SequenceParallelDDPStrategy
 
 from .shapes import CONFIGS, grpo_70b, llama_70b
@@ -94,7 +95,7 @@ def test_grpo_from_its_objects(folder: str) -> None:
 
 def test_ppo_has_a_critic_and_a_reference_unless_they_share(folder: str) -> None:
     assert {"critic", "reference"} <= roles(estimate(PPOModule(folder), prompts(), rollouts()))
-    shared = PPOModule(folder, shared_backbone=True, kl_coef=0.0)
+    shared = PPOModule(folder, parts=[Critic(shared=True)], kl_coef=0.0)
     assert roles(estimate(shared, prompts(), rollouts())) == {"policy", "engine"}
 
 
@@ -326,7 +327,7 @@ def test_several_teachers_and_reward_models_are_counted_each_where_it_is(folder:
     assert {"teacher", "teacher 1", "teacher 2"} <= roles(found)
     rewards = {"a": folder, "b": ModelPool(folder), "c": folder, "d": ModelPool(folder, num_replicas=2)}
     callback = RolloutCallback(engine=VLLMPool(), sampling=SamplingSpec(group_size=4, max_new_tokens=32))
-    found = estimate(GRPOModule(folder, reward_model=rewards), prompts(), callback)
+    found = estimate(GRPOModule(folder, parts=[RewardModel(rewards)]), prompts(), callback)
     held = {part.role: part.bytes for part in found.memory if part.place == TRAINING and part.part == "weights"}
     assert held["reward model a"] == held["reward model c"] == pytest.approx(2 * held["policy"] / 2, rel=0.2)
     assert {"reward model b GPU", "reward model d GPU"} <= set(found.peak)
@@ -336,7 +337,7 @@ def test_several_teachers_and_reward_models_are_counted_each_where_it_is(folder:
 def test_models_in_pools_have_their_gpus_and_their_bytes_there(folder: str) -> None:
     callback = rollouts(engine=VLLMPool())
     pool = ModelPool(folder, num_replicas=2, resources={"GPU": 2})
-    found = estimate(GRPOModule(folder, kl_coef=0.1, reference=pool), prompts(), callback)
+    found = estimate(GRPOModule(folder, kl_coef=0.1, parts=[Reference(pool)]), prompts(), callback)
     assert found.to_dict()["gpus"] == 1 + 1 + 4
     assert "reference GPU" in found.peak
     frozen = ModelPool(folder, resources={"GPU": 2})

@@ -47,8 +47,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return made
 
 
-def load(folder: str, **arguments: Any) -> Any:
-    return load_causal_lm(folder, loading=ModelLoading(attention="eager"), **arguments)
+def load(folder: str, *, checkpointing: bool = False, **arguments: Any) -> Any:
+    loading = ModelLoading(attention="eager", gradient_checkpointing=checkpointing)
+    return load_causal_lm(folder, loading=loading, **arguments)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -74,7 +75,7 @@ def test_experts_are_among_all_linear_layers_and_have_a_gradient(
 def test_gradients_are_those_of_the_merged_experts_by_the_chain_rule(
     folders: dict[str, str], batch: Any, name: str, checkpointing: bool
 ) -> None:
-    model = load(folders[name], lora=LoRA(rank=2, alpha=6), loading=ModelLoading(gradient_checkpointing=checkpointing))
+    model = load(folders[name], lora=LoRA(rank=2, alpha=6), checkpointing=checkpointing)
     train_a_bit(model)
     merged = load(folders[name])
     merged.load_state_dict(dict(ModuleWeights(model)), strict=False)

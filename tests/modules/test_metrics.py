@@ -28,6 +28,7 @@ from rlhfkit import (
 )
 from rlhfkit.losses import LossOutput, max_metric
 from rlhfkit.models import ModelLoading, PolicyOutput
+from rlhfkit.modules.parts import Correction
 
 from . import dpo_cases, sft_cases
 
@@ -65,7 +66,7 @@ def iteration(tmp_path: Path, module: Any, accumulate: int, attention: str | Non
         module_arguments={
             "lr": 1e-3,
             "kl_coef": 0.1,
-            "correction": "tis",
+            "parts": [Correction("tis").plain()],
             "loading": ModelLoading(attention=attention),
         },
         data_arguments={"micro_batch_size": 16 // accumulate},

@@ -10,13 +10,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rl_runs import setup_run
 
 from rlhfkit import GRPOModule, PPOModule
+from rlhfkit.modules.parts import Critic, ValueLoss
 from rlhfkit.modules.parts.moving_reference import MovingReference, mix_into
 
 MOVING: dict[str, Any] = {"kl_coef": 0.1, "lr": 0.05}
 KINDS: dict[str, Any] = {
     "grpo": (GRPOModule, MOVING),
     "ppo": (PPOModule, MOVING),
-    "ppo with one trunk": (PPOModule, MOVING | {"shared_backbone": True, "value_coef": 0.1}),
+    "ppo with one trunk": (PPOModule, MOVING | {"parts": [Critic(shared=True).plain(), ValueLoss(0.1).plain()]}),
 }
 PRECISIONS = [(kind, "32-true") for kind in KINDS] + [("grpo", "bf16-true")]
 

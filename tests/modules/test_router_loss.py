@@ -30,6 +30,7 @@ from rlhfkit import (
     UnpairedPreferenceDataModule,
 )
 from rlhfkit.models import ModelLoading
+from rlhfkit.modules.parts import Critic
 from rlhfkit.modules.parts.router_loss import RouterLoss
 
 
@@ -144,7 +145,7 @@ def first_losses(run: Any, folder: Path, mixtures: int) -> None:
         (GRPOModule, {}, 1),
         (PPOModule, {}, 2),  # the critic is made of the policy, so it is another mixture with the same router
         (PPOModule, {"critic": "model"}, 1),
-        (PPOModule, {"shared_backbone": True}, 1),
+        (PPOModule, {"parts": [Critic(shared=True).plain()]}, 1),
         (OnPolicyDistillationModule, {"teacher": "model", "divergence": "reverse_kl"}, 1),
     ],
     ids=["grpo", "ppo", "ppo_dense_critic", "ppo_shared", "distillation"],
@@ -155,10 +156,11 @@ def test_the_router_is_balanced_while_a_mixture_learns_from_its_samples(
     paths = {name: str(folder / value) if value == "model" else value for name, value in more.items()}
 
     def run(coef: float, losses: First) -> None:
-        arguments = {"parts": routed(coef), "loading": ModelLoading(attention="eager"), **paths}
+        arguments: dict[str, Any] = {"loading": ModelLoading(attention="eager"), **paths}
+        arguments["parts"] = [*more.get("parts", ()), *routed(coef)]
         trainer, module, data, _ = setup_run(
             folder / "rl",
-            module=lambda _, **more: made(str(folder / "experts"), **arguments, **more),
+            module=lambda _, **others: made(str(folder / "experts"), **arguments, **others),
             data_arguments={"rollout_batch_size": 2, "micro_batch_size": 4},
             rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=2, max_new_tokens=6)),
             callbacks=[losses],

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from rl_runs import PlainGRPO, setup_run, weights
 
+from rlhfkit.modules.parts import Reference
 from rlhfkit.roles import Placement
 
 
@@ -19,7 +20,8 @@ def train(folder: Path) -> dict[str, Any]:
         arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1}
         if elsewhere:  # replicas read rank 0's folder
             placement = Placement(trainer=2, reference=2)  # rank 0 plans
-            arguments["reference"] = placement.reference(str(own / "model"), start_timeout=600.0)
+            reference = placement.reference(str(own / "model"), start_timeout=600.0)
+            arguments["parts"] = [Reference(reference), MOVING]
         trainer, module, data, _ = setup_run(
             own,
             module=PlainGRPO,

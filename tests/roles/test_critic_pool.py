@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, RunReport, SamplingSpec
 from rlhfkit.models.heads import load_scalar_model
+from rlhfkit.modules.parts import CriticWarmup
 from rlhfkit.modules.parts.critic import Critic, ValueLoss
 from rlhfkit.ray_placement import ReservedResources
 from rlhfkit.roles import CriticPool, CriticPoolError
@@ -32,14 +33,20 @@ from .critic_ranks import CRITIC, KillOf, MomentumPPO, SaveAt, differences, weig
 pytestmark = pytest.mark.ray
 
 ADAM: dict[str, Any] = {
-    "lr": 1e-3, "critic_lr": 2e-3, "kl_coef": 0.05, "value_clip": 0.05, "normalize_values": True, "value_coef": 0.5,
-    "critic_warmup_steps": 1, "optimization": {"lr_schedule": "linear", "warmup_steps": 1, "weight_decay": 0.1},
-}  # fmt: skip
+    "lr": 1e-3,
+    "kl_coef": 0.05,
+    "optimization": {"lr_schedule": "linear", "warmup_steps": 1, "weight_decay": 0.1},
+}
+
+
+def adam_parts(critic: CriticPool | None) -> list[Any]:
+    """A critic wherever it is trained, its loss and its warm-up."""
+    return [Critic(critic, lr=2e-3, normalize=True), ValueLoss(0.5, clip=0.05), CriticWarmup(1)]
 
 
 def run(folder: Path, critic: CriticPool | None, *, module: Any = PPOModule, arguments: Any = ADAM, **more: Any) -> Any:
     """Three updates of two micro-batches in each of two iterations; returns Trainer, module and data."""
-    given = {"critic": critic} if critic is not None else {}
+    given = {"parts": adam_parts(critic)} if arguments is ADAM else {"critic": critic}
     return setup_run(
         folder,
         module=module,
@@ -222,8 +229,8 @@ def test_a_module_that_changes_the_critic_or_shares_its_backbone_is_refused() ->
         PPOModule("anywhere", critic=CriticPool(), parts=[Other()])
     with pytest.raises(ValueError, match="Mine overrides build, and a critic elsewhere does not call it"):
         PPOModule("anywhere", parts=[Mine(CriticPool())])
-    with pytest.raises(ValueError, match="leave critic and critic_warmup_steps out"):
-        PPOModule("anywhere", critic=CriticPool(), shared_backbone=True)
+    with pytest.raises(ValueError, match="starts from no model of its own"):
+        PPOModule("anywhere", parts=[Critic(CriticPool(), shared=True)])
     module = PPOModule("anywhere", critic=CriticPool("folder", num_ranks=3, resources={"GPU": 1}))
     restored = PPOModule(**dict(module.hparams))
     assert restored.remote_critic is not None

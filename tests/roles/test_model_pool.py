@@ -32,6 +32,7 @@ from rlhfkit import (
 )
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
+from rlhfkit.modules.parts import Critic, CriticWarmup, Reference, RewardModel
 from rlhfkit.modules.parts.critic import ValueLoss
 from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import ModelReward
@@ -218,14 +219,13 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
     asked: list[int] = []
     for elsewhere in (False, True):
         # Adam would make steps of what rounding leaves, as groups are computed apart; so would a division by it.
-        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1}
-        arguments["reward_model"] = ModelPool(reward) if elsewhere else reward
-        if elsewhere:
-            arguments["reference"] = ModelPool(str(tmp_path / "model"))
+        scorer = ModelPool(reward) if elsewhere else reward
+        reference = ModelPool(str(tmp_path / "model")) if elsewhere else None
+        arguments = {"lr": 0.05, "kl_coef": 0.1, "parts": [RewardModel(scorer), Reference(reference)]}
 
         def score(samples: Any) -> list[float]:
-            if isinstance(arguments["reward_model"], ModelPool) and not asked:  # noqa: B023
-                pools = [arguments["reference"], arguments["reward_model"]]  # noqa: B023
+            if isinstance(scorer, ModelPool) and not asked:  # noqa: B023
+                pools: list[Any] = [reference, scorer]  # noqa: B023
                 asked.extend(len(pool.early.keys()) for pool in pools)
                 for pool in pools:
                     kill(pool)
@@ -243,7 +243,7 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
     torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=1e-6)
     restored = PlainGRPO(**dict(module.hparams))
     assert restored.reference_pool is not None
-    assert restored.reference_pool.plain() == arguments["reference"].plain()
+    assert restored.reference_pool.plain() == reference.plain()
 
 
 def test_what_a_reward_model_reads_has_a_token_and_fits_its_context(tmp_path: Path, folder: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_run_whose_replicas_are_all_dead_ends_with_an_error_and_can_be_resumed
         trainer, module, data, _ = setup_run(
             tmp_path,
             module=PlainGRPO,
-            module_arguments={"lr": 0.05, "kl_coef": 0.1, "reference": pool},
+            module_arguments={"lr": 0.05, "kl_coef": 0.1, "parts": [Reference(pool)]},
             rollouts=rollouts,
             callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)],
             enable_checkpointing=True,
@@ -372,7 +372,7 @@ def test_a_teacher_elsewhere_gives_its_likeliest_tokens_and_no_reference(tmp_pat
     with pytest.raises(ValueError, match="give top_k, as in top_k=20"):
         OnPolicyDistillationModule(model, pool, divergence="jsd")
     with pytest.raises(ValueError, match="a ModelPool or ServedModel of its own"):
-        OnPolicyDistillationModule(model, pool, parts=[DivergenceLoss("jsd", top_k=4)], kl_coef=0.1, reference=pool)
+        OnPolicyDistillationModule(model, pool, parts=[Reference(pool), DivergenceLoss("jsd", top_k=4)], kl_coef=0.1)
 
 
 class NoGradient(ValueLoss):
@@ -390,15 +390,15 @@ def test_a_frozen_critic_in_a_pool_gives_the_run_of_a_child_that_does_not_learn(
     load_scalar_model(str(tmp_path / "model"), head_std=0.1).save_pretrained(tmp_path / "critic")
     critic: Any = str(tmp_path / "critic")
     for elsewhere in (False, True):
-        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.05, "bootstrap_truncated": True}
-        arguments["critic"] = pool = ModelPool(critic, num_replicas=2) if elsewhere else critic
+        pool = ModelPool(critic, num_replicas=2) if elsewhere else critic
 
         def score(samples: Any) -> list[float]:
             asked.append(len(pool.early.keys()) if isinstance(pool, ModelPool) else 0)  # noqa: B023
             return digits(samples)
 
         rollouts = RolloutCallback(score, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-        arguments["parts"] = [] if elsewhere else [NoGradient()]
+        parts = [Critic(pool, bootstrap_truncated=True), *([] if elsewhere else [NoGradient()])]
+        arguments = {"lr": 0.05, "kl_coef": 0.05, "parts": parts}
         trainer, module, data, _ = setup_run(tmp_path, module=PlainPPO, module_arguments=arguments, rollouts=rollouts)
         trainer.fit(module, datamodule=data)
         assert rollouts.experience is not None
@@ -418,9 +418,15 @@ def test_a_frozen_critic_in_a_pool_gives_the_run_of_a_child_that_does_not_learn(
 
 
 def test_what_says_how_a_critic_is_trained_is_refused_with_a_frozen_one(folder: Path) -> None:
-    for given in ({"critic_lr": 1e-3}, {"value_clip": None}, {"normalize_values": True}, {"critic_lam": 1.0}):
-        with pytest.raises(ValueError, match=rf"is not trained, so {next(iter(given))} would have no effect"):
-            PPOModule(str(folder), critic=ModelPool(str(folder)), **given)  # type: ignore[arg-type]
+    pool = ModelPool(str(folder))
+    for given, named in (
+        ({"critic": pool, "critic_lr": 1e-3}, "the learning rate"),
+        ({"critic": pool, "value_clip": None}, "ValueLoss"),
+        ({"parts": [Critic(pool, normalize=True)]}, "normalize"),
+        ({"critic": pool, "parts": [CriticWarmup(1)]}, "CriticWarmup"),
+    ):
+        with pytest.raises(ValueError, match=f"is not trained, so {named} would have no effect"):
+            PPOModule(str(folder), **given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="NoGradient overrides loss"):
         PPOModule(str(folder), critic=ModelPool(str(folder)), parts=[NoGradient()])
 
@@ -434,5 +440,5 @@ def test_two_ranks_ask_the_replicas_that_rank_0_has_started(on_two_ranks: list[d
 
 
 def test_a_reference_that_nothing_asks_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"reference=ModelPool\(...\) is a model that nothing asks"):
-        GRPOModule(str(folder), reference=ModelPool(str(folder)))
+    with pytest.raises(ValueError, match=r"Reference\(ModelPool\(...\)\) is a model that nothing asks"):
+        GRPOModule(str(folder), parts=[Reference(ModelPool(str(folder)))])

@@ -14,6 +14,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import LocalEngine, ModelPool, Placement, PPOModule, RolloutCallback, SamplingSpec, VLLMPool
 from rlhfkit.models import load_scalar_model, load_tokenizer
+from rlhfkit.modules.parts import Reference, RewardModel
 from rlhfkit.strategies.ray.launcher import RayLauncher
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -46,19 +47,17 @@ def apart(folder: Path, ray_session: None) -> Iterator[tuple[Placement, VLLMPool
 
 def learn(folder: Path, placement: Placement, engine: Any, **rollouts: Any) -> PPOModule:
     """PPO with every role where the plan says; the policy must have moved."""
-    arguments = {
-        "reference": placement.reference(str(folder / "model")),
-        "reward_model": placement.reward(str(folder / "reward")),
-        "critic": placement.critic(str(folder / "reward")),
-    }
+    reward, reference = placement.reward(str(folder / "reward")), placement.reference(str(folder / "model"))
+    critic = placement.critic(str(folder / "reward"))
+    arguments = {"critic": critic, "parts": [RewardModel(reward), Reference(reference)]}
     callback = RolloutCallback(engine=engine, sampling=SamplingSpec(group_size=4, max_new_tokens=8), **rollouts)
     trainer, module, data, _ = setup_run(
         folder, module=PPOModule, module_arguments={"kl_coef": 0.1, **arguments}, rollouts=callback, max_epochs=2
     )
     trainer.fit(module, data)
     assert trainer.global_step == 4
-    assert hasattr(module, "reference") != isinstance(arguments["reference"], ModelPool)
-    assert hasattr(module, "reward_model") != isinstance(arguments["reward_model"], ModelPool)
+    assert hasattr(module, "reference") != isinstance(reference, ModelPool)
+    assert hasattr(module, "reward_model") != isinstance(reward, ModelPool)
     return module  # type: ignore[return-value]
 
 

@@ -17,6 +17,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import DistillationModule, GRPOModule, OnPolicyDistillationModule, VLLMServer
 from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.modules.parts import Reference
 from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
@@ -71,7 +72,7 @@ def test_a_run_with_a_served_reference_is_the_run_with_a_child(
     (tmp_path / "model").symlink_to(folder)
     trained = []
     for reference in (None, ServedModel(**served.plain())):
-        arguments = {"parts": [KLInReward(0.1)], "reference": reference}
+        arguments = {"parts": [Reference(reference), KLInReward(0.1)]}
         trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments)
         trainer.fit(module, datamodule=data)
         assert hasattr(module, "reference") == (reference is None)
@@ -133,9 +134,9 @@ def test_a_server_has_no_rewards_and_a_loaded_teacher_needs_no_server(tmp_path: 
         OnPolicyDistillationModule("model", ServedModel("teacher", ADDRESS), divergence="jsd")
     for elsewhere in (ServedModel("model", ADDRESS), ModelPool("model")):
         with pytest.raises(ValueError, match=f"moves a reference .* here a {type(elsewhere).__name__} has"):
-            GRPOModule("model", reference=elsewhere, kl_coef=0.1, parts=[MovingReference()])
-    with pytest.raises(ValueError, match=r"reference=ServedModel\(...\) is a model that nothing asks"):
-        GRPOModule("model", reference=ServedModel("model", ADDRESS))
+            GRPOModule("model", kl_coef=0.1, parts=[Reference(elsewhere), MovingReference()])
+    with pytest.raises(ValueError, match=r"Reference\(ServedModel\(...\)\) is a model that nothing asks"):
+        GRPOModule("model", parts=[Reference(ServedModel("model", ADDRESS))])
 
 
 def test_plain_values_say_which_kind_it_was() -> None:

@@ -14,12 +14,23 @@ import torch
 from rl_runs import PlainGRPO, setup_run, weights
 from torch import Tensor
 
-from rlhfkit import GRPOModule, LocalEngine, Prompt, ReplayBuffer, ReplayEngine, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import (
+    GRPOModule,
+    LocalEngine,
+    Part,
+    Prompt,
+    ReplayBuffer,
+    ReplayEngine,
+    RolloutCallback,
+    Sample,
+    SamplingSpec,
+)
 from rlhfkit.callbacks import RolloutDump
 from rlhfkit.callbacks.rollout.parts.dynamic_sampling import check_part
 from rlhfkit.data import Experience
 from rlhfkit.losses import group_advantages
 from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.parts import NoCorrection
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.protocols import STATES_OF_RANKS
 from rlhfkit.rollout.collector import CollectedGroups
@@ -167,9 +178,12 @@ def token_logprobs(logits: Tensor, sequence: tuple[int, ...]) -> Tensor:
 def expected_gradient(policy: Tensor, behaviour: Tensor, *, signal_only: bool, correction: Any) -> Tensor:
     """Sum over all pairs of samples: their probability under the behaviour, times the gradient of the module's loss."""
     module = GRPOModule(
-        "anywhere", advantage_scale="none", aggregation="sequence-mean-token-sum", correction=correction,
+        "anywhere",
+        advantage_scale="none",
+        aggregation="sequence-mean-token-sum",
+        parts=[] if correction is None else [Correction(correction)],
         policy_loss="ppo_loss",
-    )  # fmt: skip
+    )
     logits = policy.clone().requires_grad_()
     total = torch.zeros_like(policy)
     for pair in itertools.product(SEQUENCES, repeat=2):
@@ -323,16 +337,16 @@ def test_groups_of_other_ranks_states_are_divided_when_the_number_of_ranks_chang
 @pytest.mark.parametrize(
     ("correction", "group_size", "says"),
     [
-        ("none", 2, r"for which it has no importance weights: give it a correction \('tis'"),
-        ("tis", 1, r"with SamplingSpec\(group_size=1\) none does"),
+        (NoCorrection(), 2, r"for which it has no importance weights: give it Correction\('tis'"),
+        (Correction("tis"), 1, r"with SamplingSpec\(group_size=1\) none does"),
     ],
 )
 def test_a_module_without_weights_and_groups_of_one_are_refused(
-    tmp_path: Path, correction: str, group_size: int, says: str
+    tmp_path: Path, correction: Part, group_size: int, says: str
 ) -> None:
     rollouts = RolloutCallback(
         only_odd, sampling=SamplingSpec(group_size=group_size, max_new_tokens=4), parts=[ReplayBuffer()]
     )
-    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"correction": correction}, rollouts=rollouts)
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"parts": [correction]}, rollouts=rollouts)
     with pytest.raises(ValueError, match=says):
         trainer.fit(module, data)

@@ -13,6 +13,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import GRPOModule, LocalEngine, Prompt, PromptDataModule, RolloutCallback, Sample, SamplingSpec, VLLMPool
 from rlhfkit.losses import CORRECTION_PRESETS, dppo_loss, importance_weights
+from rlhfkit.modules.parts import Correction
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 NUCLEUS = SamplingSpec(group_size=2, max_new_tokens=400, min_new_tokens=400, top_p=0.9)
@@ -44,7 +45,7 @@ def run(folder: Path, engine: Any, model: str, sampling: SamplingSpec = NUCLEUS)
         enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, weigh],
     )  # fmt: skip
     data = PromptDataModule(prompts_file(folder), answer="answer", rollout_batch_size=4, micro_batch_size=8)
-    trainer.fit(GRPOModule(model, lr=1e-6, correction="geo-mask"), data)
+    trainer.fit(GRPOModule(model, lr=1e-6, parts=[Correction("geo-mask")]), data)
     return weigh, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -112,7 +113,7 @@ class OnlyTruncated(LocalEngine):
         return samples
 
 
-CORRECTED = {"correction": "tis"}
+CORRECTED = {"parts": [Correction("tis").plain()]}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from step_cases import KINDS, STEP, train
 from torch import Tensor
 
 from rlhfkit import EMA, GRPOModule, LoRA, NonFiniteGuard, OnPolicyDistillationModule, PPOModule
+from rlhfkit.modules.parts import Correction, RewardModel
 from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.router_loss import RouterLoss
 from simulated_device import HostWaits, record_host_waits, trainer_arguments
@@ -84,13 +85,17 @@ def further_settings(folder: Path) -> dict[str, float]:
         ),
         "corrected for the engine, recomputed activations": (
             GRPOModule,
-            {"correction": "tis", "loading": {"gradient_checkpointing": True}, "advantages": "rloo_advantages"},
+            {
+                "parts": [Correction("tis").plain()],
+                "loading": {"gradient_checkpointing": True},
+                "advantages": "rloo_advantages",
+            },
             {},
         ),
         "on-policy distillation": (OnPolicyDistillationModule, {"teacher": str(folder / "other")}, {}),
         "penalized in the reward, validated and averaged": (
             GRPOModule,
-            {"parts": [KLInReward(0.1).plain()], "reward_model": str(folder / "scorer")},
+            {"parts": [RewardModel(str(folder / "scorer")).plain(), KLInReward(0.1).plain()]},
             {"data_arguments": {"validation_data": validation}, "callbacks": [EMA(decay=0.9, validate=False)]},
         ),
         "a mixture of experts, resumed": (PPOModule, {"parts": [RouterLoss(0.01).plain()]}, {}),

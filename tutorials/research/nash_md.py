@@ -102,11 +102,8 @@ class NashMDModule(OnlineDPOModule):
 
     def __init__(self, model: str, *, beta: float = 0.1, link: Link = "win-rate", **kwargs: Any) -> None:
         self.link: Link = link
+        self.credit = [Preferences(link)]  # one answer of each sampler
         super().__init__(model, beta=beta, **kwargs)
-
-    def pairs(self, *, truncated: bool) -> Pairs:
-        """One answer of each sampler."""
-        return Preferences(self.link, truncated=truncated)
 
     def check_engine(self, engine: Any) -> None:
         """Raise ValueError unless the engine also samples from the mixture, or the reference."""

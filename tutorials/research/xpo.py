@@ -35,14 +35,11 @@ class XPOModule(OnlineDPOModule):
     """
 
     def __init__(self, model: str, *, alpha: float = 1e-5, **kwargs: Any) -> None:
+        self.credit = [Pairs(group_size=2)]  # one answer of each model
         super().__init__(model, **kwargs)
         if not alpha >= 0:
             raise ValueError(f"alpha must not be negative, got {alpha}")
         self.alpha = alpha
-
-    def pairs(self, *, truncated: bool) -> Pairs:
-        """One answer of each model."""
-        return Pairs(truncated=truncated, group_size=2)
 
     def check_engine(self, engine: Any) -> None:
         """Raise ValueError unless the engine also samples from the reference."""

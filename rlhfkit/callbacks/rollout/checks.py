@@ -191,6 +191,6 @@ def check_logprobs(module: ExperienceLearner, engine: RolloutEngine, sampling: S
 def _correct_quantization(module: CorrectsOffPolicy) -> None:
     if module.correct_off_policy():
         rank_zero_info(
-            "The engine is quantized, so the policy learns with truncated importance weights: correction='tis' of "
-            "the module ('none' leaves them out); rollout_corr/... logs how much it differs from the policy."
+            "The engine is quantized, so the policy learns with truncated importance weights: Correction('tis') "
+            "(NoCorrection() leaves them out); rollout_corr/... logs how much it differs from the policy."
         )

@@ -19,12 +19,11 @@ import torch
 import transformers
 from lightning.pytorch.callbacks import EarlyStopping
 
-from rlhfkit import Optimization
 from rlhfkit.callbacks import RolloutCallback, RunReport
 from rlhfkit.cli.demo import arithmetic
 from rlhfkit.cli.main import run
 from rlhfkit.datamodules import PromptDataModule, SFTDataModule
-from rlhfkit.modules import GRPOModule, SFTModule
+from rlhfkit.modules import GRPOModule, Optimization, SFTModule
 from rlhfkit.rewards import exact_match
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 

@@ -21,9 +21,8 @@ from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantag
 from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.on_policy.ranks import Ranks, local_rows
 from rlhfkit.parts import GivenPart, Part, Stage, arrange, describe, overriding, part_name
-from rlhfkit.roles import FrozenModel, ModelPool, ServedModel
+from rlhfkit.roles import FrozenModel
 from rlhfkit.trainer_parts import epochs_of
-from rlhfkit.validation import check_number
 
 
 class OnPolicyModule(PolicyModule):
@@ -43,34 +42,16 @@ class OnPolicyModule(PolicyModule):
             ``(logprobs, old_logprobs, advantages, mask, *, weights, aggregation, denominator, max_length, ...)``, or
             its name: ``"gspo_loss"``, ``"my_package.my_loss"``. It gets the arguments that its signature names, also
             ``rollout_logprobs``, and keeps its own defaults unless another argument differs.
-        policy_loss_arguments: More keyword arguments of the policy loss.
+        policy_loss_arguments: More keyword arguments of the policy loss, such as the ``max_length`` (tokens) of the
+            ``constant-length`` aggregation.
         clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
         aggregation: How token losses become one number, see :func:`~rlhfkit.losses.aggregate`; ``None``: the default of
             the policy loss.
-        max_length: Tokens; the constant of the ``constant-length`` aggregation.
-        entropy_coef: Weight of an :class:`~rlhfkit.modules.parts.entropy.EntropyBonus`;
-            :class:`~rlhfkit.modules.parts.entropy.EntropyTarget` has one that follows the entropy.
-        correction: Importance correction for differences between engine and trainer: a name of
-            :data:`~rlhfkit.losses.CORRECTION_PRESETS` or arguments of :func:`~rlhfkit.losses.importance_weights`.
-            ``None``: none, but ``"tis"`` if the engine is quantized or samples are replayed; ``"none"``: none with any
-            engine. Not for policy losses that are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``).
-        reference: Where the reference model is, see :class:`~rlhfkit.modules.parts.reference.Reference`: ``None``: a
-            frozen child, or the policy without its adapters, if a part needs one; a :class:`~rlhfkit.roles.ModelPool`:
-            on machines of its own; a :class:`~rlhfkit.roles.ServedModel`: behind a running ``vllm serve``.
-        reward_model: Scores samples, in addition to the callback's reward, see
-            :class:`~rlhfkit.modules.parts.reward_model.RewardModel`: a folder or hub name, a
-            :class:`~rlhfkit.roles.ModelPool`, or a mapping of several by name.
-        reward_weights: Factors of the scores of several reward models, by name; 1 for those that are left out.
-        mask_truncated: Learn nothing from answers that the length limit cut off, see
-            :class:`~rlhfkit.modules.parts.rewards.MaskTruncated`; other parts of that file shape rewards.
-        log_entropy: Compute the policy's entropy in each step, for the log and for subclasses.
         parts: More features, each a :class:`~rlhfkit.Part`, or a function of an iteration's rows
             (:class:`~rlhfkit.data.Experience`) that is called before the updates and changes them; also their dotted
             names and, as in a configuration file, ``{"class_path": ..., "init_args": {...}}``. ``print(module)`` shows
             what they do when.
-        max_tokens_per_forward: Tokens that a rank computes in a forward pass over an iteration, see
-            :class:`~rlhfkit.modules.on_policy.forward_passes.ForwardPasses`.
         **kwargs: See :class:`PolicyModule`.
 
     Raises:
@@ -95,33 +76,21 @@ class OnPolicyModule(PolicyModule):
         clip_low: float | None = None,
         clip_high: float | None = None,
         aggregation: Aggregation | None = None,
-        max_length: int | None = None,
-        entropy_coef: float = 0.0,
-        correction: str | Mapping[str, Any] | None = None,
-        reference: ModelPool | ServedModel | None = None,
-        reward_model: str | ModelPool | Mapping[str, str | ModelPool] | None = None,
-        reward_weights: Mapping[str, float] | None = None,
-        mask_truncated: bool = False,
-        log_entropy: bool = True,
-        max_tokens_per_forward: int = 16384,
         parts: Sequence[GivenPart] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(model, lr=lr, parts=parts, **kwargs)
         self.ranks = Ranks(self)
         """Rows and sums of all ranks."""
-        self.passes = ForwardPasses(self, max_tokens_per_forward)
+        self.passes = ForwardPasses(self, self.loading.max_tokens_per_forward)
         """Forward passes over iterations."""
         self.placed = PlacedModels(self)
         """Models on machines of their own."""
-        chosen = {"clip_low": clip_low, "clip_high": clip_high, "aggregation": aggregation, "max_length": max_length}
-        self.policy_loss = PolicyLoss(policy_loss, policy_loss_arguments, **chosen)  # type: ignore[arg-type]
+        self.policy_loss = PolicyLoss(
+            policy_loss, policy_loss_arguments, clip_low=clip_low, clip_high=clip_high, aggregation=aggregation
+        )
         self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
         """The function that was given as ``advantages``."""
-        self.max_length, self.max_tokens_per_forward = max_length, max_tokens_per_forward
-        self.entropy_coef, self.correction, self.log_entropy = entropy_coef, correction, log_entropy
-        self.mask_truncated = mask_truncated
-        own = self.own_parts
         if not hasattr(self, "credit"):
             self.credit: list[Part] = []
             """Parts that compute advantages, in order; a subclass sets them before this constructor is called. An
@@ -130,48 +99,16 @@ class OnPolicyModule(PolicyModule):
                 from rlhfkit.modules.parts.advantages import AdvantagesBy
 
                 self.credit.append(AdvantagesBy(advantages))
-        if reward_model is not None:
-            from rlhfkit.modules.parts.reward_model import RewardModel
-
-            own.append(scores := RewardModel(reward_model, reward_weights))
-            self.hparams.update(reward_model=scores.plain()["init_args"]["models"])
-        elif reward_weights:
-            raise ValueError(
-                f"reward_weights are those of reward_model={{name: ...}}, got {dict(reward_weights)} for none"
-            )
-        if mask_truncated:
-            from rlhfkit.modules.parts.rewards import MaskTruncated
-
-            own.append(MaskTruncated())
-        if reference is not None:
-            from rlhfkit.modules.parts.reference import Reference
-
-            own.append(there := Reference(reference))
-            self.hparams.update(reference=there.plain()["init_args"]["pool"])
-        check_number("entropy_coef", entropy_coef)
-        if entropy_coef:
-            from rlhfkit.modules.parts.entropy import EntropyBonus
-
-            own.append(EntropyBonus(entropy_coef))
-        if correction not in (None, "none"):
-            from rlhfkit.modules.parts.correction import Correction
-
-            own.append(Correction(correction))
         from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
         from rlhfkit.modules.parts.old_policy import OldLogprobs
 
-        own += [OldLogprobs(), EngineMismatch()]
+        self.own_parts += [OldLogprobs(), EngineMismatch()]
         self.hparams.update(
             policy_loss=self.policy_loss.name,
             advantages=None if self.advantage_function is None else self.advantage_function.plain(),
         )
         self.policy_loss.check()
         self.attach_parts()
-        if reference is not None and not any("ref_logprobs" in part.reads for part in self.parts):
-            raise ValueError(
-                f"reference={type(self.reference_pool).__name__}(...) is a model that nothing asks: give a kl_coef "
-                "(0.01 is OpenRLHF's) or KLPenalty, or leave reference out"
-            )
 
     # ------------------------------------------------------------------ parts
 
@@ -203,11 +140,10 @@ class OnPolicyModule(PolicyModule):
         self.auxiliary_losses = overriding(self.parts, "auxiliary_loss")
         self.approximations = self._of_one_part("old_logprobs", "have the log-probs that ratios are taken to")
         self.forward_passes = self._of_one_part("policy_output", "run the policy")
+        self.outputs |= {"entropy"}  # which is logged
         unknown = sorted(self.outputs - {"entropy", "values", "router_loss"})
         if unknown:
             raise ValueError(f"outputs of a part are entropy, values and router_loss, got {', '.join(unknown)}")
-        if self.log_entropy:
-            self.outputs |= {"entropy"}
         if self.weighing and not self.policy_loss.takes("weights"):
             names = [part_name(part) for part in self.parts if overriding([part], "weigh")]
             raise ValueError(f"{self.policy_loss.name} takes no weights, which {', '.join(names)} gives to tokens")
@@ -383,7 +319,8 @@ class OnPolicyModule(PolicyModule):
         # As aggregate() counts: the divisor of constant-length does not depend on how many rows are trained on.
         counts = {"token-mean": batch.token_denominator, "constant-length": batch.row_denominator}
         denominator = counts.get(aggregation, batch.sequence_denominator)
-        return {"aggregation": aggregation, "denominator": denominator, "max_length": self.max_length}
+        max_length = self.policy_loss.arguments.get("max_length")
+        return {"aggregation": aggregation, "denominator": denominator, "max_length": max_length}
 
     def old_logprobs(self, batch: Experience, out: PolicyOutput) -> Tensor:
         """(B, T-1) log-probs before the iteration, which are the policy's own in its first update."""
@@ -403,7 +340,7 @@ class OnPolicyModule(PolicyModule):
         return reading or self.policy_loss.takes("rollout_logprobs")
 
     def correct_off_policy(self) -> bool:
-        """Use truncated importance sampling for samples of another policy, unless ``correction`` was given.
+        """Use truncated importance sampling for samples of another policy, unless a :class:`Correction` was given.
 
         That of a quantized engine, or one that samples are replayed of.
 
@@ -412,34 +349,19 @@ class OnPolicyModule(PolicyModule):
         Returns:
             Whether the correction was set.
         """
-        from rlhfkit.modules.parts.correction import Correction
+        from rlhfkit.modules.parts.correction import Correction, NoCorrection
 
-        loss, there = self.policy_loss, any(isinstance(part, Correction) for part in self.parts)
+        loss, there = self.policy_loss, any(isinstance(part, Correction | NoCorrection) for part in self.parts)
         there = there or not any("advantages" in part.writes for part in self.parts)  # nothing of the loss is left
-        if there or self.correction is not None or loss.takes("rollout_logprobs") or not loss.takes("weights"):
+        if there or loss.takes("rollout_logprobs") or not loss.takes("weights"):
             return False
         self.add_part(Correction("tis"))
         return True
 
     @property
-    def scorer(self) -> Any:
-        """The part that scores samples by models of the module; ``None``: there is none."""
-        return next((part for part in self.parts if hasattr(part, "parts_of")), None)
-
-    @property
-    def scores_samples(self) -> bool:
-        """Whether there is a reward model, whose scores ``RolloutCallback`` adds to the rewards of samples."""
-        return self.scorer is not None
-
-    @property
     def needs_reward(self) -> bool:
-        """Whether ``RolloutCallback`` must have a reward."""
-        return self.scorer is None
-
-    def reward_model_parts(self, experience: Experience | None) -> dict[str, Tensor]:
-        """(B,) sum of weighted scores, as ``model``, and with several reward models each. A collective."""
-        found: dict[str, Tensor] = self.scorer.parts_of(experience)
-        return found
+        """Whether ``RolloutCallback`` must have a reward: where no model of the module scores, and a part reads it."""
+        return self.scorer is None and any("rewards" in part.reads for part in self.parts)
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if groups of this size teach nothing, as the parts say that compute advantages."""

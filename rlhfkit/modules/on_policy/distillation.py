@@ -48,7 +48,7 @@ class OnPolicyDistillationModule(OnPolicyModule):
         reward_coef: Weight of the reward's advantage; 0: a reward is logged only.
         advantages: Function of the reward's advantage in place of :func:`~rlhfkit.losses.group_advantages`, with a
             ``reward_coef`` only.
-        policy_loss: See :class:`GRPOModule`. Without effect, and refused, as are its arguments and a ``correction``,
+        policy_loss: See :class:`GRPOModule`. Without effect, and refused, as are its arguments,
             with a divergence and without a ``reward_coef``.
         kl_coef: Weight of a KL penalty towards the initial model; 0 loads no reference model.
         parts: More features. A :class:`~rlhfkit.modules.parts.teacher.DivergenceLoss` or
@@ -117,7 +117,7 @@ class OnPolicyDistillationModule(OnPolicyModule):
             )
         if compared and not self.reward_coef:  # nothing is left of the policy loss
             of_loss = {"policy_loss": self.policy_loss.function is not dapo_loss}
-            of_loss |= dict.fromkeys(self.policy_loss.arguments.keys() - {"aggregation", "max_length"}, True)
+            of_loss |= dict.fromkeys(self.policy_loss.arguments.keys() - {"aggregation"}, True)
             refuse_without_effect(of_loss, f"{learned!r} without a reward_coef")
 
     @staticmethod
@@ -125,8 +125,3 @@ class OnPolicyDistillationModule(OnPolicyModule):
         """Whether a part changes rewards, or computes advantages of them."""
         computes = "advantages" in part.writes and "advantages" not in part.reads
         return part.stage != Stage.SCORE and (computes or not {"rewards", "token_penalty"}.isdisjoint(part.writes))
-
-    @property
-    def needs_reward(self) -> bool:
-        """Whether ``RolloutCallback`` must have a reward: only if rewards are part of the loss."""
-        return bool(self.reward_coef) and super().needs_reward

@@ -15,7 +15,6 @@ from rlhfkit.mesh import Mesh, forward_group_of
 from rlhfkit.models import packs_batches, policy_output
 from rlhfkit.models.forward import unwrap
 from rlhfkit.models.routing import choices_per_token
-from rlhfkit.validation import check_integer
 
 
 class TokenStatistics(NamedTuple):
@@ -39,16 +38,10 @@ class ForwardPasses:
 
     Args:
         module: The module whose Trainer says the precision, and on whose device batches are computed.
-        max_tokens: Tokens that a rank computes in a forward pass of policy, critic, reference, teacher or reward model
-            without gradient (OpenRLHF's default is 16192); a longer sequence is computed alone, with
-            ``sequence_parallel_size`` by all ranks that share it.
-
-    Raises:
-        ValueError: If ``max_tokens`` is out of range.
+        max_tokens: ``max_tokens_per_forward`` of :class:`~rlhfkit.ModelLoading`.
     """
 
     def __init__(self, module: Any, max_tokens: int) -> None:
-        check_integer("max_tokens_per_forward", max_tokens, minimum=1)
         self._module = module
         self.max_tokens = max_tokens
 

@@ -125,9 +125,8 @@ _INPUTS = ("logprobs", "old_logprobs", "advantages", "mask")
 _ALWAYS_GIVEN = ("weights", "aggregation", "denominator", "max_length")
 """Keyword arguments that a loss with ``**kwargs`` is given although it does not name them."""
 _GIVEN_BY_THE_MODULE = {
-    "weights": "they are those of the module's correction=...",
+    "weights": "they are those of parts, such as Correction",
     "aggregation": "it is the module's aggregation=...",
-    "max_length": "it is the module's max_length=...",
     "denominator": "it is the count of the optimizer step",
     "rollout_logprobs": "they are the engine's",
     "ref_logprobs": "a KL penalty is a part, KLPenalty, that kl_coef=... makes",
@@ -139,7 +138,7 @@ class PolicyLoss:
 
     Everything is given by name, whatever the order of the function's arguments. ``function`` is a name in
     :mod:`rlhfkit.losses`, a dotted name, or the function. Arguments that are ``None`` keep its defaults;
-    ``aggregation`` is ``token-mean`` if it has none. ``max_length`` is in tokens (``constant-length``).
+    ``aggregation`` is ``token-mean`` if it has none.
 
     Raises:
         ValueError: If the function does not exist, has another form, or lacks one of the arguments.
@@ -153,7 +152,6 @@ class PolicyLoss:
         clip_low: float | None = None,
         clip_high: float | None = None,
         aggregation: Aggregation | None = None,
-        max_length: int | None = None,
     ) -> None:
         self.function = resolve_function(function, "policy_loss", home="rlhfkit.losses")
         self.name = function_name(self.function)
@@ -161,8 +159,9 @@ class PolicyLoss:
         self._keywords, self._takes_more = self._signature()
         check_number("clip_low", clip_low, minimum=0, optional=True)
         check_number("clip_high", clip_high, minimum=0, optional=True)
+        max_length = dict(arguments or {}).get("max_length")
         check_integer("max_length", max_length, minimum=1, optional=True, why="it is in tokens")
-        given = {"clip_low": clip_low, "clip_high": clip_high, "aggregation": aggregation, "max_length": max_length}
+        given = {"clip_low": clip_low, "clip_high": clip_high, "aggregation": aggregation}
         chosen = {name: value for name, value in given.items() if value is not None}
         self._check_arguments(chosen, dict(arguments or {}))
         self.arguments = {**chosen, **dict(arguments or {})}
@@ -198,11 +197,10 @@ class PolicyLoss:
                 raise ValueError(f"{name} is given twice, to the module and in policy_loss_arguments: keep one")
         unknown = [name for name in (*chosen, *arguments) if not self._takes_more and name not in self._keywords]
         if unknown:
-            known = [name for name in self._keywords if name not in own or name in ("aggregation", "max_length")]
+            known = [name for name in self._keywords if name not in own or name == "aggregation"]
             raise ValueError(
                 f"{self.name} does not take {', '.join(unknown)}; it takes {', '.join(known) or 'no arguments'} "
-                "(clip_low, clip_high, aggregation and max_length as arguments of the module, others in "
-                "policy_loss_arguments)"
+                "(clip_low, clip_high and aggregation as arguments of the module, others in policy_loss_arguments)"
             )
 
     def check(self) -> None:

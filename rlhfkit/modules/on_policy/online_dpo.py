@@ -1,6 +1,6 @@
 """``OnlineDPOModule``: direct preference optimization of pairs that are sampled and judged during training."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from rlhfkit.losses import (
 from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.parts import Part
+from rlhfkit.parts import GivenPart, Part, make_part
 from rlhfkit.validation import check_number, function_name, resolve_function
 
 
@@ -32,7 +32,8 @@ class OnlineDPOModule(OnPolicyModule):
 
     OAIF, "Direct Language Model Alignment from Online AI Feedback", Guo et al. (2024, arXiv:2402.04792, algorithm 1),
     with two samples per prompt; the best and the worst of more are those of OpenRLHF's iterative DPO. Rewards come from
-    any reward of ``RolloutCallback``, from a ``reward_model``, or from judges that compare answers
+    any reward of ``RolloutCallback``, from a
+    :class:`~rlhfkit.modules.parts.reward_model.RewardModel`, or from judges that compare answers
     (:class:`~rlhfkit.rewards.PairwiseReward`). A prompt whose rewards are all equal, or of whose samples fewer than two
     could be scored, teaches nothing and does not count in the mean; ``rollout/...`` metrics say how many there are.
 
@@ -56,7 +57,8 @@ class OnlineDPOModule(OnPolicyModule):
         divergence_alpha: α of ``divergence="alpha"``.
         discopop_temperature: τ of ``discopop``.
         nll_coef: Weight of the negative log-likelihood per token of each chosen answer.
-        mask_truncated: Leave answers that the length limit cut off out of the comparison.
+        parts: More features, see :class:`OnPolicyModule`. A :class:`~rlhfkit.modules.parts.pairs.Pairs` among them
+            takes the place of the module's: ``Pairs(truncated=False)`` compares no answer that was cut off.
         **kwargs: Rewards and reference: see :class:`OnPolicyModule`; optimizer and model: see :class:`PolicyModule`.
             What belongs to advantages and policy losses is refused.
 
@@ -78,19 +80,21 @@ class OnlineDPOModule(OnPolicyModule):
         divergence_alpha: float = 0.5,
         discopop_temperature: float = 0.05,
         nll_coef: float = 0.0,
-        mask_truncated: bool = False,
+        parts: Sequence[GivenPart] = (),
         **kwargs: Any,
     ) -> None:
+        from rlhfkit.modules.parts.pairs import Pairs
         from rlhfkit.modules.parts.reference import Reference
 
+        given = [make_part(one) for one in parts]
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("divergence_alpha", divergence_alpha)
         check_number("discopop_temperature", discopop_temperature, above=0)
         check_number("nll_coef", nll_coef, minimum=0)
-        self.credit: list[Part] = [self.pairs(truncated=not mask_truncated)]
-        self.own_parts = [] if kwargs.get("reference") is not None else [Reference()]
-        super().__init__(model, lr=lr, mask_truncated=mask_truncated, **kwargs)
+        self.credit: list[Part] = vars(self).get("credit") or [Pairs()]
+        self.own_parts = [] if any(isinstance(part, Reference) for part in given) else [Reference()]
+        super().__init__(model, lr=lr, parts=given, **kwargs)
         chosen = dict(self.policy_loss.arguments)
         chosen |= {} if self.policy_loss.function is ppo_loss else {"policy_loss": self.policy_loss.name}
         chosen |= {} if self.advantage_function is None else {"advantages": self.advantage_function.name}
@@ -115,16 +119,6 @@ class OnlineDPOModule(OnPolicyModule):
         self.divergence_alpha, self.discopop_temperature = divergence_alpha, discopop_temperature
         zero, one = torch.zeros(1), torch.ones(1)
         self._pair_loss(zero, zero, zero, zero, chosen_lengths=one, rejected_lengths=one)
-
-    def pairs(self, *, truncated: bool) -> Part:
-        """The part that compares the answers to each prompt; override it to compare other ones.
-
-        ``truncated``: whether those that the length limit cut off are compared. Called before the constructor of the
-        base.
-        """
-        from rlhfkit.modules.parts.pairs import Pairs
-
-        return Pairs(truncated=truncated)
 
     def correct_off_policy(self) -> bool:
         """Return False: the loss has no weights of tokens, so that replayed samples are refused."""

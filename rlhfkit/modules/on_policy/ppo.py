@@ -9,9 +9,9 @@ import torch
 from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
-from rlhfkit.parts import GivenPart, make_part
+from rlhfkit.parts import GivenPart, Part, make_part
 from rlhfkit.roles import CriticPool, ModelPool
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_number
 
 
 class PPOModule(OnPolicyModule):
@@ -19,10 +19,17 @@ class PPOModule(OnPolicyModule):
 
     The KL penalty is part of the reward of each token, advantages come from generalized advantage estimation and are
     whitened over the whole iteration, and policy and critic take one optimizer step together: under
-    ``RLHFDeepSpeedStrategy`` each has an engine, a learning rate and a gradient norm of its own. With a
-    ``shared_backbone`` the critic is one more head of the policy: one model, one forward pass, one engine.
-    ``Sample.token_rewards`` are credited to their tokens, the rest of the reward to the last one. The critic is the
-    parts of :mod:`rlhfkit.modules.parts.critic`; one of them among ``parts`` takes the place of the module's.
+    ``RLHFDeepSpeedStrategy`` each has an engine, a learning rate and a gradient norm of its own.
+    ``Sample.token_rewards`` are credited to their tokens, the rest of the reward to the last one.
+
+    The critic is the parts of :mod:`rlhfkit.modules.parts.critic`, which the arguments below make; one of them among
+    ``parts`` takes the place of the module's and has more arguments. A critic that predicts
+    normalized returns and learns alone at first; one that is a head of the policy, with a smaller weight of its loss;
+    VAPO's lambdas::
+
+        PPOModule("sft", parts=[Critic("reward-model", normalize=True), CriticWarmup(20)])
+        PPOModule("sft", parts=[Critic(shared=True), ValueLoss(0.1)])
+        PPOModule("sft", parts=[GAE(length_adaptive_alpha=0.05), Returns(lam=1.0)])
 
     Args:
         model: Folder or hub name of the policy.
@@ -32,23 +39,11 @@ class PPOModule(OnPolicyModule):
             A :class:`~rlhfkit.roles.CriticPool`: it is trained by ranks of its own while the policy learns, with this
             module's settings. A :class:`~rlhfkit.roles.ModelPool`: a frozen value model on machines of its own, as
             in DVPO (Huang et al., 2025, arXiv:2502.16944); there is no value loss.
-        critic_lr: Peak learning rate of the critic (9e-6: OpenRLHF's default), or of the value head alone.
-        critic_warmup_steps: Optimizer steps in which only the critic learns; the policy and its optimizer state stay
-            bitwise the same.
-        shared_backbone: Put a value head on the policy's own trunk instead of a second model. The two losses then
-            compete: choose ``value_coef`` (0.1 in TRL's former PPO, 1 in the PPO paper's Atari runs).
-        value_coef: Weight of the value loss; of no effect under Adam, except with a shared backbone.
+        critic_lr: Peak learning rate of the critic (9e-6: OpenRLHF's default).
         value_clip: Values are clipped to ± this around the old ones in the value loss (0.5: OpenRLHF's); ``None``: not.
-        normalize_values: The critic predicts returns that are shifted and scaled by the mean and deviation of all
-            returns so far, see :class:`~rlhfkit.modules.parts.critic.Critic`. ``value_clip`` is in these units then.
         gamma: Discount, in [0, 1].
-        lam: GAE's lambda for the policy, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF has 1).
-        critic_lam: GAE's lambda for the critic's targets; ``None``: ``lam`` (VAPO, 2025, arXiv:2504.05118, takes 1).
-        length_adaptive_alpha: The policy's lambda is 1 - 1 / (alpha * tokens) of each answer, in place of ``lam``, see
-            :func:`~rlhfkit.losses.length_adaptive_lambda` (0.05 in VAPO); the critic's stays ``critic_lam``.
-        bootstrap_truncated: Where the length limit cut an answer off, count the critic's value of the state after its
-            last token as the rewards that would have come, see :class:`~rlhfkit.modules.parts.critic.Critic`. Off in
-            OpenRLHF and TRL: such answers end there.
+        lam: GAE's lambda, of advantages and of what the critic learns, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF
+            has 1).
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1; those of a
             function given as ``advantages`` are used as they are.
         advantages: Function used in place of GAE, see :class:`~rlhfkit.modules.parts.advantages.AdvantagesBy`.
@@ -60,7 +55,7 @@ class PPOModule(OnPolicyModule):
         **kwargs: Loss and rewards: see :class:`OnPolicyModule`; optimizer and model: see :class:`PolicyModule`.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range, or has no effect beside a part.
     """
 
     def __init__(
@@ -70,16 +65,9 @@ class PPOModule(OnPolicyModule):
         lr: float = 1e-6,
         critic: str | CriticPool | ModelPool | None = None,
         critic_lr: float = 9e-6,
-        critic_warmup_steps: int = 0,
-        shared_backbone: bool = False,
-        value_coef: float = 1.0,
         value_clip: float | None = 0.5,
-        normalize_values: bool = False,
         gamma: float = 1.0,
         lam: float = 0.95,
-        critic_lam: float | None = None,
-        length_adaptive_alpha: float | None = None,
-        bootstrap_truncated: bool = False,
         whiten_advantages: bool = True,
         advantages: GivenAdvantages | None = None,
         kl_coef: float = 0.01,
@@ -87,44 +75,36 @@ class PPOModule(OnPolicyModule):
         **kwargs: Any,
     ) -> None:
         from rlhfkit.modules.parts.advantages import AdvantagesBy, WhitenAdvantages
-        from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss, check_frozen
+        from rlhfkit.modules.parts.critic import GAE, Critic, Returns, ValueLoss
         from rlhfkit.modules.parts.kl_penalty import KLInReward, own_penalty
 
         # Under the names that were given: the parts have their own.
         check_number("critic_lr", critic_lr, above=0)
-        check_integer("critic_warmup_steps", critic_warmup_steps, minimum=0)
-        check_number("value_coef", value_coef, above=0)
         check_number("value_clip", value_clip, above=0, optional=True)
-        check_number("critic_lam", critic_lam, minimum=0, maximum=1, optional=True)
         given = [make_part(one) for one in parts]
-        self.critic_part = next((part for part in given if isinstance(part, Critic)), None) or Critic(
-            critic,
-            lr=critic_lr,
-            shared=shared_backbone,
-            normalize=normalize_values,
-            bootstrap_truncated=bootstrap_truncated,
-        )
+        changed: dict[type[Part], dict[str, bool]] = {
+            Critic: {"critic": critic is not None, "critic_lr": critic_lr != 9e-6},
+            ValueLoss: {"value_clip": value_clip != 0.5},
+            GAE: {"gamma": gamma != 1.0, "lam": lam != 0.95},
+        }
+        found: dict[type[Part], Any] = {kind: part for part in given for kind in changed if isinstance(part, kind)}
+        for kind, part in found.items():
+            refuse_without_effect(changed[kind], f"{part!r} among parts")
+        self.critic_part: Critic = found.get(Critic) or Critic(critic, lr=critic_lr)
         """Gives values; its arguments are those of the module unless it was among ``parts``."""
-        value_loss = next((part for part in given if isinstance(part, ValueLoss)), None)
-        value_loss = value_loss or ValueLoss(value_coef, clip=value_clip)
-        if self.critic_part.frozen:
-            check_frozen(self.critic_part, value_loss, warmup_steps=critic_warmup_steps, critic_lam=critic_lam)
-        adapts, other_lam = length_adaptive_alpha is not None, lam != 0.95 and critic_lam is not None
+        value_loss, gae = found.get(ValueLoss) or ValueLoss(clip=value_clip), found.get(GAE) or GAE(gamma, lam)
         if advantages is not None:
-            of_gae = {"length_adaptive_alpha": adapts, "lam": other_lam}
-            refuse_without_effect(of_gae, f"advantages={AdvantageFunction(advantages).name}")
-        elif adapts:
-            refuse_without_effect({"lam": other_lam}, "length_adaptive_alpha and critic_lam, which take its place")
-        self.credit = [GAE(gamma, lam, length_adaptive_alpha=length_adaptive_alpha)]
-        self.credit += [WhitenAdvantages()] if whiten_advantages else []
+            refuse_without_effect({"GAE": gae in given}, f"advantages={AdvantageFunction(advantages).name}")
+        self.credit = [gae, WhitenAdvantages()] if whiten_advantages else [gae]
         self.credit = self.credit if advantages is None else [AdvantagesBy(advantages)]
         self.own_parts = own_penalty(kl_coef, given, lambda coef: KLInReward(coef, place="token"))
         self.own_parts += [part for part in (self.critic_part, value_loss) if part not in given]
-        self.own_parts += [Returns(gamma, lam if critic_lam is None else critic_lam)]
-        self.own_parts += [CriticWarmup(critic_warmup_steps)] if critic_warmup_steps else []
-        self.kl_coef, self.shared_backbone = kl_coef, shared_backbone
-        super().__init__(model, lr=lr, advantages=advantages, parts=given, **kwargs)
-        if isinstance(self.critic_part.model, CriticPool | ModelPool):
+        self.own_parts += [] if any(isinstance(part, Returns) for part in given) else [Returns(gae.gamma, gae.lam)]
+        self.kl_coef = kl_coef
+        others = [part for part in given if part is not gae]  # it is the first of the credit
+        super().__init__(model, lr=lr, advantages=advantages, parts=others, **kwargs)
+        self.hparams.update(parts=[part.plain() for part in given])
+        if isinstance(self.critic_part.model, CriticPool | ModelPool) and self.critic_part not in given:
             self.hparams.update(critic=self.critic_part.model.plain())
 
     @property

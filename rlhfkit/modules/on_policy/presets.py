@@ -76,8 +76,8 @@ def _kl(kind: str, **arguments: Any) -> Mapping[str, Any]:
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     # The GRPO of the paper: Shao et al. (2024, arXiv:2402.03300).
     "grpo": {"policy_loss": "grpo_loss", "kl_coef": 0.04},
-    # No division by deviation or length: Liu et al. (2025, arXiv:2503.20783). Needs `max_length`, the longest
-    # answer.
+    # No division by deviation or length: Liu et al. (2025, arXiv:2503.20783). Needs the longest answer:
+    # `policy_loss_arguments={"max_length": 1024}`.
     "dr_grpo": {"policy_loss": "dr_grpo_loss", "advantage_scale": "none"},
     # Clip-higher and token mean: Yu et al. (2025, arXiv:2503.14476).
     "dapo": {"policy_loss": "dapo_loss"},

@@ -24,7 +24,7 @@ from rlhfkit.modules.precompute import (
     tokens_fingerprint,
 )
 from rlhfkit.parts import Child, Part
-from rlhfkit.validation import check_integer, function_name
+from rlhfkit.validation import function_name
 
 
 class AnswerReference(Part):
@@ -93,22 +93,17 @@ class PrecomputedReference(AnswerReference):
 
     ``precompute_ref_log_probs=True`` makes one. Needs a DataModule of rlhfkit that holds the data in memory::
 
-        DPOModule("sft", parts=[PrecomputedReference(cache="logprobs", max_tokens_per_forward=65536)])
+        DPOModule("sft", parts=[PrecomputedReference(cache="logprobs")])
 
     Args:
         model: As for :class:`AnswerReference`.
         cache: Folder of these log-probs; ``None``: ``rlhfkit/reference_logprobs`` in the cache folder of ``datasets``.
-        max_tokens_per_forward: Tokens that a rank computes in a forward pass.
     """
 
-    def __init__(
-        self, model: str | None = None, *, cache: str | None = None, max_tokens_per_forward: int = 16384
-    ) -> None:
+    def __init__(self, model: str | None = None, *, cache: str | None = None) -> None:
         super().__init__(model)
-        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
         self.loads_reference = False
         self.cache = cache
-        self.max_tokens_per_forward = max_tokens_per_forward
         self._policy_is_initial = True
 
     def children(self) -> Mapping[str, Child]:
@@ -190,7 +185,7 @@ class PrecomputedReference(AnswerReference):
         device, group = trainer.strategy.root_device, forward_group_of(unwrap(model))
         mesh = Mesh(trainer.global_rank, trainer.world_size) if group is None else group.mesh
         total = torch.zeros(len(pairs), 2, device=device)
-        batches = token_batches(pairs.lengths, self.max_tokens_per_forward * mesh.sequence)
+        batches = token_batches(pairs.lengths, self.module.loading.max_tokens_per_forward * mesh.sequence)
         training = model.training
         model.eval()
         turns = range(0, len(batches), mesh.data)

@@ -16,8 +16,11 @@ class Correction(Part):
     """Weights tokens or answers by how likely the trainer's policy is to have sampled them.
 
     For engines with other kernels or fewer bits, stale and replayed samples, see
-    :func:`~rlhfkit.losses.importance_weights`. ``GRPOModule(correction="tis")`` makes one. Not for policy losses that
-    are given the engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``), which account for them.
+    :func:`~rlhfkit.losses.importance_weights`. Without one there is no correction, but ``"tis"`` if the engine is
+    quantized or samples are replayed, unless there is :class:`NoCorrection`. Not for policy losses that are given the
+    engine's log-probs (``decoupled_ppo_loss``, ``dppo_loss``), which account for them. Example::
+
+        GRPOModule("Qwen/Qwen3-0.6B", parts=[Correction("tis")])
 
     Args:
         kind: A name of :data:`~rlhfkit.losses.CORRECTION_PRESETS` (``"tis"``, ``"icepop"``, ``"mis"``, ...), or
@@ -31,7 +34,7 @@ class Correction(Part):
 
     def __init__(self, kind: str | Mapping[str, Any] = "tis") -> None:
         if isinstance(kind, str) and kind not in CORRECTION_PRESETS:
-            raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, none, got {kind!r}")
+            raise ValueError(f"correction must be one of {', '.join(CORRECTION_PRESETS)}, got {kind!r}")
         self.kind = kind
         self.arguments: Mapping[str, Any] = CORRECTION_PRESETS[kind] if isinstance(kind, str) else kind
         """Arguments of :func:`~rlhfkit.losses.importance_weights`."""
@@ -47,15 +50,15 @@ class Correction(Part):
         loss = module.policy_loss
         if loss.takes("rollout_logprobs"):
             raise ValueError(
-                f"{loss.name} is given the engine's log-probs and accounts for them itself, so that a correction would "
-                "count them twice: leave correction out, or take another policy_loss"
+                f"{loss.name} is given the engine's log-probs and accounts for them itself, so that a Correction would "
+                "count them twice: leave it out, or take another policy_loss"
             )
         others = [part for part in module.parts if part is not self and overriding([part], "weigh")]
         if self.weighs_sequences and others and loss.function is vespo_loss:
             raise ValueError(
                 "vespo_loss multiplies the weights of a sequence's tokens, and beside other weights of tokens a "
                 "correction of sequences has the same weight at each of them: use a correction of tokens "
-                "(correction='tis')"
+                "(Correction('tis'))"
             )
 
     @property
@@ -72,3 +75,7 @@ class Correction(Part):
             weights = select(weights, mask, fill=-torch.inf).amax(-1, keepdim=True)
             weights = select(weights, mask.any(-1, keepdim=True), fill=1.0)
         return weights, metrics
+
+
+class NoCorrection(Part):
+    """Learns from samples of a quantized engine without the :class:`Correction` that is made for them otherwise."""

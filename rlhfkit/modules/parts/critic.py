@@ -5,7 +5,6 @@ in a :class:`~rlhfkit.roles.CriticPool` that trains it, or frozen in a :class:`~
 """
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -30,10 +29,16 @@ from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_mode
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optim import skip_update
 from rlhfkit.modules.parts.advantages import rewards_of_tokens, with_advantages
+from rlhfkit.modules.parts.rewards import MaskTruncated
 from rlhfkit.parts import Child, Part, Stage, overriding, part_name
 from rlhfkit.roles import CriticPool, FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_integer, check_number
+
+DEFAULT_LR = 9e-6
+"""Peak learning rate of a critic: OpenRLHF's default."""
+DEFAULT_CLIP = 0.5
+"""Clip of values: OpenRLHF's default."""
 
 
 class Critic(Part):
@@ -64,7 +69,7 @@ class Critic(Part):
         self,
         model: str | CriticPool | ModelPool | Mapping[str, Any] | None = None,
         *,
-        lr: float = 9e-6,
+        lr: float = DEFAULT_LR,
         shared: bool = False,
         normalize: bool = False,
         bootstrap_truncated: bool = False,
@@ -72,8 +77,8 @@ class Critic(Part):
         check_number("Critic.lr", lr, above=0)
         if shared and model is not None:
             raise ValueError(
-                "with shared_backbone the critic is a head of the policy: it starts from no model of its own and "
-                "cannot learn while the policy is not updated; leave critic and critic_warmup_steps out"
+                "with shared=True the critic is a head of the policy and starts from no model of its own: leave the "
+                "model out"
             )
         if isinstance(model, Mapping) and "num_replicas" in model:
             model = ModelPool.of(model)
@@ -102,16 +107,16 @@ class Critic(Part):
     def attach(self, module: Any) -> None:
         """Check its company."""
         super().attach(module)
-        if self.bootstrap_truncated and module.mask_truncated:
+        if self.bootstrap_truncated and any(isinstance(part, MaskTruncated) for part in module.parts):
             raise ValueError(
-                "bootstrap_truncated would have no effect beside mask_truncated, which learns nothing from answers "
+                "bootstrap_truncated would have no effect beside MaskTruncated, which learns nothing from answers "
                 "that were cut off: leave out the one or the other"
             )
         unused = [part_name(one) for one in module.parts if "routing" in one.reads or overriding([one], "old_logprobs")]
         if unused and self.shared:
             raise ValueError(
-                f"{', '.join(unused)} would have no effect beside shared_backbone, whose forward pass for values gives "
-                "old log-probs too: leave out the one or the other"
+                f"{', '.join(unused)} would have no effect beside Critic(shared=True), whose forward pass for values "
+                "gives old log-probs too: leave out the one or the other"
             )
         if self.frozen or self.trained_elsewhere:
             others = [(self, Critic), *((part, ValueLoss) for part in module.parts if isinstance(part, ValueLoss))]
@@ -124,6 +129,7 @@ class Critic(Part):
                         "it: make the model with CriticPool(function), or leave the critic in the module"
                     )
         if self.frozen:
+            self._refuse_training(module)
             from rlhfkit.modules.parts.critic_elsewhere import FrozenCritic
 
             self.elsewhere = FrozenCritic(cast(ModelPool, self.model))
@@ -133,6 +139,22 @@ class Critic(Part):
             of_loss = next((part for part in module.parts if isinstance(part, ValueLoss)), ValueLoss())
             self.elsewhere = RemoteCritic(
                 cast(CriticPool, self.model), lr=self.lr, value_clip=of_loss.clip, value_coef=of_loss.coef
+            )
+
+    def _refuse_training(self, module: Any) -> None:
+        """Raise ValueError if something says how a critic is trained that is not."""
+        losses = [part for part in module.parts if isinstance(part, ValueLoss)]
+        changed = {
+            "the learning rate": self.lr != DEFAULT_LR,
+            "normalize": self.normalize,
+            "ValueLoss": any((part.coef, part.clip) != (1.0, DEFAULT_CLIP) for part in losses),
+            "CriticWarmup": any(isinstance(part, CriticWarmup) for part in module.parts),
+        }
+        given = [name for name, is_given in changed.items() if is_given]
+        if given:
+            raise ValueError(
+                f"a critic in a ModelPool is not trained, so {', '.join(given)} would have no effect: leave out what "
+                "is about training it, or train it elsewhere with CriticPool(...)"
             )
 
     # ------------------------------------------------------------------ the model
@@ -367,7 +389,7 @@ class ValueLoss(Part):
 
     reads = ("values", "returns")
 
-    def __init__(self, coef: float = 1.0, *, clip: float | None = 0.5) -> None:
+    def __init__(self, coef: float = 1.0, *, clip: float | None = DEFAULT_CLIP) -> None:
         check_number("ValueLoss.coef", coef, above=0)
         check_number("ValueLoss.clip", clip, above=0, optional=True)
         self.coef, self.clip = coef, clip
@@ -426,8 +448,8 @@ class CriticWarmup(Part):
         super().attach(module)
         if critic_of(module).shared:
             raise ValueError(
-                "with shared_backbone the critic is a head of the policy, and cannot learn while the policy is not "
-                "updated; leave critic and critic_warmup_steps out"
+                "Critic(shared=True) is a head of the policy, and cannot learn while the policy is not updated: leave "
+                "CriticWarmup out"
             )
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
@@ -446,25 +468,6 @@ def critic_of(module: Any) -> Critic:
         if isinstance(part, Critic):
             return part
     raise ValueError(f"{type(module).__name__} has no Critic among its parts, whose values are learned")
-
-
-def check_frozen(critic: Critic, loss: ValueLoss, *, warmup_steps: int, critic_lam: float | None) -> None:
-    """Raise ValueError if an argument says how a critic is trained that is not."""
-    default = {name: each.default for name, each in inspect.signature(Critic).parameters.items()}
-    changed = {
-        "critic_lr": critic.lr != default["lr"],
-        "critic_warmup_steps": bool(warmup_steps),
-        "value_coef": loss.coef != 1.0,
-        "value_clip": loss.clip != 0.5,
-        "critic_lam": critic_lam is not None,
-        "normalize_values": critic.normalize,
-    }
-    given = [name for name, is_given in changed.items() if is_given]
-    if given:
-        raise ValueError(
-            f"critic=ModelPool(...) is not trained, so {', '.join(given)} would have no effect: leave out what is "
-            "about training it, or train it elsewhere with critic=CriticPool(...)"
-        )
 
 
 def with_final_states(experience: Experience, rows: Tensor) -> tuple[Experience, Tensor]:

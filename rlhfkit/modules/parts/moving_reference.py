@@ -52,7 +52,7 @@ class MovingReference(Part):
         if elsewhere is not None:
             raise ValueError(
                 f"MovingReference moves a reference of the module, and here a {type(elsewhere).__name__} has it: leave "
-                "reference=... or MovingReference out, or go on from an export (HFExport) as the new reference"
+                "Reference(...) or MovingReference out, or go on from an export (HFExport) as the new reference"
             )
         if not module.has_reference:
             raise ValueError(

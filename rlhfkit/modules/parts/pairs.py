@@ -9,6 +9,7 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import best_and_worst
 from rlhfkit.modules.parts.advantages import with_advantages
+from rlhfkit.modules.parts.rewards import MaskTruncated
 from rlhfkit.parts import Part, Stage, overriding, part_name
 from rlhfkit.validation import check_integer
 
@@ -46,12 +47,17 @@ class Pairs(Part):
                 f"{', '.join(in_loss)} takes part in a policy loss, and a loss of pairs has none: leave it out, or "
                 "override loss()"
             )
+        if self.truncated and any(isinstance(part, MaskTruncated) for part in module.parts):
+            raise ValueError(
+                "MaskTruncated would take one answer of a pair away: give Pairs(truncated=False), which compares no "
+                "answer that was cut off"
+            )
         shaping = [part_name(one) for one in module.parts if one.stage == Stage.SHAPE and "rewards" in one.writes]
         unused = [name for name in ("StopProperly", "MissingEndPenalty") if name in shaping and not self.truncated]
         if unused:
             raise ValueError(
-                f"{', '.join(unused)} would have no effect beside mask_truncated, which compares no answer that was "
-                "cut off: leave out the one or the other"
+                f"{', '.join(unused)} would have no effect beside Pairs(truncated=False), which compares no answer "
+                "that was cut off: leave out the one or the other"
             )
         if "NormalizeRewards" in shaping:
             raise ValueError("NormalizeRewards changes no comparison of two rewards: leave it out")

@@ -23,7 +23,6 @@ from rlhfkit.modules.precompute import (
 from rlhfkit.modules.teachers import check_teacher_tokens
 from rlhfkit.parts import Part
 from rlhfkit.roles import ModelPoolError, ServedModel
-from rlhfkit.validation import check_integer
 
 _SERVED_EXAMPLES = 256
 """Examples whose answers of a server are in memory at a time."""
@@ -39,15 +38,12 @@ class PrecomputedTeacher(Part):
 
     Args:
         cache: Folder of these tokens; ``None``: ``rlhfkit/teacher_logprobs`` in the cache folder of ``datasets``.
-        max_tokens_per_forward: Tokens that a rank computes in a forward pass.
     """
 
     writes = ("teacher_logprobs", "teacher_ids")
 
-    def __init__(self, *, cache: str | None = None, max_tokens_per_forward: int = 16384) -> None:
-        check_integer("max_tokens_per_forward", max_tokens_per_forward, minimum=1)
+    def __init__(self, *, cache: str | None = None) -> None:
         self.cache = cache
-        self.max_tokens_per_forward = max_tokens_per_forward
 
     def attach(self, module: Any) -> None:
         """Become a part of a module that learns from a teacher.
@@ -114,7 +110,7 @@ class PrecomputedTeacher(Part):
         ends = list(accumulate(examples.targets))
         logprobs = torch.zeros(ends[-1], top_k)
         ids = torch.zeros(ends[-1], top_k, dtype=torch.int32)
-        batches = token_batches(examples.lengths, self.max_tokens_per_forward)
+        batches = token_batches(examples.lengths, self.module.loading.max_tokens_per_forward)
         for chosen in tqdm(batches[rank::world], desc="Teacher log-probs", disable=rank > 0, leave=False):
             batch = collate_tokens([examples[row] for row in chosen]).to(module.device)
             places = torch.cat([torch.arange(ends[row] - examples.targets[row], ends[row]) for row in chosen])

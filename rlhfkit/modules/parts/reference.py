@@ -22,6 +22,9 @@ class Reference(Part):
             :class:`~rlhfkit.roles.ModelPool`: on machines of its own, where it works while the policy computes its old
             log-probs; a :class:`~rlhfkit.roles.ServedModel`: behind a running ``vllm serve``. Both also as plain
             values.
+
+    Raises:
+        ValueError: If a model elsewhere was given and no part asks it.
     """
 
     stage, writes = Stage.MODELS, ("ref_logprobs",)
@@ -30,6 +33,15 @@ class Reference(Part):
         self.pool = frozen_model(cast(Any, pool))
         self.loads_reference = self.pool is None
         self._asked: AskedRows | None = None
+
+    def attach(self, module: Any) -> None:
+        """Check that a model elsewhere is asked."""
+        super().attach(module)
+        if self.pool is not None and not any("ref_logprobs" in part.reads for part in module.parts):
+            raise ValueError(
+                f"Reference({type(self.pool).__name__}(...)) is a model that nothing asks: give a kl_coef (0.01 is "
+                "OpenRLHF's) or KLPenalty, or leave Reference out"
+            )
 
     def placed(self) -> Mapping[str, tuple[FrozenModel, Role]]:
         """The pool."""

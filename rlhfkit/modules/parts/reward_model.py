@@ -23,7 +23,7 @@ class RewardModel(Part):
     """Adds the scores of reward models to the rewards of samples, in validation too.
 
     A model in the module is a frozen child, sharded or offloaded like the reference; every rank scores its share.
-    :class:`~rlhfkit.rewards.ModelReward` does the same unsharded. Example, which ``reward_model=`` stands for::
+    :class:`~rlhfkit.rewards.ModelReward` does the same unsharded. Example::
 
         GRPOModule("sft", parts=[RewardModel({"helpful": "rm-a", "safe": ModelPool("rm-b")}, {"safe": 2.0})])
 
@@ -51,7 +51,7 @@ class RewardModel(Part):
         given: Any = models if several else {"": models}
         for name in given:
             if several and not str(name).isidentifier():
-                raise ValueError(f"reward_model={{...}} takes names of letters, digits and _, got {name!r}")
+                raise ValueError(f"RewardModel({{...}}) takes names of letters, digits and _, got {name!r}")
         self.by_name: dict[str, str | ModelPool] = {
             name: one if isinstance(one, str) else cast(ModelPool, ModelPool.of(one)) for name, one in given.items()
         }
@@ -60,10 +60,10 @@ class RewardModel(Part):
         self.weights = None if weights is None else dict(weights)
         self.factors = dict.fromkeys(self.by_name, 1.0) | dict(weights or {})
         for name, weight in self.factors.items():
-            check_number(f"reward_weights[{name!r}]", weight)
+            check_number(f"RewardModel.weights[{name!r}]", weight)
         if set(self.factors) - set(self.by_name) or (weights and not several):
             raise ValueError(
-                f"reward_weights are those of reward_model={{name: ...}}, got {dict(weights or {})} for "
+                f"weights are those of RewardModel({{name: ...}}), got {dict(weights or {})} for "
                 f"{', '.join(self.by_name) or 'none'}"
             )
 
@@ -106,7 +106,7 @@ class RewardModel(Part):
         if tokenizer.get_vocab() != module.tokenizer.get_vocab():
             raise ValueError(
                 f"the reward model {name} has another tokenizer than the policy {module.model_name}: give the "
-                "callback a ModelReward(..., text=lambda sample: ...) in place of reward_model, or put it into a "
+                "callback a ModelReward(..., text=lambda sample: ...) in place of RewardModel, or put it into a "
                 "ModelPool(..., reads='chat')"
             )
 

@@ -11,6 +11,7 @@ from rl_runs import PlainGRPO, SharedEngine, digits, samples_of_all_ranks, setup
 
 from rlhfkit import DynamicSampling, LocalEngine, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.distributed import gather_objects
+from rlhfkit.modules.parts import RewardModel
 from rlhfkit.rollout.weight_sync import source
 
 # Read once: Lightning deletes WORLD_SIZE from the environment when a fit ends.
@@ -111,7 +112,7 @@ def selected(folder: Path, strategy: str, engine: LocalEngine) -> list[tuple[int
         sampling=SamplingSpec(group_size=4, max_new_tokens=8),
         parts=[DynamicSampling(by=above_zero)],
     )
-    arguments = {"reward_model": str(folder / "reward")}
+    arguments = {"parts": [RewardModel(str(folder / "reward")).plain()]}
     trainer, module, data, _ = prepare(folder, strategy, rollouts=rollouts, module_arguments=arguments, max_epochs=1)
     trainer.fit(module, data)
     return [

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rlhfkit import GRPOModule, LocalEngine, PPOModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import SharedDevices
+from rlhfkit.modules.parts import RewardModel
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.rollout.errors import WeightsNeededError
 
@@ -149,7 +150,7 @@ def on_ranks(folder: Path, strategies: list[str], **_: Any) -> dict[str, Any]:
     for strategy in strategies:
         arguments: dict[str, Any] = {
             "module": OwnPPO,
-            "module_arguments": {"reward_model": reward_model(folder), "kl_coef": 0.01, "lr": 1e-3},
+            "module_arguments": {"parts": [RewardModel(reward_model(folder)).plain()], "kl_coef": 0.01, "lr": 1e-3},
             "data_arguments": {"micro_batch_size": 8 // ranks},
             "strategy": strategy,
             "devices": ranks,

@@ -21,6 +21,7 @@ from strategies import ranks
 
 from rlhfkit import Ahead, DynamicSampling, Invariants, LocalEngine, Oversampling, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.timing import MOST_EVENTS, Timing
+from rlhfkit.modules.parts import Correction
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 
@@ -224,7 +225,7 @@ def test_validation_has_the_engine_to_itself(tmp_path: Path) -> None:
         tmp_path,
         1,
         max_epochs=3,
-        module_arguments={"lr": 5e-3, "correction": "tis"},
+        module_arguments={"lr": 5e-3, "parts": [Correction("tis").plain()]},
         data_arguments={"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"},
     )
     assert "val/reward" in trainer.callback_metrics
@@ -237,7 +238,7 @@ def test_reward_rises_with_weights_that_change_in_flight(tmp_path: Path) -> None
     trainer, module, data, _ = setup_run(
         tmp_path,
         rollouts=rollouts,
-        module_arguments={"lr": 3e-3, "correction": "tis"},
+        module_arguments={"lr": 3e-3, "parts": [Correction("tis").plain()]},
         data_arguments={"rollout_batch_size": 16, "micro_batch_size": 32},
         callbacks=[watch],
         accumulate_grad_batches=1,

@@ -135,7 +135,7 @@ def play(
         current_epoch=0,
         global_step=0,
         datamodule=data,
-        lightning_module=SimpleNamespace(tokenizer=tokenizer, scores_samples=False),
+        lightning_module=SimpleNamespace(tokenizer=tokenizer, scorer=None),
     )
     collector = GroupCollector(engine, score, Timing())  # type: ignore[arg-type]
     rollouts: Any = SimpleNamespace(collector=collector, rollout_timeout=30.0)

@@ -54,7 +54,7 @@ def some_unscored(samples: Sequence[Sample]) -> list[float | None]:
     "aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"]
 )
 def test_first_step_is_the_policy_gradient_of_the_scored_samples(tmp_path: Path, aggregation: str) -> None:
-    constant = {"max_length": 8} if aggregation == "constant-length" else {}
+    constant = {"policy_loss_arguments": {"max_length": 8}} if aggregation == "constant-length" else {}
     trainer, module, data, rollouts = setup_run(
         tmp_path,
         module=PlainGRPO,

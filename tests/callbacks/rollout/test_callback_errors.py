@@ -238,7 +238,10 @@ def test_things_that_are_not_what_they_should_be() -> None:
         ({"aggregation": "mean"}, "got 'mean'"),
         ({"advantage_scale": "std"}, "got 'std'"),
         ({"aggregation": "constant-length"}, "max_length"),
-        ({"max_tokens_per_forward": 0}, "max_tokens_per_forward must be an integer of at least 1, got 0"),
+        (
+            {"loading": {"max_tokens_per_forward": 0}},
+            "max_tokens_per_forward must be an integer of at least 1, got 0",
+        ),
     ],
 )
 def test_knobs_are_checked_when_the_module_is_made(arguments: dict[str, Any], match: str) -> None:

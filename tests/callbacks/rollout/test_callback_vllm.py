@@ -15,6 +15,7 @@ from callbacks.rollout import vllm_ranks
 from rlhfkit import Ahead, GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import Probe
 from rlhfkit.models import load_scalar_model, load_tokenizer
+from rlhfkit.modules.parts import Correction
 
 
 @pytest.mark.smoke
@@ -65,7 +66,7 @@ def test_vllm_samples_ahead_in_a_thread_of_the_trainer(vllm_pool: Any, vllm_mode
         enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Keep()],
     )  # fmt: skip
     data = PromptDataModule(prompts_file(tmp_path), answer="answer", rollout_batch_size=8, micro_batch_size=32)
-    trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, correction="tis"), data)
+    trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, parts=[Correction("tis")]), data)
     assert versions == [(step, {max(step - 1, 0)}) for step in range(4)]
     assert rollouts.part(Probe).difference <= 1e-5
     # The weights of an older policy differ, and the correction sees it.
@@ -93,7 +94,7 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
         enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Keep()],
     )  # fmt: skip
     data = PromptDataModule(prompts_file(tmp_path), answer="answer", rollout_batch_size=8, micro_batch_size=32)
-    trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, correction="tis"), data)
+    trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, parts=[Correction("tis")]), data)
 
     mixed = [sample for sample in samples if len(set(sample.versions.tolist())) > 1]
     assert mixed

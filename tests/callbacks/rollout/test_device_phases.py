@@ -12,6 +12,7 @@ from strategies import ranks
 
 from rlhfkit import Ahead, LocalEngine, LoRA, RolloutCallback
 from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
+from rlhfkit.modules.parts import RewardModel
 
 from .offload_runs import SPEC, OwnGRPO, OwnPPO, Tenant, reward_model, run
 
@@ -125,7 +126,12 @@ def test_a_reward_that_calls_the_policy_gets_its_answer(
 
 def test_adapters_and_a_reward_model_that_scores(folder: Path) -> None:
     """PPO with LoRA on one device: policy and critic are trained, reference and reward model are not."""
-    arguments = {"reward_model": reward_model(folder), "kl_coef": 0.01, "lora": LoRA(rank=2), "lr": 1e-3}
+    arguments = {
+        "parts": [RewardModel(reward_model(folder)).plain()],
+        "kl_coef": 0.01,
+        "lora": LoRA(rank=2),
+        "lr": 1e-3,
+    }
     without, found = (
         run(folder, offload=offload, module=OwnPPO, module_arguments=arguments) for offload in (False, True)
     )

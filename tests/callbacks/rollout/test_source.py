@@ -13,6 +13,7 @@ from tiny_models import tiny_tokenizer
 
 from rlhfkit import Ahead, DynamicSampling, LocalEngine, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.datamodules.prompts.curriculum import ByColumn, BySuccess
+from rlhfkit.modules.parts import RewardModel
 from rlhfkit.rewards import ModelReward, WeightedSum
 from rlhfkit.rollout import GroupSampler
 
@@ -38,7 +39,7 @@ def identity(samples: Sequence[Sample]) -> list[tuple[int, int, list[int]]]:
 
 def test_dynamic_sampling_selects_by_the_scores_of_a_reward_model_among_the_children(tmp_path: Path) -> None:
     folder = reward_model(tmp_path)
-    trainer, child = fitted(tmp_path, None, module_arguments={"reward_model": folder})
+    trainer, child = fitted(tmp_path, None, module_arguments={"parts": [RewardModel(folder).plain()]})
     _, beside = fitted(tmp_path, WeightedSum(model=ModelReward(folder)))
     assert 0.0 < trainer.callback_metrics["rollout/accepted_fraction"] < 1.0
     assert trainer.callback_metrics["rollout/zero_advantage_fraction"] == 0.0
@@ -56,7 +57,7 @@ def test_validation_logs_the_scores_and_sources_have_them_too(tmp_path: Path) ->
     folder = reward_model(tmp_path)
     trainer, module, data, rollouts = setup_run(
         tmp_path,
-        module_arguments={"reward_model": folder},
+        module_arguments={"parts": [RewardModel(folder).plain()]},
         data_arguments={"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"},
         rollouts=RolloutCallback(digits, sampling=SAMPLING),
     )
@@ -80,7 +81,7 @@ def test_a_curriculum_remembers_the_scores(tmp_path: Path) -> None:
 
     trainer, module, data, _ = setup_run(
         tmp_path,
-        module_arguments={"reward_model": folder},
+        module_arguments={"parts": [RewardModel(folder).plain()]},
         data_arguments={"curriculum": remembered},
         rollouts=RolloutCallback(sampling=SAMPLING),
         max_epochs=6,  # of 40 prompts, 8 in each
@@ -133,7 +134,7 @@ def test_what_cannot_be_scored_is_refused(
 ) -> None:
     trainer, module, datamodule, _ = setup_run(
         tmp_path,
-        module_arguments={"reward_model": reward_model(tmp_path)},
+        module_arguments={"parts": [RewardModel(reward_model(tmp_path)).plain()]},
         data_arguments=data,
         rollouts=RolloutCallback(**({"reward": digits, "sampling": SAMPLING} | rollouts)),
     )
@@ -146,7 +147,7 @@ def test_scores_that_nothing_is_chosen_by_may_come_after_sampling_ahead(tmp_path
     folder = reward_model(tmp_path)
     trainer, module, data, rollouts = setup_run(
         tmp_path,
-        module_arguments={"reward_model": folder},
+        module_arguments={"parts": [RewardModel(folder).plain()]},
         data_arguments={"curriculum": ByColumn("answer")},
         rollouts=RolloutCallback(sampling=SAMPLING, parts=[Ahead(1)]),
         max_epochs=2,

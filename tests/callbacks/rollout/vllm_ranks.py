@@ -12,6 +12,7 @@ from shared_pool import SharedPool
 from rlhfkit import Ahead, Invariants, LoRA, ModelPool, PromptDataModule, RolloutCallback, SamplingSpec, VLLMPool
 from rlhfkit.callbacks import Probe
 from rlhfkit.distributed import get_rank, get_world_size
+from rlhfkit.modules.parts import Correction, Reference, RewardModel
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 
@@ -54,10 +55,10 @@ def module_arguments(mode: str, model: str, reward: str) -> dict[str, Any]:
     """Reference and reward model are children or elsewhere."""
     if mode == "in flight":
         # A pool that was started for another policy gets this one merged, a new one its adapter alone.
-        return {"correction": "tis", "lora": LoRA(rank=4)}
-    arguments: dict[str, Any] = {"kl_coef": 0.1, "reward_model": reward}
+        return {"parts": [Correction("tis").plain()], "lora": LoRA(rank=4)}
+    arguments: dict[str, Any] = {"kl_coef": 0.1, "parts": [RewardModel(reward).plain()]}
     if mode == "roles elsewhere":
-        arguments |= {"reference": ModelPool(model), "reward_model": ModelPool(reward)}
+        arguments |= {"parts": [RewardModel(ModelPool(reward)).plain(), Reference(ModelPool(model)).plain()]}
     return arguments
 
 

@@ -26,6 +26,7 @@ from rlhfkit import (
 from rlhfkit.data import Experience
 from rlhfkit.episodes import Action
 from rlhfkit.modules.on_policy.functions import PolicyLoss, check_advantages
+from rlhfkit.modules.parts import Correction
 from rlhfkit.modules.parts.rewards import ClipRewards
 from rlhfkit.rewards import EnvironmentReward, WeightedSum
 
@@ -239,7 +240,7 @@ def test_an_advantage_or_log_prob_that_is_not_finite_is_named_before_an_update(
 ) -> None:
     trainer, module, data, _ = setup_run(
         tmp_path,
-        module_arguments={"advantages": advantages, "correction": "tis"},
+        module_arguments={"advantages": advantages, "parts": [Correction("tis").plain()]},
         rollouts=RolloutCallback(digits, engine=engine(), sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
     )
     with pytest.raises(ValueError, match=message):

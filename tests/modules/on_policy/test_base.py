@@ -51,6 +51,7 @@ from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.presets import PRESETS
+from rlhfkit.modules.parts import EntropyBonus, NoCorrection, Reference
 from rlhfkit.modules.parts.advantages import AdvantagesBy
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.critic import GAE
@@ -168,7 +169,7 @@ def by_hand(name: str, batch: Experience, logprobs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_published_loss_value_and_gradient(name: str) -> None:
-    extra = {"max_length": 6} if name == "dr_grpo" else {}
+    extra = {"policy_loss_arguments": {"max_length": 6}} if name == "dr_grpo" else {}
     module = GRPOModule("anywhere", preset=name, **extra)
     batch = experience()
     batch.reward_parts = {"greedy": torch.tensor([0.5, 0.5, 0.5, 0.1, 0.1, 0.1])}
@@ -199,7 +200,9 @@ def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_th
     compares_tokens_of_a_batch = name in ("clip_cov", "kl_cov")
     split = [[0, 1, 2, 3, 4, 5]] if compares_tokens_of_a_batch else [[0], [1, 2], [3, 5], [4]]
     preset, longest = PRESETS[name], {"max_length": 6} if name == "dr_grpo" else {}
-    module = GRPOModule("anywhere", preset=name, **longest, mask_truncated=True, entropy_coef=0.01)
+    module = GRPOModule(
+        "anywhere", preset=name, policy_loss_arguments=longest, parts=[MaskTruncated(), EntropyBonus(0.01)]
+    )
     batch = experience()
     batch.reward_parts = {"greedy": torch.full((6,), 0.3)}
     batch.rewards[1], batch.action_mask[1] = torch.nan, False
@@ -247,7 +250,7 @@ def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
     batch = experience()
     batch.columns.pop("ref_logprobs", None)
     assert batch.old_logprobs is not None
-    module = GRPOModule("anywhere", correction="tis", entropy_coef=0.01)
+    module = GRPOModule("anywhere", parts=[EntropyBonus(0.01), Correction("tis")])
     entropy = torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
     logprobs = batch.old_logprobs + 0.05
     made = loss_of(module, batch, PolicyOutput(logprobs, entropy))
@@ -264,8 +267,8 @@ def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
     [
         (lambda: GRPOModule("anywhere"), True, "tis"),
         (lambda: PPOModule("anywhere"), True, "tis"),
-        (lambda: GRPOModule("anywhere", correction="icepop"), False, "icepop"),
-        (lambda: GRPOModule("anywhere", correction="none"), False, None),
+        (lambda: GRPOModule("anywhere", parts=[Correction("icepop")]), False, "icepop"),
+        (lambda: GRPOModule("anywhere", parts=[NoCorrection()]), False, None),
         (lambda: GRPOModule("anywhere", policy_loss="decoupled_ppo_loss"), False, None),  # has its own
     ],
     ids=["GRPO", "PPO", "chosen", "none", "decoupled"],
@@ -515,12 +518,12 @@ def test_every_argument_shows_in_the_hyperparameters() -> None:
     ("kind", "names"),
     [
         (GRPOModule, {"advantages", "advantage_scale", "whiten_advantages"}),
-        (PPOModule, {"critic", "critic_lr", "value_clip", "lam", "critic_warmup_steps"}),
+        (PPOModule, {"critic", "critic_lr", "value_clip", "lam"}),
         (OnPolicyDistillationModule, {"teacher", "divergence", "reward_coef"}),
     ],
 )
 def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
-    names |= {"lr", "policy_loss", "clip_low", "clip_high", "kl_coef", "correction", "lora", "optimization"}
+    names |= {"lr", "policy_loss", "clip_low", "clip_high", "kl_coef", "parts", "lora", "optimization"}
     assert names <= inspect.signature(kind).parameters.keys()
 
 
@@ -548,8 +551,11 @@ def penalty(name: str, **arguments: Any) -> dict[str, Any]:
         ({"parts": [penalty("KLPenalty", coef=0.1, estimator="k1")]}, "gradient of mean 0.*'k3', or importance_weight"),
         ({"parts": [penalty("KLPenalty", coef=0.1), penalty("KLInReward", coef=0.1)]}, "a module has one KL penalty"),
         ({"parts": [penalty("KLPenalty", coef=0.0)]}, r"KLPenalty\.coef must be a finite number above 0"),
-        ({"reference": ModelPool("elsewhere")}, r"reference=ModelPool\(...\) is a model that nothing asks"),
-        ({"correction": "tiss"}, "correction must be one of tis"),
+        ({"parts": [Reference(ModelPool("elsewhere"))]}, r"Reference\(ModelPool\(...\)\) is a model that nothing asks"),
+        (
+            {"parts": [{"class_path": "rlhfkit.modules.parts.Correction", "init_args": {"kind": "tiss"}}]},
+            "correction must be one of tis",
+        ),
         ({"gamma": 1.5}, "gamma must be a finite number of at least 0 and at most 1, got 1.5"),
         ({"clip_low": -1.0}, "clip_low"),
         ({"aggregation": "mean"}, "mean"),

@@ -29,6 +29,7 @@ from rlhfkit import (
     SamplingSpec,
 )
 from rlhfkit.losses import group_advantages
+from rlhfkit.modules.parts import Correction
 from rlhfkit.modules.parts.advantages import GroupAdvantages
 from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
@@ -264,7 +265,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"advantages": "rloo_advantages"}, "advantages would have no effect beside reward_coef=0"),
         ({"parts": [GroupAdvantages()]}, "GroupAdvantages would have no effect beside reward_coef=0"),
         (
-            {"divergence": "jsd", "correction": "tis"},
+            {"divergence": "jsd", "parts": [Correction("tis").plain()]},
             "Correction would have no effect beside divergence='jsd' without a",
         ),
         ({"divergence": "jsd", "policy_loss": "sapo_loss"}, "policy_loss would have no effect beside Divergence"),

@@ -30,6 +30,7 @@ from rlhfkit.losses import (
 )
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.parts import Correction
 from rlhfkit.modules.parts.kl_penalty import KLPenalty
 
 from .test_base import experience
@@ -79,7 +80,12 @@ def test_a_module_calls_the_loss_as_by_hand_with_its_own_defaults(name: str, kin
     loss, (batch, logprobs) = EVERY[name], prepared()
     assert batch.advantages is not None
     assert batch.old_logprobs is not None
-    module = kind("anywhere", policy_loss=name, kl_coef=0.0, **({"max_length": 6} if name == "dr_grpo_loss" else {}))
+    module = kind(
+        "anywhere",
+        policy_loss=name,
+        kl_coef=0.0,
+        policy_loss_arguments={"max_length": 6} if name == "dr_grpo_loss" else {},
+    )
     batch.columns.pop("ref_logprobs", None)
     torch.manual_seed(0)  # Clip-Cov draws
     got = through(module, batch, logprobs)
@@ -107,7 +113,9 @@ def test_a_correction_weighs_every_loss_that_is_not_given_the_engines_log_probs(
     batch.columns.pop("ref_logprobs", None)
     knobs: dict[str, Any] = {"max_length": 6} if name == "dr_grpo_loss" else {}
     correction = {"level": "sequence", "mode": "truncate", "high": 1.1}
-    module = kind("anywhere", policy_loss=name, kl_coef=0.0, correction=correction, **knobs)
+    module = kind(
+        "anywhere", policy_loss=name, kl_coef=0.0, policy_loss_arguments=knobs, parts=[Correction(correction)]
+    )
     torch.manual_seed(0)
     got = through(module, batch, logprobs)
     mask = batch.action_mask
@@ -200,7 +208,7 @@ def test_weights_of_tokens_and_of_sequences_enter_the_kernel_of_vespo_as_what_th
     batch.columns, mask = {}, batch.action_mask
     for level in ("token", "geometric"):
         correction = {"level": level, "mode": "none", "high": None}
-        module = GRPOModule("anywhere", policy_loss="vespo_loss", correction=correction)
+        module = GRPOModule("anywhere", policy_loss="vespo_loss", parts=[Correction(correction)])
         weights = importance_weights(batch.old_logprobs, batch.rollout_logprobs, mask, **correction).weights
         if level == "geometric":
             weights = torch.stack([row[kept][0] for row, kept in zip(weights, mask, strict=True)])
@@ -272,8 +280,8 @@ def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
         ({"policy_loss_arguments": {"kl_coef": 0.1}}, "dapo_loss does not take kl_coef"),
         ({"policy_loss_arguments": {"clip_low": 0.1}, "clip_low": 0.2}, "clip_low is given twice"),
         ({"policy_loss": "dr_grpo_loss"}, "max_length"),
-        ({"policy_loss": "dppo_loss", "correction": "tis"}, "would count them twice"),
-        ({"policy_loss": plain, "correction": "tis"}, "takes no weights"),
+        ({"policy_loss": "dppo_loss", "parts": [Correction("tis").plain()]}, "would count them twice"),
+        ({"policy_loss": plain, "parts": [Correction("tis").plain()]}, "takes no weights"),
         ({"policy_loss": "gspo_loss", "clip_low": 2.0}, "clip_low"),
     ],
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import LocalEngine, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
+from rlhfkit.modules.parts import Correction, MaskTruncated, Pairs
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.modules.parts.rewards import MissingEndPenalty, NormalizeRewards
@@ -66,7 +67,7 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, mask_truncated: bool) 
     trainer, module, data, rollouts = setup_run(
         tmp_path,
         module=PlainOnlineDPO,
-        module_arguments={"lr": LR, "beta": BETA, "nll_coef": NLL, "mask_truncated": mask_truncated},
+        module_arguments={"lr": LR, "beta": BETA, "nll_coef": NLL, "parts": [Pairs(truncated=not mask_truncated)]},
         rollouts=RolloutCallback(uneven, engine=Finishing(), sampling=sampling),
         max_epochs=1,
     )
@@ -106,7 +107,7 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, mask_truncated: bool) 
         torch.testing.assert_close(tensor.double(), policy.state_dict()[name], rtol=0, atol=2e-6)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     loaded = PlainOnlineDPO.load_from_checkpoint(tmp_path / "run.ckpt")
-    assert (loaded.beta, loaded.nll_coef, loaded.mask_truncated) == (BETA, NLL, mask_truncated)
+    assert (loaded.beta, loaded.nll_coef) == (BETA, NLL)
     assert all(torch.equal(tensor, weights(loaded)[name]) for name, tensor in weights(module).items())
 
 
@@ -132,13 +133,11 @@ def test_it_learns_from_a_judge_of_pairs(tmp_path: Path) -> None:
 
 def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
     for arguments, message in (
-        ({"correction": "tis"}, "Correction takes part in a policy loss"),
+        ({"parts": [Correction("tis").plain()]}, "Correction takes part in a policy loss"),
         ({"parts": [LogLinear()]}, "LogLinear takes part in a policy loss"),
-        ({"clip_low": 0.1}, "clip_low has no effect"),
-        ({"policy_loss": "gspo_loss"}, "policy_loss has no effect"),
-        ({"advantages": "rloo_advantages"}, "advantages has no effect"),
+        ({"parts": [MaskTruncated()]}, r"give Pairs\(truncated=False\)"),
         (
-            {"mask_truncated": True, "parts": [MissingEndPenalty(1.0)]},
+            {"parts": [Pairs(truncated=False), MissingEndPenalty(1.0)]},
             "MissingEndPenalty .* compares no answer that was",
         ),
         ({"parts": [NormalizeRewards()]}, "NormalizeRewards changes no comparison"),

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhfkit import Experience, PPOModule, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models import ModelLoading
 from rlhfkit.models.heads import load_scalar_model, scalar_output
+from rlhfkit.modules.parts import GAE, Critic, CriticWarmup, MaskTruncated, ValueLoss
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.old_policy import LogLinear, OldLogprobs, RouterReplay
@@ -55,10 +56,8 @@ class Shaped:
         return rewards
 
 
-SHAPING: dict[str, Any] = {
-    "parts": [MissingEndPenalty(0.3), NormalizeRewards(), ClipRewards(1.5)],
-    "normalize_values": True,
-}
+SHAPED: dict[str, Any] = {name: value for name, value in ARGUMENTS.items() if name != "critic_lr"}
+SHAPED["parts"] = [Critic(lr=0.05, normalize=True), MissingEndPenalty(0.3), NormalizeRewards(), ClipRewards(1.5)]
 
 
 @pytest.mark.parametrize("shaped", [False, True], ids=["plain", "token rewards, normalised rewards and values"])
@@ -68,7 +67,7 @@ def test_three_iterations_are_the_loop_by_hand(tmp_path: Path, shaped: bool) -> 
     trainer, module, data, _ = setup_run(
         tmp_path,
         module=PlainPPO,
-        module_arguments=ARGUMENTS | (SHAPING if shaped else {}),
+        module_arguments=SHAPED if shaped else ARGUMENTS,
         data_arguments={"rollout_batch_size": 4, "micro_batch_size": 4},
         rollouts=RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[keep],
@@ -133,7 +132,7 @@ def test_reward_rises_and_the_critic_explains_it(tmp_path: Path) -> None:
 
 
 def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
-    arguments = {"critic_warmup_steps": 2, "critic_lr": 1e-3, "optimization": {"weight_decay": 0.1}}
+    arguments = {"parts": [CriticWarmup(2).plain()], "critic_lr": 1e-3, "optimization": {"weight_decay": 0.1}}
     trainer, module, data, _ = setup_run(tmp_path, module=PPOModule, module_arguments=arguments, max_epochs=1)
     trainer.fit(module, data)
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
@@ -175,25 +174,28 @@ def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrat
     assert (values[:, :2] == 0.0).all()  # the prompt's
 
 
+def made(name: str, **arguments: Any) -> dict[str, Any]:
+    """Arguments of a module with a part that is made when the module is."""
+    return {"parts": [{"class_path": f"rlhfkit.modules.parts.{name}", "init_args": arguments}]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"critic_lr": 0.0}, r"critic_lr must be a finite number above 0"),
         ({"lam": 1.1}, "lam"),
         ({"gamma": -0.1}, "gamma"),
-        ({"length_adaptive_alpha": 0.0}, r"GAE\.length_adaptive_alpha must be a finite number above 0 or None"),
+        (made("GAE", length_adaptive_alpha=0.0), r"GAE\.length_adaptive_alpha must be a finite number above 0 or None"),
         ({"value_clip": 0.0}, "clip"),
-        ({"shared_backbone": True, "critic": "elsewhere"}, "leave critic and critic_warmup_steps out"),
-        ({"shared_backbone": True, "critic_warmup_steps": 1}, "leave critic and critic_warmup_steps out"),
-        (
-            {"shared_backbone": True, "parts": [LogLinear()], "kl_coef": 0.0},
-            "LogLinear would have no effect beside shared_backbone",
-        ),
-        ({"shared_backbone": True, "parts": [RouterReplay()]}, "RouterReplay would have no effect"),
-        ({"advantages": "rloo_advantages", "length_adaptive_alpha": 0.05}, "length_adaptive_alpha would have no"),
-        ({"advantages": "rloo_advantages", "lam": 0.9, "critic_lam": 1.0}, "lam would have no effect"),
-        ({"length_adaptive_alpha": 0.05, "lam": 0.9, "critic_lam": 1.0}, "lam would have no effect"),
-        ({"bootstrap_truncated": True, "mask_truncated": True}, "bootstrap_truncated would have no effect"),
+        (made("Critic", model="elsewhere", shared=True), "starts from no model of its own: leave the model out"),
+        ({"parts": [Critic(shared=True), CriticWarmup(1)]}, "leave CriticWarmup out"),
+        ({"parts": [Critic(shared=True), LogLinear()], "kl_coef": 0.0}, r"LogLinear .* effect beside Critic\(shared"),
+        ({"parts": [Critic(shared=True), RouterReplay()]}, "RouterReplay would have no effect"),
+        ({"advantages": "rloo_advantages", "parts": [GAE(length_adaptive_alpha=0.05)]}, "GAE would have no effect"),
+        ({"lam": 0.9, "parts": [GAE(length_adaptive_alpha=0.05)]}, r"lam would have no effect beside GAE\("),
+        ({"critic": "rm", "parts": [Critic(normalize=True)]}, r"critic would have no effect beside Critic\("),
+        ({"value_clip": None, "parts": [ValueLoss(0.1)]}, r"value_clip would have no effect beside ValueLoss\("),
+        ({"parts": [MaskTruncated(), Critic(bootstrap_truncated=True)]}, "bootstrap_truncated would have no effect"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

@@ -26,6 +26,7 @@ from rlhfkit import (
     SFTModule,
 )
 from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
+from rlhfkit.modules.parts import Critic, CriticWarmup, EntropyBonus, RewardModel
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
@@ -47,11 +48,15 @@ def has_stopped(module: PPOModule) -> bool:
 
 SHAPING = [one.plain() for one in (MissingEndPenalty(0.1), NormalizeRewards(), ClipRewards(2.0))]
 TEXT = PretrainingLoss(0.2).plain()
-EVERYTHING: dict[str, Any] = {
-    "parts": [*control(5e-3), *SHAPING, TEXT], "kl_coef": 0.05, "normalize_values": True, "entropy_coef": 1e-3,
-}  # fmt: skip
-
 STOPS_EARLY = [*control(1e-3), *SHAPING, TEXT]
+
+
+def parts(*others: Any, **critic: Any) -> list[Any]:
+    """A bonus for entropy, a critic, and others."""
+    return [EntropyBonus(1e-3).plain(), Critic(**{"lr": 1e-3, "normalize": True} | critic).plain(), *others]
+
+
+EVERYTHING: dict[str, Any] = {"parts": parts(*control(5e-3), *SHAPING, TEXT), "kl_coef": 0.05}
 
 
 def text(micro_batch_size: int = 2, rows: int = 21) -> SFTDataModule:
@@ -66,7 +71,7 @@ def run(folder: Path, arguments: dict[str, Any], *, callbacks: Any = (), module:
     return setup_run(
         folder,
         module=module,
-        module_arguments={"lr": 2e-3, "critic_lr": 1e-3} | EVERYTHING | arguments,
+        module_arguments={"lr": 2e-3} | EVERYTHING | arguments,
         data_arguments={"micro_batch_size": 2 * each, "pretraining_data": text(each)},
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=callbacks,
@@ -94,7 +99,7 @@ class SaveAt(L.Callback):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"shared_backbone": True}, {"lora": LoRA(rank=4), "lr": 3e-2}],
+    [{}, {"parts": parts(*control(5e-3), *SHAPING, TEXT, shared=True)}, {"lora": LoRA(rank=4), "lr": 3e-2}],
     ids=["two models", "shared backbone", "lora"],
 )
 def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(
@@ -113,7 +118,7 @@ def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(
 
 @pytest.mark.parametrize("shared", [False, True], ids=["two models", "shared backbone"])
 def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, shared: bool) -> None:
-    base = {"lr": 0.05, "critic_lr": 0.05, "shared_backbone": shared, "parts": STOPS_EARLY}
+    base = {"lr": 0.05, "parts": parts(*STOPS_EARLY, lr=0.05, shared=shared)}
     made = []
     for size, attention in [(8, None), (2, None), (4, "sdpa")]:
         arguments = base | {"loading": ModelLoading(attention=attention)}
@@ -128,7 +133,7 @@ def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, sh
 
 def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_has_its_own(tmp_path: Path) -> None:
     trainer, module, data, rollouts = run(
-        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "parts": [*control(), *SHAPING, TEXT]}, max_epochs=2
+        tmp_path, {"lora": LoRA(rank=4), "lr": 3e-2, "parts": parts(*control(), *SHAPING, TEXT)}, max_epochs=2
     )
     trainer.fit(module, data)
     assert not hasattr(module, "reference")
@@ -219,11 +224,9 @@ CASES: dict[str, dict[str, Any]] = {
     "shared backbone": {"strategy": "rlhf_zero3", "module": PlainPPO},
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "two models": {
-        "parts": control(), "normalize_values": False, "lr": 0.05,
-    },
-    "everything": {"parts": STOPS_EARLY, "lr": 0.05, "critic_lr": 0.02, "critic_warmup_steps": 1},
-    "shared backbone": {"parts": STOPS_EARLY, "lr": 0.05, "shared_backbone": True},
+    "two models": {"parts": parts(*control(), normalize=False), "lr": 0.05},
+    "everything": {"parts": parts(*STOPS_EARLY, CriticWarmup(1).plain(), lr=0.02), "lr": 0.05},
+    "shared backbone": {"parts": parts(*STOPS_EARLY, shared=True), "lr": 0.05},
 }  # fmt: skip
 
 
@@ -244,7 +247,8 @@ class Sums(L.Callback):
             with full_parameters(parameters):
                 sums[child] = sum(float(each.detach().double().abs().sum()) for each in parameters)
         self.sums.append(sums)
-        self.still.append(has_stopped(pl_module) or trainer.global_step <= pl_module.hparams["critic_warmup_steps"])
+        warmup = next((part.steps for part in pl_module.parts if isinstance(part, CriticWarmup)), 0)
+        self.still.append(has_stopped(pl_module) or trainer.global_step <= warmup)
         self.tokens = [sample.token_ids.tolist() for sample in samples_of_all_ranks(trainer.callbacks[0])]
 
 
@@ -253,10 +257,10 @@ def train_on_ranks(folder: Path, strategy: str | None, world: int) -> dict[str, 
     results = {}
     for case, settings in CASES.items():
         sums = Sums()
-        given = {"reward_model": str(folder / "reward")} if case != "two models" else {}
+        more = [RewardModel(str(folder / "reward")).plain()] if case != "two models" else []
         trainer, module, data, _ = run(
             folder / case,
-            ARGUMENTS[case] | given,
+            ARGUMENTS[case] | {"parts": [*ARGUMENTS[case]["parts"], *more]},
             callbacks=[sums],
             micro_batch_size=8,
             devices=world,

@@ -15,12 +15,16 @@ from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModul
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.models import load_causal_lm, policy_output, scalar_output
 from rlhfkit.models.heads import add_value_head, load_scalar_model
+from rlhfkit.modules.parts import Critic
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.rollout import ModuleWeights
 
 from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainPPO, check_moved_alike, text_loss
 
 TEXTS = ["to be", "or not to be", "that is", "the question", "whether tis", "nobler", "in the mind", "to suffer"]
+
+
+OTHERS = {name: value for name, value in ARGUMENTS.items() if name != "critic_lr"}
 
 
 def text_data(**arguments: Any) -> SFTDataModule:
@@ -33,7 +37,7 @@ def test_three_iterations_with_text_on_a_shared_backbone_are_the_loop_by_hand(tm
     trainer, module, data, _ = setup_run(
         tmp_path,
         module=PlainPPO,
-        module_arguments=ARGUMENTS | {"critic_lr": 0.05, "shared_backbone": True, "parts": [PretrainingLoss(0.3)]},
+        module_arguments=OTHERS | {"parts": [Critic(lr=0.05, shared=True), PretrainingLoss(0.3)]},
         data_arguments={
             "rollout_batch_size": 4, "micro_batch_size": 4, "pretraining_data": text_data(shuffle=False)
         },
@@ -77,7 +81,7 @@ def test_policy_and_value_head_say_what_two_models_would(tmp_path: Path) -> None
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["full", "lora"])
 def test_nobody_outside_sees_the_value_head(tmp_path: Path, lora: LoRA | None) -> None:
     folder = str(tiny_model(tmp_path / "model"))
-    module = PPOModule(folder, shared_backbone=True, lora=lora)
+    module = PPOModule(folder, parts=[Critic(shared=True)], lora=lora)
     module.configure_model()
     names = [name for name, _ in load_causal_lm(folder).named_parameters()]
     assert [info.name for info in ModuleWeights(module.policy).metadata()] == names

@@ -30,6 +30,7 @@ from rlhfkit.losses import (
     top_entropy_mask,
 )
 from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.modules.parts import Correction, MaskTruncated
 from rlhfkit.modules.parts.kl_control import StopEarly
 from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
 from rlhfkit.modules.parts.old_policy import LogLinear
@@ -81,7 +82,8 @@ def test_a_token_that_fails_a_test_has_weight_0_and_counts(given: dict[str, Any]
         "rejection": lambda arguments: Rejection(**arguments),
     }
     parts = [made[name](value) for name, value in given.items()]
-    module = GRPOModule("anywhere", policy_loss="ppo_loss", parts=parts, correction=correction)
+    corrections = [Correction(correction)] if correction else []
+    module = GRPOModule("anywhere", policy_loss="ppo_loss", parts=[*corrections, *parts])
     found = module.loss(batch.with_columns(ref_logprobs=None), PolicyOutput(logprobs, None))
     expected = ppo_loss(logprobs, old, batch.advantages, mask, weights=weights, denominator=20.0)
     torch.testing.assert_close(found.loss, expected.loss)
@@ -112,7 +114,7 @@ def test_the_choice_is_of_the_whole_iteration_whatever_its_updates_and_micro_bat
     chosen, tensors = [], []
     for size, updates in ((8, 2), (4, 4), (16, 1)):
         watch = Watch()
-        arguments = {"lr": 0.05, "parts": [TopEntropy(0.3)], "mask_truncated": True}
+        arguments = {"lr": 0.05, "parts": [MaskTruncated().plain(), TopEntropy(0.3)]}
         trainer, module, data, _ = setup_run(
             tmp_path, module=PlainGRPO, module_arguments=arguments, callbacks=[watch], max_epochs=1,
             data_arguments={"micro_batch_size": size}, accumulate_grad_batches=updates,
@@ -224,7 +226,10 @@ def penalizing_loss(
         ({"policy_loss_arguments": {"kl_clamp": 10.0}}, "dapo_loss does not take kl_clamp"),
         ({"policy_loss": penalizing_loss}, "does not take what it is given.*ref_logprobs"),
         (
-            {"policy_loss": "vespo_loss", "correction": "seq-tis", "parts": [filtering("TopEntropy", fraction=0.2)]},
+            {
+                "policy_loss": "vespo_loss",
+                "parts": [Correction("seq-tis").plain(), filtering("TopEntropy", fraction=0.2)],
+            },
             "vespo_loss multiplies the weights",
         ),
         ({"parts": [LogLinear(), KLInReward(0.1)]}, "LogLinear makes no forward pass"),

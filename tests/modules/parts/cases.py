@@ -39,7 +39,7 @@ from rlhfkit.modules.parts.advantages import (
     TokenCredit,
     WhitenAdvantages,
 )
-from rlhfkit.modules.parts.correction import Correction
+from rlhfkit.modules.parts.correction import Correction, NoCorrection
 from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
 from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
@@ -77,6 +77,7 @@ from .credit_cases import (
 from .filter_cases import (
     correction_formula,
     mismatch_formula,
+    no_correction_formula,
     off_policy_formula,
     rejection_formula,
     top_entropy_formula,
@@ -114,6 +115,7 @@ class Judged(PlainSGD, OnlineDPOModule):
 
 
 RATES: dict[Any, dict[str, Any]] = {PlainPPO: {"critic_lr": 0.02}}
+"""Of a critic that is not the part which is looked at."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,12 @@ def fit(folder: Path, case: Case, *, parts: list[Part] | None = None, ckpt: Path
     if case.model is not None:
         folder = make_model(folder, case.model)
     text = {} if case.text is None or parts == [] else {"pretraining_data": case.text(world)}
+    given = [case.make()] if parts is None else parts
+    rates = {} if any(isinstance(part, Critic) for part in given) else RATES.get(case.kind, {})
     made, module, data, _ = setup_run(
         folder,
         module=case.kind,
-        module_arguments={"lr": LR, **RATES.get(case.kind, {}), "parts": [case.make()] if parts is None else parts}
-        | case.module,
+        module_arguments={"lr": LR, **rates, "parts": given} | case.module,
         data_arguments={"micro_batch_size": 8 // world} | text | case.data,
         rollouts=RolloutCallback(digits, sampling=case.sampling, group=case.group),
         **case.trainer | trainer,
@@ -392,6 +395,7 @@ CASES: dict[str, Case] = {
         group=distant_engine,
     ),
     "Correction": Case(lambda: Correction({"high": 0.9}), correction_formula),
+    "NoCorrection": Case(NoCorrection, no_correction_formula, always=True),
     "EngineMismatch": Case(EngineMismatch, mismatch_formula, metrics=MISMATCHES, always=True),
     "GroupAdvantages": Case(lambda: GroupAdvantages("none"), group_formula),
     "AdvantagesBy": Case(lambda: AdvantagesBy(Half, {"factor": 0.25}), advantages_by_formula),

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit.modules.parts.correction import Correction
+from rlhfkit import GRPOModule
+from rlhfkit.modules.parts.correction import Correction, NoCorrection
 from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 
@@ -106,3 +107,9 @@ def mismatch_formula(folder: Path) -> None:
     assert measured() == pytest.approx(expected([0]), rel=1e-5)
     batch.rollout_logprobs[:] = math.nan
     assert all(math.isnan(value) for value in measured().values())
+
+
+def no_correction_formula(folder: Path) -> None:
+    """Nothing is made of the samples of a quantized engine."""
+    assert GRPOModule("no/model").correct_off_policy()
+    assert not GRPOModule("no/model", parts=[NoCorrection()]).correct_off_policy()

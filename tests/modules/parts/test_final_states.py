@@ -12,13 +12,14 @@ from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.data import Experience, Prompt
+from rlhfkit.modules.parts import GAE, Critic
 from rlhfkit.modules.parts.critic import with_final_states
 
 
 def states_of(module: Any, sample: Sample) -> Tensor:
     """(n + 1,) values of the states in which the sample's tokens were chosen, and of that after the last one."""
     ids = torch.tensor([sample.all_token_ids.tolist()])
-    if module.shared_backbone:
+    if module.critic_part.shared:
         trunk, head = module.policy.base_model, module.policy.get_submodule("value_head")
     else:
         trunk, head = module.critic.model.base_model, module.critic.model.score
@@ -72,8 +73,8 @@ def test_advantages_and_returns_are_those_of_the_recursion(tmp_path: Path, share
         tmp_path,
         module=PPOModule,
         module_arguments={
-            "kl_coef": 0.0, "lam": 0.9, "whiten_advantages": False, "bootstrap_truncated": True,
-            "length_adaptive_alpha": 0.4, "shared_backbone": shared,
+            "kl_coef": 0.0, "whiten_advantages": False,
+            "parts": [Critic(shared=shared, bootstrap_truncated=True), GAE(lam=0.9, length_adaptive_alpha=0.4)],
         },
         rollouts=RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         callbacks=[hand],

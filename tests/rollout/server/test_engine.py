@@ -17,6 +17,7 @@ from shared_pool import SharedPool
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import LocalEngine, Prompt, RolloutCallback, SamplingSpec, VLLMServer
+from rlhfkit.modules.parts import Correction
 from rlhfkit.rollout.errors import EngineError, RequestError, WeightsNeededError
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rollout.vllm.test_pool import EXACT, load_trainer_model, train_a_little, worst_difference
@@ -174,7 +175,7 @@ def test_a_policy_learns_with_it(vllm_server: str, vllm_model: Path, tmp_path: P
     rollouts = RolloutCallback(digits, engine=engine, sampling=SamplingSpec(group_size=4, max_new_tokens=4))
     (tmp_path / "model").symlink_to(vllm_model)
     trainer, module, data, _ = setup_run(
-        tmp_path, rollouts=rollouts, max_epochs=2, module_arguments={"correction": "tis"}
+        tmp_path, rollouts=rollouts, max_epochs=2, module_arguments={"parts": [Correction("tis").plain()]}
     )
     trainer.fit(module, data)
     assert trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"] <= EXACT

@@ -35,7 +35,7 @@ def parts_of(module: GenerativeModule) -> list[RolloutPart]:
     from rlhfkit.protocols import AsksWhileSampling, UsesGreedyRewards
 
     found: list[RolloutPart] = []
-    if module.scores_samples:
+    if module.scorer is not None:
         from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
 
         found.append(ModelScores())

@@ -42,7 +42,7 @@ class Ahead(RolloutPart):
 
     Example::
 
-        GRPOModule("Qwen/Qwen3-0.6B", correction="tis")
+        GRPOModule("Qwen/Qwen3-0.6B", parts=[Correction("tis")])
         RolloutCallback(math_match, engine=VLLMPool(num_engines=2), parts=[Ahead(1, in_flight=True)])
 
     Args:

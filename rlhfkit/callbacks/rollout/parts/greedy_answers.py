@@ -21,10 +21,10 @@ class GreedyAnswers(RolloutPart):
     def check(self, trainer: L.Trainer) -> None:
         """Raise ValueError if greedy answers cannot be made, scored or named."""
         collector = self.rollouts.collector
-        if collector.reward is None or policy_of(trainer).scores_samples:
+        if collector.reward is None or policy_of(trainer).scorer is not None:
             raise ValueError(
                 "a module that compares samples with greedy answers (ReMax) needs their rewards while samples are "
-                "collected: give RolloutCallback(reward=...), with a ModelReward in place of the module's reward_model"
+                "collected: give RolloutCallback(reward=...), with a ModelReward in place of the module's RewardModel"
             )
         if collector.engine.recorded:
             raise ValueError(

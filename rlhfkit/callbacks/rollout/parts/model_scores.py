@@ -35,14 +35,14 @@ class ModelScores(RolloutPart):
         if self.rollouts.overlaps and self.early:
             raise ValueError(
                 "DynamicSampling, and an order of prompts that goes by rewards, need the scores of the module's "
-                "reward_model while samples are made. With Ahead that is in a thread beside training, which must not "
-                "use the module: give the callback a ModelReward in place of reward_model, or leave Ahead out"
+                "RewardModel while samples are made. With Ahead that is in a thread beside training, which must not "
+                "use the module: give the callback a ModelReward in place of RewardModel, or leave Ahead out"
             )
         if collector.spare_share and self.early and trainer.world_size > 1:
             raise ValueError(
                 f"Oversampling({collector.spare_share:g}) takes the groups that are finished first on any rank, "
-                f"and all {trainer.world_size} ranks together score them with the module's reward_model: give the "
-                "callback a ModelReward in place of reward_model, or leave Oversampling out"
+                f"and all {trainer.world_size} ranks together score them with the module's RewardModel: give the "
+                "callback a ModelReward in place of RewardModel, or leave Oversampling out"
             )
 
     def wrap(self, source: Source) -> Source:
@@ -67,7 +67,9 @@ class ModelScores(RolloutPart):
         with self.rollouts.timing.record("score", iteration):
             # A model that reads text finds the answer by the mask, also that of a sample without a reward.
             experience = Experience.from_samples(samples, before_rewards=True) if samples else None
-            parts = policy_of(trainer).reward_model_parts(experience)
+            scorer = policy_of(trainer).scorer
+            assert scorer is not None
+            parts = scorer.parts_of(experience)
             columns = {name: values.tolist() for name, values in parts.items()}
         for number, sample in enumerate(samples):
             sample.reward_parts.update({name: values[number] for name, values in columns.items()})
@@ -79,6 +81,6 @@ def check_names(samples: Sequence[Sample]) -> None:
     """Raise ValueError if samples have a score of this name already."""
     if any("model" in sample.reward_parts for sample in samples):
         raise ValueError(
-            "a part of RolloutCallback(reward=...) is called 'model', as the score of the module's reward_model "
+            "a part of RolloutCallback(reward=...) is called 'model', as the score of the module's RewardModel "
             "is: give it another name"
         )

@@ -174,7 +174,7 @@ class Probe(RolloutPart):
         if worst > bounds.warn:
             log.warning(
                 "%s; up to %g is usual in this type. Tokens are trained on with the engine's log-probs: look at the "
-                "mismatch metrics, and consider a correction (GRPOModule(correction=...))", found, bounds.warn
+                "mismatch metrics, and consider a Correction among the module's parts", found, bounds.warn
             )  # fmt: skip
 
 

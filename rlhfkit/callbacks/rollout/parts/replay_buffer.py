@@ -53,7 +53,7 @@ class ReplayBuffer(RolloutPart):
     """Keep groups whose rewards differ, and train on them again in place of later groups whose rewards are all equal.
 
     As TRL's ``GRPOWithReplayBufferTrainer``, with importance weights. A kept sample has the log-probs ``μ`` of the
-    policy that made it. The module needs a ``correction`` (``"tis"`` unless another one is given) or a policy loss that
+    policy that made it. The module needs a ``Correction`` (``"tis"`` unless another one is given) or a policy loss that
     is given the engine's log-probs; with PPO's clip the surrogate of a token is
 
     ``w_t min(ρ_t A, clip(ρ_t) A)`` with ``ρ_t = π(y_t) / π_old(y_t)`` and ``w_t = f(π_old(y_t) / μ(y_t))``
@@ -61,7 +61,7 @@ class ReplayBuffer(RolloutPart):
     where ``π_old`` is the policy before the iteration and ``f`` the bounds of the correction (decoupled PPO: Hilton et
     al., 2021, arXiv:2110.00641, equation 4). Old log-probs of replayed samples are thus those of fresh ones: the clip
     limits what an iteration changes, and not how far the policy has moved since the sample was made, which is what the
-    weight is for. With weights of whole sequences and no bounds (``correction={"level": "sequence", "mode": "none"}``)
+    weight is for. With weights of whole sequences and no bounds (``Correction({"level": "sequence", "mode": "none"})``)
     the expected gradient is the on-policy one; bounds, and weights of tokens, trade some bias for variance. Groups are
     kept and replayed whole, so that baselines compare samples of one policy. A group without a signal has no gradient
     where its samples are compared with one another (GRPO, RLOO; not with a critic or the mean of a batch), so leaving
@@ -73,7 +73,7 @@ class ReplayBuffer(RolloutPart):
 
     Example::
 
-        GRPOModule("Qwen/Qwen3-0.6B", correction="seq-tis")
+        GRPOModule("Qwen/Qwen3-0.6B", parts=[Correction("seq-tis")])
         RolloutCallback(math_match, parts=[ReplayBuffer(capacity=256, max_age=32)])
 
     Args:
@@ -128,11 +128,11 @@ class ReplayBuffer(RolloutPart):
             check_part("ReplayBuffer", self.by, parts)
         module = learner_of(trainer)
         if isinstance(module, CorrectsOffPolicy) and module.correct_off_policy():
-            rank_zero_info("Samples are replayed, so the policy learns with truncated weights: correction='tis'.")
+            rank_zero_info("Samples are replayed, so the policy learns with truncated weights: Correction('tis').")
         if not module.uses_rollout_logprobs:
             raise ValueError(
                 f"ReplayBuffer trains {type(module).__name__} on samples of earlier policies, for which it has no "
-                "importance weights: give it a correction ('tis', 'seq-tis') or a policy_loss that is given the "
+                "importance weights: give it Correction('tis') or 'seq-tis', or a policy_loss that is given the "
                 "engine's log-probs ('decoupled_ppo_loss'), or leave ReplayBuffer out"
             )
 

@@ -165,7 +165,7 @@ class SharedDevices(RolloutPart):
         return self._states
 
     def _offload_all(self, trainer: L.Trainer) -> None:
-        known = dict(trainer.lightning_module.named_children()) if policy_of(trainer).scores_samples else {}
+        known = dict(trainer.lightning_module.named_children()) if policy_of(trainer).scorer is not None else {}
         self._offload(trainer, weights=True, keep=[name for name in known if name.startswith("reward_model")])
         self._phase = "generate"
 

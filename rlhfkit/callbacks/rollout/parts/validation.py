@@ -67,7 +67,7 @@ class Validation(RolloutPart):
         rollouts = self.rollouts
         of_all = [prompt for share in gather_objects(list(prompts)) for prompt in share]
         sampled = rollouts.sample(of_all, self.ways)
-        rewarded = rollouts.reward is not None or policy_of(trainer).scores_samples
+        rewarded = rollouts.reward is not None or policy_of(trainer).scorer is not None
         metrics = self.batch_metrics(sampled, rewarded=rewarded, read=answer_reader(rollouts.reward))
         log_validation(trainer.lightning_module, metrics)
 

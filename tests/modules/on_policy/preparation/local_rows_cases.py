@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rlhfkit import (
     GRPOModule,
+    ModelLoading,
     OnPolicyDistillationModule,
     Part,
     PPOModule,
@@ -30,6 +31,7 @@ from rlhfkit.distributed import gather_objects, get_rank
 from rlhfkit.losses import gdpo_advantages, opo_advantages, pass_at_k_advantages
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.parts import Critic, MaskTruncated, RewardModel
 from rlhfkit.modules.parts.advantages import WhitenAdvantages
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPart
@@ -112,8 +114,8 @@ class Whitened(PPOModule):
 SHAPING = [one.plain() for one in (StopProperly(0.5), MissingEndPenalty(0.25), NormalizeRewards(), ClipRewards(1.5))]
 CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     "grpo": (GRPOModule, {"preset": "grpo"}),
-    "grpo, scale of the batch": (GRPOModule, {"advantage_scale": "batch", "mask_truncated": True}),
-    "dr_grpo": (GRPOModule, {"preset": "dr_grpo", "max_length": 9}),
+    "grpo, scale of the batch": (GRPOModule, {"advantage_scale": "batch", "parts": [MaskTruncated().plain()]}),
+    "dr_grpo": (GRPOModule, {"preset": "dr_grpo", "policy_loss_arguments": {"max_length": 9}}),
     "rloo": (GRPOModule, {"preset": "rloo"}),
     "reinforce++": (GRPOModule, {"preset": "reinforce++"}),
     "reinforce++-baseline": (GRPOModule, {"preset": "reinforce++-baseline"}),
@@ -126,13 +128,13 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     "moving kl": (GRPOModule, {"kl_coef": 0.5, "parts": [KLTarget(0.21, horizon=100).plain()]}),
     "lengths": (GRPOModule, {"advantages": opo_advantages}),
     "pass at k": (GRPOModule, {"advantages": functools.partial(pass_at_k_advantages, k=2)}),
-    "reward model": (GRPOModule, {"reward_model": "reward", "parts": [KLInReward(0.1).plain()]}),
+    "reward model": (GRPOModule, {"parts": [KLInReward(0.1).plain()]}),
     "ppo": (PPOModule, {"lam": 0.9, "kl_coef": 0.3, "parts": [KLTarget(0.01, horizon=100).plain()]}),
     "ppo, normalized values": (
         PPOModule,
-        {"normalize_values": True, "parts": [KLInReward(0.3).plain(), *SHAPING]},
+        {"parts": [Critic(normalize=True).plain(), KLInReward(0.3).plain(), *SHAPING]},
     ),
-    "ppo, shared backbone": (PPOModule, {"shared_backbone": True, "advantages": opo_advantages}),
+    "ppo, shared backbone": (PPOModule, {"parts": [Critic(shared=True).plain()], "advantages": opo_advantages}),
     "ppo, overridden": (Whitened, {}),
     "distillation": (
         OnPolicyDistillationModule,
@@ -214,8 +216,12 @@ def share(whole: Experience, number: int, rank: int) -> Experience:
 def built(name: str, folder: Path, trainer: L.Trainer) -> Any:
     """The module of a case in float64, so that sums in another order give the same numbers; its policy has moved."""
     kind, arguments = CASES[name]
-    paths = {key: str(folder / value) for key, value in arguments.items() if key in ("reward_model", "teacher")}
-    module: Any = kind(str(folder / "policy"), **{**arguments, **paths}, max_tokens_per_forward=30)
+    paths: dict[str, Any] = {key: str(folder / value) for key, value in arguments.items() if key == "teacher"}
+    if name == "reward model":
+        paths["parts"] = [RewardModel(str(folder / "reward")), *arguments["parts"]]
+    module: Any = kind(
+        str(folder / "policy"), **{**arguments, **paths}, loading=ModelLoading(max_tokens_per_forward=30)
+    )
     module.trainer = trainer
     module.configure_model()
     generator = torch.Generator().manual_seed(5)
@@ -330,7 +336,7 @@ def gathers(module: GRPOModule, rank: int) -> dict[str, Any]:
 
 def scores(module: GRPOModule, rank: int) -> list[float]:
     """Scores of the reward model; the second rank has no rows."""
-    return module.reward_model_parts(None if rank == 1 else share(iteration(0), 0, rank))["model"].tolist()
+    return module.scorer.parts_of(None if rank == 1 else share(iteration(0), 0, rank))["model"].tolist()
 
 
 class Finished(Exception):
@@ -353,7 +359,7 @@ def under_zero_3(folder: Path, rank: int) -> dict[str, Any]:
     keep = Prepare()
     trainer, module, data, _ = setup_run(
         folder / f"rank{rank}",
-        module_arguments={"kl_coef": 0.1, "max_tokens_per_forward": 30},
+        module_arguments={"kl_coef": 0.1, "loading": ModelLoading(max_tokens_per_forward=30)},
         data_arguments={"rollout_batch_size": 3, "micro_batch_size": 2},
         callbacks=[keep],
         strategy="rlhf_zero3",

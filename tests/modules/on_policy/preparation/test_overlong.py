@@ -13,6 +13,7 @@ from rl_runs import digits, setup_run
 
 from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.losses import group_advantages
+from rlhfkit.modules.parts import MaskTruncated
 from rlhfkit.rewards import LengthPenalty, WeightedSum
 
 
@@ -37,7 +38,7 @@ def test_cut_off_answers_are_not_learned_from_and_still_in_the_baseline(tmp_path
     trainer, made, data, _ = setup_run(
         tmp_path,
         module=module,
-        module_arguments={"mask_truncated": True},
+        module_arguments={"parts": [MaskTruncated().plain()]},
         rollouts=rollouts,
         callbacks=[batches],
         max_epochs=1,

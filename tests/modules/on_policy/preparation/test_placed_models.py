@@ -28,6 +28,7 @@ from rlhfkit import (
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.distillation import likeliest_tokens
 from rlhfkit.modules.on_policy import placed_models
+from rlhfkit.modules.parts import Reference
 from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import PairwiseReward
 from rlhfkit.roles.pending_rows import EarlyRows
@@ -89,7 +90,7 @@ def test_each_group_is_asked_about_when_it_is_finished_and_the_numbers_are_the_c
                 DynamicSampling(by=lambda sample: float(sample.num_tokens)),  # so that groups stream
             ),
         )
-        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "reference": elsewhere}
+        arguments: dict[str, Any] = {"lr": 0.05, "kl_coef": 0.1, "parts": [Reference(elsewhere)]}
         trainer, module, data, _ = setup_run(tmp_path, module=PlainGRPO, module_arguments=arguments, rollouts=rollouts)
         trainer.fit(module, datamodule=data)
         found.append(weights(module))
@@ -127,7 +128,7 @@ def test_samples_of_another_model_are_asked_about_too(tmp_path: Path) -> None:
         trainer, module, data, _ = setup_run(
             tmp_path,
             module=PlainPairs,
-            module_arguments={"lr": 0.05, "beta": 0.4, "reference": elsewhere},
+            module_arguments={"lr": 0.05, "beta": 0.4, "parts": [Reference(elsewhere)]},
             rollouts=rollouts,
             max_epochs=1,
         )
@@ -146,7 +147,7 @@ def test_an_error_ends_the_models_elsewhere(tmp_path: Path) -> None:
     elsewhere = Here(str(tiny_model(tmp_path / "model")))
     trainer, module, data, _ = setup_run(
         tmp_path,
-        module_arguments={"kl_coef": 0.1, "reference": elsewhere},
+        module_arguments={"kl_coef": 0.1, "parts": [Reference(elsewhere)]},
         rollouts=RolloutCallback(broken, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
     )
     with pytest.raises(OSError, match="no disk"):

@@ -22,6 +22,7 @@ from rlhfkit.losses import discounted_returns, group_advantages, whiten
 from rlhfkit.models import ModelLoading
 from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import load_scalar_model
+from rlhfkit.modules.parts import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.parts import make_part
 from rlhfkit.rewards import ModelReward, WeightedSum
@@ -40,7 +41,7 @@ def test_a_reward_model_among_the_children_teaches_what_one_in_the_callback_does
     folder = reward_model(tmp_path)
     weights: list[dict[str, Tensor]] = []
     together = WeightedSum({"digits": digits, "model": ModelReward(folder)})
-    for reward, arguments in [(together, {}), (digits, {"reward_model": folder})]:
+    for reward, arguments in [(together, {}), (digits, {"parts": [RewardModel(folder).plain()]})]:
         trainer, module, data, _ = setup_run(
             tmp_path,
             module=PlainPPO,
@@ -66,7 +67,7 @@ def test_several_reward_models_are_weighted_and_logged_apart(tmp_path: Path) -> 
     models = {"first": first, "second": second}
     trainer, module, data, rollouts = setup_run(
         tmp_path,
-        module_arguments={"reward_model": models, "reward_weights": {"second": -0.5}},
+        module_arguments={"parts": [RewardModel(models, {"second": -0.5}).plain()]},
         rollouts=RolloutCallback(sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         max_epochs=1,
     )
@@ -81,18 +82,18 @@ def test_several_reward_models_are_weighted_and_logged_apart(tmp_path: Path) -> 
     state = torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]
     assert {name.split(".")[0] for name in state} == {"policy"}
     for given, message in [
-        ({"reward_model": {"a b": first}}, "takes names of letters"),
-        ({"reward_model": models, "reward_weights": {"third": 1.0}}, "reward_weights are those of"),
-        ({"reward_model": first, "reward_weights": {"": 1.0}}, "reward_weights are those of"),
+        (({"a b": first},), "takes names of letters"),
+        ((models, {"third": 1.0}), "weights are those of"),
+        ((first, {"": 1.0}), "weights are those of"),
     ]:
         with pytest.raises(ValueError, match=message):
-            GRPOModule("nobody", **given)
+            RewardModel(*given)  # type: ignore[arg-type]
 
 
 def test_a_reward_model_is_reward_enough(tmp_path: Path) -> None:
     trainer, module, data, rollouts = setup_run(
         tmp_path,
-        module_arguments={"reward_model": reward_model(tmp_path), "lr": 5e-3},
+        module_arguments={"parts": [RewardModel(reward_model(tmp_path)).plain()], "lr": 5e-3},
         rollouts=RolloutCallback(sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
         max_epochs=1,
     )
@@ -108,12 +109,12 @@ def test_a_reward_model_is_reward_enough(tmp_path: Path) -> None:
 def test_a_reward_model_with_other_tokens_or_without_a_head_is_refused(tmp_path: Path) -> None:
     folder = reward_model(tmp_path)
     with pytest.raises(ValueError, match=r"needed is a \.\.\.ForSequenceClassification"):
-        GRPOModule(str(tmp_path / "base"), reward_model=str(tmp_path / "base")).configure_model()
+        GRPOModule(str(tmp_path / "base"), parts=[RewardModel(str(tmp_path / "base"))]).configure_model()
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(folder)
     with pytest.raises(ValueError, match="another tokenizer than the policy"):
-        GRPOModule(str(tmp_path / "base"), reward_model=folder).configure_model()
+        GRPOModule(str(tmp_path / "base"), parts=[RewardModel(folder)]).configure_model()
 
 
 def test_parts_shape_rewards_in_the_order_in_which_they_are_given() -> None:
@@ -170,7 +171,7 @@ def test_reinforce_plus_plus_credits_tokens_with_what_they_earn_and_groups_are_c
 def test_forward_passes_over_an_iteration_are_within_their_limit_however_long_its_samples_are(
     tmp_path: Path, attention: str | None
 ) -> None:
-    module = GRPOModule(str(tiny_model(tmp_path)), loading=ModelLoading(attention=attention), max_tokens_per_forward=40)
+    module = GRPOModule(str(tiny_model(tmp_path)), loading=ModelLoading(attention=attention, max_tokens_per_forward=40))
     module.configure_model()
     samples = [
         Sample(Prompt(prompt, [1] * 6), index, [2] * count, [-1.0] * count, [0] * count, "stop", reward=1.0)
