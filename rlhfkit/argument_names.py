@@ -5,7 +5,10 @@ Imports the standard library only.
 
 import difflib
 import inspect
+import re
+from abc import ABCMeta
 from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "learning_rate": ("lr",),
@@ -106,29 +109,43 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 ``Class(argument=)`` is an argument of another class. docs/coming_from.md explains them."""
 
 
-def refuse_arguments(owner: type, unknown: Iterable[str]) -> None:
-    """Raise if a constructor was given arguments that neither its class nor a base has.
-
-    Args:
-        owner: The class that was called, not the base whose constructor found them.
-        unknown: Names of what was left over.
-
-    Raises:
-        TypeError: Names the class, the argument, and what it probably stands for.
-    """
-    for name in unknown:
-        guess = hint(name, _arguments(owner))
-        raise TypeError(f"{owner.__name__} takes no argument {name}" + (f": {guess}" if guess else ""))
+T = TypeVar("T")
 
 
-def _arguments(owner: type) -> list[str]:
+class AnswersNames(ABCMeta):
+    """Metaclass of classes that answer an argument they do not take with what it probably stands for."""
+
+    def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T:
+        """Make an object.
+
+        Raises:
+            TypeError: If there is no such argument; names the class that was called, not the base that found it.
+        """
+        try:
+            return type.__call__(cls, *args, **kwargs)  # type: ignore[no-any-return]
+        except TypeError as error:
+            found = re.match(r"(\S+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+            if found is None or found[1] not in (kind.__qualname__ for kind in cls.__mro__):
+                raise
+            guess = hint(found[2], constructor_arguments(cls))
+            why = f"{cls.__name__} takes no argument {found[2]}" + (f": {guess}" if guess else "")
+            raise TypeError(why) from None
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """That of the constructor, for ``help()``, which would show that of ``__call__``."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+def constructor_arguments(owner: type) -> list[str]:
     """Names of the arguments of a constructor and of those that its ``**kwargs`` go to."""
     found: list[str] = []
     for kind in owner.__mro__:
         if "__init__" in vars(kind):
-            own = inspect.signature(vars(kind)["__init__"]).parameters.values()
-            found += [one.name for one in own if one.name != "self"]
-            if not any(one.kind is one.VAR_KEYWORD and one.name != "unknown" for one in own):
+            own = [*inspect.signature(vars(kind)["__init__"]).parameters.values()][1:]
+            found += [one.name for one in own if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+            if not any(one.kind is one.VAR_KEYWORD for one in own):
                 break
     return found
 

@@ -99,6 +99,16 @@ def _message(name: str, rule: str, value: Any, why: str) -> str:
     return f"{name} must be {rule}, got {shown}{kind}" + (f": {why}" if why else "")
 
 
+def refuse_without_effect(given: Mapping[str, bool], beside: str) -> None:
+    """Raise ValueError if arguments were given that have no effect because of another one.
+
+    ``given`` says by name whether each was given; ``beside`` is the other argument, as the user wrote it.
+    """
+    names = [name for name, chosen in given.items() if chosen]
+    if names:
+        raise ValueError(f"{', '.join(names)} would have no effect beside {beside}: leave out the one or the other")
+
+
 def options(kind: type[Options], value: Options | Mapping[str, Any] | None) -> Options:
     """Return an options dataclass given as an instance, as a mapping of its fields (from a checkpoint), or as ``None``.
 

@@ -5,7 +5,6 @@ Covers argument_names.py.
 
 import functools
 import importlib
-import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 import rlhfkit
-from rlhfkit.argument_names import OTHER_NAMES
+from rlhfkit.argument_names import OTHER_NAMES, constructor_arguments
 from rlhfkit.modules import parts
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
@@ -46,15 +45,7 @@ def arguments(name: str) -> frozenset[str]:
         found = importlib.import_module("lightning").Trainer
     else:
         found = next(getattr(room, name) for room in map(importlib.import_module, ROOMS) if hasattr(room, name))
-    names: set[str] = set()
-    for kind in found.__mro__:
-        parameters = inspect.signature(kind.__init__).parameters if "__init__" in vars(kind) else {}
-        names |= set(parameters)
-        if parameters and not any(
-            one.kind == inspect.Parameter.VAR_KEYWORD and one.name != "unknown" for one in parameters.values()
-        ):
-            break
-    return frozenset(names)
+    return frozenset(constructor_arguments(found))
 
 
 def test_counterparts_are_arguments_that_exist() -> None:

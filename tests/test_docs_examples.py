@@ -86,7 +86,6 @@ def signature(called: Callable[..., Any]) -> inspect.Signature:
     merged: dict[str, inspect.Parameter] = {}
     for function in owners or [called]:
         own = list(inspect.signature(function).parameters.values())[bool(owners) :]
-        own = [value for value in own if value.name != "unknown"]  # refused: see rlhfkit.argument_names
         positions = not merged or any(value.kind is value.VAR_POSITIONAL for value in merged.values())
         merged = {name: value for name, value in merged.items() if value.kind not in VARIABLE}
         for value in own:

@@ -157,7 +157,7 @@ def arguments_of(kind: type) -> Iterator[tuple[str, list[Any]]]:
             if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and one.name not in seen:
                 seen.add(one.name)
                 yield one.name, members(one.annotation)
-        if all(one.kind != one.VAR_KEYWORD or one.name == "unknown" for one in parameters):  # which it refuses
+        if all(one.kind != one.VAR_KEYWORD for one in parameters):
             return
 
 

@@ -171,7 +171,6 @@ def test_preferences_are_those_between_the_two_samplers_of_a_prompt() -> None:
 def test_what_has_no_meaning_is_refused() -> None:
     for kind, arguments, message in (
         (XPOModule, {"alpha": -1.0}, "alpha must not be negative"),
-        (NashMDModule, {"clip_low": 0.1}, "clip_low has no effect"),
         (NashMDModule, {"link": "elo"}, "link must be one of"),
     ):
         with pytest.raises(ValueError, match=message):

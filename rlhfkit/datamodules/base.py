@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import lightning as L
 
+from rlhfkit.argument_names import AnswersNames
 from rlhfkit.datamodules.streaming import MixedStream, RowReader, SourceStream, Transform
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.tokenization.mixture import Sources, as_mixture, list_sources
@@ -17,7 +18,7 @@ from rlhfkit.validation import check_integer
 T = TypeVar("T")
 
 
-class TextDataModule(L.LightningDataModule):
+class TextDataModule(L.LightningDataModule, metaclass=AnswersNames):
     """Base of the DataModules, which say what their rows become.
 
     Args:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import lightning as L
 
-from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.datamodules.base import TextDataModule
@@ -94,7 +93,6 @@ class SFTDataModule(TextDataModule):
         steps_per_epoch: int | None = None,
         shuffle_buffer_size: int = 10_000,
         passes: int | None = None,
-        **unknown: Any,
     ) -> None:
         """Check the arguments; data is opened in ``setup``.
 
@@ -151,7 +149,6 @@ class SFTDataModule(TextDataModule):
         Raises:
             ValueError: If an argument is out of range, two exclude one another, or ``streaming`` excludes one.
         """
-        refuse_arguments(type(self), unknown)
         super().__init__(
             data,
             split=split,

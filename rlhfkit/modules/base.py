@@ -1,6 +1,5 @@
 """``PolicyModule``, the base of all modules: loads the model, makes the optimizer, saves, and logs."""
 
-import inspect
 import math
 import random
 import warnings
@@ -12,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from rlhfkit.argument_names import refuse_arguments
+from rlhfkit.argument_names import AnswersNames, constructor_arguments
 from rlhfkit.data.batch import PaddedBatch, moved
 from rlhfkit.data.host_copies import on_both
 from rlhfkit.data.types import Experience
@@ -57,7 +56,7 @@ _BAR = "bar:"
 """Begins the names of metrics of a step that are on the progress bar only."""
 
 
-class PolicyModule(OptimizationMixin, CheckpointMixin):
+class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
     """A LightningModule around one causal language model, ``self.policy``.
 
     Subclasses write ``training_step`` and usually a short ``loss``; optimization is automatic. ``configure_model``
@@ -80,7 +79,6 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         ValueError: If an argument is out of range.
     """
 
-    __signature__: inspect.Signature
     policy: nn.Module
     reference: nn.Module
     batch_types: ClassVar[tuple[type, ...]] = ()
@@ -92,14 +90,6 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
     }
     """Metrics of a step that the progress bar shows beside the loss, and their names there."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Show the arguments behind ``**kwargs`` in ``help()``, and in command lines with defaults and descriptions."""
-        super().__init_subclass__(**kwargs)
-        cls.__signature__ = _whole_signature(cls)
-        # jsonargparse takes Unpack[...] for all there is to know, and finds the base's constructor behind Any.
-        annotations = getattr(vars(cls).get("__init__"), "__annotations__", {})
-        annotations |= {"kwargs": Any} if "kwargs" in annotations else {}
-
     def __init__(
         self,
         model: str,
@@ -109,20 +99,23 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         lora: LoRA | None = None,
         loading: ModelLoading | None = None,
         parts: Sequence[GivenPart] = (),
-        **unknown: Any,
     ) -> None:
         super().__init__()
-        refuse_arguments(type(self), unknown)
         check_number("lr", lr, above=0)
         self.save_hyperparameters()
+        taken = constructor_arguments(type(self))
+        for name in {*self.hparams} - {*taken}:  # what a constructor gives to that of its base
+            self.hparams.pop(name)
         self.lr = lr
         self.optimization = Optimization.of(optimization)
         self.loading = ModelLoading.of(loading)
         self.model_name = model
         self.lora = LoRA.of(lora)
-        plain: dict[str, Any] = {"lora": None if self.lora is None else self.lora.plain()}
-        plain |= {"optimization": self.optimization.plain(), "loading": self.loading.plain()}
-        self.hparams.update(plain)  # safe to load, unlike objects
+        self.keep_plain(
+            optimization=self.optimization.plain(),
+            lora=None if self.lora is None else self.lora.plain(),
+            loading=self.loading.plain(),
+        )
         self._tokenizer: Any = None
         self._tokenizer_giver: str | None = None
         self._rows_checked = False
@@ -132,7 +125,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         self.own_parts: list[Part] = [*vars(self).get("own_parts", ())]
         """What arguments of the module stand for, in part set before this; the parts that are given come after them."""
         self.given_parts = [make_part(one) for one in parts]
-        self.hparams.update(parts=[part.plain() for part in self.given_parts])  # arguments make the others again
+        self.keep_plain(parts=[part.plain() for part in self.given_parts])  # arguments make the others again
         self.parts: list[Part] = []
         """All parts, once the module is made."""
         self.router_loss: Tensor | None = None
@@ -145,6 +138,10 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
         self._children: dict[str, Child] = {}
         self.outputs: frozenset[str] = frozenset()
         """What they need of the policy's output beside log-probs."""
+
+    def keep_plain(self, **arguments: Any) -> None:
+        """Keep plain values as hyperparameters, safe to load, in place of objects; of arguments of the class only."""
+        self.hparams.update({name: value for name, value in arguments.items() if name in self.hparams})
 
     def attach_parts(self) -> None:
         """Attach the parts; a module whose attributes they need calls it at the end of its constructor.
@@ -542,21 +539,6 @@ class PolicyModule(OptimizationMixin, CheckpointMixin):
             logged = None if name == key else False  # those of the bar are logged under their whole names
             on_bar = bar and (name == "loss" or name != key)
             self.log(name, value, prog_bar=on_bar, logger=logged, on_step=True, on_epoch=False, batch_size=1)
-
-
-def _whole_signature(kind: type) -> inspect.Signature:
-    """The signature of a class, in which the keyword arguments of its bases take the place of ``**kwargs``."""
-    parameters: dict[str, inspect.Parameter] = {}
-    for one in kind.__mro__:
-        if "__init__" not in vars(one):
-            continue
-        own = [*inspect.signature(vars(one)["__init__"]).parameters.values()][1:]
-        parameters |= {each.name: each for each in own if each.name not in parameters}
-        if one is PolicyModule or not any(each.kind is each.VAR_KEYWORD for each in own):
-            break
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [each for each in parameters.values() if each.kind not in variable]
-    return inspect.Signature(sorted(named, key=lambda each: each.kind))
 
 
 def freeze(model: nn.Module) -> nn.Module:

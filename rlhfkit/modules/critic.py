@@ -1,16 +1,19 @@
 """``CriticModule``: a critic that is trained by ranks of its own, for :class:`~rlhfkit.roles.CriticPool`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, value_loss, weighted_metric
+from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.models.heads import critic_values, load_scalar_model
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.metrics import StepMetrics, as_metrics
+from rlhfkit.modules.optim import Optimization
+from rlhfkit.parts import GivenPart
 
 
 class CriticModule(PolicyModule):
@@ -24,7 +27,10 @@ class CriticModule(PolicyModule):
         lr: Peak learning rate (9e-6: OpenRLHF's default).
         value_clip: See :class:`~rlhfkit.modules.PPOModule`.
         value_coef: Factor of the loss.
-        **kwargs: See :class:`~rlhfkit.modules.PolicyModule`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
     """
 
     critic: nn.Module
@@ -38,13 +44,16 @@ class CriticModule(PolicyModule):
         lr: float = 9e-6,
         value_clip: float | None = 0.5,
         value_coef: float = 1.0,
-        **kwargs: Any,
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         self.build = build
         self.value_clip = value_clip
         self.value_coef = value_coef
-        self.hparams.update(build=None)  # a function is in no checkpoint
+        self.keep_plain(build=None)  # a function is in no checkpoint
         self._since_report = StepMetrics()
 
     def setup(self, stage: str) -> None:

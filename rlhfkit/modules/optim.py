@@ -15,7 +15,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from rlhfkit.mesh import mesh_of
-from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.optimizers import muon
 from rlhfkit.modules.optimizers.factories import (
     FLAT_PARAMETERS,
@@ -28,7 +27,14 @@ from rlhfkit.modules.optimizers.factories import (
 from rlhfkit.modules.optimizers.groups import check_parameter_options, divide_groups
 from rlhfkit.modules.optimizers.schedules import ENDLESS, SCHEDULES, Schedule, learning_rate_factor
 from rlhfkit.protocols import RLHFStrategy
-from rlhfkit.validation import check_integer, check_number, function_name, options, resolve_function
+from rlhfkit.validation import (
+    check_integer,
+    check_number,
+    function_name,
+    options,
+    refuse_without_effect,
+    resolve_function,
+)
 
 DEFAULT_BETAS = (0.9, 0.95)
 """Averaging factors of AdamW if none are given."""

@@ -10,11 +10,10 @@ from rlhfkit.data.types import Experience
 from rlhfkit.losses.distillation import Remainder
 from rlhfkit.models import PolicyOutput, load_causal_lm, load_tokenizer
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.base import PolicyModule, freeze
 from rlhfkit.protocols import HasPromptColumns
 from rlhfkit.roles import FrozenModel
-from rlhfkit.validation import check_integer, check_number
+from rlhfkit.validation import check_integer, check_number, refuse_without_effect
 
 
 def check_comparison(

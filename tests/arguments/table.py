@@ -50,7 +50,7 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
         for parameter in parameters:
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 found.setdefault(parameter.name, parameter)
-        if not any(one.kind == one.VAR_KEYWORD and one.name != "unknown" for one in parameters):  # which is refused
+        if not any(one.kind == one.VAR_KEYWORD for one in parameters):
             break
     for name, parameter in list(found.items()):
         members = typing.get_args(parameter.annotation) or (parameter.annotation,)

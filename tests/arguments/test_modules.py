@@ -110,14 +110,6 @@ def rewarded(row: Change | Unseen) -> Change:
     return dataclasses.replace(row, given={**row.given, "reward_coef": 0.5})
 
 
-OF_POLICY_LOSSES = {
-    *("advantages", "policy_loss", "policy_loss_arguments", "clip_low", "clip_high", "aggregation"),
-}
-REFUSED: dict[str, Change | Unseen] = {
-    name: Change(row.value, refused=True)
-    for name, row in ON_POLICY.items()
-    if name in OF_POLICY_LOSSES and isinstance(row, Change)
-}
 AS_KTO = Unseen("handed to the class that it is derived from, which does with it what it does there")
 AS_GRPO = Unseen("handed to OnPolicyModule, which does with it what it does for GRPOModule")
 JSD: dict[str, Any] = {"divergence": "jsd"}
@@ -210,8 +202,7 @@ TABLE: dict[type, tuple[str, Rows]] = {
     PPOModule: ("prompts", POLICY | ON_POLICY | PPO),
     OnlineDPOModule: (
         "prompts",
-        dict.fromkeys((POLICY | ON_POLICY).keys() - {"kl_coef"}, AS_GRPO)
-        | REFUSED
+        dict.fromkeys(POLICY, AS_GRPO)
         | PAIRS
         | {
             "lr": Change(0.01, built=True),
@@ -256,7 +247,7 @@ def test_a_module_can_be_made_again_from_its_hyperparameters(kind: type) -> None
 
 
 class CuriousDPO(OnlineDPOModule):
-    """Has an argument of its own by the name of one that its base class refuses."""
+    """Has an argument of its own."""
 
     def __init__(self, *args: Any, entropy_coef: float = 0.1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from rlhfkit.losses import cispo_loss
-from rlhfkit.modules.arguments import refuse_without_effect
-from rlhfkit.validation import function_name, options, resolve_function
+from rlhfkit.validation import function_name, options, refuse_without_effect, resolve_function
 
 HOME = "rlhfkit.losses"
 

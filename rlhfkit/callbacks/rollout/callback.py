@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from rlhfkit.argument_names import refuse_arguments
+from rlhfkit.argument_names import AnswersNames
 from rlhfkit.callbacks.rollout.checks import (
     check_learner,
     check_prompts,
@@ -61,7 +61,7 @@ P = TypeVar("P", bound=RolloutPart)
 log = logging.getLogger(__name__)
 
 
-class RolloutCallback(Callback):
+class RolloutCallback(Callback, metaclass=AnswersNames):
     """Rollouts for modules that learn from their own samples.
 
     Put it before callbacks that save checkpoints in ``on_train_batch_end``, so that the saved prompt cursor is behind
@@ -104,9 +104,7 @@ class RolloutCallback(Callback):
         sampling: SamplingSpec | None = None,
         parts: Sequence[RolloutPart | Mapping[str, Any] | str] = (),
         rollout_timeout: float = 7200.0,
-        **unknown: Any,
     ) -> None:
-        refuse_arguments(type(self), unknown)
         if reward is not None and not callable(reward):
             raise TypeError(f"reward must be callable on a list of samples, got {type(reward).__name__}")
         if engine is None:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from rlhfkit.argument_names import refuse_arguments
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
@@ -86,7 +85,6 @@ class PromptDataModule(TextDataModule):
         streaming: bool = False,
         shuffle_buffer_size: int = 10_000,
         passes: int | None = None,
-        **unknown: Any,
     ) -> None:
         """Check the arguments; data is opened in ``setup``.
 
@@ -148,7 +146,6 @@ class PromptDataModule(TextDataModule):
             ValueError: If an argument is out of range, or there is a ``curriculum``, which orders whole passes, for a
                 stream.
         """
-        refuse_arguments(type(self), unknown)
         super().__init__(
             data,
             split=split,

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import Aggregation, LossOutput, mean_metric, ppo_loss, sum_losses, weighted_metric
-from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.forward_passes import ForwardPasses
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages, PolicyLoss, check_advantages
 from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.on_policy.ranks import Ranks, local_rows
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, Part, Stage, arrange, describe, overriding, part_name
 from rlhfkit.roles import FrozenModel
 from rlhfkit.trainer_parts import epochs_of
@@ -48,11 +49,13 @@ class OnPolicyModule(PolicyModule):
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
         aggregation: How token losses become one number, see :func:`~rlhfkit.losses.aggregate`; ``None``: the default of
             the policy loss.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
         parts: More features, each a :class:`~rlhfkit.Part`, or a function of an iteration's rows
             (:class:`~rlhfkit.data.Experience`) that is called before the updates and changes them; also their dotted
             names and, as in a configuration file, ``{"class_path": ..., "init_args": {...}}``. ``print(module)`` shows
             what they do when.
-        **kwargs: See :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or has no effect beside the others.
@@ -76,10 +79,12 @@ class OnPolicyModule(PolicyModule):
         clip_low: float | None = None,
         clip_high: float | None = None,
         aggregation: Aggregation | None = None,
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
         parts: Sequence[GivenPart] = (),
-        **kwargs: Any,
     ) -> None:
-        super().__init__(model, lr=lr, parts=parts, **kwargs)
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         self.ranks = Ranks(self)
         """Rows and sums of all ranks."""
         self.passes = ForwardPasses(self, self.loading.max_tokens_per_forward)
@@ -103,7 +108,7 @@ class OnPolicyModule(PolicyModule):
         from rlhfkit.modules.parts.old_policy import OldLogprobs
 
         self.own_parts += [OldLogprobs(), EngineMismatch()]
-        self.hparams.update(
+        self.keep_plain(
             policy_loss=self.policy_loss.name,
             advantages=None if self.advantage_function is None else self.advantage_function.plain(),
         )

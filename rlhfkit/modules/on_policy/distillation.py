@@ -5,14 +5,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rlhfkit.losses import LossOutput, dapo_loss
+from rlhfkit.losses import Aggregation, LossOutput, dapo_loss
 from rlhfkit.losses.distillation import Divergence
-from rlhfkit.modules.arguments import refuse_without_effect
+from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import GivenAdvantages
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, Part, Stage, make_part, part_name
 from rlhfkit.roles import ModelPool, ServedModel
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_number, refuse_without_effect
 
 
 class OnPolicyDistillationModule(OnPolicyModule):
@@ -46,15 +47,21 @@ class OnPolicyDistillationModule(OnPolicyModule):
             :class:`~rlhfkit.modules.parts.teacher.DivergenceLoss`.
         distillation_coef: Weight of the teacher's advantage or of the divergence.
         reward_coef: Weight of the reward's advantage; 0: a reward is logged only.
+        kl_coef: Weight of a KL penalty towards the initial model; 0 loads no reference model.
         advantages: Function of the reward's advantage in place of :func:`~rlhfkit.losses.group_advantages`, with a
             ``reward_coef`` only.
         policy_loss: See :class:`GRPOModule`. Without effect, and refused, as are its arguments,
             with a divergence and without a ``reward_coef``.
-        kl_coef: Weight of a KL penalty towards the initial model; 0 loads no reference model.
+        policy_loss_arguments: More arguments of the policy loss, see :class:`OnPolicyModule`.
+        clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
+        clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
+        aggregation: How token losses become one number, see :class:`OnPolicyModule`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
         parts: More features. A :class:`~rlhfkit.modules.parts.teacher.DivergenceLoss` or
             :class:`~rlhfkit.modules.parts.teacher.TeacherAdvantages` among them takes the place of the module's, and
             has more arguments.
-        **kwargs: Loss and rewards: see :class:`OnPolicyModule`; optimizer and model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range; when the models are loaded, if their tokens differ.
@@ -72,11 +79,17 @@ class OnPolicyDistillationModule(OnPolicyModule):
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
         distillation_coef: float = 1.0,
         reward_coef: float = 0.0,
+        kl_coef: float = 0.0,
         advantages: GivenAdvantages | None = None,
         policy_loss: str | Callable[..., LossOutput] = dapo_loss,
-        kl_coef: float = 0.0,
+        policy_loss_arguments: Mapping[str, Any] | None = None,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+        aggregation: Aggregation | None = None,
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
         parts: Sequence[GivenPart] = (),
-        **kwargs: Any,
     ) -> None:
         from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages
         from rlhfkit.modules.parts.kl_penalty import KLPenalty, own_penalty
@@ -105,11 +118,24 @@ class OnPolicyDistillationModule(OnPolicyModule):
         self.own_parts += [ScaledAdvantages(reward_coef)] if compared and reward_coef else []
         of_reward = GroupAdvantages() if advantages is None else AdvantagesBy(advantages)
         self.credit = [of_reward] if self.reward_coef else []
-        super().__init__(model, lr=lr, advantages=advantages, policy_loss=policy_loss, parts=given, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            advantages=advantages,
+            policy_loss=policy_loss,
+            policy_loss_arguments=policy_loss_arguments,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            aggregation=aggregation,
+            optimization=optimization,
+            lora=lora,
+            loading=loading,
+            parts=given,
+        )
         self.divergence, self.distillation_coef, self.kl_coef = divergence, distillation_coef, kl_coef
-        self.hparams.update(teacher=self.teacher_part.plain()["init_args"]["model"])
+        self.keep_plain(teacher=self.teacher_part.plain()["init_args"]["model"])
         if own and compared:
-            self.hparams.update(divergence=learned.plain()["init_args"]["divergence"])
+            self.keep_plain(divergence=learned.plain()["init_args"]["divergence"])
         if not self.reward_coef:
             unused = {part_name(one): self._is_of_reward(one) for one in self.parts if one is not learned}
             refuse_without_effect(

@@ -1,15 +1,16 @@
 """``GRPOModule``: group relative policy optimization (Shao et al., 2024, arXiv:2402.03300) and its relatives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhfkit.losses import AdvantageScale, LossOutput, dapo_loss
-from rlhfkit.modules.arguments import refuse_without_effect
+from rlhfkit.losses import AdvantageScale, Aggregation, LossOutput, dapo_loss
+from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
 from rlhfkit.modules.on_policy.presets import Preset, with_preset
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, make_part
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_number, refuse_without_effect
 
 
 class GRPOModule(OnPolicyModule):
@@ -27,6 +28,11 @@ class GRPOModule(OnPolicyModule):
         lr: Peak learning rate of AdamW (1e-6: TRL's and OpenRLHF's default).
         preset: Name of a published algorithm of :data:`~rlhfkit.modules.on_policy.presets.PRESETS`, which gives the
             arguments below that are left out (``None``), and parts before those of ``parts``.
+        clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
+        clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
+        kl_coef: Weight of a :class:`~rlhfkit.modules.parts.kl_penalty.KLPenalty` towards the initial model, in the
+            loss; 0 (default, and TRL's) loads no reference model. Another one, or a
+            :class:`~rlhfkit.modules.parts.kl_penalty.KLInReward` (RLOO, REINFORCE++), among ``parts`` takes its place.
         advantages: Function of rewards and groups used in place of :func:`~rlhfkit.losses.group_advantages`, such as
             ``"rloo_advantages"`` or ``functools.partial(pass_at_k_advantages, k=4)``, see
             :class:`~rlhfkit.modules.parts.advantages.AdvantagesBy`; ``gamma``, ``whiten_advantages`` and
@@ -43,12 +49,13 @@ class GRPOModule(OnPolicyModule):
             :class:`OnPolicyModule`. The default is DAPO's, with its clip (0.2 and 0.28: Yu et al., 2025,
             arXiv:2503.14476) and its aggregation (``token-mean``, TRL's default too); ``grpo_loss`` has the clip (0.2)
             and the aggregation of the GRPO paper.
-        kl_coef: Weight of a :class:`~rlhfkit.modules.parts.kl_penalty.KLPenalty` towards the initial model, in the
-            loss; 0 (default, and TRL's) loads no reference model. Another one, or a
-            :class:`~rlhfkit.modules.parts.kl_penalty.KLInReward` (RLOO, REINFORCE++), among ``parts`` takes its place.
+        policy_loss_arguments: More arguments of the policy loss, see :class:`OnPolicyModule`.
+        aggregation: How token losses become one number, see :class:`OnPolicyModule`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
         parts: More features, each a :class:`~rlhfkit.Part` or a function of an iteration's rows, see
             :class:`OnPolicyModule`. One takes the place of a part of the preset that writes the same.
-        **kwargs: Loss and rewards: see :class:`OnPolicyModule`; optimizer and model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or there is no such preset.
@@ -60,15 +67,21 @@ class GRPOModule(OnPolicyModule):
         *,
         lr: float = 1e-6,
         preset: Preset | None = None,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+        kl_coef: float | None = None,
         advantages: GivenAdvantages | None = None,
         advantage_scale: AdvantageScale | None = None,
         gamma: float = 1.0,
         whiten_advantages: bool | None = None,
         token_level_rewards: bool | None = None,
         policy_loss: str | Callable[..., LossOutput] | None = None,
-        kl_coef: float | None = None,
+        policy_loss_arguments: Mapping[str, Any] | None = None,
+        aggregation: Aggregation | None = None,
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
         parts: Sequence[GivenPart] = (),
-        **kwargs: Any,
     ) -> None:
         from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages, TokenCredit, WhitenAdvantages
         from rlhfkit.modules.parts.kl_penalty import KLPart, KLPenalty, own_penalty
@@ -109,6 +122,19 @@ class GRPOModule(OnPolicyModule):
             self.credit.append(TokenCredit(gamma, earned=by_earning))
         self.credit += [WhitenAdvantages()] if whitens else []
         loss = chosen["policy_loss"] or dapo_loss
-        super().__init__(model, lr=lr, advantages=function, policy_loss=loss, parts=given, **kwargs)
+        super().__init__(
+            model,
+            lr=lr,
+            advantages=function,
+            policy_loss=loss,
+            policy_loss_arguments=policy_loss_arguments,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            aggregation=aggregation,
+            optimization=optimization,
+            lora=lora,
+            loading=loading,
+            parts=given,
+        )
         self.preset, self.kl_coef, self.advantage_scale, self.gamma = preset, chosen["kl_coef"] or 0.0, scale, gamma
         self.whiten_advantages, self.token_level_rewards = whitens, by_earning

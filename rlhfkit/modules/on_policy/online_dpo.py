@@ -11,15 +11,15 @@ from rlhfkit.losses import (
     LossOutput,
     dpo_loss,
     pair_partners,
-    ppo_loss,
     rejected_values,
     sequence_logprobs,
     sum_losses,
     weighted_metric,
 )
 from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
-from rlhfkit.models import PolicyOutput
+from rlhfkit.models import LoRA, ModelLoading, PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, Part, make_part
 from rlhfkit.validation import check_number, function_name, resolve_function
 
@@ -57,10 +57,11 @@ class OnlineDPOModule(OnPolicyModule):
         divergence_alpha: α of ``divergence="alpha"``.
         discopop_temperature: τ of ``discopop``.
         nll_coef: Weight of the negative log-likelihood per token of each chosen answer.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
         parts: More features, see :class:`OnPolicyModule`. A :class:`~rlhfkit.modules.parts.pairs.Pairs` among them
             takes the place of the module's: ``Pairs(truncated=False)`` compares no answer that was cut off.
-        **kwargs: Rewards and reference: see :class:`OnPolicyModule`; optimizer and model: see :class:`PolicyModule`.
-            What belongs to advantages and policy losses is refused.
 
     Raises:
         ValueError: If an argument is out of range or without effect.
@@ -80,8 +81,10 @@ class OnlineDPOModule(OnPolicyModule):
         divergence_alpha: float = 0.5,
         discopop_temperature: float = 0.05,
         nll_coef: float = 0.0,
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
         parts: Sequence[GivenPart] = (),
-        **kwargs: Any,
     ) -> None:
         from rlhfkit.modules.parts.pairs import Pairs
         from rlhfkit.modules.parts.reference import Reference
@@ -94,12 +97,7 @@ class OnlineDPOModule(OnPolicyModule):
         check_number("nll_coef", nll_coef, minimum=0)
         self.credit: list[Part] = vars(self).get("credit") or [Pairs()]
         self.own_parts = [] if any(isinstance(part, Reference) for part in given) else [Reference()]
-        super().__init__(model, lr=lr, parts=given, **kwargs)
-        chosen = dict(self.policy_loss.arguments)
-        chosen |= {} if self.policy_loss.function is ppo_loss else {"policy_loss": self.policy_loss.name}
-        chosen |= {} if self.advantage_function is None else {"advantages": self.advantage_function.name}
-        if chosen:
-            raise ValueError(f"{', '.join(chosen)} has no effect on a loss of pairs, which has a beta: leave it out")
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=given)
         mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
         self.loss_types = {
             resolve_function(name, "loss_type") if isinstance(name, str) and "." in name else name: float(weight)
@@ -111,7 +109,7 @@ class OnlineDPOModule(OnPolicyModule):
                 f"loss_type {sorted(map(str, unfit))} depends on how many pairs a micro-batch or a step has, and "
                 "prompts whose answers are equally good have none: take another one, nll_coef in place of 'sft'"
             )
-        self.hparams.update(
+        self.keep_plain(
             loss_type={name if isinstance(name, str) else function_name(name): w for name, w in self.loss_types.items()}
         )
         self.beta, self.label_smoothing, self.nll_coef = beta, label_smoothing, nll_coef

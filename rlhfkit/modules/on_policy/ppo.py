@@ -1,17 +1,19 @@
 """``PPOModule``: proximal policy optimization with a critic (Schulman et al., 2017; Ouyang et al., 2022)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhfkit.modules.arguments import refuse_without_effect
+from rlhfkit.losses import Aggregation, LossOutput, ppo_loss
+from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, Part, make_part
 from rlhfkit.roles import CriticPool, ModelPool
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_number, refuse_without_effect
 
 
 class PPOModule(OnPolicyModule):
@@ -40,19 +42,26 @@ class PPOModule(OnPolicyModule):
             module's settings. A :class:`~rlhfkit.roles.ModelPool`: a frozen value model on machines of its own, as
             in DVPO (Huang et al., 2025, arXiv:2502.16944); there is no value loss.
         critic_lr: Peak learning rate of the critic (9e-6: OpenRLHF's default).
-        value_clip: Values are clipped to ± this around the old ones in the value loss (0.5: OpenRLHF's); ``None``: not.
-        gamma: Discount, in [0, 1].
-        lam: GAE's lambda, of advantages and of what the critic learns, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF
-            has 1).
-        whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1; those of a
-            function given as ``advantages`` are used as they are.
-        advantages: Function used in place of GAE, see :class:`~rlhfkit.modules.parts.advantages.AdvantagesBy`.
         kl_coef: Weight of a :class:`~rlhfkit.modules.parts.kl_penalty.KLInReward` towards the initial model, which
             subtracts it from the reward of each token (0.01: OpenRLHF's default); 0 loads no reference model. Another
             one, or a :class:`~rlhfkit.modules.parts.kl_penalty.KLPenalty` in the loss, among ``parts`` takes its place.
+        gamma: Discount, in [0, 1].
+        lam: GAE's lambda, of advantages and of what the critic learns, in [0, 1] (0.95: Schulman et al., 2016; OpenRLHF
+            has 1).
+        clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
+        clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
+        value_clip: Values are clipped to ± this around the old ones in the value loss (0.5: OpenRLHF's); ``None``: not.
+        whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1; those of a
+            function given as ``advantages`` are used as they are.
+        advantages: Function used in place of GAE, see :class:`~rlhfkit.modules.parts.advantages.AdvantagesBy`.
+        policy_loss: PPO's clipped surrogate, or another one, see :class:`OnPolicyModule`.
+        policy_loss_arguments: More arguments of the policy loss, see :class:`OnPolicyModule`.
+        aggregation: How token losses become one number, see :class:`OnPolicyModule`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
         parts: More features, each a :class:`~rlhfkit.Part` or a function of an iteration's rows, see
             :class:`OnPolicyModule`.
-        **kwargs: Loss and rewards: see :class:`OnPolicyModule`; optimizer and model: see :class:`PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or has no effect beside a part.
@@ -65,14 +74,21 @@ class PPOModule(OnPolicyModule):
         lr: float = 1e-6,
         critic: str | CriticPool | ModelPool | None = None,
         critic_lr: float = 9e-6,
-        value_clip: float | None = 0.5,
+        kl_coef: float = 0.01,
         gamma: float = 1.0,
         lam: float = 0.95,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+        value_clip: float | None = 0.5,
         whiten_advantages: bool = True,
         advantages: GivenAdvantages | None = None,
-        kl_coef: float = 0.01,
+        policy_loss: str | Callable[..., LossOutput] = ppo_loss,
+        policy_loss_arguments: Mapping[str, Any] | None = None,
+        aggregation: Aggregation | None = None,
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
         parts: Sequence[GivenPart] = (),
-        **kwargs: Any,
     ) -> None:
         from rlhfkit.modules.parts.advantages import AdvantagesBy, WhitenAdvantages
         from rlhfkit.modules.parts.critic import GAE, Critic, Returns, ValueLoss
@@ -102,10 +118,23 @@ class PPOModule(OnPolicyModule):
         self.own_parts += [] if any(isinstance(part, Returns) for part in given) else [Returns(gae.gamma, gae.lam)]
         self.kl_coef = kl_coef
         others = [part for part in given if part is not gae]  # it is the first of the credit
-        super().__init__(model, lr=lr, advantages=advantages, parts=others, **kwargs)
-        self.hparams.update(parts=[part.plain() for part in given])
+        super().__init__(
+            model,
+            lr=lr,
+            advantages=advantages,
+            policy_loss=policy_loss,
+            policy_loss_arguments=policy_loss_arguments,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            aggregation=aggregation,
+            optimization=optimization,
+            lora=lora,
+            loading=loading,
+            parts=others,
+        )
+        self.keep_plain(parts=[part.plain() for part in given])
         if isinstance(self.critic_part.model, CriticPool | ModelPool) and self.critic_part not in given:
-            self.hparams.update(critic=self.critic_part.model.plain())
+            self.keep_plain(critic=self.critic_part.model.plain())
 
     @property
     def remote_critic(self) -> Any:

@@ -24,7 +24,6 @@ from rlhfkit.losses import (
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import PolicyOutput
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
-from rlhfkit.modules.arguments import refuse_without_effect
 from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.modules.parts.advantages import with_advantages
 from rlhfkit.modules.teachers import (
@@ -39,7 +38,7 @@ from rlhfkit.parts import Child, Part, Stage, overriding, part_name
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import datamodule_of
-from rlhfkit.validation import check_number, resolve_function
+from rlhfkit.validation import check_number, refuse_without_effect, resolve_function
 
 
 class Teacher(Part):

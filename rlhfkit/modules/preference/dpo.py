@@ -1,8 +1,8 @@
 """``DPOModule``: direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and its variants."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from rlhfkit.losses import (
     wpo_weights,
 )
 from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
-from rlhfkit.models import PolicyOutput, policy_output
-from rlhfkit.modules.policy_arguments import PolicyArguments
+from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.preference.base import PreferenceModule, reference_of, reference_part
+from rlhfkit.parts import GivenPart
 from rlhfkit.validation import check_number, function_name, resolve_function
 
 
@@ -52,7 +53,10 @@ class DPOModule(PreferenceModule):
         reference_free: Use no reference; its log-probs are taken as 0.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range, or two of them contradict each other.
@@ -75,12 +79,15 @@ class DPOModule(PreferenceModule):
         reference_free: bool = False,
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
         if reference_free and (precompute_ref_log_probs or ref_model is not None):
             raise ValueError("reference_free uses no reference: leave ref_model and precompute_ref_log_probs out")
         self.own_parts = [] if reference_free else [reference_part(ref_model, precompute=precompute_ref_log_probs)]
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("divergence_alpha", divergence_alpha)
@@ -92,7 +99,7 @@ class DPOModule(PreferenceModule):
             check_number(f"the weight of loss_type {name!r}", weight)
         self.loss_types = {_import_loss(name): float(weight) for name, weight in mixture.items()}
         plain = {name if isinstance(name, str) else function_name(name): one for name, one in self.loss_types.items()}
-        self.hparams.update(loss_type=plain)
+        self.keep_plain(loss_type=plain)
         self.beta = beta
         self.label_smoothing = label_smoothing
         self.divergence = divergence

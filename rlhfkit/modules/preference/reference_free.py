@@ -3,14 +3,16 @@
 The formulas and their papers are in :mod:`rlhfkit.losses.preference.reference_free`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from rlhfkit.losses import LossOutput, cpo_loss, orpo_loss, simpo_loss
 from rlhfkit.losses.preference.reference_free import CPOLossType
-from rlhfkit.modules.policy_arguments import PolicyArguments
+from rlhfkit.models import LoRA, ModelLoading
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.preference.base import PreferenceModule
+from rlhfkit.parts import GivenPart
 from rlhfkit.validation import check_number
 
 
@@ -43,7 +45,10 @@ class SimPOModule(ReferenceFreeModule):
         alpha: Shape of the reward in AlphaPO (Gupta et al., 2025, arXiv:2501.03884); 0 is SimPO.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
         nll_coef: Weight of the mean negative log-likelihood per token of the chosen answers; above 0: CPO-SimPO.
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -59,14 +64,17 @@ class SimPOModule(ReferenceFreeModule):
         alpha: float = 0.0,
         label_smoothing: float = 0.0,
         nll_coef: float = 0.0,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
         check_number("beta", beta, above=0)
         check_number("gamma", gamma, minimum=0)
         check_number("alpha", alpha)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("nll_coef", nll_coef, minimum=0)
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         self.learn_by(
             simpo_loss, beta=beta, gamma=gamma, alpha=alpha, label_smoothing=label_smoothing, nll_coef=nll_coef
         )
@@ -84,7 +92,10 @@ class CPOModule(ReferenceFreeModule):
         loss_type: Contrastive term: ``sigmoid`` (the paper's), ``hinge`` or ``ipo``.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong; only for ``sigmoid``.
         nll_coef: Weight of the cross-entropy; 1 as in the paper (``cpo_alpha`` in TRL).
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -99,12 +110,15 @@ class CPOModule(ReferenceFreeModule):
         loss_type: CPOLossType = "sigmoid",
         label_smoothing: float = 0.0,
         nll_coef: float = 1.0,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
         check_number("beta", beta, above=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         check_number("nll_coef", nll_coef, minimum=0)
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         self.learn_by(cpo_loss, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, nll_coef=nll_coef)
 
 
@@ -117,7 +131,10 @@ class ORPOModule(ReferenceFreeModule):
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's default for DPO).
         beta: Weight of the odds-ratio term, the paper's λ; 0.1 as in the paper and TRL.
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -129,8 +146,11 @@ class ORPOModule(ReferenceFreeModule):
         *,
         lr: float = 1e-6,
         beta: float = 0.1,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
         check_number("beta", beta, above=0)
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         self.learn_by(orpo_loss, beta=beta)

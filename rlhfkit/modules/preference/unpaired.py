@@ -1,7 +1,7 @@
 """Learning from single answers, each labelled desirable or not: ``KTOModule`` and ``BCOModule``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -21,12 +21,13 @@ from rlhfkit.losses import (
 )
 from rlhfkit.losses.metrics import share_metric
 from rlhfkit.losses.preference.unpaired import KTOLossType
-from rlhfkit.models import policy_output, unwrap
+from rlhfkit.models import LoRA, ModelLoading, policy_output, unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.policy_arguments import PolicyArguments
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.precompute import data_sets
 from rlhfkit.modules.preference.base import reference_of, reference_part
+from rlhfkit.parts import GivenPart
 from rlhfkit.validation import check_number
 
 ADVISED_RATIO = (1.0, 1.5)
@@ -45,7 +46,10 @@ class UnpairedModule(PolicyModule):
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept,
             see :class:`~rlhfkit.modules.parts.answer_reference.PrecomputedReference`.
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -67,10 +71,13 @@ class UnpairedModule(PolicyModule):
         undesirable_weight: float = 1.0,
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
         self.own_parts = [reference_part(ref_model, precompute=precompute_ref_log_probs)]
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         check_number("beta", beta, above=0)
         check_number("desirable_weight", desirable_weight, minimum=0)
         check_number("undesirable_weight", undesirable_weight, minimum=0)
@@ -229,7 +236,10 @@ class KTOModule(UnpairedModule):
             mismatched pairs.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -246,7 +256,10 @@ class KTOModule(UnpairedModule):
         loss_type: KTOLossType = "kto",
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
         super().__init__(
             model,
@@ -256,7 +269,10 @@ class KTOModule(UnpairedModule):
             undesirable_weight=undesirable_weight,
             ref_model=ref_model,
             precompute_ref_log_probs=precompute_ref_log_probs,
-            **kwargs,
+            optimization=optimization,
+            lora=lora,
+            loading=loading,
+            parts=parts,
         )
         self.loss_type = loss_type
         self.has_reference_point = loss_type == "kto"
@@ -338,7 +354,10 @@ class BCOModule(UnpairedModule):
             DataModule that holds the data in memory.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -356,7 +375,10 @@ class BCOModule(UnpairedModule):
         match_prompts: bool = False,
         ref_model: str | None = None,
         precompute_ref_log_probs: bool = False,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
         check_number("shift_decay", shift_decay, minimum=0, below=1)
         super().__init__(
@@ -367,7 +389,10 @@ class BCOModule(UnpairedModule):
             undesirable_weight=undesirable_weight,
             ref_model=ref_model,
             precompute_ref_log_probs=precompute_ref_log_probs,
-            **kwargs,
+            optimization=optimization,
+            lora=lora,
+            loading=loading,
+            parts=parts,
         )
         self.shift_decay = shift_decay
         self.match_prompts = match_prompts

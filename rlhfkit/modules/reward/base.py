@@ -1,5 +1,6 @@
 """``ScalarModule``: the base of the modules that train a reward model, and ``Calibration`` of its predictions."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,9 +10,11 @@ from rlhfkit.data.batch import TokenBatch
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput
 from rlhfkit.losses.metrics import share_metric
-from rlhfkit.models import load_scalar_model
+from rlhfkit.models import LoRA, ModelLoading, load_scalar_model
 from rlhfkit.models.heads import scalar_forward
 from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.optim import Optimization
+from rlhfkit.parts import GivenPart
 from rlhfkit.validation import check_number
 
 BINS = 20
@@ -26,15 +29,29 @@ class ScalarModule(PolicyModule):
 
     Args:
         model: Folder or hub name of a causal language model, or of a classifier of the right kind.
+        lr: Peak learning rate (9e-6: OpenRLHF's default for reward models).
         head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
-        **kwargs: Optimizer and loading of the model, see :class:`PolicyModule`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
     """
 
     stepwise: ClassVar[bool] = False
     """Whether steps are scored instead of whole sequences."""
 
-    def __init__(self, model: str, *, head_std: float | None = None, **kwargs: Any) -> None:
-        super().__init__(model, **kwargs)
+    def __init__(
+        self,
+        model: str,
+        *,
+        lr: float = 9e-6,
+        head_std: float | None = None,
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
+    ) -> None:
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         check_number("head_std", head_std, minimum=0, optional=True)
         self.head_std = head_std
         self.attach_parts()

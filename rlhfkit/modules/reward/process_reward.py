@@ -1,7 +1,7 @@
 """``ProcessRewardModule``: a process reward model, which scores every step of an answer."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.stepwise import StepwiseBatch
 from rlhfkit.losses import LossOutput, process_reward_loss
+from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.models.word_odds import word_log_odds, word_token
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.policy_arguments import PolicyArguments
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.reward.base import ScalarModule
+from rlhfkit.parts import GivenPart
 
 
 class ProcessRewardModule(ScalarModule):
@@ -34,7 +36,10 @@ class ProcessRewardModule(ScalarModule):
         words: Words for a good and a bad step, such as ``("+", "-")``, each one token: the model is a language model.
             ``None``: it is a token classifier.
         head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`; not with ``words``.
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range; when the model is built, if a word is not one token.
@@ -51,15 +56,20 @@ class ProcessRewardModule(ScalarModule):
         lr: float = 1e-6,
         words: Sequence[str] | None = None,
         head_std: float | None = None,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
-        super().__init__(model, lr=lr, head_std=head_std, **kwargs)
+        super().__init__(
+            model, lr=lr, head_std=head_std, optimization=optimization, lora=lora, loading=loading, parts=parts
+        )
         if words is not None and (isinstance(words, str) or len(words) != 2 or words[0] == words[1]):
             raise ValueError(f"words must be two different words, for good and for bad steps, got {words!r}")
         if words is not None and head_std is not None:
             raise ValueError("words are read from the model's own output layer, so that there is no head for head_std")
         self.words = None if words is None else (words[0], words[1])
-        self.hparams.update(words=None if words is None else list(words))
+        self.keep_plain(words=None if words is None else list(words))
 
     def build_policy(self) -> nn.Module:
         """Load the token classifier, or the language model with ``words``; override to wrap or change it."""

@@ -1,6 +1,7 @@
 """``RewardModule``: a Bradley-Terry reward model, trained on preference pairs."""
 
-from typing import Any, Unpack
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +10,11 @@ from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.preferences import PreferenceBatch
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, bradley_terry_loss
-from rlhfkit.models import reward_output, unwrap
+from rlhfkit.models import LoRA, ModelLoading, reward_output, unwrap
 from rlhfkit.models.heads import last_tokens
-from rlhfkit.modules.policy_arguments import PolicyArguments
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.reward.base import ScalarModule
+from rlhfkit.parts import GivenPart
 from rlhfkit.validation import check_number
 
 MIN_STD = 1e-8
@@ -36,7 +38,10 @@ class RewardModule(ScalarModule):
             0.01.
         label_smoothing: Probability that a preference is wrong, below 0.5; TRL's and OpenRLHF's have no such option.
         head_std: Standard deviation of a new head, see :func:`~rlhfkit.models.load_scalar_model`.
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -52,9 +57,14 @@ class RewardModule(ScalarModule):
         center_rewards_coefficient: float = 0.0,
         label_smoothing: float = 0.0,
         head_std: float | None = None,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
-        super().__init__(model, lr=lr, head_std=head_std, **kwargs)
+        super().__init__(
+            model, lr=lr, head_std=head_std, optimization=optimization, lora=lora, loading=loading, parts=parts
+        )
         check_number("center_rewards_coefficient", center_rewards_coefficient, minimum=0)
         check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
         self.center_rewards_coefficient = center_rewards_coefficient

@@ -1,7 +1,7 @@
 """``DistillationModule``: train a student on the next-token distributions of a teacher (Hinton et al., 2015)."""
 
-from collections.abc import Callable
-from typing import Any, Unpack, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,12 @@ from rlhfkit.data.formats.distilled import DistilledBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
 from rlhfkit.losses.metrics import share_metric
+from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.policy_arguments import PolicyArguments
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.teachers import check_comparison, load_teacher
+from rlhfkit.parts import GivenPart
 from rlhfkit.roles import ServedModel, frozen_model
 from rlhfkit.roles.served_model import MAX_TOP
 from rlhfkit.validation import check_number, function_name, resolve_function
@@ -43,7 +45,10 @@ class DistillationModule(PolicyModule):
         precompute_teacher: Compute the teacher's K likeliest tokens before training, see
             :class:`~rlhfkit.modules.parts.precomputed_teacher.PrecomputedTeacher`; needs ``top_k``.
         chunk_size: Trained tokens whose logits exist at a time; changes memory and speed, not the result.
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
 
     Raises:
         ValueError: If an argument is out of range; when the models are loaded, if their tokens differ.
@@ -67,23 +72,26 @@ class DistillationModule(PolicyModule):
         remainder: Remainder = "bucket",
         precompute_teacher: bool = False,
         chunk_size: int = 1024,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
         if precompute_teacher:
             from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
 
             self.own_parts = [PrecomputedTeacher()]
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         check_number("temperature", temperature, above=0)
         check_number("distillation_coef", distillation_coef, minimum=0, maximum=1)
         named = isinstance(divergence, str) and "." not in divergence
         self.divergence: Any = divergence if named else resolve_function(divergence, "divergence")
-        self.hparams.update(divergence=divergence if isinstance(divergence, str) else function_name(divergence))
+        self.keep_plain(divergence=divergence if isinstance(divergence, str) else function_name(divergence))
         self.served_teacher = None if isinstance(teacher, str) else cast(ServedModel, frozen_model(teacher))
         """The teacher, if it is behind a server; ``None``: it is loaded."""
         self.teacher_name = str(teacher) if self.served_teacher is None else self.served_teacher.model
         if self.served_teacher is not None:
-            self.hparams.update(teacher=self.served_teacher.plain())
+            self.keep_plain(teacher=self.served_teacher.plain())
         check_comparison(
             divergence,
             teacher_weight=teacher_weight,

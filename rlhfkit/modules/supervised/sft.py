@@ -3,7 +3,7 @@
 :class:`rlhfkit.SFTDataModule` marks completions, the assistant's turns, or whole texts as in pretraining.
 """
 
-from typing import Unpack
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from torch import Tensor
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss, dft_loss
 from rlhfkit.losses.metrics import share_metric
-from rlhfkit.models import PolicyOutput, policy_output
+from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
 from rlhfkit.modules.base import PolicyModule
-from rlhfkit.modules.policy_arguments import PolicyArguments
+from rlhfkit.modules.optim import Optimization
+from rlhfkit.parts import GivenPart
 
 
 class SFTModule(PolicyModule):
@@ -26,7 +27,10 @@ class SFTModule(PolicyModule):
     Args:
         model: Folder or hub name of the policy.
         lr: Peak learning rate (5e-6: OpenRLHF's default for SFT).
-        **kwargs: Optimizer and loading of the model: :class:`~rlhfkit.modules.policy_arguments.PolicyArguments`.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
     """
 
     batch_types = (TokenBatch,)
@@ -36,9 +40,12 @@ class SFTModule(PolicyModule):
         model: str,
         *,
         lr: float = 5e-6,
-        **kwargs: Unpack[PolicyArguments],
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
     ) -> None:
-        super().__init__(model, lr=lr, **kwargs)
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         self.attach_parts()
 
     def policy_output(self, batch: TokenBatch) -> PolicyOutput:

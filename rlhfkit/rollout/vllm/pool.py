@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlhfkit.argument_names import refuse_arguments
+from rlhfkit.argument_names import AnswersNames
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import get_world_size
 from rlhfkit.rollout.engine import AdapterSource, SamplingSpec, WeightSource
@@ -36,7 +36,11 @@ from rlhfkit.validation import check_integer, check_number
 log = logging.getLogger(__name__)
 
 
-class VLLMPool(RemoteEnginePool):
+class _EngineNames(AnswersNames, type(RemoteEnginePool)):  # type: ignore[misc]  # a protocol's metaclass
+    """Answers wrong names of arguments of an engine."""
+
+
+class VLLMPool(RemoteEnginePool, metaclass=_EngineNames):
     """N vLLM engines as one :class:`~rlhfkit.rollout.engine.RolloutEngine`.
 
     Ray is joined when this process is connected to it already or ``RAY_ADDRESS`` is set, and started on this machine
@@ -117,9 +121,7 @@ class VLLMPool(RemoteEnginePool):
         quantization: str | None = None,
         lora: Literal["auto", "adapter", "merge"] = "auto",
         health: HealthPolicy | None = None,
-        **unknown: Any,
     ) -> None:
-        refuse_arguments(type(self), unknown)
         self.parallelism = Parallelism(
             tensor_parallel_size, pipeline_parallel_size, data_parallel_size, expert_parallel
         )
