@@ -5,7 +5,11 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from pkgutil import resolve_name
 from types import TracebackType
+
+from rlhfkit.argument_names import constructor_arguments, hint
 
 MOST_LINES = 5
 _LIBRARIES = ("lightning", "lightning_fabric", "jsonargparse", "transformers", "huggingface_hub", "datasets")
@@ -40,22 +44,41 @@ def of_parser(message: str) -> str:
     """Return what the parser of LightningCLI complains about, without the types that it tried.
 
     It writes the key, the reason of each type that is allowed there, one inside the other, and the value; the first of
-    the innermost reasons is the one that says something.
+    the innermost reasons is the one that says something. To wrong names the nearest is added.
     """
-    noise = ("Does not validate", "Subtypes", "Errors:", "Given value", "Expected a <class 'NoneType'>")
+    noise = (
+        "Does not validate",
+        "Subtypes",
+        "Errors:",
+        "Given value",
+        "Expected a <class 'NoneType'>",
+        "Expected a path",
+    )
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     keys: list[str] = []
-    reason = message
+    reason, owner = message, ""
     for line in lines:
         keys += re.findall(r'^Parser key "([^"]+)"', line)
+        owner = next(iter(re.findall(r"^Problem with given class_path '([\w.]+)':", line)), owner)
         if line and not line.startswith(noise) and not line.endswith(":"):
             reason = re.sub(r"^Parser key \"[^\"]+\":? *|<class '(?:\w+\.)*(\w+)'>", r"\1", line)
             break
     value = re.search(r"(?:Got value|Given value): (.*)", message)
-    shown = [": ".join([".".join(keys), reason] if keys else [reason])]
-    if value and value[1] not in shown[0]:
+    shown = [": ".join([".".join(keys), reason + _guess(reason, owner)] if keys else [reason])]
+    if value and value[1] not in shown[0] and not value[1].startswith(("Namespace(", "NestedArg(")):
         shown.append(f"  got {value[1]}")
     return "\n".join([line if len(line) <= 400 else f"{line[:399]}…" for line in shown])
+
+
+def _guess(reason: str, owner: str) -> str:
+    """What a wrong name probably stands for, after a colon: an argument of ``owner``, or a name of a module."""
+    found = ""
+    if option := re.fullmatch(r"Option '(\w+)' is not accepted", reason):
+        found = hint(option[1], constructor_arguments(resolve_name(owner)))
+    elif missing := re.fullmatch(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
+        near = get_close_matches(missing[2], dir(resolve_name(missing[1])), n=1)
+        found = f"did you mean {missing[1]}.{near[0]}?" if near else ""
+    return f": {found}" if found else ""
 
 
 def _says_what_is_wrong(error: BaseException) -> bool:

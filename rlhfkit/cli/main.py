@@ -124,16 +124,10 @@ def run(arguments: Sequence[str]) -> Any:
 
 
 def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
-    """Make the LightningCLI of a command; unless ``start``, with module, data and callbacks but without a Trainer.
-
-    Raises:
-        ConfigurationError: If the configuration alone shows that it cannot run, before anything heavy is imported.
-    """
-    from rlhfkit.cli.check import check_words
+    """Make the LightningCLI of a command; unless ``start``, with module, data and callbacks but without a Trainer."""
     from rlhfkit.cli.init import with_files
 
     arguments = with_files(arguments)
-    check_words(arguments)
     import lightning as L
     from lightning.pytorch.cli import LightningCLI
 

@@ -69,5 +69,12 @@ def test_what_the_parser_says_is_its_innermost_reason(capsys: pytest.CaptureFixt
         "rlhfkit fit: error: model.optimizer_arguments: Expected a Mapping",
         "  got 3",
     ]
+    for reason, answer in (
+        ("Option 'beta' is not accepted", "did you mean kl_coef? beta is kl_coef here"),
+        ("Option 'clip_hgh' is not accepted", "did you mean clip_high?"),
+        ("module 'rlhfkit.rewards' has no attribute 'exact_mach'", "did you mean rlhfkit.rewards.exact_match?"),
+    ):
+        said = text.replace("Expected a <class 'collections.abc.Mapping'>", reason)
+        assert of_parser(said).splitlines()[0].endswith(f"{reason}: {answer}")
     assert of_parser("Key 'foo' is not expected") == "Key 'foo' is not expected"
     assert of_parser("") == ""

@@ -131,10 +131,12 @@ def test_an_unknown_option_is_named(config: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "part"),
     [
+        (["--model.init_args.policy_loss_arguments", "3"], "policy_loss_arguments"),  # the parser of LightningCLI
         (
-            ["--model.init_args.optimization.optimizer_arguments", "3"],
-            "optimizer_arguments",
-        ),  # the parser of LightningCLI refuses
+            ["--model.init_args.beta", "0.1"],
+            "Option 'beta' is not accepted: did you mean kl_coef?",
+        ),
+        (["--model.init_args.optimization.lr_schedule", "cosinus"], "'constant', 'linear', 'cosine'"),
         (["--model.init_args.lr", "-1"], "lr must be a finite number above 0"),  # the module does
         (["--trainer.strategy", "rlhf_zero5"], "rlhf_zero5"),  # Lightning does
         (["--model.init_args.model", "no/such/model"], "no/such/model"),  # Transformers does

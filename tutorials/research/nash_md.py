@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhfkit import Experience, OnlineDPOModule, PolicyOutput
 from rlhfkit.losses import LossOutput, aggregate, masked_mean, select, sequence_logprobs, weighted_metric
-from rlhfkit.modules.parts.pairs import Pairs
+from rlhfkit.modules.parts import Pairs
 
 Link = Literal["win-rate", "bradley-terry"]
 

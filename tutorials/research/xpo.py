@@ -19,7 +19,7 @@ from reference_samples import ReferenceSamples
 
 from rlhfkit import Experience, OnlineDPOModule, PolicyOutput
 from rlhfkit.losses import LossOutput, aggregate, masked_mean, select, sequence_logprobs, weighted_metric
-from rlhfkit.modules.parts.pairs import Pairs
+from rlhfkit.modules.parts import Pairs
 
 
 class XPOModule(OnlineDPOModule):
