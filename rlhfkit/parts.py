@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import PolicyOutput
-from rlhfkit.validation import function_name, resolve_function
+from rlhfkit.validation import check_number, function_name, resolve_function
 
 
 class Stage(IntEnum):
@@ -278,6 +278,35 @@ class Prepare(Part):
                 "action_mask"
             )
         return found
+
+
+# ---------------------------------------------------------------------- weights that change over a run
+
+Coefficient = float | str | Callable[[int], float]
+"""A weight: a number, or a function of the number of optimizer steps so far, itself or by its dotted name."""
+
+
+def check_coefficient(name: str, coef: Coefficient, **bounds: Any) -> float | Callable[[int], float]:
+    """Check a weight, and import a function that is given by name.
+
+    Args:
+        name: For messages.
+        coef: The weight.
+        **bounds: Of a number, see :func:`~rlhfkit.validation.check_number`.
+
+    Raises:
+        TypeError: If it is neither a number nor a function.
+        ValueError: If it is out of bounds, or there is no such function.
+    """
+    if isinstance(coef, str) or callable(coef):
+        return resolve_function(coef, name)
+    check_number(name, coef, **bounds)
+    return coef
+
+
+def coefficient(coef: float | Callable[[int], float], module: Any) -> float:
+    """The weight at the module's current step."""
+    return float(coef(module.trainer.global_step)) if callable(coef) else coef
 
 
 # ---------------------------------------------------------------------- making and ordering parts

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhfkit import Experience, GRPOModule, LossOutput, OnlineDPOModule, Part, PPOModule, Prepare, Stage, local_rows
 from rlhfkit.losses import aggregate, group_advantages
-from rlhfkit.modules.parts import EntropyBonus, MaskTruncated
+from rlhfkit.modules.parts import EntropyBonus, KLInReward, KLPenalty, KLTarget, MaskTruncated
 from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.parts import arrange, make_part
 
@@ -30,6 +30,16 @@ def halve(rows: Experience) -> Experience:
 def halve_own(rows: Experience) -> Experience:
     """The same for this rank's rows."""
     return halve(rows)
+
+
+def constant(step: int) -> float:
+    """A weight of a user's own, which does not change."""
+    return 0.3
+
+
+def decays(step: int) -> float:
+    """One that does."""
+    return 0.3 / (1 + step)
 
 
 def returns_nothing(rows: Experience) -> None:
@@ -230,6 +240,26 @@ def test_a_part_takes_part_in_rows_loss_metrics_and_hooks(tmp_path: Path) -> Non
     twin, _, _ = run(tmp_path / "other", [EntropyBonus(0.1)], epochs=1)
     for name in ("loss", "policy/approx_kl"):
         assert float(logged[name]) == pytest.approx(float(twin.callback_metrics[name]), rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [EntropyBonus, KLPenalty, lambda coef: KLInReward(coef, place="token")])
+def test_a_weight_may_be_a_function_of_the_step(tmp_path: Path, make: Any) -> None:
+    """One that is constant is the number; of one that decays later updates have another value."""
+    given = {"number": 0.3, "constant": constant, "by name": f"{__name__}.constant", "decays": decays}
+    found = {}
+    for name, coef in given.items():
+        _, module, _ = run(tmp_path, [make(coef)], epochs=1)
+        found[name] = weights(module)
+        part = next(one for one in module.parts if type(one) is type(make(0.3)))
+        assert make_part(part.plain()).plain() == part.plain()
+    for name in ("constant", "by name"):
+        assert all(torch.equal(value, found[name][key]) for key, value in found["number"].items())
+    same = make is not EntropyBonus and make is not KLPenalty  # rewards are those before the first update
+    assert same == all(torch.equal(value, found["decays"][key]) for key, value in found["number"].items())
+    with pytest.raises(ValueError, match="coef"):
+        make(float("nan"))
+    with pytest.raises(ValueError, match="is a function of the step"):
+        GRPOModule("no/model", parts=[KLPenalty(decays), KLTarget(0.1)])
 
 
 def test_two_parts_of_one_class_keep_two_states_and_a_resumed_run_continues(tmp_path: Path) -> None:

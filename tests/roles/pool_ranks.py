@@ -21,7 +21,7 @@ def train(folder: Path) -> dict[str, Any]:
         if elsewhere:  # replicas read rank 0's folder
             placement = Placement(trainer=2, reference=2)  # rank 0 plans
             reference = placement.reference(str(own / "model"), start_timeout=600.0)
-            arguments["parts"] = [Reference(reference), MOVING]
+            arguments["parts"] = [Reference(reference)]
         trainer, module, data, _ = setup_run(
             own,
             module=PlainGRPO,

@@ -10,15 +10,17 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, entropy_bonus, masked_sum
 from rlhfkit.models import PolicyOutput
-from rlhfkit.parts import Part
+from rlhfkit.parts import Coefficient, Part, check_coefficient, coefficient
 from rlhfkit.validation import check_number
 
 
 class EntropyBonus(Part):
-    """Adds an entropy bonus to the policy loss, see :func:`~rlhfkit.losses.entropy_bonus`.
+    """Adds an entropy bonus to the policy loss, see :func:`~rlhfkit.losses.entropy_bonus`. Example::
+
+        GRPOModule("Qwen/Qwen3-0.6B", parts=[EntropyBonus(lambda step: 0.01 * 0.99**step)])
 
     Args:
-        coef: Weight of the bonus; negative lowers the entropy.
+        coef: Weight of the bonus, see :data:`~rlhfkit.parts.Coefficient`; negative lowers the entropy.
 
     Raises:
         ValueError: If it is not finite.
@@ -26,14 +28,14 @@ class EntropyBonus(Part):
 
     outputs = ("entropy",)
 
-    def __init__(self, coef: float) -> None:
-        check_number("EntropyBonus.coef", coef)
-        self.coef = coef
+    def __init__(self, coef: Coefficient) -> None:
+        self.coef = check_coefficient("EntropyBonus.coef", coef)
 
     def term(self, batch: Experience, out: PolicyOutput, old: Tensor) -> LossOutput:
         """The bonus."""
         assert out.entropy is not None
-        return entropy_bonus(out.entropy, batch.action_mask, coef=self.coef, **self.module.aggregation_arguments(batch))
+        coef, shared = coefficient(self.coef, self.module), self.module.aggregation_arguments(batch)
+        return entropy_bonus(out.entropy, batch.action_mask, coef=coef, **shared)
 
 
 class EntropyTarget(Part):

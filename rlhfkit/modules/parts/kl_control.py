@@ -51,6 +51,10 @@ class KLTarget(Part):
                 f"KLTarget({self.target}) moves the weight of a KL penalty, and {type(module).__name__} has none here: "
                 "give a kl_coef to start from, or KLPenalty, or leave it out"
             )
+        if callable(self._penalty.coef):
+            raise ValueError(
+                "KLTarget moves the weight of the KL penalty, which is a function of the step: leave one out"
+            )
 
     def adapted(self, coef: float, kl: float, samples: int) -> float:
         """The next β from this one, the KL in nats per token and the number of samples."""
@@ -63,7 +67,7 @@ class KLTarget(Part):
         assert penalty is not None
         assert old is not None
         kl = kl_estimate(old, reference, estimator=penalty.estimator, mask=rows.action_mask)
-        penalty.coef = self.adapted(penalty.coef, self.module.ranks.mean(rows, kl), len(rows.summary))
+        penalty.coef = self.adapted(self._coef, self.module.ranks.mean(rows, kl), len(rows.summary))
         return rows
 
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
@@ -82,6 +86,7 @@ class KLTarget(Part):
     @property
     def _coef(self) -> float:
         assert self._penalty is not None
+        assert not callable(self._penalty.coef)
         return self._penalty.coef
 
 

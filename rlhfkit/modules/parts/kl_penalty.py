@@ -14,15 +14,15 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import KLEstimator, LossOutput, kl_estimate, kl_loss, masked_mean, masked_sum, policy_tokens
 from rlhfkit.models import PolicyOutput
-from rlhfkit.parts import Part, Stage
+from rlhfkit.parts import Coefficient, Part, Stage, check_coefficient, coefficient
 from rlhfkit.validation import check_number
 
 
 class KLPart(Part):
     """What both penalties have: a coefficient, an estimator, and the reference that they bring."""
 
-    coef: float
-    """Weight of the penalty now."""
+    coef: float | Callable[[int], float]
+    """Weight of the penalty, maybe a function of the step."""
     estimator: KLEstimator
 
     def brings(self) -> Sequence[Part]:
@@ -38,8 +38,9 @@ class KLPart(Part):
         if len(penalties) > 1:
             raise ValueError(f"a module has one KL penalty, got {' and '.join(penalties)}: leave one of them out")
 
-    def _check(self, coef: float) -> None:
-        check_number(f"{type(self).__name__}.coef", coef, above=0, why="without a penalty leave it out")
+    def _check(self, coef: Coefficient) -> None:
+        name, why = f"{type(self).__name__}.coef", "without a penalty leave it out"
+        self.coef = check_coefficient(name, coef, above=0, why=why)
         probe = torch.zeros(1, 1)
         kl_estimate(probe, probe, estimator=self.estimator, mask=probe == 0)
 
@@ -61,7 +62,7 @@ class KLPenalty(KLPart):
     one; one among ``parts`` takes the place of the module's.
 
     Args:
-        coef: Weight (0.04 in the GRPO paper, arXiv:2402.03300).
+        coef: Weight (0.04 in the GRPO paper, arXiv:2402.03300), see :data:`~rlhfkit.parts.Coefficient`.
         estimator: ``k2`` or ``k3`` (GRPO's); ``k1``, whose gradient has mean 0, with ``importance_weight`` only.
         clamp: Limit in nats of each token's KL (10 in OpenRLHF, and in verl for k3); ``None``: none.
         importance_weight: Multiply each token's KL by its ratio, with its gradient (unbiased off-policy: DeepSeek-V3.2,
@@ -75,13 +76,13 @@ class KLPenalty(KLPart):
 
     def __init__(
         self,
-        coef: float,
+        coef: Coefficient,
         *,
         estimator: KLEstimator = "k3",
         clamp: float | None = None,
         importance_weight: bool = False,
     ) -> None:
-        self.coef, self.estimator, self.clamp, self.importance_weight = coef, estimator, clamp, importance_weight
+        self.estimator, self.clamp, self.importance_weight = estimator, clamp, importance_weight
         self._check(coef)
         check_number("KLPenalty.clamp", clamp, above=0, optional=True)
         if estimator == "k1" and not importance_weight:
@@ -100,7 +101,7 @@ class KLPenalty(KLPart):
             out.logprobs,
             batch.columns["ref_logprobs"],
             mask,
-            coef=self.coef,
+            coef=coefficient(self.coef, self.module),
             estimator=self.estimator,
             clamp=self.clamp,
             importance_weight=ratio,
@@ -114,7 +115,7 @@ class KLInReward(KLPart):
     ``PPOModule(kl_coef=0.01)`` makes one of tokens; one among ``parts`` takes the place of the module's.
 
     Args:
-        coef: Weight (0.01: OpenRLHF's, 0.05: TRL's).
+        coef: Weight (0.01: OpenRLHF's, 0.05: TRL's), see :data:`~rlhfkit.parts.Coefficient`.
         place: ``sequence``: the answer's total, from the reward of the sample, before the baseline (RLOO; TRL's, and
             verl's for estimators that compare samples). ``token``: from the reward of each token (InstructGPT,
             OpenRLHF's default for PPO), after any baseline of its sample.
@@ -129,11 +130,11 @@ class KLInReward(KLPart):
     reads = ("rewards", "old_logprobs", "ref_logprobs")
 
     def __init__(
-        self, coef: float, *, place: Literal["sequence", "token"] = "sequence", estimator: KLEstimator = "k1"
+        self, coef: Coefficient, *, place: Literal["sequence", "token"] = "sequence", estimator: KLEstimator = "k1"
     ) -> None:
         if place not in ("sequence", "token"):
             raise ValueError(f"KLInReward.place must be 'sequence' or 'token', got {place!r}")
-        self.coef, self.place, self.estimator = coef, place, estimator
+        self.place, self.estimator = place, estimator
         self.writes = ("rewards",) if place == "sequence" else ("token_penalty",)
         self._check(coef)
 
@@ -151,10 +152,10 @@ class KLInReward(KLPart):
         """Subtract it, or add the column ``token_penalty``, (B, T-1) in units of the reward."""
         old, reference, mask = rows.old_logprobs, rows.columns["ref_logprobs"], rows.action_mask
         assert old is not None
-        kl = kl_estimate(old, reference, estimator=self.estimator, mask=mask)
+        kl, coef = kl_estimate(old, reference, estimator=self.estimator, mask=mask), coefficient(self.coef, self.module)
         if self.place == "token":
-            return rows.with_columns(token_penalty=self.coef * kl)
-        return dataclasses.replace(rows, rewards=rows.rewards - self.coef * masked_sum(kl, mask, -1))
+            return rows.with_columns(token_penalty=coef * kl)
+        return dataclasses.replace(rows, rewards=rows.rewards - coef * masked_sum(kl, mask, -1))
 
     @torch.no_grad()
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:

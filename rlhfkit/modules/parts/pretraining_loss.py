@@ -7,10 +7,9 @@ import lightning as L
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, cross_entropy_loss, weighted_metric
 from rlhfkit.models import PolicyOutput, policy_output
-from rlhfkit.parts import Part
+from rlhfkit.parts import Coefficient, Part, check_coefficient, coefficient
 from rlhfkit.protocols import PretrainingSource
 from rlhfkit.trainer_parts import datamodule_of
-from rlhfkit.validation import check_number
 
 
 class PretrainingLoss(Part):
@@ -22,7 +21,7 @@ class PretrainingLoss(Part):
         PPOModule("sft", parts=[PretrainingLoss(0.05)])
 
     Args:
-        coef: Weight of the cross-entropy (0.05 in OpenRLHF).
+        coef: Weight of the cross-entropy (0.05 in OpenRLHF), see :data:`~rlhfkit.parts.Coefficient`.
 
     Raises:
         ValueError: If it is not above 0, or, when fitting begins, if there is no text.
@@ -30,9 +29,8 @@ class PretrainingLoss(Part):
 
     learns_from_text = True
 
-    def __init__(self, coef: float) -> None:
-        check_number("PretrainingLoss.coef", coef, above=0)
-        self.coef = coef
+    def __init__(self, coef: Coefficient) -> None:
+        self.coef = check_coefficient("PretrainingLoss.coef", coef, above=0)
 
     def attach(self, module: Any) -> None:
         """Check that the module learns from samples, beside which there is text."""
@@ -59,4 +57,4 @@ class PretrainingLoss(Part):
         text = data.pretraining_batch(self.module.trainer.fit_loop.total_batch_idx).to(self.module.device)
         found = policy_output(self.module.policy, text, text.loss_mask)
         loss = cross_entropy_loss(found.logprobs, text.loss_mask, denominator=text.token_denominator).loss
-        return LossOutput(self.coef * loss, {"ptx/loss": weighted_metric(loss, 1.0)})
+        return LossOutput(coefficient(self.coef, self.module) * loss, {"ptx/loss": weighted_metric(loss, 1.0)})
