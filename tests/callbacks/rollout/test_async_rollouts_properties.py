@@ -177,7 +177,7 @@ def play(
             ahead.load_state_dict(state, state, rank=0, world_size=1)
 
     if ahead is not None:
-        assert ahead._jobs.pending == []
+        assert not ahead._jobs.pending
         ahead.close()
     return trained, data.cursor
 

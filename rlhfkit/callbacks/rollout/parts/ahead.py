@@ -196,7 +196,8 @@ class Jobs(Generic[T]):
     """Numbered jobs beside the caller, one after another, each in a thread; one thread calls the methods."""
 
     def __init__(self) -> None:
-        self._jobs: dict[int, Future[T]] = {}  # whose results were not collected, in the order of submission
+        self.pending: dict[int, Future[T]] = {}
+        """Those whose results were not collected, by number, in the order of submission."""
         self._changed = threading.Condition()
         self._started = -1  # the newest job that has started
         self._limit = math.inf  # jobs beyond it do not start
@@ -207,7 +208,7 @@ class Jobs(Generic[T]):
 
     def submit(self, number: int, job: Callable[[], T]) -> None:
         """Start a job behind those before it."""
-        before, future = list(self._jobs.values()), Future[T]()
+        before, future = list(self.pending.values()), Future[T]()
 
         def work() -> None:
             wait(before)
@@ -221,7 +222,7 @@ class Jobs(Generic[T]):
             except BaseException as error:  # raised again by result()
                 future.set_exception(error)
 
-        self._jobs[number] = future
+        self.pending[number] = future
         threading.Thread(target=work, name="rollouts", daemon=True).start()
 
     def result(self, number: int, timeout: float) -> T:
@@ -230,11 +231,11 @@ class Jobs(Generic[T]):
         Raises:
             TimeoutError: If it takes longer; the message says whether it was running.
         """
-        future = self._jobs[number]
+        future = self.pending[number]
         if not wait([future], timeout).done:
             state = "still running" if future.running() else "waiting behind others"
             raise TimeoutError(f"the rollouts of iteration {number} took longer than {timeout:g} s: {state}")
-        del self._jobs[number]
+        del self.pending[number]
         return future.result()
 
     @contextmanager
@@ -249,7 +250,7 @@ class Jobs(Generic[T]):
         try:
             last = max(agree(self._started), self._started)
             self._move_limit(last)
-            running = {number: job for number, job in self._jobs.items() if number <= last}
+            running = {number: job for number, job in self.pending.items() if number <= last}
             _wait_for(running, timeout, ", so that the engine could not be given new weights")
             yield
         finally:
@@ -257,7 +258,7 @@ class Jobs(Generic[T]):
 
     def clear(self, timeout: float) -> None:
         """Forget all jobs, and wait for the running one; TimeoutError after ``timeout`` seconds."""
-        jobs, self._jobs = self._jobs, {}
+        jobs, self.pending = self.pending, {}
         for job in jobs.values():
             job.cancel()
         self._move_limit(math.inf)
