@@ -243,7 +243,6 @@ def parse_qwen_xml_tool_calls(action: Action) -> list[ToolCall]:
 
 
 _PYTHON = re.compile(r"<\|python_start\|>(.*?)(?:<\|python_end\|>|\Z)", re.DOTALL)
-_END_OF_TURN = re.compile(r"<\|(?:eot_id|eom_id|eot|end_of_text)\|>\s*\Z")
 _LIST_OF_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(.*\]", re.DOTALL)
 
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from rlhfkit.data.types import Sample
@@ -105,7 +105,7 @@ class RemoteReward:
         self.ssl_ca_certs = ssl_ca_certs
         self.max_response_bytes = max_response_bytes
         self.name = name
-        self._counters = _Counters()
+        self._counted: Counter[str] = Counter()
         warn_if_unencrypted(self.token, self.urls)
 
     def __repr__(self) -> str:
@@ -129,8 +129,8 @@ class RemoteReward:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                counted = client.num_requests, client.num_retries, client.seconds
-                self._counters.add(_Counters(len(samples), len(call.failures), *counted))
+                self._counted.update(samples=len(samples), failed=len(call.failures), retries=client.num_retries)
+                self._counted.update(requests=client.num_requests, seconds=client.seconds)  # type: ignore[call-overload]
         if call.failures:
             became = "are not trained on" if self.on_failure == "mask" else f"got the reward {self.on_failure}"
             counts = f"{len(call.failures)} of {len(samples)} samples"
@@ -142,13 +142,13 @@ class RemoteReward:
 
         Empty if nothing was scored, so that a mean over ranks leaves out ranks that do not score.
         """
-        tally, self._counters = self._counters, _Counters()
-        if not tally.samples:
+        counted, self._counted = self._counted, Counter()
+        if not counted["samples"]:
             return {}
         return {
-            f"{self.name}/failed_fraction": tally.failed / tally.samples,
-            f"{self.name}/retries": float(tally.retries),
-            f"{self.name}/request_seconds": tally.seconds / max(tally.requests, 1),
+            f"{self.name}/failed_fraction": counted["failed"] / counted["samples"],
+            f"{self.name}/retries": float(counted["retries"]),
+            f"{self.name}/request_seconds": counted["seconds"] / max(counted["requests"], 1),
         }
 
     def _client(self) -> HTTPClient:
@@ -163,22 +163,6 @@ class RemoteReward:
             backoff=self.backoff,
             max_bytes=self.max_response_bytes,
         )
-
-
-@dataclass
-class _Counters:
-    """Counts behind the metrics."""
-
-    samples: int = 0
-    failed: int = 0
-    requests: int = 0
-    retries: int = 0
-    seconds: float = 0.0
-
-    def add(self, call: "_Counters") -> None:
-        """Add the counts of one call."""
-        for counted in fields(self):
-            setattr(self, counted.name, getattr(self, counted.name) + getattr(call, counted.name))
 
 
 class _Call:
