@@ -99,6 +99,18 @@ class Image:
         known = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
         return next((f"image/{name}" for magic, name in known.items() if begins.startswith(magic)), "image/tiff")
 
+    def thumbnail(self, side: int = 160) -> str:
+        """A ``data:`` URL of the picture with sides of at most ``side`` pixels, below 100 kB: PNG or JPEG."""
+        picture = self.open()
+        picture.thumbnail((side, side))
+        encoded = {}
+        for kind in ("png", "jpeg"):
+            file = io.BytesIO()
+            picture.save(file, format=kind, quality=80)
+            encoded[kind] = file.getvalue()
+        kind = min(encoded, key=lambda name: len(encoded[name]))
+        return f"data:image/{kind};base64,{base64.b64encode(encoded[kind]).decode()}"
+
     @cached_property
     def key(self) -> str:
         """The same for the same picture: of bytes their SHA-256, of a file its path, size and time of change."""

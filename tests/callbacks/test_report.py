@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import PIL.Image
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,9 +17,12 @@ from tiny_models import tiny_model
 
 from rlhfkit import RolloutCallback, RunReport, SamplingSpec, SFTDataModule, SFTModule
 from rlhfkit.callbacks.report.page import BINS, MOST_POINTS, Curve, Histogram, RunData, read_page, write_page
+from rlhfkit.callbacks.report.run_report import MOST_IMAGES, shown_prompt
 from rlhfkit.callbacks.report.timeline import Interval, merged, recorded_intervals
 from rlhfkit.callbacks.rollout.parts.alarms import Alarm, Alarms
 from rlhfkit.cli.main import main
+from rlhfkit.data.images import Image
+from rlhfkit.data.types import Prompt
 
 
 def fit(folder: Path, report: RunReport, epochs: int = 3, **arguments: Any) -> tuple[L.Trainer, Any, RolloutCallback]:
@@ -170,7 +174,12 @@ def test_a_page_of_a_thousand_iterations_is_below_five_megabytes(tmp_path: Path)
     data = RunData("long")
     tokens = {"tokens": ["token"] * 400, "difference": [0.123] * 400, "entropy": [1.23] * 400}
     samples = [{"reward": 0.5, "length": 400, **tokens} for _ in range(8)]
-    group = {"prompt": "x" * 2000, "prompt_id": 7, "answer": "12", "samples": samples}
+    noise = PIL.Image.effect_noise((600, 400), 200).convert("RGB")  # what takes the most bytes
+    prompt = Prompt(7, [1], text="x" * 2000, answer="12", attachments=(Image.of(noise, "a picture"),) * 9)
+    group = shown_prompt(prompt) | {"samples": samples}
+    assert [len(one) < 50_000 for one in group["images"]] == [True] * MOST_IMAGES
+    shown = Image.of(group["images"][0], "a picture").open()
+    assert shown.size == (160, 107)
     values = torch.randn(512, generator=torch.Generator().manual_seed(0))
     for iteration in range(1000):
         data.add_metrics({f"group/metric_{number}": math.sin(iteration + number) for number in range(80)}, iteration)

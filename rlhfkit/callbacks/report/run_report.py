@@ -30,16 +30,18 @@ MOST_SAMPLES = 8
 """Samples of a group that are shown."""
 MOST_CHARACTERS = 4000
 """Of a prompt that are shown, its end."""
+MOST_IMAGES = 4
+"""Images of a prompt that are shown, small ones."""
 _LONGEST_VALUE = 2000  # characters of an argument
 
 
 class RunReport(Callback):
     """One HTML page that shows a run: written after every iteration, and readable without a network.
 
-    It has the curves of all metrics, groups of samples with their rewards, advantages and, for each token, how far the
-    log-probs of trainer and engine differ and the policy's entropy, distributions over the samples, the time of each
-    phase and who worked when, alarms, and the whole configuration. ``rlhfkit report RUN1 RUN2`` shows several runs in
-    one page. Modules that learn from data have curves over optimizer steps instead. Example::
+    It has the curves of all metrics, groups of samples with their images, rewards, advantages and, for each token, how
+    far the log-probs of trainer and engine differ and the policy's entropy, distributions over the samples, the time of
+    each phase and who worked when, alarms, and the whole configuration. ``rlhfkit report RUN1 RUN2`` shows several runs
+    in one page. Modules that learn from data have curves over optimizer steps instead. Example::
 
         L.Trainer(callbacks=[rollouts, RunReport()])
 
@@ -295,7 +297,10 @@ def shown_prompt(prompt: Prompt) -> dict[str, Any]:
     """What the page shows of a prompt, and a place for its samples."""
     answer = None if prompt.answer is None else str(prompt.answer)[:200]
     text = prompt.text[-MOST_CHARACTERS:]
-    return {"prompt": text, "answer": answer, "prompt_id": prompt.index, "samples": []}
+    shown = {"prompt": text, "answer": answer, "prompt_id": prompt.index, "samples": []}
+    if prompt.attachments:
+        shown["images"] = [one.thumbnail() for one in prompt.attachments[:MOST_IMAGES]]
+    return shown
 
 
 def shown_sample(sample: Sample, advantage: float | None, tokenizer: Any) -> dict[str, Any]:
