@@ -1,10 +1,11 @@
-"""``SampleTable``: print a table of samples once per iteration."""
+"""``SampleTable``: print a table of samples once per iteration, and give it to loggers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.data.types import Sample
@@ -16,6 +17,8 @@ T = TypeVar("T")
 
 class SampleTable(Callback):
     """Print a table of samples: prompt, completion, parts of the reward, reward, advantage.
+
+    Loggers of Weights & Biases, MLflow and TensorBoard get it as a table named ``samples``, with the iteration.
 
     Args:
         rows: Number of samples: half with the highest rewards, half with the lowest.
@@ -41,35 +44,34 @@ class SampleTable(Callback):
         """Print the table of the iteration that was just trained on, on rank 0."""
         rollouts = RolloutCallback.of(trainer)
         if trainer.current_epoch % self.every_n_iterations == 0 and rollouts.inside_collected_iteration:
-            table = self.table(rollouts, f"iteration {trainer.current_epoch}")
+            columns, rows = self.table(rollouts)
             if trainer.is_global_zero:
-                self._print(table)
+                self._print(columns, rows, f"iteration {trainer.current_epoch}")
+                for logger in trainer.loggers:
+                    log_table(logger, columns, rows, trainer.current_epoch, trainer.global_step)
 
-    def _print(self, table: Any) -> None:
+    def _print(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str) -> None:
         from rich.console import Console
-
-        Console().print(table)
-
-    def table(self, rollouts: RolloutCallback, title: str) -> Any:
-        """A ``rich.table.Table`` of the samples of the current iteration. A collective: ranks show theirs."""
         from rich.markup import escape
         from rich.table import Table
 
+        table = Table(*columns, title=title, show_lines=False)
+        for row in rows:
+            table.add_row(*(escape(_shown(value)) for value in row))
+        Console().print(table)
+
+    def table(self, rollouts: RolloutCallback) -> tuple[list[str], list[list[Any]]]:
+        """Columns and rows of the samples of the current iteration. A collective: ranks show theirs."""
         pairs = list(zip(rollouts.sample_rows, rollouts.samples, strict=True))
         chosen = self._best_and_worst(pairs, lambda pair: pair[1].reward)
         own = [_Row.of(row, sample, self, rollouts) for row, sample in chosen]  # decodes no other text
         everyone = sorted(row for share in gather_objects(own) for row in share)
         shown = self._best_and_worst(everyone, lambda row: row.reward)
         parts = sorted({name for row in shown for name in row.reward_parts})
-        table = Table("prompt", "completion", *parts, "reward", "advantage", title=title, show_lines=False)
-        for row in shown:
-            numbers = [row.reward_parts.get(name) for name in parts] + [row.reward, row.advantage]
-            table.add_row(
-                escape(row.prompt),
-                escape(row.completion),
-                *("-" if number is None else f"{number:+.2f}" for number in numbers),
-            )
-        return table
+        columns = ["prompt", "completion", *parts, "reward", "advantage"]
+        return columns, [
+            [row.prompt, row.completion, *map(row.reward_parts.get, parts), row.reward, row.advantage] for row in shown
+        ]
 
     def _best_and_worst(self, items: list[T], reward: Callable[[T], float | None]) -> list[T]:
         ranked = sorted(items, key=lambda item: -(reward(item) or 0.0))
@@ -85,6 +87,29 @@ class SampleTable(Callback):
         if len(text) <= self.max_characters:
             return text
         return "…" + text[-self.max_characters :] if front else text[: self.max_characters] + "…"
+
+
+def log_table(logger: Logger, columns: Sequence[str], rows: Sequence[Sequence[Any]], iteration: int, step: int) -> None:
+    """Give a table to a logger as ``samples``; loggers that have no tables get nothing."""
+    if isinstance(logger, WandbLogger):
+        data = [[iteration, *row] for row in rows]
+        logger.log_table("samples", columns=["iteration", *columns], data=data, step=step)
+    elif isinstance(logger, MLFlowLogger):  # adds rows to those of earlier iterations
+        by_column = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
+        table = {"iteration": [iteration] * len(rows), **by_column}
+        logger.experiment.log_table(logger.run_id, table, "samples.json")
+    elif isinstance(logger, TensorBoardLogger):
+        lines = [columns, ["---"] * len(columns), *([_shown(value) for value in row] for row in rows)]
+        cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+        text = "\n".join("| " + " | ".join(line) + " |" for line in cells)
+        logger.experiment.add_text("samples", text, step)
+
+
+def _shown(value: Any) -> str:
+    """A cell as text."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:+.2f}"
 
 
 class _Row(NamedTuple):

@@ -131,7 +131,7 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
     import lightning as L
     from lightning.pytorch.cli import LightningCLI
 
-    from rlhfkit.costs import MemoryCheck
+    from rlhfkit.costs import MemoryCheck, Throughput
     from rlhfkit.strategies import register
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # this function is that use
@@ -165,7 +165,7 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
         L.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
-        trainer_defaults={"log_every_n_steps": 1, "callbacks": [MemoryCheck()]},
+        trainer_defaults={"log_every_n_steps": 1, "callbacks": [MemoryCheck(), Throughput()]},
         save_config_kwargs={"overwrite": True},
         seed_everything_default=0,
         auto_configure_optimizers=False,

@@ -12,12 +12,13 @@ from rlhfkit.costs.run import GPU, GPUS
 
 if TYPE_CHECKING:
     from rlhfkit.costs.estimation import Estimate, MemoryCheck, estimate
+    from rlhfkit.costs.throughput import Throughput
 
-__all__ = ["GPU", "GPUS", "Estimate", "MemoryCheck", "estimate"]
+__all__ = ["GPU", "GPUS", "Estimate", "MemoryCheck", "Throughput", "estimate"]
 
 
 def __getattr__(name: str) -> Any:
     """Import what loads Lightning on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'rlhfkit.costs' has no attribute {name!r}")
-    return getattr(import_module("rlhfkit.costs.estimation"), name)
+    return getattr(import_module(f"rlhfkit.costs.{'throughput' if name == 'Throughput' else 'estimation'}"), name)

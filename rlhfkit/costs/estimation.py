@@ -289,23 +289,30 @@ class MemoryCheck(L.Callback):
             rank_zero_warn(found)
 
 
-def memory_warning(trainer: L.Trainer, module: PolicyModule, gpu: str, free: float) -> str | None:
-    """Say that a run comes near the ``free`` bytes of each of its GPUs; ``None``: it does not, or it is unknown."""
+def estimate_of(trainer: L.Trainer, module: PolicyModule, gpu: GPU) -> Estimate | None:
+    """Estimate the run of a Trainer; ``None``: the formulas do not describe its module, data or strategy."""
     rollouts = [one for one in callbacks_of(trainer) if isinstance(one, RolloutCallback)]
     try:
-        found = estimate(
+        return estimate(
             module,
             datamodule_of(trainer),
             rollouts[0] if rollouts else None,
-            gpu=GPU(name=gpu, memory=free, flops=1.0, bandwidth=1.0),  # times are not asked for
+            gpu=gpu,
             strategy=trainer.strategy,
             devices=trainer.num_devices,
             num_nodes=trainer.num_nodes,
             precision=trainer.precision,
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
-    except (TypeError, ValueError) as error:  # modules, data or strategies of users that the formulas do not describe
-        log.info("memory is not estimated: %s", error)
+    except (TypeError, ValueError) as error:
+        log.info("nothing is estimated: %s", error)
+        return None
+
+
+def memory_warning(trainer: L.Trainer, module: PolicyModule, gpu: str, free: float) -> str | None:
+    """Say that a run comes near the ``free`` bytes of each of its GPUs; ``None``: it does not, or it is unknown."""
+    found = estimate_of(trainer, module, GPU(name=gpu, memory=free, flops=1.0, bandwidth=1.0))  # no times are needed
+    if found is None:
         return None
     phases = phase_bytes(found.memory, TRAINING)
     fullest = max(phases, key=lambda phase: phases[phase])

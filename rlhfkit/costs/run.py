@@ -37,9 +37,14 @@ _SHEETS = (
     GPU("A100-40GB", 39.4 * GIB, 312e12, 1.555e12),  # NVIDIA A100 data sheet (2021), SXM4
     GPU("A100", 79.1 * GIB, 312e12, 2.039e12),
     GPU("H100", 79.1 * GIB, 989e12, 3.35e12),  # NVIDIA H100 data sheet (2023), SXM5
+    GPU("H100-NVL", 93.1 * GIB, 835e12, 3.9e12),
+    GPU("H100-PCIe", 79.1 * GIB, 756e12, 2e12),
     GPU("H200", 139.8 * GIB, 989e12, 4.8e12),  # NVIDIA H200 data sheet (2024), SXM5
     GPU("B200", 178.0 * GIB, 2250e12, 8e12),  # NVIDIA DGX B200 data sheet (2024), an eighth of it
     GPU("L40S", 44.4 * GIB, 362e12, 0.864e12),  # NVIDIA L40S data sheet (2023), PCIe 4.0
+    GPU("L4", 22.0 * GIB, 121e12, 0.3e12),  # NVIDIA L4 data sheet (2023)
+    GPU("A10G", 22.0 * GIB, 70e12, 0.6e12),  # AWS G5 and NVIDIA A10G data sheet (2021)
+    GPU("RTX-4090", 23.5 * GIB, 165e12, 1.008e12),  # NVIDIA Ada architecture whitepaper (2022), 32-bit accumulation
     GPU("MI300X", 191.5 * GIB, 1307e12, 5.3e12),  # AMD Instinct MI300X data sheet (2023)
 )
 GPUS = {gpu.name: gpu for gpu in _SHEETS}

@@ -415,6 +415,10 @@ class RolloutEngine(Protocol):
         """Return what is logged of the last :meth:`load`; that of rank 0 is used. Nothing by default."""
         return {}
 
+    def load_metrics(self) -> Mapping[str, float]:
+        """Return what is logged of how busy the engine was since the last call, on rank 0. Nothing by default."""
+        return {}
+
     def sleep(self) -> None:
         """Free memory that is not needed until :meth:`wake`; does nothing by default."""
         return

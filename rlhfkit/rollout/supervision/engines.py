@@ -38,6 +38,7 @@ TableCall = Callable[..., "Future[Any]"]
 _MAX_REQUESTS_PER_ENGINE = 2048
 """Requests in flight per engine, of all ranks. More than any engine runs at once, so that none is idle; few enough that
 the last jobs go to whichever engine is done first."""
+_LOAD_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0
 """Time for the table to answer on a busy machine."""
 
@@ -286,6 +287,18 @@ class Engines:
                 for handle in handles:
                     self.has_worked(handle)
                 return dict(zip((handle.number for handle in handles), results, strict=True))
+
+    def load(self) -> list[dict[str, float]]:
+        """Return how busy each engine was since the last call; those that do not answer in seconds are left out."""
+        import ray
+
+        calls = [one.actor.take_load.remote() for one in self.handles if one.state is not State.DEAD]
+        answered = ray.wait(calls, num_returns=len(calls), timeout=_LOAD_SECONDS)[0] if calls else []
+        loads = []
+        for call in answered:
+            with contextlib.suppress(ray.exceptions.RayError):  # supervision finds out what has happened to it
+                loads.append(ray.get(call))
+        return [load for load in loads if load]
 
     # ---------------------------------------------------------------- weights and sleep: rank 0
 

@@ -22,6 +22,7 @@ from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.table import this_process
 from rlhfkit.rollout.vllm.adapter_slot import adapter_request
+from rlhfkit.rollout.vllm.engine_load import EngineLoad
 from rlhfkit.rollout.vllm.in_process import InProcessLLM
 from rlhfkit.rollout.vllm.machines import WorkerMachines, node_arguments, run_workers
 
@@ -154,6 +155,7 @@ class VLLMActor:
         self._has_weights = False  # those that it was started with, or was sent
         self._running: dict[str, dict[str, asyncio.Task[Any]]] = {}  # by key, and by name of the request
         self._paused = False
+        self._load = EngineLoad()
         self._last_step = time.monotonic()  # when it was seen
         self._question: asyncio.Task[Any] | None = None  # to the engine's process, which answers between two steps
         # Steps of a transfer run one after another, in the order of the calls, also if several have arrived while the
@@ -198,11 +200,11 @@ class VLLMActor:
     async def _build(self) -> Any:
         """Build the engine; one of several processes is an ``AsyncLLM``."""
         if self.in_process:
-            return await InProcessLLM.start(self._arguments)
+            return await InProcessLLM.start(self._arguments, self._load.factory)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments), stat_loggers=[self._load.factory])
 
     async def _rpc(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker."""
@@ -288,6 +290,10 @@ class VLLMActor:
         if answered or self._paused or not self._running:
             self._last_step = now
         return {"seconds_since_step": now - self._last_step, "paused": self._paused}
+
+    async def take_load(self) -> dict[str, float]:
+        """Return how busy the engine was since the last call."""
+        return self._load.take()
 
     @plain_errors
     async def generate(self, key: str, requests: Sequence[Request]) -> list[Completion]:

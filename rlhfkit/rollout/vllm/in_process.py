@@ -29,18 +29,20 @@ class InProcessLLM:
         self._engine: Any = None
 
     @classmethod
-    async def start(cls, arguments: dict[str, Any]) -> "InProcessLLM":
-        """Build an engine from arguments of ``vllm.EngineArgs``."""
+    async def start(cls, arguments: dict[str, Any], stat_logger: Callable[..., Any]) -> "InProcessLLM":
+        """Build an engine from arguments of ``vllm.EngineArgs``; ``stat_logger`` makes what its steps are told to."""
         engine = cls()
         threading.Thread(target=engine._work, name="vllm", daemon=True).start()
-        await engine._post(lambda: engine._build(arguments))
+        await engine._post(lambda: engine._build(arguments, stat_logger))
         return engine
 
-    def _build(self, arguments: dict[str, Any]) -> None:
+    def _build(self, arguments: dict[str, Any], stat_logger: Callable[..., Any]) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        # Unlike AsyncLLM, it asks loggers of its own only if it logs statistics.
+        settings = EngineArgs(**arguments | {"disable_log_stats": False})
+        self._engine = LLMEngine.from_engine_args(settings, stat_loggers=[stat_logger])
         self.vllm_config = self._engine.vllm_config
 
     def _work(self) -> None:

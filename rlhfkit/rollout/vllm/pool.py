@@ -2,6 +2,8 @@
 
 import importlib.util
 import logging
+from collections.abc import Mapping
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -313,6 +315,16 @@ class VLLMPool(RemoteEnginePool, metaclass=_EngineNames):
     def resume_problem(self, sampling: SamplingSpec) -> str | None:
         """Why vLLM cannot continue samples of this kind; see :meth:`RolloutEngine.resume_problem`."""
         return vllm_resume_problem(sampling)
+
+    def load_metrics(self) -> Mapping[str, float]:
+        """Return ``engine/running`` and ``engine/waiting``, requests of a mean engine in a mean step since the last
+        call, and ``engine/kv_cache``, the most of its key-value cache that any has used, 0 to 1. On rank 0.
+        """
+        loads = self.engines.load() if self.engines is not None and self._sync is not None else []
+        if not loads:
+            return {}
+        means = {f"engine/{name}": fmean(load[name] for load in loads) for name in ("running", "waiting")}
+        return means | {"engine/kv_cache": max(load["kv_cache"] for load in loads)}
 
     def check_sampling(self, sampling: SamplingSpec) -> None:
         """Raise ValueError if vLLM cannot sample so, see :func:`check_vllm_sampling`."""

@@ -117,6 +117,16 @@ class TestWeights:
             assert {token_version for sample in samples for token_version in sample.versions.tolist()} == {version}
             assert score_difference(model, vllm_pool, prompts[-1].token_ids.tolist()) <= EXACT
 
+    def test_the_load_of_the_engines_is_logged(self, pool: SharedPool, prompts: list[Prompt]) -> None:
+        pool.load_metrics()
+        pool.generate(prompts, SPEC, iteration=0)
+        load = pool.load_metrics()
+        assert load.keys() == {"engine/running", "engine/waiting", "engine/kv_cache"}
+        assert 0 < load["engine/running"] <= len(prompts) * SPEC.group_size
+        assert load["engine/waiting"] >= 0
+        assert 0 < load["engine/kv_cache"] <= 1
+        assert pool.load_metrics() == {}  # nothing since
+
     def test_samples_that_are_cut_are_continued_with_the_new_weights(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
     ) -> None:

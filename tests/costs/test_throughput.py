@@ -1,0 +1,153 @@
+"""``Throughput`` measures what it says: work by seconds, of all ranks."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+from rl_runs import setup_run
+from tiny_models import tiny_model
+
+import rlhfkit.costs.throughput as throughput
+from rlhfkit import SFTDataModule, SFTModule
+from rlhfkit.costs import Throughput
+from rlhfkit.costs.estimation import train_flops
+from rlhfkit.costs.model_shape import model_shape
+from rlhfkit.costs.throughput import gpu_named, rates
+from rlhfkit.rollout.vllm.engine_load import EngineLoad
+
+
+class Clock:
+    """A clock that moves by a second each time that it is asked."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+class Kept(Callback):
+    """Keeps what an iteration, or an optimizer step, has logged."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.tokens = self.squares = self.rows = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        lengths = batch.lengths.tolist()
+        self.tokens += sum(lengths)
+        self.squares += sum(length**2 for length in lengths)
+        self.rows += len(lengths)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_a_run_of_own_samples_logs_rates_memory_and_the_time_left(tmp_path: Path) -> None:
+    kept = Kept()
+    trainer, module, data, rollouts = setup_run(tmp_path, callbacks=[Throughput(), kept], max_epochs=2)
+    trainer.fit(module, data)
+    first, last = kept.logged
+    for one in kept.logged:
+        for name in ("trained_tokens_per_s", "generated_tokens_per_s", "samples_per_s", "gflops_per_rank"):
+            assert one[f"perf/{name}"] > 0
+        assert one["memory/process_gib"] > 0.1
+        assert "perf/hidden_s" not in one  # nothing is sampled beside learning
+    assert first["perf/hours_left"] > 0
+    assert last["perf/hours_left"] == 0
+    generated = sum(sample.num_tokens - sample.prompt.num_tokens for sample in rollouts.samples)
+    seconds = rollouts.timing.metrics(1)["time/generate"]
+    assert last["perf/generated_tokens_per_s"] == pytest.approx(generated / seconds, rel=1e-4)
+
+
+def test_operations_are_those_of_what_is_trained_by_the_seconds_of_learning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "time", Clock())
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1)}) + "\n" for i in range(8))
+    )
+    folder, kept = str(tiny_model(tmp_path / "model")), Kept()
+    import lightning as L
+
+    trainer = L.Trainer(
+        callbacks=[Throughput(every_n_steps=2), kept],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_epochs=1,
+    )
+    trainer.fit(SFTModule(folder), SFTDataModule(str(tmp_path / "rows.jsonl"), micro_batch_size=4))
+    (logged,) = kept.logged  # one measurement of two steps; began, learning since, now: a second between each two
+    assert logged["perf/trained_tokens_per_s"] == kept.tokens
+    assert logged["perf/samples_per_s"] == kept.rows / 2
+    work = train_flops(model_shape(folder), kept.tokens, kept.squares / kept.tokens, gradient_checkpointing=False)
+    assert logged["perf/gflops_per_rank"] == pytest.approx(work / 1e9, rel=1e-6)
+
+
+def test_work_of_ranks_is_added_up_and_the_slowest_one_counts() -> None:
+    ranks = [
+        {"tokens": 100.0, "learn": 2.0, "generated": 60.0, "generate": 3.0, "score": 1.0, "wait": 1.0, "rows": 4.0,
+         "whole": 5.0, "engine/waiting": 7.0, "memory/learn_gib": 1.0},
+        {"tokens": 60.0, "learn": 4.0, "generated": 30.0, "generate": 2.0, "rows": 4.0, "whole": 4.0,
+         "memory/learn_gib": 3.0},
+    ]  # fmt: skip
+    assert rates(ranks) == {
+        "perf/trained_tokens_per_s": 40.0,
+        "perf/generated_tokens_per_s": 30.0,
+        "perf/samples_per_s": 1.6,
+        "perf/hidden_s": 3.0,
+        "engine/waiting": 7.0,
+        "memory/learn_gib": 3.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA B200", "B200"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA L40", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_gpus_are_found_by_the_drivers_name(device: str, name: str | None) -> None:
+    found = gpu_named(device)
+    assert (found and found.name) == name
+
+
+def test_utilization_is_of_the_gpus_rate() -> None:
+    measured = Throughput()
+    one = {"tokens": 10.0, "squares": 100.0, "learn": 2.0}
+    measured._shapes = {"policy": SimpleNamespace()}  # type: ignore[dict-item]
+    measured._gpu = gpu_named("NVIDIA H100 80GB HBM3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput, "train_flops", lambda *given, **others: 989e12)
+        assert measured._arithmetic([one, one]) == {"perf/mfu": 0.25}
+
+
+def test_the_load_of_an_engine_is_that_since_it_was_last_asked() -> None:
+    load = EngineLoad()
+    assert load.take() == {}
+    for running, waiting, cache in ((4, 2, 0.5), (2, 0, 0.25)):
+        stats = SimpleNamespace(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=cache)
+        load.factory(None, 0).record(stats, None, engine_idx=0)
+    load.record(None, None)
+    assert load.take() == {"running": 3.0, "waiting": 1.0, "kv_cache": 0.5}
+    assert load.take() == {}
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="every_n_steps"):
+        Throughput(every_n_steps=0)
