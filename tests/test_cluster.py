@@ -3,20 +3,25 @@
 A script that starts tasks with their variables stands in for Slurm's ``srun``; nodes are processes, or nodes of Ray.
 """
 
+import csv
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from strategies.ranks import free_port
 from test_docs_examples import blocks
@@ -40,6 +45,8 @@ for task in "${tasks[@]}"; do wait "$task" || failed=1; done
 exit ${failed:-0}
 """
 """``srun`` of two nodes with a task each."""
+OTHER_NODE = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@" --num-cpus=2 --resources=\'{"other": 1}\'\n'
+"""``srun`` of a command of Ray on one more node."""
 
 
 def script(word: str) -> str:
@@ -150,3 +157,92 @@ def test_two_nodes_of_slurm_or_torchrun_train_what_one_process_trains(
     for name, weight in alone.items():
         torch.testing.assert_close(by_slurm[name], weight, atol=1e-5, rtol=0)
         assert torch.equal(by_torchrun[name], by_slurm[name])
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """A short path for Ray's sockets; what is started with it ends with the test."""
+    import psutil
+
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("RAY_TMPDIR") == folder:
+                    process.kill()
+            except psutil.Error:
+                continue
+
+
+@pytest.fixture
+def ray_variables(world: Path, ray_folder: Path) -> dict[str, str]:
+    """Those of a cluster; ``run.yaml`` has a rank on each of its two nodes, and the reference on the second one."""
+    pool = {"model": "model", "resources": {"other": 1}}
+    settings = next(yaml.safe_load(block) for block in blocks(PAGE, "yaml") if "launcher: ray" in block)
+    trainer, rollouts = settings["trainer"], settings["trainer"]["callbacks"][-1]
+    assert trainer["strategy"]["init_args"] == {"stage": 3, "launcher": "ray"}
+    rollouts["init_args"] |= {"engine": None, "sampling": {"group_size": 2, "max_new_tokens": 4}}
+    model = {"model": "model", "lr": 1e-3, "kl_coef": 0.1}
+    model["reference"] = {"class_path": "rlhfkit.ModelPool", "init_args": pool}
+    data = {"data": "questions.jsonl", "prompt": "question", "answer": "answer"}
+    data |= {"rollout_batch_size": 8, "micro_batch_size": 4}
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "grpo"}}
+    trainer |= {"devices": 1, "accelerator": "cpu", "max_epochs": 2, "logger": logger, "log_every_n_steps": 1}
+    settings |= {
+        "model": {"class_path": "rlhfkit.GRPOModule", "init_args": model},
+        "data": {"class_path": "rlhfkit.PromptDataModule", "init_args": data},
+    }
+    (world / "run.yaml").write_text(yaml.safe_dump(settings))
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return token | {"RAY_TMPDIR": str(ray_folder), "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1"}
+
+
+def logged(world: Path, version: int) -> list[dict[str, str]]:
+    """What a run has logged, row by row."""
+    return [*csv.DictReader((world / f"runs/grpo/version_{version}/metrics.csv").read_text().splitlines())]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_job_of_slurm_trains_on_two_nodes_of_ray_and_goes_on_when_it_is_started_again(
+    world: Path, ray_variables: dict[str, str]
+) -> None:
+    """The driver is in the batch script."""
+    (world / "bin/srun").write_text(OTHER_NODE)
+    (world / "bin/srun").chmod(0o755)
+    job = {"JOB_ID": "4711", "JOB_NAME": "grpo", "NTASKS": "2", "NTASKS_PER_NODE": "1", "NODEID": "0", "NNODES": "2"}
+    more = ray_variables | {f"SLURM_{name}": value for name, value in job.items()}
+
+    def submit(*options: str) -> str:
+        text = script("ray start --head --port").replace("6379", str(free_port()))
+        text = text.replace("ray start --head", "ray start --head --num-cpus=2 --include-dashboard=false")
+        text = text.replace("--ckpt_path last", " ".join(["--ckpt_path last", *options]))
+        return train(text, world, **more)
+
+    submit()
+    rows = logged(world, 0)
+    assert {row["policy/ref_kl"] for row in rows if row["policy/ref_kl"]}
+    assert max(int(row["step"]) for row in rows) == 3  # 2 iterations of 8 * 2 samples, in updates of 2 ranks * 4
+    assert (world / "runs/grpo/checkpoints/last.ckpt").exists()
+
+    submit("--trainer.max_epochs", "3")
+    assert {int(row["step"]) for row in logged(world, 1)} == {4, 5}  # the third iteration only
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="jobs need ray[default]")
+def test_a_job_that_is_submitted_to_ray_trains_in_the_common_folder(world: Path, ray_variables: dict[str, str]) -> None:
+    head, dashboard = free_port(), free_port()
+    text = script("ray start --head                ") + script("ray job submit")
+    text = text.replace(
+        "ray start --head ", f"ray start --head --port={head} --num-cpus=2 --dashboard-port={dashboard} "
+    )
+    other = "--num-cpus=2 --resources='{\"other\": 1}'"
+    text = text.replace("--address=head:6379", f"--address=127.0.0.1:{head} {other}")
+    text = text.replace("http://head:8265", f"http://127.0.0.1:{dashboard}").replace("/shared/run", str(world))
+    lines = [line for line in text.splitlines() if not line.startswith("RAY_ADDRESS=")]
+    printed = train("set -e\n" + "\n".join(lines), world, **ray_variables)
+    assert "succeeded" in printed
+    assert {row["policy/ref_kl"] for row in logged(world, 0) if row["policy/ref_kl"]}
+    assert (world / "runs/grpo/checkpoints/last.ckpt").exists()
