@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,8 +183,9 @@ def ray_variables(world: Path, ray_folder: Path) -> dict[str, str]:
     trainer, rollouts = settings["trainer"], settings["trainer"]["callbacks"][-1]
     assert trainer["strategy"]["init_args"] == {"stage": 3, "launcher": "ray"}
     rollouts["init_args"] |= {"engine": None, "sampling": {"group_size": 2, "max_new_tokens": 4}}
-    model = {"model": "model", "lr": 1e-3, "kl_coef": 0.1}
-    model["reference"] = {"class_path": "rlhfkit.ModelPool", "init_args": pool}
+    model: dict[str, Any] = {"model": "model", "lr": 1e-3, "kl_coef": 0.1}
+    reference = {"pool": {"class_path": "rlhfkit.ModelPool", "init_args": pool}}
+    model["parts"] = [{"class_path": "rlhfkit.modules.parts.Reference", "init_args": reference}]
     data = {"data": "questions.jsonl", "prompt": "question", "answer": "answer"}
     data |= {"rollout_batch_size": 8, "micro_batch_size": 4}
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "grpo"}}
