@@ -190,6 +190,17 @@ def wrong_values(name: str, argument: str, kinds: list[Any]) -> list[Any]:
     return [value for value in wrong if isinstance(value, list) or value not in allowed]
 
 
+def beyond_the_bounds(message: str, kinds: list[Any]) -> list[Any]:
+    """The values next to the bounds that a refusal names: what it says is allowed is all that is."""
+    whole = float not in kinds and PAIR not in kinds
+    step: float = 1 if whole else 1e-3
+    found = []
+    for words, number in re.findall(r"(at least|above|at most|below) (-?[0-9.]*[0-9])(?![0-9.]*e)", message):
+        bound = int(number) if whole else float(number)
+        found.append({"at least": bound - step, "above": bound, "at most": bound + step, "below": bound}[words])
+    return found
+
+
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in CASES}))
 def test_the_smallest_call_is_taken(name: str) -> None:
     CLASSES[name](**required(CLASSES[name]))
@@ -203,13 +214,15 @@ def test_what_is_no_number_of_the_range_is_refused_by_name_and_value(
 ) -> None:
     kind = CLASSES[name]
     taken, unclear = [], []
-    for value in wrong_values(name, argument, kinds):
+    tried = wrong_values(name, argument, kinds)
+    for value in tried:
         given = (value, 0.9) if PAIR in kinds else value
         try:
             kind(**(required(kind) | {argument: given}))
         except (ValueError, TypeError) as error:
             if argument not in str(error) or repr(value) not in str(error):
                 unclear.append(f"{value!r}: {error}")
+            tried += [more for more in beyond_the_bounds(str(error), kinds) if more not in tried]
         else:
             taken.append(value)
     assert not taken, f"{name}({argument}=...) takes {taken}"
