@@ -190,10 +190,6 @@ def test_no_circle_of_files() -> None:
     assert circles(graph()) == []
 
 
-def test_a_circle_is_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [{"a", "b", "c"}]
-
-
 def test_importing_the_package_loads_nothing_heavy(loaded: dict[str, set[str]]) -> None:
     assert not loaded["rlhfkit"] & ({"torch", "numpy"} | HEAVY)
 

@@ -18,7 +18,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfkit.cli.estimate import estimate_configuration
-from rlhfkit.cli.init import methods, packaged
+from rlhfkit.cli.init import packaged
 from rlhfkit.cli.main import main, run
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
@@ -236,14 +236,6 @@ def test_sizes_in_the_comments_can_be(
     if "sampling" in yaml.safe_dump(tree):
         samples = data["rollout_batch_size"] * trainer["callbacks"][-1]["init_args"]["sampling"]["group_size"]
         assert samples % batches.pop() == 0
-
-
-def test_every_method_has_one_script_and_one_configuration() -> None:
-    assert {*RUNS} == {*methods()}
-    for method, title in methods().items():
-        doc = str(script(method).__doc__)
-        assert f"rlhfkit://{method}``" in doc
-        assert title.split(":")[0] == doc.split(":")[0]
 
 
 QWEN3, LLAMA = (

@@ -14,7 +14,6 @@ import torch
 from nbclient import NotebookClient
 
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
-RECIPES = ("rejection_sampling", "iterative_dpo", "conditional_sft", "decision_transformer")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,11 +86,6 @@ def test_online_dpo_improves_the_policy_and_draws_curves(
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_short(name: str) -> None:
-    assert len((TUTORIALS / "research" / f"{name}.py").read_text().splitlines()) < 80
-
-
 def printed(cell: nbformat.NotebookNode) -> str:
     """What a cell of a notebook has printed."""
     return "".join(output["text"] for output in cell.get("outputs", []) if output["output_type"] == "stream")
@@ -120,17 +114,3 @@ def test_the_notebook_goes_from_demonstrations_to_ppo_in_fewer_steps(monkeypatch
     assert found["PPO"][1] > found["SFT"][1] + 3
     [told_apart] = re.findall(r"told apart: ([\d.]+)% before, ([\d.]+)% after", "".join(map(printed, notebook.cells)))
     assert float(told_apart[1]) > float(told_apart[0]) + 10
-
-
-def test_the_notebook_is_kept_with_the_outputs_of_a_whole_run() -> None:
-    path = TUTORIALS / "sft_reward_ppo.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    found = stages(notebook)
-    assert found["SFT"][0] > found["random"][0] + 50
-    assert found["PPO"][1] > found["SFT"][1] + 30
-    images = [out for cell in notebook.cells for out in cell.get("outputs", []) if "image/png" in out.get("data", {})]
-    assert len(images) == 4
-    assert path.stat().st_size < 400_000
-    outputs = "".join(str(cell.get("outputs", [])) for cell in notebook.cells)
-    assert not re.search(r"/(tmp|home|root|work|Users)/", outputs)  # nobody's folders
-    assert "stderr" not in outputs

@@ -69,9 +69,3 @@ def test_a_module_that_cannot_be_exported_is_refused_before_training(tmp_path: P
 
     with pytest.raises(TypeError, match="which Plain does not have"):
         fit(Plain(), HFExport(tmp_path / "model"), epochs=1)
-
-
-@pytest.mark.parametrize("arguments", [{"every_n_epochs": 0}, {"keep": -1}])
-def test_numbers_are_checked(arguments: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be an integer of at least 1 or None"):
-        HFExport("model", **arguments)

@@ -104,9 +104,3 @@ def test_the_table_is_printed_every_so_many_iterations(tmp_path: Path, capsys: p
         assert heading in printed
     assert "iteration 2" in printed
     assert "iteration 1" not in printed
-
-
-@pytest.mark.parametrize("arguments", [{"rows": 0}, {"every_n_iterations": 0}, {"max_characters": -1}])
-def test_nonsense_is_refused(arguments: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be an integer of at least 1, got"):
-        SampleTable(**arguments)

@@ -372,12 +372,6 @@ def test_a_configuration_file_names_environments_and_tools() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_turns": 0}, "max_turns must be an integer of at least 1, got 0"),
-        ({"max_episode_tokens": 1}, "max_episode_tokens"),
-        ({"episode_timeout": 0}, "episode_timeout"),
-        ({"environment_timeout": 0}, "environment_timeout"),
-        ({"concurrency": 0}, "concurrency"),
-        ({"parallel_calls": 0}, "parallel_calls"),
         ({"on_error": "ignore"}, "on_error"),
         ({"tools": [print]}, "either an environment or tools"),
     ],

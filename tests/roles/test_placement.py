@@ -87,7 +87,6 @@ def test_a_plan_that_cannot_be_met_says_what_is_missing_and_what_there_is(found:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"trainer": 0}, "Placement.trainer must be an integer of at least 1"),
         ({"trainer": "with engines"}, "takes a number of ranks"),
         ({"engines": "with reference", "reference": 1}, "engines can be with trainer"),
         ({"reward": "with engines", "engines": 1}, "reward can be with trainer"),
@@ -97,7 +96,6 @@ def test_a_plan_that_cannot_be_met_says_what_is_missing_and_what_there_is(found:
         ({"reference": {"processes": 2, "resources": {"GPU": 0}}}, "above 0"),
         ({"reference": RoleResources(1), "launcher": "slurm"}, "must be 'ray' or None"),
         ({"device": "tpu"}, "must be 'cpu', 'cuda' or None"),
-        ({"timeout": 0}, "timeout"),
     ],
 )
 def test_what_is_asked_for_is_checked_at_once(arguments: dict[str, Any], message: str) -> None:

@@ -116,8 +116,3 @@ def test_an_iteration_without_enough_signal_is_filled_up_and_says_so(
     trainer.fit(module, data)
     assert "accepted only 0 of the 8 groups that are needed, of 16 that were sampled" in caplog.text
     assert trainer.callback_metrics["rollout/accepted_fraction"] == 0.0
-
-
-def test_a_limit_below_one_round_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_rounds"):
-        DynamicSampling(max_rounds=0)

@@ -28,7 +28,6 @@ def group(sequence: int, kind: SequenceParallel = "ulysses") -> ForwardGroup:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sequence_parallel_size": 0}, "sequence_parallel_size must be an integer of at least 1"),
         ({"sequence_parallel": "megatron"}, r"sequence_parallel must be one of \('ulysses', .*\), got 'megatron'"),
     ],
 )

@@ -124,9 +124,3 @@ def test_nobody_gets_the_scores_of_another(sizes: list[int], max_batch: int) -> 
         answers = [batcher.submit(request(*one)) for one in asked]
         assert [answer.result(5) for answer in answers] == [[float(number) for number in one] for one in asked]
     assert sorted(number for batch in batches for number in batch) == sorted(number for one in asked for number in one)
-
-
-def test_limits_are_checked() -> None:
-    for arguments in ({"max_batch": 0}, {"max_wait": -1.0}):
-        with pytest.raises(ValueError, match=r"must be an? .* of at least [01], got"):
-            Batcher(lambda samples: [], **arguments)

@@ -158,10 +158,6 @@ class Local:
         ({"reward": 3}, "reward must be callable or a dotted name, got int"),
         ({"reward": lambda batch: [0.0]}, "cannot be sent to another process"),
         ({"on_failure": "ignore"}, "on_failure must be 'mask'"),
-        ({"on_failure": math.nan}, "on_failure must be 'mask'"),
-        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
-        ({"timeout": -1}, "timeout must be a finite number above 0"),
-        ({"memory_gib": 0}, "memory_gib must be a finite number above 0, got 0"),
     ],
 )
 def test_mistakes_are_named(arguments: dict[str, object], message: str) -> None:

@@ -459,19 +459,7 @@ class TestWithoutEngines:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"num_engines": 0}, "num_engines must be an integer of at least 1, got 0"),
-            ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1"),
-            ({"max_model_len": 1}, "max_model_len must be an integer of at least 2 or None"),
-            (
-                {"gpu_memory_utilization": 1.5},
-                "gpu_memory_utilization must be a finite number above 0 and at most 1 or None, got 1.5",
-            ),
-            ({"kv_cache_gib": 0}, "kv_cache_gib must be a finite number above 0 or None"),
             ({"device": "tpu"}, "device must be None, 'cpu' or 'cuda', got 'tpu'"),
-            ({"sleep_level": 3}, "sleep_level must be an integer of at least 1 and at most 2, got 3"),
-            ({"sync_timeout": 0}, "sync_timeout must be a finite number above 0"),
-            ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer of at least 1, got 0"),
-            ({"data_parallel_size": 0}, "data_parallel_size must be an integer of at least 1, got 0"),
             ({"engine_arguments": {"pipeline_parallel_size": 2}}, "must leave pipeline_parallel_size out"),
             (
                 {"engine_arguments": {"data_parallel_size_local": 1, "nnodes": 2}},

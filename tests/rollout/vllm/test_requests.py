@@ -56,24 +56,13 @@ class TestSamplingSpec:
             ({"stop_token_ids": 5}, "stop_token_ids must be a list of up to 96 token ids"),
             ({"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids must be a list of up to 96"),
             ({"stop_token_ids": tuple(range(MAX_STOP_TOKEN_IDS + 1))}, "stop_token_ids must be a list of up to 96"),
-            ({"temperature": math.nan}, "temperature must be a finite number of at least 0, got nan"),
             ({"temperature": 1e-9}, r"temperature must be 0 \(greedy\) or at least 0.0001, got 1e-09"),
             ({"temperature": 0}, "greedy, and 8 completions of a prompt would all be the same: give group_size=1"),
-            ({"temperature": math.inf}, "temperature must be a finite number of at least 0, got inf"),
-            ({"top_p": math.nan}, "top_p must be a finite number above 0 and at most 1, got nan"),
-            ({"min_p": math.nan}, "min_p must be a finite number of at least 0 and below 1, got nan"),
             ({"top_k": 2**31}, "top_k must be an integer of at least 0"),
         ],
     )
     def test_what_no_engine_can_take_is_refused(self, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            SamplingSpec(**fields)
-
-    @pytest.mark.parametrize(
-        "fields", [{"group_size": 2.0}, {"max_new_tokens": "8"}, {"top_k": True}, {"seed": None}, {"temperature": "1"}]
-    )
-    def test_numbers_of_another_type_are_refused_by_name(self, fields: dict[str, Any]) -> None:
-        with pytest.raises(TypeError, match=rf"SamplingSpec\.{next(iter(fields))} must be"):
             SamplingSpec(**fields)
 
     @given(st.data())
