@@ -78,14 +78,6 @@ class Example:
         return self.owner in ELSEWHERE or any(str(self).startswith(f"losses/{name}:") for name in ELSEWHERE)
 
 
-def docstrings(containing: str = "") -> Iterator[tuple[Path, str, str]]:
-    """Those of files that contain a text; parsing all takes long."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        for node in documented(ast.parse(source)) if containing in source else ():
-            yield path, getattr(node, "name", ""), ast.get_docstring(node) or ""
-
-
 def documented(node: Any) -> Iterator[Any]:
     """A module, its classes and functions, and theirs."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -95,14 +87,15 @@ def documented(node: Any) -> Iterator[Any]:
             yield from documented(inner)
 
 
-def examples() -> Iterator[Example]:
+def examples(path: Path) -> Iterator[Example]:
     block = re.compile(r"^( *)\S[^\n]*::\n\n?((?:\1 +\S[^\n]*\n?|\n)+)", re.MULTILINE)
-    for path, owner, text in docstrings(containing="::\n"):
-        for _, code in block.findall(text):
-            yield Example(path, owner, textwrap.dedent(code).strip())
+    for node in documented(ast.parse(path.read_text(encoding="utf-8"))):
+        for _, code in block.findall(ast.get_docstring(node) or ""):
+            yield Example(path, getattr(node, "name", ""), textwrap.dedent(code).strip())
 
 
-EXAMPLES = list(examples())
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "::\n" in path.read_text(encoding="utf-8")]
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
 
 @pytest.fixture(scope="module")
@@ -173,19 +166,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, "0123456789abcdef0123456789abcdef")
 
 
-@pytest.mark.parametrize("example", [one for one in EXAMPLES if not one.is_shell and not one.is_elsewhere], ids=str)
-def test_an_example_runs(example: Example, names: dict[str, Any], place: None) -> None:
-    home = importlib.import_module(
-        ".".join(("rlhfkit", *example.path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-    )
+@every_file
+def test_examples_run(file: Path, names: dict[str, Any], place: None) -> None:
+    """Those that cannot be run here call with arguments that exist."""
+    dotted = ".".join(("rlhfkit", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
     mine = importlib.import_module("my_rewards")
-    known = vars(home) | names | {name: getattr(mine, name) for name in ("MyJudge", "Style", "key")}
+    known = vars(importlib.import_module(dotted)) | names
+    known |= {name: getattr(mine, name) for name in ("MyJudge", "Style", "key")}
     known |= {"my_rewards": mine, "my_function": mine.unit_tests}
-    exec(compile(example.code, str(example), "exec"), known)
+    for example in examples(file):
+        if example.is_elsewhere and not example.is_shell:
+            check_calls(example, names)
+        elif not example.is_shell:
+            exec(compile(example.code, str(example), "exec"), dict(known))
 
 
-@pytest.mark.parametrize("example", [one for one in EXAMPLES if not one.is_shell and one.is_elsewhere], ids=str)
-def test_an_example_that_is_not_run_calls_with_arguments_that_exist(example: Example, names: dict[str, Any]) -> None:
+def check_calls(example: Example, names: dict[str, Any]) -> None:
     try:
         tree = ast.parse(example.code)
     except SyntaxError:
@@ -193,7 +189,7 @@ def test_an_example_that_is_not_run_calls_with_arguments_that_exist(example: Exa
         return
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     known = [(call, names[call.func.id]) for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
-    assert [text for call, called in known if (text := complaint(call, called))] == []
+    assert [text for call, called in known if (text := complaint(call, called))] == [], example
 
 
 def test_examples_are_found() -> None:

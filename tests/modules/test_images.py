@@ -84,6 +84,7 @@ def test_sft_learns_what_it_sees_and_exports_the_processor(folder: Path, tmp_pat
         assert torch.equal(model(**inputs).logits, module.policy.eval()(**inputs).logits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [DPOModule, KTOModule, RewardModule])
 def test_preferences_are_learned_from_pictures(kind: Any, folder: Path, tmp_path: Path) -> None:
     found = []

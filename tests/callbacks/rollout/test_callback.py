@@ -140,7 +140,6 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_causal_lm(str(folder)).state_dict()
 
 
-@pytest.mark.smoke
 @pytest.mark.distributed
 def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tmp_path: Path) -> None:
     single = ranks.run("rl_runs:train_on_ranks", 1, tmp_path / "one", strategies=["auto", "auto stream"], world=1)[0]

@@ -102,6 +102,7 @@ def test_two_ranks_have_the_numbers_of_one(tmp_path: Path) -> None:
             assert found[name] == near, name
 
 
+@pytest.mark.long
 def test_a_part_changes_what_is_learned(tmp_path: Path) -> None:
     for name, case in CASES.items():
         plain, found = numbers(*fit(tmp_path, case, parts=[])), numbers(*fit(tmp_path, case))

@@ -145,6 +145,7 @@ def test_a_right_answer_and_a_bad_end_is_no_pass(reward: CodeExecution) -> None:
     assert reward([sample(SUM + "\nraise SystemExit(1)", SUMS), sample(printed_too_much, SUMS)]) == [0.0, 0.0]
 
 
+@pytest.mark.long
 def test_programs_that_hang_eat_memory_or_fork_fail_alone(caplog: pytest.LogCaptureFixture) -> None:
     quick = CodeExecution(timeout=3.0, workers=2)  # the last program's interpreter starts beside a fork bomb, within it
     programs = [
