@@ -4,7 +4,6 @@ import pickle
 import re
 
 import pytest
-import torch
 
 import rlhfkit.losses
 
@@ -27,10 +26,3 @@ def test_a_loss_is_a_plain_function(name):
     assert inspect.isfunction(LOSSES[name])
     assert not hasattr(LOSSES[name], "__wrapped__")
     assert pickle.loads(pickle.dumps(LOSSES[name])) is LOSSES[name]
-
-
-def test_a_loss_compiles_without_graph_breaks():
-    logprobs, mask = -torch.rand(2, 3), torch.ones(2, 3)
-    compiled = torch.compile(rlhfkit.losses.kl_loss, fullgraph=True, backend="eager")
-    expected = rlhfkit.losses.kl_loss(logprobs, 2.0 * logprobs, mask)
-    torch.testing.assert_close(compiled(logprobs, 2.0 * logprobs, mask).loss, expected.loss)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from losses.whole_graph import WHOLE_GRAPH
 from rlhfkit.losses import distillation_loss, on_policy_distillation_advantages, policy_loss_output, policy_tokens
 
 GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
@@ -210,14 +209,6 @@ def test_teacher_carries_no_gradient_and_half_precision_is_computed_in_float32()
     assert output.loss.dtype == torch.float32
     assert student.grad.dtype == torch.bfloat16
     torch.testing.assert_close(output.loss, distillation_loss(student.float(), teacher.float(), mask).loss)
-
-
-@WHOLE_GRAPH
-@pytest.mark.parametrize("form", [{}, {"divergence": "jsd"}, {"top_k": 3}], ids=str)
-def test_compiles_without_graph_breaks(form):
-    batch = logits_batch()
-    compiled = torch.compile(distillation_loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*batch, **form).loss, distillation_loss(*batch, **form).loss)
 
 
 @pytest.mark.parametrize(

@@ -124,23 +124,6 @@ def test_packed_row_gives_the_gradient_of_padded_sequences(loss):
     torch.testing.assert_close(*(torch.autograd.grad(value, logprobs, retain_graph=True)[0] for value in (row, padded)))
 
 
-def test_half_precision_is_summed_in_float32():
-    logprobs, mask = token_batch(sequences=64, tokens=64, dtype=torch.bfloat16)
-    logprobs.requires_grad_()
-    output = cross_entropy_loss(logprobs, mask)
-    output.loss.backward()
-    assert output.loss.dtype == torch.float32
-    assert logprobs.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(output.loss, cross_entropy_loss(logprobs.detach().float(), mask).loss)
-
-
-@pytest.mark.parametrize("loss", [cross_entropy_loss, dft_loss])
-def test_compiles_without_graph_breaks(loss):
-    logprobs, mask = token_batch()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(logprobs, mask).loss, loss(logprobs, mask).loss)
-
-
 def test_nothing_selected_gives_zero_and_zero_gradient():
     logprobs = torch.zeros(2, 3, requires_grad=True)
     output = cross_entropy_loss(logprobs, torch.zeros(2, 3, dtype=torch.bool))

@@ -194,14 +194,6 @@ def test_lower_precision_is_computed_in_float32(dtype):
     torch.testing.assert_close(advantages.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("function", [gae, discounted_returns])
-def test_compiles_without_graph_breaks(function):
-    batch = policy_batch()
-    inputs = (batch.advantages, batch.old_logprobs, batch.mask) if function is gae else (batch.advantages, batch.mask)
-    got = torch.compile(function, fullgraph=True, backend="eager")(*inputs)
-    torch.testing.assert_close(got, function(*inputs))
-
-
 def test_bad_arguments_raise():
     batch = policy_batch()
     inputs = batch.advantages, batch.old_logprobs, batch.mask

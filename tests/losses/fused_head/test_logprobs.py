@@ -282,25 +282,6 @@ def test_bfloat16_logits_are_reduced_in_float32_and_left_as_they_are():
     torch.testing.assert_close(logits.grad.double(), expected, rtol=2**-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_compiles_without_graph_breaks(entropy):
-    head = random_head(6, vocabulary=40, dtype=torch.float32)
-
-    def loss(hidden, weight, bias):
-        output = linear_logprobs(hidden * 2, weight, head.targets, bias=bias, entropy=entropy, chunk=16)
-        dense = logits_logprobs(hidden @ weight.t(), head.targets, entropy=entropy)
-        parts = [part.mean() for part in (*output, *dense) if part is not None]
-        return torch.stack(parts).sum()
-
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    for mine, expected in zip(
-        torch.autograd.grad(compiled(*head.leaves), head.leaves),
-        torch.autograd.grad(loss(*head.leaves), head.leaves),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, expected)
-
-
 def test_a_target_in_no_tile_gives_nan_where_its_range_is_not_checked():
     state = RunningSoftmax.empty(2, torch.float32, torch.device("cpu"), entropy=False)
     logits = torch.randn(2, 4)

@@ -73,11 +73,3 @@ def test_bad_arguments_raise():
         top_entropy_mask(entropy, mask, fraction=0.0)
     with pytest.raises(ValueError, match="same shape"):
         top_entropy_mask(entropy, mask[:, :2])
-
-
-@pytest.mark.parametrize("function", [top_entropy_mask, entropy_bonus])
-def test_compiles_without_graph_breaks(function):
-    entropy, mask = torch.rand(3, 5), torch.rand(3, 5) < 0.7
-    knobs = {"coef": 0.1} if function is entropy_bonus else {}
-    got = torch.compile(function, fullgraph=True, backend="eager")(entropy, mask, **knobs)
-    torch.testing.assert_close(got, function(entropy, mask, **knobs))

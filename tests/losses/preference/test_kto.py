@@ -140,24 +140,6 @@ def test_masked_answers_reach_neither_loss_nor_gradient_nor_metrics():
     assert not kto_kl_sums(logprobs, reference.clone().requires_grad_()).requires_grad
 
 
-def test_half_precision_is_computed_in_float32():
-    logprobs, reference, desirable = answer_batch(dtype=torch.bfloat16)
-    output = kto_loss(logprobs, reference, desirable, torch.tensor(0.1, dtype=torch.bfloat16))
-    assert output.loss.dtype == torch.float32
-    expected = kto_loss(logprobs.float(), reference.float(), desirable, torch.tensor(0.1).bfloat16().float())
-    torch.testing.assert_close(output.loss, expected.loss)
-
-
-def test_compiles_without_graph_breaks():
-    logprobs, reference, desirable = answer_batch()
-
-    def step(logprobs, reference):
-        return kto_loss(logprobs, reference, desirable, kto_kl_estimate(kto_kl_sums(logprobs, reference))).loss
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(logprobs, reference), step(logprobs, reference))
-
-
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [

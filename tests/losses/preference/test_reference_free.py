@@ -155,21 +155,6 @@ def test_masked_pairs_reach_neither_loss_nor_gradient_nor_metrics(name):
     assert not any(metric.requires_grad for metric in output.metrics.values())
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_half_precision_is_computed_in_float32(name):
-    batch = pair_batch(dtype=torch.bfloat16)
-    output = LOSSES[name](*batch)
-    assert output.loss.dtype == torch.float32
-    torch.testing.assert_close(output.loss, LOSSES[name](batch[0].float(), batch[1].float(), *batch[2:]).loss)
-
-
-@pytest.mark.parametrize("loss", [simpo_loss, orpo_loss, cpo_loss])
-def test_compiles_without_graph_breaks(loss):
-    batch = pair_batch()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*batch).loss, loss(*batch).loss)
-
-
 @pytest.mark.parametrize(
     ("loss", "knobs", "message"),
     [

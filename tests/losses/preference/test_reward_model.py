@@ -95,13 +95,6 @@ def test_masked_pairs_reach_neither_loss_nor_gradient_nor_metrics():
     assert not any(metric.requires_grad for metric in output.metrics.values())
 
 
-def test_half_precision_is_computed_in_float32():
-    chosen, rejected = reward_batch(dtype=torch.bfloat16)
-    output = bradley_terry_loss(chosen, rejected)
-    assert output.loss.dtype == torch.float32
-    torch.testing.assert_close(output.loss, bradley_terry_loss(chosen.float(), rejected.float()).loss)
-
-
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
@@ -200,21 +193,6 @@ def test_masked_steps_reach_neither_loss_nor_gradient(classes, soft):
     torch.testing.assert_close(output.loss, process_reward_loss(logits, labels, mask).loss)
     assert (poisoned.grad[~mask] == 0).all()
     assert not any(metric.requires_grad for metric in output.metrics.values())
-
-
-@pytest.mark.parametrize("loss", [bradley_terry_loss, process_reward_loss])
-def test_compiles_without_graph_breaks(loss):
-    batch = reward_batch() if loss is bradley_terry_loss else step_batch()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*batch).loss, loss(*batch).loss)
-
-
-def test_process_reward_in_half_precision_is_computed_in_float32():
-    for classes in (2, None):
-        logits, labels, mask = step_batch(classes=classes, dtype=torch.bfloat16)
-        output = process_reward_loss(logits, labels, mask)
-        assert output.loss.dtype == torch.float32
-        torch.testing.assert_close(output.loss, process_reward_loss(logits.float(), labels, mask).loss)
 
 
 def test_process_reward_refuses_shapes_that_do_not_fit():

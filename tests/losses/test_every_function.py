@@ -1,0 +1,55 @@
+"""Every public function of ``rlhfkit.losses``: compiled whole it is the same, and halves are computed in float32."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from simulated_device.loss_cases import called, examples, other_shapes
+from torch import Tensor
+
+from rlhfkit import losses
+
+from .whole_graph import WHOLE_GRAPH
+
+COMPOSITE = {"policy_loss_output", "sum_losses", "sums_metric"}  # of what others give: part of every loss
+ON_HOST = {"best_and_worst", "density_ratio_weights", "turn_advantages"}  # of an iteration, before its first update
+NAMES = sorted(name for name in losses.__all__ if inspect.isfunction(getattr(losses, name)) and name not in COMPOSITE)
+LOSSES = [name for name in NAMES if name.endswith("_loss")]
+KNOBS: dict[str, list[dict[str, Any]]] = {
+    "distillation_loss": [{"divergence": "jsd"}, {"top_k": 3}],
+    "dpo_loss": [{"loss_type": "ipo"}, {"loss_type": {"robust": 1.0, "sigmoid": 0.1}, "label_smoothing": 0.1}],
+}
+"""Further branches of a function."""
+CASES = [(name, knobs) for name in NAMES if name not in ON_HOST for knobs in [{}, *KNOBS.get(name, [])]]
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    parameters = inspect.signature(getattr(losses, name)).parameters
+    shared = examples()
+    required = [one for one in parameters if parameters[one].default is inspect.Parameter.empty and one in shared]
+    return {one: shared[one] for one in required} | other_shapes().get(name, {})
+
+
+@pytest.mark.long
+@WHOLE_GRAPH
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+def test_compiles_without_graph_breaks(name: str, knobs: dict[str, Any]) -> None:
+    function, given = getattr(losses, name), arguments_of(name) | knobs
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(called(compiled, given), called(function, given))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_is_computed_in_float32(name: str) -> None:
+    given = {
+        key: value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in arguments_of(name).items()
+    }
+    widened = {
+        key: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in given.items()
+    }
+    halves, floats = getattr(losses, name)(**given), getattr(losses, name)(**widened)
+    assert halves.loss.dtype == torch.float32
+    torch.testing.assert_close(halves.loss, floats.loss, rtol=1e-5, atol=1e-6)
