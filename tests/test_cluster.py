@@ -244,7 +244,13 @@ def test_a_job_that_is_submitted_to_ray_trains_in_the_common_folder(world: Path,
     text = text.replace("--address=head:6379", f"--address=127.0.0.1:{head} {other}")
     text = text.replace("http://head:8265", f"http://127.0.0.1:{dashboard}").replace("/shared/run", str(world))
     lines = [line for line in text.splitlines() if not line.startswith("RAY_ADDRESS=")]
-    printed = train("set -e\n" + "\n".join(lines), world, **ray_variables)
+    (submit,) = (line for line in lines if line.startswith("ray job submit"))
+    early = "No available agent"  # Ray's, while those of its nodes start
+    lines[lines.index(submit)] = (
+        f"until {submit} > submitted.txt 2>&1; do grep -q '{early}' submitted.txt || exit 1; sleep 2; done"
+    )
+    train("\n".join(lines), world, **ray_variables)
+    printed = (world / "submitted.txt").read_text()
     assert "succeeded" in printed
     assert {row["policy/ref_kl"] for row in logged(world, 0) if row["policy/ref_kl"]}
     assert (world / "runs/grpo/checkpoints/last.ckpt").exists()
