@@ -297,7 +297,7 @@ def shown_prompt(prompt: Prompt) -> dict[str, Any]:
     """What the page shows of a prompt, and a place for its samples."""
     answer = None if prompt.answer is None else str(prompt.answer)[:200]
     text = prompt.text[-MOST_CHARACTERS:]
-    shown = {"prompt": text, "answer": answer, "prompt_id": prompt.index, "samples": []}
+    shown: dict[str, Any] = {"prompt": text, "answer": answer, "prompt_id": prompt.index, "samples": []}
     if prompt.attachments:
         shown["images"] = [one.thumbnail() for one in prompt.attachments[:MOST_IMAGES]]
     return shown
