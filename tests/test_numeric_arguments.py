@@ -11,6 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 import rlhfkit
 from rlhfkit.rewards import WeightedSum
+from rlhfkit.rewards.sandbox.process import WorkerSpec
 from rlhfkit.rollout import LocalEngine
 
 ROOMS = (
@@ -29,10 +31,12 @@ ROOMS = (
     "rlhfkit.episodes",
     "rlhfkit.models",
     "rlhfkit.modules",
+    "rlhfkit.modules.parts",
     "rlhfkit.rewards",
     "rlhfkit.rewards.remote.server",
+    "rlhfkit.rewards.sandbox.pool",
+    "rlhfkit.rewards.sandbox.process",
     "rlhfkit.rollout",
-    "rlhfkit.serving.middleware",
     "rlhfkit.serving.middleware",
     "rlhfkit.serving.server",
     "rlhfkit.strategies",
@@ -43,11 +47,12 @@ RECORDS = {
     "MicroBatch", "PaddedBatch", "PreferenceBatch", "PreferenceExample", "Prompt", "Sample", "Step", "StepwiseBatch",
     "StepwiseExample", "TokenBatch", "TokenExample", "UnpairedBatch", "UnpairedExample", "WeightInfo",
     "DistilledExamples", "PreferenceExamples", "StepwiseExamples", "UnpairedExamples", "ModuleWeights",
-    "GroupSampler", "PromptBody", "PromptPass", "SampleBody",
+    "GroupSampler", "PromptBody", "PromptPass", "SampleBody", "CallResult", "SandboxProcess", "WorkerSpec",
 }  # fmt: skip
 """What the library makes itself, some of it once a token: their numbers are checked where they come from."""
 
 ENGINE = LocalEngine()
+WORKER = WorkerSpec(name="none", program=Path("none.py"), factory="none")
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "SequenceParallelDDPStrategy": {"sequence_parallel_size": 2},
@@ -74,7 +79,17 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "RolloutDump": {"folder": "dumped"},
     "SampleTable": {},
     "Batcher": {"score": len},
+    "SandboxPool": {"spec": WORKER, "workers": 1, "timeout": 1.0},
     "SandboxedReward": {"reward": "math.fsum"},
+    **{name: {"limit": 1.0} for name in ("ClipRewards", "StopEarly")},
+    **{name: {"coef": 0.1} for name in ("EntropyBonus", "KLInReward", "KLPenalty", "PretrainingLoss", "StopProperly")},
+    **{name: {"target": 0.1} for name in ("EntropyTarget", "KLTarget")},
+    "CriticWarmup": {"steps": 1},
+    "DivergenceLoss": {"divergence": "jsd"},
+    "MissingEndPenalty": {"penalty": 1.0},
+    "OffPolicyMask": {"threshold": 0.1},
+    "Rejection": {"level": "token", "divergence": "k1", "high": 2.0},
+    "TopEntropy": {"fraction": 0.2},
     "SubprocessReward": {"reward": "math.fsum"},
     "Server": {"app": None},
     "ScalarModule": {"model": "none", "lr": 1e-6},
@@ -113,6 +128,9 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[Any, ...], str]] = {
     ("Alarm", "low"): ((-1.0,), "metrics may be negative"),
     ("Alarm", "high"): ((-1.0,), "metrics may be negative"),
     ("ReplayBuffer", "min_reward"): ((-1.0,), "rewards may be negative"),
+    ("EntropyBonus", "coef"): ((-1.0,), "a penalty for entropy"),
+    ("Rejection", "high"): ((math.inf,), "no upper bound"),
+    ("StopProperly", "coef"): ((-1.0,), "the reward of answers that were cut off"),
     ("GymEnvironment", "invalid_reward"): ((-1.0,), "rewards may be negative"),
     ("BySuccess", "low"): ((-1.0,), "rewards may be negative"),
     ("SamplingSpec", "presence_penalty"): ((-1.0,), "a bonus for what was said before"),

@@ -122,6 +122,8 @@ class Rejection(TokenFilter):
         divergence: Literal["k1", "k2", "k3"] = "k3",
         low: float | None = None,
     ) -> None:
+        check_number("high", high, above=0, infinite=True)
+        check_number("low", low, above=0, optional=True)
         self.level: RejectionLevel = level
         self.divergence: Literal["k1", "k2", "k3"] = divergence
         self.low, self.high = low, high
