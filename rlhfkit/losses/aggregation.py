@@ -21,17 +21,20 @@ class LossOutput(NamedTuple):
     Attributes:
         loss: Scalar to call ``backward`` on.
         metrics: Detached scalars by their published name (``policy/approx_kl``), ready to be logged.
+        tokens: Detached (B, T) values of single tokens, for whoever saves or plots them: of policy losses
+            ``loss``, which includes the weights and is 0 where masked, and ``ratio`` to the old policy.
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
+    tokens: Mapping[str, Tensor] = {}
 
 
 def sum_losses(*outputs: LossOutput) -> LossOutput:
     """Add losses: a policy loss, a KL penalty, an entropy bonus.
 
     Args:
-        *outputs: At least one. Of a metric that two report, the later one is kept.
+        *outputs: At least one. Of a metric or value of tokens that two report, the later one is kept.
 
     Raises:
         ValueError: If there is none.
@@ -41,7 +44,8 @@ def sum_losses(*outputs: LossOutput) -> LossOutput:
     loss = outputs[0].loss
     for output in outputs[1:]:
         loss = loss + output.loss
-    return LossOutput(loss, {name: value for output in outputs for name, value in output.metrics.items()})
+    metrics = {name: value for output in outputs for name, value in output.metrics.items()}
+    return LossOutput(loss, metrics, {name: value for output in outputs for name, value in output.tokens.items()})
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:

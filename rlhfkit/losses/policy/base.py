@@ -198,7 +198,7 @@ def policy_loss_output(
 
     Returns:
         The loss with ``policy/approx_kl`` (k3), ``policy/ppo_kl`` (k1, verl's name), ``policy/ratio_mean`` and
-        ``policy/ratio_max`` of the token ratio, and the given metrics.
+        ``policy/ratio_max`` of the token ratio, the given metrics, and the losses and ratios of tokens.
 
     Raises:
         ValueError: If shapes do not fit, or an argument is unknown, out of range, missing or in conflict with another.
@@ -215,7 +215,9 @@ def policy_loss_output(
         "policy/ratio_mean": masked_mean(ratio, tokens.mask),
         "policy/ratio_max": max_metric(ratio, tokens.mask),
     }
-    return LossOutput(loss, {**moved, **(metrics or {})})
+    return LossOutput(
+        loss, {**moved, **(metrics or {})}, {"loss": select(token_loss.detach(), tokens.mask), "ratio": ratio}
+    )
 
 
 def loss_of_tokens(*, aggregation: Aggregation) -> Callable[[Callable[..., TokenLosses]], Callable[..., LossOutput]]:

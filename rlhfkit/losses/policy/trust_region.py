@@ -92,7 +92,7 @@ def decoupled_ppo_loss(
         denominator=denominator,
         max_length=max_length,
     )
-    return LossOutput(surrogate.loss, {**surrogate.metrics, **correction.metrics})
+    return LossOutput(surrogate.loss, {**surrogate.metrics, **correction.metrics}, surrogate.tokens)
 
 
 def dppo_loss(

@@ -313,7 +313,7 @@ class OnPolicyModule(PolicyModule):
             denominator=self.aggregation_arguments(batch)["denominator"],
         )
         result = sum_losses(policy, *(term(batch, out, old) for term in self.terms))
-        return LossOutput(result.loss, {**result.metrics, **metrics})
+        return result._replace(metrics={**result.metrics, **metrics})
 
     def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:
         """Arguments of the terms of the loss, exact over the optimizer step.

@@ -200,17 +200,17 @@ class DistillationModule(PolicyModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Compute and log the loss of one micro-batch."""
-        loss, parts = self.with_terms(self.loss(batch), batch, None)
+        result = self.with_terms(self.loss(batch), batch, None)
         tokens = batch.loss_mask.sum()
-        self.log_step({"loss": share_metric(loss, tokens, batch.token_denominator)}, tokens)
-        self.log_metrics({**parts, **self.observed(batch, None)}, tokens, suffix="_epoch")
-        return loss
+        self.log_step({"loss": share_metric(result.loss, tokens, batch.token_denominator)}, tokens)
+        self.log_metrics({**result.metrics, **self.observed(batch, None)}, tokens, suffix="_epoch")
+        return result.loss
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
         """Log the mean loss over the validation tokens."""
-        loss, parts = self.loss(batch)
+        result = self.loss(batch)
         tokens = batch.loss_mask.sum()
         self.log_metrics(
-            {"loss": share_metric(loss, tokens, batch.token_denominator)}, tokens, prefix="val/", prog_bar=True
+            {"loss": share_metric(result.loss, tokens, batch.token_denominator)}, tokens, prefix="val/", prog_bar=True
         )
-        self.log_metrics(parts, tokens, prefix="val/")
+        self.log_metrics(result.metrics, tokens, prefix="val/")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import rlhfkit.losses
 from rlhfkit.losses import (
     LossOutput,
+    aggregate,
     clip_cov_loss,
     decoupled_ppo_loss,
     dppo_loss,
@@ -119,6 +120,21 @@ def test_masked_entries_may_be_nan_or_infinite(name):
         torch.testing.assert_close(got_gradient, expected_gradient)
         for metric, value in expected.metrics.items():
             torch.testing.assert_close(got.metrics[metric], value)
+        torch.testing.assert_close(got.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("name", sorted({*LOSSES} - {"grpo"}))  # of which a KL penalty is added here
+def test_the_loss_is_the_aggregate_of_the_losses_of_its_tokens(name):
+    batch, weights = policy_batch(2), torch.rand(policy_batch(2).mask.shape)
+    output = LOSSES[name](*batch, weights=weights)
+    assert not any(values.requires_grad for values in output.tokens.values())
+    length = {"max_length": 16} if name == "dr_grpo" else {}
+    whole = aggregate(output.tokens["loss"], batch.mask, default_aggregation(name), **length)
+    torch.testing.assert_close(whole, output.loss)
+    assert not output.tokens["loss"][~batch.mask].any()
+    old = batch.old_logprobs - (0.05 if name.startswith("dppo") else 0.0)
+    expected = (batch.logprobs - old).exp().where(batch.mask, 1.0)
+    torch.testing.assert_close(output.tokens["ratio"], expected)
 
 
 @every_loss

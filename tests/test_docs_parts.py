@@ -1,0 +1,85 @@
+"""The examples of docs/parts.md that people ask for most do what they say, alone and in a run."""
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rl_runs import digits, setup_run
+from tiny_models import tiny_model
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from rlhfkit import RolloutCallback, SamplingSpec
+from rlhfkit.rewards import WeightedSum
+
+PAGE = Path(__file__).parents[1] / "docs" / "parts.md"
+
+
+def examples() -> dict[str, Any]:
+    """The classes of the page, and what it imports."""
+    names: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        tree = ast.parse(code)
+        tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)]
+        exec(compile(tree, str(PAGE), "exec"), names)
+    return names
+
+
+@dataclass
+class Rows:
+    """Rows of an iteration with the fields that a part reads."""
+
+    rewards: Tensor | None = None
+    reward_parts: dict[str, Tensor] | None = None
+    input_ids: Tensor | None = None
+    action_mask: Tensor | None = None
+
+    def with_columns(self, **columns: Tensor) -> dict[str, Tensor]:
+        return columns
+
+
+def test_only_tokens_between_the_tags_are_kept(tmp_path: Path) -> None:
+    part = examples()["BetweenTags"]("<a>", "</a>")
+    part.module = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(tiny_model(tmp_path / "model")))
+    texts = ["1+1=<a>23</a>4", "1+1=<a>2345678", "1+1=23456</a>7"]
+    ids = torch.tensor([part.module.tokenizer.encode(text) for text in texts])
+    found = part.prepare(Rows(input_ids=ids, action_mask=torch.ones(3, len(texts[0]) - 1, dtype=torch.bool)))
+    assert [[texts[row][t + 1] for t in kept.nonzero()] for row, kept in enumerate(found["between_tags"])] == [
+        ["2", "3"],
+        [],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, [1.0, 0.0]), (50, [0.75, 0.5]), (400, [0.0, 2.0])])
+def test_weights_of_rewards_change_over_the_run(step: int, expected: list[float]) -> None:
+    part = examples()["FormatFirst"](200)
+    part.module = SimpleNamespace(global_step=step)
+    parts = {"format": torch.tensor([1.0, 0.0]), "right": torch.tensor([0.0, 2.0])}
+    assert part.prepare(Rows(rewards=torch.zeros(2), reward_parts=parts)).rewards.tolist() == expected
+
+
+def test_a_run_with_all_of_them_saves_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = examples()
+    reward = WeightedSum({"format": digits, "right": lambda samples: [float("7" in one.text) for one in samples]})
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        module=found["SavedTokens"],
+        module_arguments={"parts": [found["FormatFirst"](2), found["BetweenTags"]("1", "1")]},
+        rollouts=RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
+    )
+    trainer.fit(module, data)
+    files = sorted(tmp_path.glob("tokens-*-0.pt"))
+    assert [file.name for file in files] == ["tokens-0-0.pt", "tokens-1-0.pt"]  # both micro-batches of step 0
+    for file in files:
+        saved = torch.load(file)
+        assert len(saved["text"]) == 8
+        assert saved["loss"].shape == saved["ratio"].shape == saved["mask"].shape
+        torch.testing.assert_close(saved["ratio"], torch.ones_like(saved["ratio"]))  # of the first update
+        assert not saved["loss"][~saved["mask"]].any()
