@@ -68,8 +68,8 @@ What they have in common:
 - Nothing is reduced over ranks. `denominator` is the count of tokens (or sequences, or pairs) of the *whole* optimizer
   step divided by the number of micro-batches that are averaged; with it every split over micro-batches and ranks gives
   the same gradient. Without it the local count is taken.
-- The result is `LossOutput(loss, metrics, tokens)`; metrics are detached scalars. One that is no mean over what the loss counts
-  is a `Metric`, a scalar that says how it reduces over micro-batches and ranks.
+- The result is `LossOutput(loss, metrics, tokens)`; metrics are detached scalars. One that is no mean over what
+  the loss counts is a `Metric`, a scalar that says how it reduces over micro-batches and ranks.
 - Wrong shapes and arguments raise `ValueError` at once.
 
 Arguments that are `None` by default, and `mask`, `denominator` and `max_length`, are left out of the tables.
