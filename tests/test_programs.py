@@ -170,7 +170,8 @@ def values(trainer: L.Trainer) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in trainer.callback_metrics.items()
-        if not name.startswith(("time/", "memory/", "throughput/")) and not name.endswith(("seconds", "/s"))
+        if not name.startswith(("time/", "memory/", "throughput/", "perf/"))
+        and not name.endswith(("seconds", "/s", "hours left"))
     }
 
 

@@ -212,8 +212,6 @@ def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_th
     logprobs = (batch.old_logprobs + 0.3 * torch.randn(6, 6, generator=torch.Generator().manual_seed(5))).double()
     logprobs.requires_grad_()
     entropy = torch.rand(6, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    kl = {"kl_coef": module.kl_coef} if name == "grpo" else {}
-    kl |= {"ref_logprobs": batch.columns["ref_logprobs"]} if kl else {}
     if not penalizes(module):
         batch.columns.pop("ref_logprobs", None)
     planned = [MicroBatch(rows, update=1) for rows in split]  # the first update has no old log-probs
@@ -224,10 +222,12 @@ def test_rows_without_a_trained_token_are_counted_as_the_pure_function_counts_th
         made = made + module.loss(part, PolicyOutput(logprobs[rows, :width], entropy[rows, :width])).loss / len(split)
     torch.manual_seed(0)
     pure: Any = getattr(rlhfkit.losses, preset["policy_loss"])
-    kl |= {"rollout_logprobs": batch.rollout_logprobs} if name in ("dppo", "decoupled_ppo") else {}
+    engine = {"rollout_logprobs": batch.rollout_logprobs} if name in ("dppo", "decoupled_ppo") else {}
     mask, reduction = batch.action_mask, {"aggregation": module.policy_loss.aggregation} | longest
-    expected = pure(logprobs, batch.old_logprobs, batch.advantages, mask, **longest, **kl).loss
+    expected = pure(logprobs, batch.old_logprobs, batch.advantages, mask, **longest, **engine).loss
     expected = expected + entropy_bonus(entropy, mask, coef=0.01, **reduction).loss
+    if name == "grpo":
+        expected = expected + kl_loss(logprobs, batch.columns["ref_logprobs"], mask, coef=0.04, **reduction).loss
     if name == "reinforce++-baseline":
         expected = expected + kl_loss(logprobs, batch.columns["ref_logprobs"], mask, coef=0.01, estimator="k2").loss
     torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-9)
