@@ -178,7 +178,7 @@ def learned(model: str, folder: Path, size: int, strategy: Any) -> None:
 
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
     module = PlainSFT(
-        model, lr=0.5, loading=ModelLoading(attention="eager"), lora=LoRA(rank=2), gradient_checkpointing=True
+        model, lr=0.5, loading=ModelLoading(attention="eager", gradient_checkpointing=True), lora=LoRA(rank=2)
     )
     trainer = L.Trainer(
         accelerator="cpu", devices=4 // size, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from models.families import FAMILIES, Family
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.engine import WeightSource
+from rlhfkit.rollout.vllm.engine_load import EngineLoad
 from rlhfkit.rollout.vllm.in_process import InProcessLLM
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
@@ -87,7 +88,7 @@ class Engine:
         )
         # vLLM caches prefixes of recurrent layers only with chunked prefill, which it cannot do on a CPU.
         arguments["enable_prefix_caching"] = False
-        self._engine = self._wait(InProcessLLM.start(arguments))
+        self._engine = self._wait(InProcessLLM.start(arguments, EngineLoad().factory))
 
     def _start(self, call: Coroutine[Any, Any, Any]) -> "Future[Any]":
         return asyncio.run_coroutine_threadsafe(call, self._loop)

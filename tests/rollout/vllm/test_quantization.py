@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhfkit import PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.models import ModelLoading, load_causal_lm
-from rlhfkit.modules.parts.correction import Correction
+from rlhfkit.modules.parts.correction import Correction, NoCorrection
 from rlhfkit.rollout.vllm.arguments import quantization_arguments
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -99,7 +99,7 @@ def test_every_sync_takes_effect_and_the_mismatch_is_measured_and_corrected(
         assert metrics["rollout_corr/is_mean"] == pytest.approx(1.0, abs=0.1)
         assert 0.01 < metrics["rollout/probe_difference"] < 0.3
         pool.close()
-        module, metrics = train(pool, tmp_path, vllm_model, correction="none")
+        module, metrics = train(pool, tmp_path, vllm_model, parts=[NoCorrection()])
         assert not [part for part in module.parts if isinstance(part, Correction)]
         assert "rollout_corr/is_mean" not in metrics
         assert math.isfinite(metrics["rollout_corr/logprob_abs_diff_mean"])
