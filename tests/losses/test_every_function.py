@@ -18,7 +18,10 @@ NAMES = sorted(name for name in losses.__all__ if inspect.isfunction(getattr(los
 LOSSES = [name for name in NAMES if name.endswith("_loss")]
 KNOBS: dict[str, list[dict[str, Any]]] = {
     "distillation_loss": [{"divergence": "jsd"}, {"top_k": 3}],
-    "dpo_loss": [{"loss_type": "ipo"}, {"loss_type": {"robust": 1.0, "sigmoid": 0.1}, "label_smoothing": 0.1}],
+    "dpo_loss": [
+        {"loss_type": "ipo", **{name: examples()[name] for name in ("chosen_lengths", "rejected_lengths")}},
+        {"loss_type": {"robust": 1.0, "sigmoid": 0.1}, "label_smoothing": 0.1},
+    ],
 }
 """Further branches of a function."""
 CASES = [(name, knobs) for name in NAMES if name not in ON_HOST for knobs in [{}, *KNOBS.get(name, [])]]
@@ -33,7 +36,7 @@ def arguments_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.long
 @WHOLE_GRAPH
-@pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "knobs"), CASES, ids=[f"{name}-{number}" for number, (name, _) in enumerate(CASES)])
 def test_compiles_without_graph_breaks(name: str, knobs: dict[str, Any]) -> None:
     function, given = getattr(losses, name), arguments_of(name) | knobs
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
