@@ -78,7 +78,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "RemoteReward": {"urls": "http://127.0.0.1:1"},
     "RolloutDump": {"folder": "dumped"},
     "SampleTable": {},
-    "Batcher": {"score": len},
     "SandboxPool": {"spec": WORKER, "workers": 1, "timeout": 1.0},
     "SandboxedReward": {"reward": "math.fsum"},
     **{name: {"limit": 1.0} for name in ("ClipRewards", "StopEarly")},

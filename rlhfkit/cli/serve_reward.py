@@ -24,8 +24,6 @@ def serve_reward(
     dtype: str = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
-    max_batch: int = 256,
-    max_wait: float = 0.005,
     timeout: float = TIMEOUT,
     max_concurrent: int = 256,
     max_body_mib: int = 64,
@@ -57,8 +55,6 @@ def serve_reward(
         dtype: Type of a model's weights.
         device: Where a model runs; ``None``: the accelerator, else the CPU.
         trust_remote_code: Run Python code that comes with the model.
-        max_batch: Samples at which a batch of requests is closed.
-        max_wait: Seconds that a request waits for others.
         timeout: Time limit of a request in seconds.
         max_concurrent: Maximum of concurrent requests; others are refused with 503 and ``Retry-After``.
         max_body_mib: Maximum size of one request in MiB.
@@ -88,8 +84,6 @@ def serve_reward(
     server = Server(
         reward_app(
             loaded,
-            max_batch=max_batch,
-            max_wait=max_wait,
             timeout=timeout,
             max_samples=max_samples,
             max_tokens=max_tokens,

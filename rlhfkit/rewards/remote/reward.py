@@ -120,21 +120,22 @@ class RemoteReward:
             ValueError: If a sample cannot be written as JSON.
         """
         batches = [list(samples[start : start + self.batch_size]) for start in range(0, len(samples), self.batch_size)]
+        deadline = asyncio.get_running_loop().time() + self.total_timeout
+        failures: list[str] = []
         async with self._client() as client:
-            call = _Call(self, client)
-            tasks = [asyncio.create_task(call.scored(batch)) for batch in batches]
+            tasks = [asyncio.create_task(self._scored(batch, client, deadline, failures)) for batch in batches]
             try:
                 scored = await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                self._counted.update(samples=len(samples), failed=len(call.failures), retries=client.num_retries)
+                self._counted.update(samples=len(samples), failed=len(failures), retries=client.num_retries)
                 self._counted.update(requests=client.num_requests, seconds=client.seconds)  # type: ignore[call-overload]
-        if call.failures:
+        if failures:
             became = "are not trained on" if self.on_failure == "mask" else f"got the reward {self.on_failure}"
-            counts = f"{len(call.failures)} of {len(samples)} samples"
-            log.warning("reward %r: %s could not be scored and %s. %s", self.name, counts, became, call.failures[0])
+            counts = f"{len(failures)} of {len(samples)} samples"
+            log.warning("reward %r: %s could not be scored and %s. %s", self.name, counts, became, failures[0])
         return [value for batch in scored for value in batch]
 
     def metrics(self) -> dict[str, float]:
@@ -164,53 +165,39 @@ class RemoteReward:
             max_bytes=self.max_response_bytes,
         )
 
-
-class _Call:
-    """One call of a reward."""
-
-    def __init__(self, reward: RemoteReward, client: HTTPClient) -> None:
-        self.reward = reward
-        self.client = client
-        self.failures: list[str] = []
-        self.deadline = asyncio.get_running_loop().time() + reward.total_timeout
-
-    async def scored(self, batch: list[Sample]) -> list[float | None]:
-        """Return the rewards of a batch; ``on_failure`` decides those of failed samples."""
+    async def _scored(
+        self, batch: list[Sample], client: HTTPClient, deadline: float, failures: list[str]
+    ) -> list[float | None]:
+        """Return the rewards of a batch, those of failed samples by ``on_failure``; adds to ``failures`` why."""
         rewards: list[float | None] = []
-        for sample, value in zip(batch, await self._values(batch), strict=True):
+        for sample, value in zip(batch, await self._values(batch, client, deadline), strict=True):
             if isinstance(value, str):
-                shown = value if self.reward.token is None else self.reward.token.redact(value)
+                shown = value if self.token is None else self.token.redact(value)
                 which = f"prompt {sample.prompt.index}, sample {sample.sample_index}, completion {sample.text[:80]!r}"
-                self.failures.append(f"{shown} (for {which})")
-                value = reward_after_failure(
-                    self.reward.on_failure, f"reward {self.reward.name!r}: {self.failures[-1]}"
-                )
+                failures.append(f"{shown} (for {which})")
+                value = reward_after_failure(self.on_failure, f"reward {self.name!r}: {failures[-1]}")
             rewards.append(value)
         return rewards
 
-    async def _values(self, batch: list[Sample]) -> list[float | str | None]:
+    async def _values(self, batch: list[Sample], client: HTTPClient, deadline: float) -> list[float | str | None]:
         """Return for each sample a server's value, or a text that says why there is none."""
-        content = self._encoded(batch)
         try:
-            async with asyncio.timeout_at(self.deadline):
-                url, body = await self.client.ask(self.reward.wire_format.path, content)
+            content = encode_request(self.wire_format, batch)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"reward {self.name!r} cannot write samples as JSON (the first is of prompt {batch[0].prompt.index}):"
+                f" {error}. Choose the columns that are sent: wire_format=SampleFormat(columns=[...])"
+            ) from error
+        try:
+            async with asyncio.timeout_at(deadline):
+                url, body = await client.ask(self.wire_format.path, content)
         except TimeoutError:
-            before = f"; before, {self.client.last_error}" if self.client.last_error else ""
-            return [f"total_timeout of {self.reward.total_timeout:g} s is over{before}"] * len(batch)
+            before = f"; before, {client.last_error}" if client.last_error else ""
+            return [f"total_timeout of {self.total_timeout:g} s is over{before}"] * len(batch)
         except (ServerUnavailable, InvalidResponse) as error:
             return [str(error)] * len(batch)
         try:
-            found = decode_rewards(self.reward.wire_format, body, len(batch))
+            found = decode_rewards(self.wire_format, body, len(batch))
         except ValueError as error:
             return [f"{url} answered with {error}"] * len(batch)
         return [f"{url} answered with {value}" if isinstance(value, str) else value for value in found]
-
-    def _encoded(self, batch: list[Sample]) -> bytes:
-        try:
-            return encode_request(self.reward.wire_format, batch)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"reward {self.reward.name!r} cannot write samples as JSON (the first is of prompt "
-                f"{batch[0].prompt.index}): {error}. Choose the columns that are sent: "
-                "wire_format=SampleFormat(columns=[...])"
-            ) from error

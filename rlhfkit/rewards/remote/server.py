@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import FastAPI, HTTPException, Request
@@ -179,8 +178,6 @@ def _tokens(token_ids: Sequence[int], text: str) -> int:
 def reward_app(
     reward: Reward,
     *,
-    max_batch: int = 256,
-    max_wait: float = 0.005,
     timeout: float = TIMEOUT,
     max_samples: int = MAX_SAMPLES,
     max_tokens: int = MAX_TOKENS,
@@ -189,20 +186,18 @@ def reward_app(
 
     - ``POST /score``: ``{"samples": [...]}`` to ``{"rewards": [...]}``, see :mod:`rlhfkit.rewards.remote.wire`.
     - ``POST /get_reward``: the same for clients of OpenRLHF, whose samples have no token ids.
-    - ``GET /health``: 200, or 503 when a batch takes longer than ``timeout``.
+    - ``GET /health``: 200, or 503 when a request takes longer than ``timeout``.
 
     Statuses: 422 with the reason for samples that cannot be scored, 413 above a limit, 504 after a timeout, 500 for
-    other errors of the reward. A request whose client disconnects before its batch starts is not scored.
+    other errors of the reward. A request whose client disconnects before its turn is not scored.
 
     Bodies are parsed in a thread, one at a time, so that ``/health`` answers meanwhile. Memory is at most
     :data:`MEMORY_PER_BODY_BYTE` times the bytes of admitted bodies (``max_total_bytes``), and about 2 KiB per sample.
 
     Args:
-        reward: Called in one thread, with samples of one or several requests. It must score each sample by itself: one
-            that compares the samples of a prompt (``WeightedSum(normalize=...)``) must run in the trainer.
-        max_batch: Samples at which a batch of requests is closed.
-        max_wait: Seconds that a request waits for others.
-        timeout: Time limit of a request in seconds, the wait for its batch included.
+        reward: Called in one thread, with the samples of a request. It must score each sample by itself: one that
+            compares the samples of a prompt (``WeightedSum(normalize=...)``) must run in the trainer.
+        timeout: Time limit of a request in seconds, the wait for its turn included.
         max_samples: Samples per request.
         max_tokens: Tokens per request, all prompts and completions together.
 
@@ -217,18 +212,18 @@ def reward_app(
     def score(samples: Sequence[Sample]) -> Scores:
         return evaluate({name: reward}, samples, timeout=timeout)[name] if samples else []
 
-    batcher = Batcher(score, max_batch=max_batch, max_wait=max_wait)
+    scoring = ScoringThread(score)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        batcher.start()
+        scoring.start()
         yield
-        await asyncio.to_thread(batcher.close)
+        await asyncio.to_thread(scoring.close)
 
     async def rewards(samples: list[Sample], request: Request) -> dict[str, Scores]:
         try:
             async with asyncio.timeout(timeout):
-                return {"rewards": await _unless_disconnected(asyncio.wrap_future(batcher.submit(samples)), request)}
+                return {"rewards": await _unless_disconnected(asyncio.wrap_future(scoring.submit(samples)), request)}
         except HTTPException:
             raise
         except TimeoutError:
@@ -243,7 +238,7 @@ def reward_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        stuck = batcher.scoring_seconds > timeout
+        stuck = scoring.scoring_seconds > timeout
         return JSONResponse({"status": "stuck" if stuck else "ok"}, 503 if stuck else 200)
 
     @app.post("/score")
@@ -277,47 +272,25 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-# ------------------------------------------------------------------------------------------------ batches
+class ScoringThread:
+    """Scores requests one after another in one thread, so a model needs no locks."""
 
-
-@dataclass
-class _Request:
-    samples: list[Sample]
-    scores: "Future[Scores]" = field(default_factory=Future)
-    arrived: float = field(default_factory=time.monotonic)
-
-
-class Batcher:
-    """Collects samples of several requests and scores them with one call.
-
-    A batch is closed when it has ``max_batch`` samples or its first request is ``max_wait`` seconds old. A request is
-    never split. If a batch fails, its requests are scored one by one, so that only those that cause an error fail;
-    after a timeout all fail. A single thread scores, so a model needs no locks.
-    """
-
-    def __init__(
-        self, score: Callable[[Sequence[Sample]], Scores], *, max_batch: int = 256, max_wait: float = 0.005
-    ) -> None:
-        """Set the function that scores, and the limits; raises ``ValueError`` if one is out of range."""
-        check_integer("max_batch", max_batch, minimum=1)
-        check_number("max_wait", max_wait, minimum=0, why="it is in seconds")
+    def __init__(self, score: Callable[[Sequence[Sample]], Scores]) -> None:
         self.score = score
-        self.max_batch = max_batch
-        self.max_wait = max_wait
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Sequence[Sample], Future[Scores]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._scoring_since: float | None = None
 
     @property
     def scoring_seconds(self) -> float:
-        """Seconds since the current batch started; 0 when none is being scored."""
+        """Seconds since the current request started; 0 when none is being scored."""
         since = self._scoring_since
         return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> None:
         """Start the thread."""
         # A daemon: a reward that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._work, name="rlhfkit-batcher", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="rlhfkit-reward", daemon=True)
         self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
@@ -327,56 +300,25 @@ class Batcher:
         self._requests.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
-            log.warning("a batch of rewards is still being scored after %g s; it is left behind", timeout)
+            log.warning("a request is still being scored after %g s; it is left behind", timeout)
         self._thread = None
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
-        """Add a request and return a future of its scores; if cancelled before its batch starts, it is not scored."""
-        request = _Request(list(samples))
-        self._requests.put(request)
-        return request.scores
+        """Add a request and return a future of its scores; if cancelled before its turn, it is not scored."""
+        scores: Future[Scores] = Future()
+        self._requests.put((samples, scores))
+        return scores
 
     def _work(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            running = [request for request in batch if request.scores.set_running_or_notify_cancel()]
-            if running:
-                self._scoring_since = time.monotonic()
-                self._score(running)
-                self._scoring_since = None
-
-    def _next_batch(self) -> list[_Request] | None:
-        """Wait for the next batch; ``None`` after :meth:`close`."""
-        first = self._requests.get()
-        if first is None:
-            return None
-        batch, count = [first], len(first.samples)
-        while count < self.max_batch:
+        while (request := self._requests.get()) is not None:
+            samples, scores = request
+            if not scores.set_running_or_notify_cancel():
+                continue
+            self._scoring_since = time.monotonic()
             try:
-                request = self._requests.get(timeout=max(first.arrived + self.max_wait - time.monotonic(), 0))
-            except queue.Empty:
-                break
-            if request is None:
-                self._requests.put(None)  # for the next round
-                break
-            batch.append(request)
-            count += len(request.samples)
-        return batch
-
-    def _score(self, batch: list[_Request]) -> None:
-        try:
-            scores = self.score([sample for request in batch for sample in request.samples])
-        except BaseException as error:  # SystemExit too: it would end this thread, and no request would be answered
-            if len(batch) == 1 or isinstance(error, TimeoutError):
-                fault = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-                for request in batch:
-                    request.scores.set_exception(fault)
-                return
-            log.warning("a batch of %d requests failed (%s: %s): one by one", len(batch), type(error).__name__, error)
-            for request in batch:
-                self._score([request])
-            return
-        start = 0
-        for request in batch:
-            end = start + len(request.samples)
-            request.scores.set_result(scores[start:end])
-            start = end
+                scores.set_result(self.score(samples))
+            except Exception as error:
+                scores.set_exception(error)
+            except BaseException as error:  # such as SystemExit, which would end this thread, or the event loop
+                scores.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+            self._scoring_since = None

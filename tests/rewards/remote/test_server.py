@@ -179,14 +179,6 @@ def test_a_served_function_gives_exact_numbers(function: str) -> None:
     assert scored(RemoteReward(function), samples()) == [1 / 3, 2 / 3, 0.0, 7 / 3]
 
 
-def test_requests_of_several_clients_become_one_batch() -> None:
-    recorder, given = Recorder(), samples(["a" * i for i in range(8)])
-    with Server(reward_app(recorder, max_batch=8, max_wait=120, timeout=240)) as server:
-        there = RemoteReward(server.url, batch_size=2, concurrency=4)
-        assert scored(there, given) == [i / 3 for i in range(8)]
-    assert recorder.sizes == [8]
-
-
 def test_a_sample_needs_its_text_only_and_clients_of_openrlhf_are_served(post: Any, function: str) -> None:
     body = {"samples": [{"prompt": {"text": "1+1="}, "text": "two"}]}
     assert post("/score", body).json() == {"rewards": [1.0]}
@@ -267,7 +259,7 @@ def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
         assert go.wait(120)
         return [1.0] * len(given)
 
-    with Server(reward_app(held, max_wait=0.0)) as server, ThreadPoolExecutor() as threads:
+    with Server(reward_app(held)) as server, ThreadPoolExecutor() as threads:
 
         def asked(timeout: float) -> httpx.Response:
             return httpx.post(f"{server.url}/score", json={"samples": [{"prompt": {}}]}, timeout=timeout)

@@ -138,7 +138,7 @@ def test_bodies_of_all_requests_together_are_bounded() -> None:
         assert go.wait(30)
         return [1.0] * len(samples)
 
-    app = reward_app(held, max_wait=0.0)
+    app = reward_app(held)
     with Server(app, max_body_bytes=700_000, max_total_bytes=1_000_000) as server, ThreadPoolExecutor() as threads:
 
         def asked() -> httpx.Response:
