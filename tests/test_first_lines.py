@@ -121,7 +121,7 @@ def test_the_first_lines_of_reinforcement_learning(printed: dict[str, list[str]]
         "steps:   one iteration is 4 prompts x 4 = 16 samples, in 2 micro-batches and 2 updates; "
         "4 updates in all in 2 iterations"
     ) in lines
-    assert lines[-1] == "bar: reward tokens/s"
+    assert lines[-1] == "bar: reward"
 
 
 def test_no_tip_of_another_library_is_printed_unless_asked_for(printed: dict[str, list[str]]) -> None:

@@ -36,7 +36,8 @@ class Throughput(Callback):
 
     * ``perf/trained_tokens_per_s``: tokens of prompts and answers in micro-batches, by the seconds of learning alone.
     * ``perf/generated_tokens_per_s``: tokens of the iteration's answers, by the seconds of generating alone.
-    * ``perf/samples_per_s``: trained rows, by all seconds that pass.
+    * ``perf/tokens_per_s``, ``perf/samples_per_s``: tokens of the iteration's answers and trained rows, by all seconds
+      that pass.
     * ``perf/mfu``: model FLOPs utilization of learning (Chowdhery et al., 2022, arXiv:2204.02311, appendix B):
       operations of forward and backward passes through what is trained, nothing recomputed, by the GPUs' dense bfloat16
       rate (:data:`~rlhfkit.costs.GPUS`). Frozen models count as time and not as work, a shared prompt once for each of
@@ -50,7 +51,7 @@ class Throughput(Callback):
     * ``engine/running``, ``engine/waiting``, ``engine/kv_cache``: of vLLM's engines, as means over steps: requests that
       are computed, requests in the queue, and the most of the key-value cache that was in use (0 to 1).
 
-    The bar shows hours left, and MFU or GFLOP/s. Example::
+    The bar shows hours left, tokens of answers a second, and MFU or GFLOP/s. Example::
 
         L.Trainer(callbacks=[rollouts, Throughput()])
 
@@ -150,6 +151,7 @@ class Throughput(Callback):
         once = self._rollouts is not None  # an iteration; equal on all ranks, which sync_dist tells Lightning
         pl_module.log_dict(metrics, sync_dist=True, on_step=not once, on_epoch=once, batch_size=1)
         bar = {"perf/mfu": "mfu", "perf/gflops_per_rank": "GFLOP/s", "perf/hours_left": "hours left"}
+        bar |= {"perf/tokens_per_s": "tokens/s"}
         for name, short in bar.items():
             if name in metrics:
                 pl_module.log(short, metrics[name], prog_bar=True, logger=False, sync_dist=True, batch_size=1)
@@ -173,7 +175,7 @@ class Throughput(Callback):
         if rollouts is None:
             return found
         seconds = rollouts.timing.metrics(self._iteration)
-        found["generated"] = float(sum(sample.num_tokens - sample.prompt.num_tokens for sample in rollouts.samples))
+        found["generated"] = float(sum(sample.num_tokens for sample in rollouts.samples))
         found |= {name: seconds.get(f"time/{name}", 0.0) for name in ("generate", "score", "wait")}
         return found | dict(rollouts.engine.load_metrics())
 
@@ -223,6 +225,7 @@ def rates(everyone: list[dict[str, float]]) -> dict[str, float]:
     for name, work, seconds in (
         ("trained_tokens", "tokens", "learn"),
         ("generated_tokens", "generated", "generate"),
+        ("tokens", "generated", "whole"),
         ("samples", "rows", "whole"),
     ):
         if total(work) and slowest(seconds) > 0:

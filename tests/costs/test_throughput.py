@@ -52,15 +52,24 @@ def test_a_run_of_own_samples_logs_rates_memory_and_the_time_left(tmp_path: Path
     trainer.fit(module, data)
     first, last = kept.logged
     for one in kept.logged:
-        for name in ("trained_tokens_per_s", "generated_tokens_per_s", "samples_per_s", "gflops_per_rank"):
+        for name in (
+            "trained_tokens_per_s",
+            "generated_tokens_per_s",
+            "tokens_per_s",
+            "samples_per_s",
+            "gflops_per_rank",
+        ):
             assert one[f"perf/{name}"] > 0
         assert one["memory/process_gib"] > 0.1
         assert "perf/hidden_s" not in one  # nothing is sampled beside learning
     assert first["perf/hours_left"] > 0
     assert last["perf/hours_left"] == 0
-    generated = sum(sample.num_tokens - sample.prompt.num_tokens for sample in rollouts.samples)
+    generated = sum(len(sample.token_ids) for sample in rollouts.samples)  # of the answers alone
     seconds = rollouts.timing.metrics(1)["time/generate"]
     assert last["perf/generated_tokens_per_s"] == pytest.approx(generated / seconds, rel=1e-4)
+    assert last["tokens/s"] == last["perf/tokens_per_s"]  # on the bar
+    rows = len(rollouts.samples)
+    assert last["perf/tokens_per_s"] == pytest.approx(last["perf/samples_per_s"] * generated / rows, rel=1e-4)
 
 
 def test_operations_are_those_of_what_is_trained_by_the_seconds_of_learning(
@@ -99,6 +108,7 @@ def test_work_of_ranks_is_added_up_and_the_slowest_one_counts() -> None:
     assert rates(ranks) == {
         "perf/trained_tokens_per_s": 40.0,
         "perf/generated_tokens_per_s": 30.0,
+        "perf/tokens_per_s": 18.0,
         "perf/samples_per_s": 1.6,
         "perf/hidden_s": 3.0,
         "engine/waiting": 7.0,

@@ -6,7 +6,6 @@ score, select), lets the module prepare them, and splits them into micro-batches
 
 import dataclasses
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -159,8 +158,6 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
         self._inside_iteration = False  # an iteration was collected and training on it is not finished
         self._after: dict[str, Any] | None = None  # where the prompts of the next iteration begin
         self._metrics: dict[str, float] = {}
-        self._tokens = 0.0  # of the iteration's samples, of all ranks
-        self._began = 0.0  # the iteration, on the clock of this process
         self._saved_states: list[Mapping[str, Any]] | None = None  # of other ranks, in a checkpoint of another number
 
     @classmethod
@@ -239,10 +236,6 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
         self.samples, self.sample_rows = shared.samples, shared.rows
         return shared
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure how long the iteration takes."""
-        self._tokens, self._began = 0.0, time.perf_counter()
-
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -268,10 +261,6 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
             logged(trainer, finished)
         if "rollout/reward" in self._metrics:
             pl_module.log("reward", self._metrics["rollout/reward"], prog_bar=True, logger=False, sync_dist=True)
-        bar = trainer.progress_bar_callback is not None
-        if bar and self._tokens:  # after a resume inside an iteration they were sampled by another run
-            speed = self._tokens / (time.perf_counter() - self._began)
-            pl_module.log("tokens/s", speed, prog_bar=True, logger=False, sync_dist=True)
         if not any(defers(trainer) for defers in self._hooks("defers_sync")):
             self.sync_weights()
 
@@ -323,7 +312,6 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
         self, shared: SharedIteration, experience: Experience, policy_version: int
     ) -> dict[str, float]:
         """What is logged of an iteration that was just prepared. A collective."""
-        self._tokens = float(shared.numbers["completion_length"].sum())
         reward, scored = self.reward, bool(shared.summary.reward_parts)
         silent = self._share_advantages(experience, len(shared.summary))
         metrics = iteration_metrics(shared, silent=silent, rewarded=reward is not None or scored)
