@@ -105,7 +105,6 @@ class ReplayEngine(RolloutEngine):
         FileNotFoundError: If there is no such folder.
     """
 
-    shared = False
     can_score = False
     recorded = True
 
@@ -160,15 +159,6 @@ class ReplayEngine(RolloutEngine):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Raise RuntimeError, as there is no model."""
         raise RuntimeError("a ReplayEngine has no model that could score")
-
-    def sleep(self) -> None:
-        """Do nothing."""
-
-    def wake(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _begins_with(sample: Sample, prompt: Prompt) -> bool:
