@@ -49,9 +49,12 @@ def voted_answer(text: str) -> str | None:
     return whole if whole and "\n" not in whole else None
 
 
-def pass_at_k(rewards: Sequence[float], k: int, *, success_threshold: float = 1.0) -> float:
-    """Probability that one of k of these samples is correct: ``1 - C(n-c, k) / C(n, k)`` (arXiv:2107.03374)."""
-    n, correct = len(rewards), sum(reward >= success_threshold for reward in rewards)
+def pass_at_k(rewards: Sequence[float | None], k: int, *, success_threshold: float = 1.0) -> float:
+    """Probability that one of k of these samples is correct: ``1 - C(n-c, k) / C(n, k)`` (arXiv:2107.03374).
+
+    A sample without a reward is not, whatever the threshold.
+    """
+    n, correct = len(rewards), sum(reward is not None and reward >= success_threshold for reward in rewards)
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -62,11 +65,6 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     """
     ordered = sorted(rewards)
     return math.fsum(r * math.comb(i, k - 1) for i, r in enumerate(ordered)) / math.comb(len(ordered), k)
-
-
-def sizes_of_subsets(n: int) -> list[int]:
-    """The k of ``pass@k`` and the like for n samples: 1, 2, 4, ... up to n, and n."""
-    return sorted({2**power for power in range(n.bit_length()) if 2**power <= n} | {n})
 
 
 def majority_at_k(votes: Sequence[str | None], rewards: Sequence[float], k: int, *, draws: int = DRAWS) -> float:
@@ -99,12 +97,43 @@ def _majority(answers: Sequence[tuple[str | None, float]]) -> float:
     return fmean(fmean(reward for vote, reward in answers if vote == winner) for winner in winners)
 
 
-def benchmark_metrics(samples: Sequence[GradedSample], *, success_threshold: float = 1.0) -> dict[str, float]:
-    """Metrics of graded samples, each a mean over questions.
+def subset_metrics(
+    rewards: Sequence[Sequence[float | None]],
+    votes: Sequence[Sequence[str | None]] | None = None,
+    *,
+    success_threshold: float = 1.0,
+    draws: int = DRAWS,
+) -> dict[str, float]:
+    """Metrics of k of the samples of each question, means over questions.
 
-    With n samples of each question: ``avg@n``, the mean reward, and ``stderr``, the standard error of that mean over
-    questions (0 for one); ``pass@k`` and ``best@k`` for k = 1, 2, 4, ... up to n, and n; ``maj@k`` if samples have
-    votes; ``questions``, ``samples``, ``ungraded``. Questions with more samples than others use all of theirs.
+    Args:
+        rewards: Of the samples of each question, n or more; ``None`` counts as 0 and is never correct.
+        votes: Their answers, see :func:`majority_at_k`; ``None``: no ``maj@k``.
+        success_threshold: A sample with at least this reward is correct.
+        draws: See :func:`majority_at_k`.
+
+    Returns:
+        ``avg@n``, the mean reward, and for k = 1, 2, 4, ... up to n, and n, ``pass@k``, ``best@k`` and ``maj@k``.
+    """
+    n = min(map(len, rewards))
+    sizes = sorted({2**power for power in range(n.bit_length())} | {n})
+    counted = [[reward or 0.0 for reward in group] for group in rewards]
+    metrics = {f"avg@{n}": fmean(map(fmean, counted))}
+    for k in sizes:
+        metrics[f"pass@{k}"] = fmean(pass_at_k(group, k, success_threshold=success_threshold) for group in rewards)
+    for k in sizes:
+        metrics[f"best@{k}"] = fmean(best_at_k(group, k) for group in counted)
+    for k in sizes if votes is not None else ():
+        pairs = zip(votes or (), counted, strict=True)
+        metrics[f"maj@{k}"] = fmean(majority_at_k(answers, group, k, draws=draws) for answers, group in pairs)
+    return metrics
+
+
+def benchmark_metrics(samples: Sequence[GradedSample], *, success_threshold: float = 1.0) -> dict[str, float]:
+    """Metrics of graded samples: :func:`subset_metrics`, with ``maj@k`` if samples have votes.
+
+    Besides ``stderr``, the standard error of ``avg@n`` over questions (0 for one); ``questions``, ``samples``,
+    ``ungraded``. Questions with more samples than others use all of theirs.
 
     Raises:
         ValueError: If there are no samples.
@@ -114,27 +143,19 @@ def benchmark_metrics(samples: Sequence[GradedSample], *, success_threshold: flo
     groups: dict[tuple[str | None, int | str], list[GradedSample]] = {}
     for sample in samples:  # parts of a benchmark may each number their questions from 0
         groups.setdefault((sample.source, sample.question), []).append(sample)
-    rewards = [[one.reward or 0.0 for one in group] for group in groups.values()]
-    votes = [[one.vote for one in group] for group in groups.values()]
-    size = min(map(len, rewards))
-    means = [fmean(group) for group in rewards]
-    metrics = {
+    means = [fmean(one.reward or 0.0 for one in group) for group in groups.values()]
+    voted = any(one.vote is not None for one in samples)
+    return {
         "questions": float(len(groups)),
         "samples": float(len(samples)),
         "ungraded": float(sum(one.reward is None for one in samples)),
-        f"avg@{size}": fmean(means),
         "stderr": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0,
+        **subset_metrics(
+            [[one.reward for one in group] for group in groups.values()],
+            [[one.vote for one in group] for group in groups.values()] if voted else None,
+            success_threshold=success_threshold,
+        ),
     }
-    sizes = sizes_of_subsets(size)
-    for k in sizes:
-        metrics[f"pass@{k}"] = fmean(pass_at_k(group, k, success_threshold=success_threshold) for group in rewards)
-    for k in sizes:
-        metrics[f"best@{k}"] = fmean(best_at_k(group, k) for group in rewards)
-    if any(one.vote is not None for one in samples):
-        for k in sizes:
-            pairs = zip(votes, rewards, strict=True)
-            metrics[f"maj@{k}"] = fmean(majority_at_k(group, values, k) for group, values in pairs)
-    return metrics
 
 
 def metrics_by_source(

@@ -13,7 +13,7 @@ from rlhfkit.callbacks.rollout.part import RolloutPart
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import gather_objects
 from rlhfkit.rewards.base import AnswerReader, answer_reader
-from rlhfkit.rewards.benchmarks import best_at_k, majority_at_k, pass_at_k, sizes_of_subsets
+from rlhfkit.rewards.benchmarks import subset_metrics
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.trainer_parts import policy_of
 from rlhfkit.validation import check_number
@@ -194,10 +194,8 @@ def validation_metrics(
 ) -> dict[str, tuple[float, int]]:
     """Metrics of validation samples, and the number of samples or prompts that each is a mean of.
 
-    With n > 1 samples per prompt also, as ``rlhfkit evaluate`` (:mod:`rlhfkit.rewards.benchmarks`), for k = 1, 2, 4 ...
-    and n: ``pass@k``, the probability that one of k samples is correct (unbiased: Chen et al., 2021, arXiv:2107.03374,
-    equation 1), ``best@k``, the expected largest reward of k, and with ``votes`` ``maj@k``, the expected reward of the
-    most frequent answer of k; and ``avg@n``, the mean over prompts. A sample without a reward counts as 0 in these.
+    With n > 1 samples per prompt also, as ``rlhfkit evaluate``, those of k = 1, 2, 4 ... and n of them
+    (:func:`~rlhfkit.rewards.benchmarks.subset_metrics`).
 
     Args:
         samples: Numbers of all samples of some prompts.
@@ -218,23 +216,12 @@ def validation_metrics(
     groups: dict[int, list[SampleNumbers]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt, []).append(sample)
-    size = min(map(len, groups.values()), default=0)
-    return metrics | (_of_subsets([*groups.values()], size, success_threshold, votes) if size > 1 else {})
-
-
-def _of_subsets(
-    groups: Sequence[Sequence[SampleNumbers]], size: int, success_threshold: float, votes: bool
-) -> dict[str, tuple[float, int]]:
-    """Metrics of k of the samples of each prompt, for k up to ``size``."""
-    # A sample without a reward is never correct, whatever the threshold.
-    correct = [[float(one.reward is not None and one.reward >= success_threshold) for one in group] for group in groups]
-    rewards = [[one.reward or 0.0 for one in group] for group in groups]
-    answers = [[one.vote for one in group] for group in groups]
-    metrics = {f"avg@{size}": fmean(fmean(group) for group in rewards)}
-    for k in sizes_of_subsets(size):
-        metrics[f"pass@{k}"] = fmean(pass_at_k(group, k) for group in correct)
-        metrics[f"best@{k}"] = fmean(best_at_k(group, k) for group in rewards)
-        if votes:
-            pairs = zip(answers, rewards, strict=True)
-            metrics[f"maj@{k}"] = fmean(majority_at_k(group, values, k, draws=_DRAWS) for group, values in pairs)
-    return {name: (value, len(groups)) for name, value in metrics.items()}
+    if min(map(len, groups.values())) < 2:
+        return metrics
+    of_subsets = subset_metrics(
+        [[one.reward for one in group] for group in groups.values()],
+        [[one.vote for one in group] for group in groups.values()] if votes else None,
+        success_threshold=success_threshold,
+        draws=_DRAWS,
+    )
+    return metrics | {name: (value, len(groups)) for name, value in of_subsets.items()}
