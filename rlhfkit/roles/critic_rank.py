@@ -5,14 +5,15 @@ that the training ranks may save a checkpoint inside a step. All ranks read the 
 each request may be a collective.
 """
 
+import itertools
 import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import lightning as L
 import torch
@@ -21,7 +22,6 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.roles.critic_desk import Request
 
 MAX_RETURNED_BYTES = 8e9
 """Weights above this size are not kept when the critic's ranks end."""
@@ -95,6 +95,56 @@ def run_rank(run: CriticRun, desk: Any, environment: ClusterEnvironment) -> Mapp
     return work.weights
 
 
+class Request(NamedTuple):
+    """What all training ranks ask for together, or one micro-batch for each critic rank."""
+
+    number: int
+    """That of the messages that it was made of; the answer goes by it."""
+    kind: str
+    parts: list[Any]
+    """Of each training rank; of kind ``"batches"``: of each critic rank, ``None`` where it has no micro-batch."""
+    micro_batches: int = 0
+    """Of kind ``"batches"``: micro-batches of each critic rank in the optimizer step."""
+    scale: float = 1.0
+    """Of kind ``"batches"``: factor of the losses, more than 1 if some critic ranks have a micro-batch less."""
+
+
+def merge_requests(rounds: Iterable[Sequence[tuple[Any, ...]]], receivers: int) -> Iterator[Request]:
+    """Merge the messages of all training ranks to requests: those are the same, in the same order, on each critic rank.
+
+    Micro-batches are divided among the critic ranks in the order of training, as soon as there is one for each.
+
+    Args:
+        rounds: Messages by training rank: kind, part, and with the kind ``"batch"`` the number of micro-batches of each
+            training rank in the optimizer step.
+        receivers: Number of critic ranks.
+
+    Raises:
+        RuntimeError: If the training ranks ask for different things at a time.
+    """
+    window: list[Any] = []  # micro-batches of the optimizer step that no critic rank has
+    arrived = 0  # micro-batches of the optimizer step
+    for number, messages in enumerate(rounds):
+        kinds = {kind for kind, *_ in messages}
+        if len(kinds) > 1:
+            raise RuntimeError(f"training ranks ask for different things at a time: {', '.join(sorted(kinds))}")
+        parts = [message[1] for message in messages]
+        if kinds != {"batch"}:
+            yield Request(number, messages[0][0], parts)
+            continue
+        window += parts
+        arrived += len(parts)
+        total = messages[0][2] * len(messages)
+        each = -(-total // receivers)
+        last = arrived == total
+        while len(window) >= receivers or (last and window):
+            batches, window = window[:receivers], window[receivers:]
+            batches += [None] * (receivers - len(batches))
+            yield Request(number, "batches", batches, each, each * receivers / total)
+        if last:
+            arrived = 0
+
+
 class CriticLoader:
     """The micro-batches of one optimizer step of this rank, each read when it is asked for."""
 
@@ -114,7 +164,7 @@ class CriticWork(L.Callback):
 
     def __init__(self, module: TrainedCritic, desk: Any, rank: int) -> None:
         self._module, self._desk, self._rank = module, desk, rank
-        self._place = 0  # of the next request
+        self._requests: Iterator[Request] = iter(())
         self._next: Request | None = None  # the first micro-batch of the coming step
         self._trainer: L.Trainer | None = None
         self._learning_rate = 0.0
@@ -132,6 +182,7 @@ class CriticWork(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer = trainer
+        self._requests = merge_requests(self._messages(), trainer.world_size)
         self._wait_for_step(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -169,14 +220,18 @@ class CriticWork(L.Callback):
 
     # ------------------------------------------------------------------ requests
 
-    def _read(self) -> Request:
+    def _messages(self) -> Iterator[list[tuple[Any, ...]]]:
+        """The messages of all training ranks, by number."""
         import ray
 
-        kind, found = ray.get(self._desk.request.remote(self._place))
-        if kind == "failed":
-            raise RuntimeError(f"the critic's training ranks have failed: {found}")
-        self._place += 1
-        return Request(*found)
+        for number in itertools.count():
+            state, found = ray.get(self._desk.messages.remote(number))
+            if state == "failed":
+                raise RuntimeError(f"the critic's training ranks have failed: {found}")
+            yield found
+
+    def _read(self) -> Request:
+        return next(self._requests)
 
     def _send(self, request: Request, value: Any) -> None:
         import ray

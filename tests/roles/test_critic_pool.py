@@ -24,9 +24,9 @@ from rlhfkit.modules.parts import CriticWarmup
 from rlhfkit.modules.parts.critic import Critic, ValueLoss
 from rlhfkit.ray_placement import ReservedResources
 from rlhfkit.roles import CriticPool, CriticPoolError
-from rlhfkit.roles.critic_desk import CriticDesk, Request
+from rlhfkit.roles.critic_desk import CriticDesk
 from rlhfkit.roles.critic_pool import STRATEGIES, _Ranks
-from rlhfkit.roles.critic_rank import CriticLoader, CriticWork
+from rlhfkit.roles.critic_rank import CriticLoader, CriticWork, Request, merge_requests
 
 from .critic_ranks import CRITIC, KillOf, MomentumPPO, SaveAt, differences, weights
 
@@ -239,17 +239,19 @@ def test_a_module_that_changes_the_critic_or_shares_its_backbone_is_refused() ->
 def test_micro_batches_of_all_ranks_are_divided_in_the_order_of_training_and_each_step_is_complete(
     receivers: int,
 ) -> None:
-    async def requests() -> list[Request]:
+    async def messages() -> list[Any]:
         desk = CriticDesk(2, receivers)
         sent = [("values", "v", 0), *(("batch", number, 2) for number in range(4)), ("report", "r", 0)]
         for rank in (1, 0):  # one is ahead, and its messages arrive in any order
             for number in (2, 0, 1, 5, 4, 3):
                 kind, part, micro_batches = sent[number]
                 await desk.post(rank, number, kind, (rank, part), micro_batches)
-        made = desk._made
-        return [Request(*(await desk.request(place))[1]) for place in range(made)]
+        read = [[(await desk.messages(number))[1] for number in range(6)] for _ in range(receivers)]
+        assert read == read[:1] * receivers  # all critic ranks read the same
+        assert not desk._messages.values  # and nothing is kept
+        return read[0]
 
-    made = asyncio.run(requests())
+    made = list(merge_requests(asyncio.run(messages()), receivers))
     assert [made[0].kind, made[-1].kind] == ["values", "report"]
     steps = [request for request in made if request.kind == "batches"]
     each = -(-4 // receivers)
@@ -270,9 +272,10 @@ def test_a_critic_trains_on_when_the_run_turns_out_longer(tmp_path: Path) -> Non
     class Ordered(CriticWork):
         """Reads its requests from a list, not from a desk."""
 
+        orders = iter([*(Request(number, "batches", [None], 1, 1.0) for number in range(3)), Request(3, "stop", [])])
+
         def _read(self) -> Request:
-            self._place += 1
-            return Request(self._place, "batches", [None], 1, 1.0) if self._place <= 3 else Request(4, "stop", [])
+            return next(self.orders)
 
         def _send(self, request: Request, value: Any) -> None:
             pass
@@ -300,9 +303,9 @@ def test_a_critic_trains_on_when_the_run_turns_out_longer(tmp_path: Path) -> Non
 def test_everybody_who_waits_learns_of_a_failure() -> None:
     async def wait() -> list[Any]:
         desk = CriticDesk(1, 1)
-        waiting = [asyncio.create_task(desk.request(0)), asyncio.create_task(desk.answers(0))]
+        waiting = [asyncio.create_task(desk.messages(0)), asyncio.create_task(desk.answers(0))]
         await asyncio.sleep(0)
         await desk.fail("rank 0 died")
-        return [*await asyncio.gather(*waiting), await desk.request(7)]
+        return [*await asyncio.gather(*waiting), await desk.messages(7)]
 
     assert asyncio.run(wait()) == [("failed", "rank 0 died")] * 3
