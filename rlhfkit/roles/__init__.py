@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from rlhfkit.roles.critic_pool import CriticPool, CriticPoolError
     from rlhfkit.roles.model_pool import ModelPool
     from rlhfkit.roles.pending_rows import FrozenModel, ModelPoolError
-    from rlhfkit.roles.placement import Placement
-    from rlhfkit.roles.placement_plan import RoleResources
+    from rlhfkit.roles.placement import Placement, RoleResources
     from rlhfkit.roles.served_model import ServedModel, frozen_model
 
 _HOMES = {
@@ -26,7 +25,7 @@ _HOMES = {
     "ModelPoolError": "roles.pending_rows",
     "Placement": "roles.placement",
     "PlacementError": "ray_placement",
-    "RoleResources": "roles.placement_plan",
+    "RoleResources": "roles.placement",
     "ServedModel": "roles.served_model",
     "frozen_model": "roles.served_model",
 }

@@ -2,37 +2,82 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhfkit.ray_placement import (
+    Machine,
     PlacementError,
     ReservedResources,
     Resources,
     cluster_machines,
     fewest_machines,
+    hold_bundles,
+    release_bundles,
     text,
 )
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.roles.critic_pool import CriticPool
 from rlhfkit.roles.model_pool import ModelPool
-from rlhfkit.roles.placement_plan import (
-    WITH,
-    PlannedRole,
-    Requests,
-    ReservedPlan,
-    RoleRequest,
-    RoleResources,
-    default_resources,
-)
 from rlhfkit.rollout.remote.placement import RankLocation, start_ray_for_engines, visible_gpus
 from rlhfkit.rollout.vllm.pool import VLLMPool
-from rlhfkit.validation import check_number
+from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+Spread = Literal["pack", "spread"]
+WITH = "with "
+"""Begins the words of a role that has no processes or no resources of its own: ``"with trainer"``."""
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK")
+
+
+@dataclass(frozen=True)
+class RoleResources:
+    """Processes of a role and the Ray resources of each.
+
+    Args:
+        processes: Ranks of the trainer or of the critic, engines, replicas of a frozen model.
+        resources: Of each: ``{"GPU": 2, "CPU": 4}``, or resources of your own names; ``None``: a core, and a GPU where
+            the cluster has any. One process is on one machine.
+        machines: ``"pack"``: on as few machines as possible; ``"spread"``: on as many. ``None``: engines are spread,
+            other roles packed.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    processes: int
+    resources: Mapping[str, float] | None = None
+    machines: Spread | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("RoleResources.processes", self.processes, minimum=1)
+        for name, amount in (self.resources or {}).items():
+            check_number(f"RoleResources.resources[{name!r}]", amount, above=0)
+        if self.resources is not None and not self.resources:
+            raise ValueError("RoleResources.resources must name what a process needs, as in {'GPU': 1}, or be left out")
+        if self.machines not in (None, "pack", "spread"):
+            raise ValueError(f"RoleResources.machines must be 'pack', 'spread' or None, got {self.machines!r}")
+
+
+RoleRequest = int | RoleResources | Mapping[str, Any] | str
+"""A number of processes, their resources, the same as a mapping, or ``"with trainer"``."""
+
+
+@dataclass(frozen=True)
+class PlannedRole:
+    """A line of the plan."""
+
+    role: str
+    processes: int
+    resources: Resources
+    """Of each process; empty: those of the role that it shares."""
+    machines: Mapping[str, int]
+    """Number of processes by machine."""
+    note: str = ""
 
 
 class Placement:
@@ -88,26 +133,31 @@ class Placement:
         device: Literal["cpu", "cuda"] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        roles = {"engines": engines, "reference": reference, "reward": reward, "teacher": teacher, "critic": critic}
+        given = {"engines": engines, "reference": reference, "reward": reward, "teacher": teacher, "critic": critic}
         if trainer is None:
             raise TypeError("Placement(trainer=...) takes a number of ranks or RoleResources, got None")
-        self.requests = Requests.parse(trainer=trainer, **roles)
+        self.roles = checked_roles({"trainer": trainer} | given)
+        """The processes of each role, or the name of the role whose resources it shares."""
         if launcher not in (None, "ray"):
             raise ValueError(f"Placement.launcher must be 'ray' or None, got {launcher!r}")
         if device not in (None, "cpu", "cuda"):
             raise ValueError(f"Placement.device must be 'cpu', 'cuda' or None, got {device!r}")
         check_number("Placement.timeout", timeout, above=0, why="it is in seconds")
-        own = self.requests.roles["trainer"].own
-        assert own is not None
-        self.num_ranks = own.processes
+        self.num_ranks = self._own["trainer"].processes
         self.launcher = launcher
         self.device = device
         self.timeout = timeout
         self.plan: list[PlannedRole] = []
         """The roles and their machines, after :meth:`reserve`."""
         self._num_nodes = 1
-        self._each: dict[str, Resources] = {}
-        self._reserved: ReservedPlan | None = None
+        self._each: dict[str, Resources] = {}  # of a process of each role that has some of its own
+        self._groups: dict[str, Any] | None = None  # placement groups of these; None: nothing is reserved
+        self._reserved: dict[str, ReservedResources] = {}  # what the processes of a role can be started with
+
+    @property
+    def _own(self) -> dict[str, RoleResources]:
+        """The roles with resources of their own."""
+        return {role: own for role, own in self.roles.items() if isinstance(own, RoleResources)}
 
     # ---------------------------------------------------------------- the plan
 
@@ -117,41 +167,33 @@ class Placement:
         Does nothing on ranks other than 0.
 
         Raises:
-            PlacementError: If the cluster has no room. It says what is missing and what there is.
+            PlacementError: If the cluster has no room. It says what is missing and what there is; nothing is held then.
         """
-        if self._reserved is not None or not _is_first_process():
+        if self._groups is not None or not _is_first_process():
             return
-        gpus = self._start_ray() if self._needs_ray() else self._uses_gpus(bool(visible_gpus()))
-        own = {name: one.own for name, one in self.requests.roles.items() if one.own is not None}
-        self._each = {name: default_resources(role, gpus) for name, role in own.items()}
+        on_ray = [role for role in self._own if role != "trainer" or self.launcher == "ray"]
+        gpus = self._start_ray() if on_ray else self._uses_gpus(bool(visible_gpus()))
+        default = {"GPU": 1.0, "CPU": 1.0} if gpus else {"CPU": 1.0}
+        self._each = {role: dict(own.resources or default) for role, own in self._own.items()}
         if self.launcher == "ray":
             need = {name: self.num_ranks * amount for name, amount in self._each["trainer"].items()}
             self._num_nodes = fewest_machines(self.num_ranks, need, [one.total for one in cluster_machines()]) or 1
-        machines = self._num_nodes if self.launcher == "ray" else None
+        self._groups = {}
         try:
-            self._reserved = ReservedPlan(self.requests, self._each, machines, self.timeout)
+            self._hold(on_ray)
+            self.plan = [self._planned(role) for role in self.roles]
         except BaseException:
             self.close()
             raise
-        self.plan = [self._planned(role) for role in self.requests.roles]
         from rich.console import Console
 
         Console().print(self.table(), highlight=False)
-
-    def _needs_ray(self) -> bool:
-        """Whether Ray places any role: not if all are with ranks that it does not start."""
-        own = [name for name, one in self.requests.roles.items() if one.own is not None]
-        return self.launcher == "ray" or own != ["trainer"]
 
     def _start_ray(self) -> bool:
         """Join or start Ray, without the GPUs of ranks that it does not start; returns whether GPUs are used."""
         import ray
 
-        cores = sum(
-            int(one.own.processes * (one.own.resources or {}).get("CPU", 1))
-            for one in self.requests.roles.values()
-            if one.own is not None
-        )
+        cores = sum(int(own.processes * (own.resources or {}).get("CPU", 1)) for own in self._own.values())
         if self.launcher == "ray":
             join_or_start_ray(num_cpus=max(cores, os.cpu_count() or 1), object_store_memory=256 * 2**20)
             return self._uses_gpus(bool(ray.cluster_resources().get("GPU", 0)))
@@ -171,21 +213,61 @@ class Placement:
         self.device = self.device or ("cuda" if found else "cpu")
         return self.device == "cuda"
 
+    def _hold(self, roles: Sequence[str]) -> None:
+        """Hold the resources of roles: the trainer first, then the largest processes, as small ones fit in between."""
+        assert self._groups is not None
+        if roles:
+            check_totals({role: self._own[role].processes for role in roles}, self._each, cluster_machines())
+        for role in sorted(roles, key=self._order):
+            own = self._own[role]
+            strategy = (own.machines or ("spread" if role == "engines" else "pack")).upper()
+            if role == "trainer" and own.machines is None and self._num_nodes in (1, own.processes):
+                strategy = "STRICT_PACK" if self._num_nodes == 1 else "STRICT_SPREAD"
+            self._groups[role] = hold_bundles(
+                self._each[role],
+                own.processes,
+                strategy=strategy,
+                timeout=self.timeout,
+                what=f"process(es) of {role}",
+                cure=(
+                    f"Placed before: {', '.join(self._groups) or 'none'}. End what else uses the cluster, add machines,"
+                    f" or ask for less: Placement({role}=...)"
+                ),
+            )
+        for role, own_or_host in self.roles.items():
+            host = own_or_host if isinstance(own_or_host, str) else role
+            group = self._groups.get(host)
+            if group is not None and not (host == "trainer" and role != "trainer"):
+                # Those that are with the trainer have no part of its resources.
+                sharers = 1 if host == "trainer" else 1 + list(self.roles.values()).count(host)
+                part = {name: amount / sharers for name, amount in self._each[host].items()}
+                self._reserved[role] = ReservedResources(part, group.id.hex(), range(group.bundle_count))
+
+    def _order(self, role: str) -> tuple[bool, float, float]:
+        each = self._each[role]
+        return role != "trainer", -each.get("GPU", 0), -each.get("CPU", 0)
+
     def _planned(self, role: str) -> PlannedRole:
-        request, reserved = self.requests.roles[role], self._reserved
-        assert reserved is not None
-        if request.own is not None and role in reserved.reserved:
-            return PlannedRole(role, request.own.processes, self._each[role], reserved.machines_of(role))
+        host, reserved = self.roles[role], self._reserved.get(role)
+        if reserved is not None:
+            processes = len(reserved.bundles)
+            if isinstance(host, RoleResources):
+                return PlannedRole(role, processes, self._each[role], self._machines_of(role))
+            return PlannedRole(role, processes, reserved, self._machines_of(host), f"{WITH}{host}: a part of each")
         if role == "trainer":
             gpu = {"GPU": 1.0} if self.device == "cuda" else {"CPU": 1.0}
             return PlannedRole(role, self.num_ranks, gpu, {socket.gethostname(): self.num_ranks}, "not started by Ray")
-        host = str(request.shares)
-        if host == "trainer":
-            count = self.num_ranks
-            note = "on the ranks' devices" if role == "engines" else "in the ranks"
-            return PlannedRole(role, count, {}, {}, f"{WITH}trainer: {note}")
-        part = reserved.reserved[role]
-        return PlannedRole(role, len(part.bundles), part, reserved.machines_of(host), f"{WITH}{host}: a part of each")
+        note = "on the ranks' devices" if role == "engines" else "in the ranks"
+        return PlannedRole(role, self.num_ranks, {}, {}, f"{WITH}trainer: {note}")
+
+    def _machines_of(self, role: str) -> dict[str, int]:
+        """The number of processes of a placed role by the name of their machine."""
+        import ray
+
+        assert self._groups is not None
+        names = {machine.node: machine.name for machine in cluster_machines()}
+        nodes = ray.util.placement_group_table(self._groups[role])["bundles_to_node_id"].values()
+        return dict(Counter(names.get(node, node) for node in nodes))
 
     def table(self) -> "Table":
         """The plan as a table of rich: role, processes, resources of each, machines."""
@@ -202,9 +284,9 @@ class Placement:
 
     def close(self) -> None:
         """Give the resources back. Roles that still run on them are ended by Ray."""
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
+        for group in (self._groups or {}).values():
+            release_bundles(group)
+        self._groups, self._reserved = None, {}
 
     # ---------------------------------------------------------------- what each role is given
 
@@ -217,10 +299,9 @@ class Placement:
     def ranks(self) -> dict[str, Any]:
         """Arguments of :class:`~rlhfkit.RLHFDeepSpeedStrategy` that start the ranks; empty where Ray does not."""
         self.reserve()
-        if self.launcher != "ray" or self._reserved is None:
+        if "trainer" not in self._reserved:
             return {}
-        resources = self._reserved.reserved["trainer"]
-        return {"launcher": "ray", "num_nodes": self._num_nodes, "resources_per_rank": resources}
+        return {"launcher": "ray", "num_nodes": self._num_nodes, "resources_per_rank": self._reserved["trainer"]}
 
     def reference(self, model: str, **arguments: Any) -> ModelPool | None:
         """For :class:`~rlhfkit.modules.parts.reference.Reference`.
@@ -278,9 +359,8 @@ class Placement:
         Raises:
             ValueError: If an engine has more processes than GPUs are held for each.
         """
-        reserved = self._placed("engines")
-        own = self.requests.roles["engines"].own
-        if own is None:
+        own, reserved = self._placed("engines"), self._reserved.get("engines")
+        if isinstance(own, str):
             pool = VLLMPool(**({"num_engines": 1} | arguments), colocate=True, device=self.device)
             if "num_engines" not in arguments:
                 pool.num_engines = max(1, self.num_ranks // pool.processes_per_engine)
@@ -309,9 +389,8 @@ class Placement:
 
         ``arguments`` are those of the pool that is made of it.
         """
-        reserved = self._placed(role)
-        request = self.requests.roles[role]
-        if request.shares == "trainer":
+        own = self._placed(role)
+        if own == "trainer":
             if arguments:
                 raise ValueError(
                     f"Placement({role}='{WITH}trainer') makes a child of the module, which takes no "
@@ -324,18 +403,79 @@ class Placement:
                 f"Placement({role}=...) decides {', '.join(decided)}: leave it out, or say it in the plan with "
                 f"Placement({role}=RoleResources(...))"
             )
-        host = self.requests.roles[str(request.shares)] if request.own is None else request
-        assert host.own is not None
-        return host.own.processes, host.own.resources if reserved is None else reserved
+        own = self._own[own] if isinstance(own, str) else own
+        return own.processes, self._reserved.get(role, own.resources)
 
-    def _placed(self, role: str) -> ReservedResources | None:
-        """Hold everything, and return the resources of a role, if they are known here and its own."""
-        if role not in self.requests.roles:
+    def _placed(self, role: str) -> RoleResources | str:
+        """Hold everything, and return what a role has asked for."""
+        if role not in self.roles:
             raise ValueError(
                 f"the plan has no {role}: give Placement({role}=...) a number of processes, or 'with trainer'"
             )
         self.reserve()
-        return None if self._reserved is None else self._reserved.reserved.get(role)
+        return self.roles[role]
+
+
+def checked_roles(given: Mapping[str, RoleRequest | None]) -> dict[str, RoleResources | str]:
+    """The processes of each role, or the name of the role whose resources it shares; those that are ``None`` left out.
+
+    Raises:
+        TypeError: If a request is none of the kinds that are allowed.
+        ValueError: If a number is out of range, or a role shares one that it cannot.
+    """
+    roles = {role: _checked(role, value) for role, value in given.items() if value is not None}
+    placed = [role for role, own in roles.items() if isinstance(own, RoleResources)]
+    for role, host in roles.items():
+        if isinstance(host, RoleResources):
+            continue
+        if role == "trainer":
+            raise ValueError("Placement(trainer=...) takes a number of ranks: other roles may be with the trainer")
+        others = [] if role == "engines" else [name for name in placed if name not in ("trainer", "engines")]
+        if host not in ("trainer", *others):
+            raise ValueError(
+                f"Placement({role}='with {host}'): {role} can be with {' or '.join(['trainer', *others])}. Engines "
+                "share GPUs with the trainer only, and a role that shares another's resources cannot be shared in turn"
+            )
+    return roles
+
+
+def _checked(role: str, value: RoleRequest) -> RoleResources | str:
+    if isinstance(value, str):
+        if not value.startswith(WITH):
+            raise ValueError(f"Placement({role}=...) takes a number of processes or 'with trainer', got {value!r}")
+        return value.removeprefix(WITH)
+    if isinstance(value, RoleResources):
+        return value
+    if isinstance(value, Mapping):
+        try:
+            return RoleResources(**value)
+        except TypeError as error:
+            raise TypeError(
+                f"Placement({role}=...) as a mapping takes processes, resources and machines, got {dict(value)}"
+            ) from error
+    check_integer(f"Placement.{role}", value, minimum=1, why="leave a role out that the run does not have")
+    return RoleResources(int(value))
+
+
+def check_totals(processes: Mapping[str, int], each: Mapping[str, Resources], machines: Sequence[Machine]) -> None:
+    """Raise PlacementError if the cluster, or its largest machine, could not hold the plan even if it were idle."""
+    for name in sorted({name for role in processes for name in each[role]}, key=lambda name: name != "GPU"):
+        needs = {role: count * each[role][name] for role, count in processes.items() if each[role].get(name)}
+        have = {one.name: one.total.get(name, 0) for one in machines}
+        there = ", ".join(f"{machine}: {amount:g}" for machine, amount in have.items())
+        if sum(needs.values()) > sum(have.values()):
+            roles = ", ".join(f"{role} {amount:g}" for role, amount in needs.items())
+            raise PlacementError(
+                f"the plan needs {sum(needs.values()):g} {name}(s) ({roles}), and Ray's cluster has "
+                f"{sum(have.values()):g} ({there}): {sum(needs.values()) - sum(have.values()):g} are missing. Ask for "
+                "fewer processes, let roles share GPUs ('with trainer'), or add machines"
+            )
+        for role in needs:
+            if each[role][name] > max(have.values()):
+                raise PlacementError(
+                    f"a process of {role} needs {each[role][name]:g} {name}(s) on one machine, and the largest has "
+                    f"{max(have.values()):g} ({there})"
+                )
 
 
 def _gpus_that_ray_counts_here() -> bool:

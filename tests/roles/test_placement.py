@@ -1,6 +1,6 @@
 """Plans on simulated machines, what each role is given, and errors that say what is missing.
 
-Covers placement.py, placement_plan.py and ray_placement.py.
+Covers placement.py and ray_placement.py.
 """
 
 import json
