@@ -4,7 +4,6 @@
 Lightning before a rank has its environment. For the same reason this file imports only the standard library at the top.
 """
 
-import asyncio
 import contextlib
 import io
 import os
@@ -13,77 +12,54 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 Event = tuple[Any, ...]
-"""``("line", rank, stream, text)``, ``("hook", ...)`` of the bar, or ``("failed", failure)``."""
+"""``("line", rank, stream, text)``, ``("bar", stream, text)`` or ``("failed", failure)``."""
 
 
 class Mailbox:
-    """Events of all ranks for the driver; those of one rank in sending order.
-
-    Ray may run the calls of an asynchronous actor in any order (``allow_out_of_order_execution`` in Ray 2.60), so each
-    rank numbers its events.
-    """
+    """Events of all ranks for the driver; those of a rank in its order, in which Ray makes the calls of one caller."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._changed = asyncio.Condition()
-        self._closed = False
-        self._delivered: dict[int, int] = {}  # number of events by rank
-        self._early: dict[tuple[int, int], Event] = {}  # events that arrived before an earlier one, by rank and number
 
-    async def post(self, rank: int, number: int, *event: Any) -> None:
+    def post(self, *event: Any) -> None:
         """Add an event."""
-        self._early[rank, number] = event
-        async with self._changed:
-            while (rank, following := self._delivered.get(rank, 0)) in self._early:
-                self._events.append(self._early.pop((rank, following)))
-                self._delivered[rank] = following + 1
-            self._changed.notify_all()
+        self._events.append(event)
 
-    async def delivered(self, rank: int, count: int) -> None:
-        """Wait until the first ``count`` events of a rank have been delivered."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._delivered.get(rank, 0) >= count)
-
-    async def collect(self) -> list[Event]:
-        """Return all events since the last call; wait for one, unless the mailbox is closed."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: bool(self._events) or self._closed)
-            events, self._events = self._events, []
+    def collect(self) -> list[Event]:
+        """Return all events since the last call."""
+        events, self._events = self._events, []
         return events
 
-    async def close(self) -> None:
-        """Make ``collect`` return without waiting."""
-        async with self._changed:
-            self._closed = True
-            self._changed.notify_all()
 
-
-class LineStream(io.TextIOBase):
-    """Replaces ``sys.stdout``: sends complete lines; of a line that a progress bar redraws, the last state."""
+class RankOutput(io.TextIOBase):
+    """Replaces ``sys.stdout`` or ``sys.stderr`` of a rank: posts complete lines, and of rank 0 also a bar's redraws."""
 
     encoding = "utf-8"
 
-    def __init__(self, send: Callable[[str], None]) -> None:
-        self._send, self._rest, self._lock = send, "", threading.Lock()
+    def __init__(self, post: Callable[..., Any], rank: int, stream: str) -> None:
+        self._post, self._rank, self._stream = post, rank, stream
+        self._rest, self._lock = "", threading.Lock()
 
     def writable(self) -> bool:
         """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Send complete lines, keep the rest."""
+        """Post complete lines, of each its last state, and the state of an incomplete one that is redrawn."""
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
             for line in lines:
-                self._send(line.rstrip("\r").rsplit("\r", 1)[-1])
+                self._post("line", self._rank, self._stream, line.rstrip("\r").rsplit("\r", 1)[-1])
+            if "\r" in self._rest and self._rank == 0:
+                self._post("bar", self._stream, self._rest.rsplit("\r", 1)[-1])
+                self._rest = ""
         return len(text)
 
     def finish(self) -> None:
-        """Send an incomplete last line."""
+        """Post an incomplete last line."""
         if self._rest:
             self.write("\n")
 
@@ -94,8 +70,6 @@ class RankActor:
     rank: int
     _mailbox: Any
     _reported: dict[str, Any] | None
-    _sent: int
-    _sending: threading.Lock
 
     def location(self, ports: list[int]) -> dict[str, Any]:
         """Return where Ray has placed this process: machine, the first of ``ports`` that is free, GPUs, process id."""
@@ -122,15 +96,8 @@ class RankActor:
         if os.path.isdir(folder):
             os.chdir(folder)
         self.rank, self._mailbox, self._reported = rank, mailbox, None
-        self._sent, self._sending = 0, threading.Lock()
-        sys.stdout = LineStream(partial(self.post, "line", rank, "stdout"))
-        sys.stderr = LineStream(partial(self.post, "line", rank, "stderr"))
-
-    def post(self, *event: Any) -> None:
-        """Send an event to the driver without waiting for it."""
-        with self._sending:
-            self._mailbox.post.remote(self.rank, self._sent, *event)
-            self._sent += 1
+        sys.stdout = RankOutput(mailbox.post.remote, rank, "stdout")
+        sys.stderr = RankOutput(mailbox.post.remote, rank, "stderr")
 
     def run(self, work: bytes) -> tuple[str, Any]:
         """Call what ``pickle_run`` pickled; return ``("done", result)`` or ``("failed", failure)``."""
@@ -142,9 +109,9 @@ class RankActor:
             return "failed", self._reported or self.report(error)
         finally:
             for stream in (sys.stdout, sys.stderr):
-                if isinstance(stream, LineStream):
+                if isinstance(stream, RankOutput):
                     stream.finish()
-            ray.get(self._mailbox.delivered.remote(self.rank, self._sent))
+            ray.get(self._mailbox.__ray_ready__.remote())  # after all that this rank has posted
 
     def report(self, error: BaseException) -> dict[str, Any]:
         """Send an error to the driver, and return it as a ``failure``."""
@@ -156,5 +123,5 @@ class RankActor:
         except Exception:
             pickled = None
         self._reported = {"rank": self.rank, "error": pickled, "type": type(error).__name__, "traceback": text}
-        self.post("failed", self._reported)
+        self._mailbox.post.remote("failed", self._reported)
         return self._reported

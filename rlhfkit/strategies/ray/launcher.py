@@ -21,7 +21,6 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from rlhfkit.ray_placement import ReservedResources, hold_bundles, release_bundles
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.strategies.ray import actor as ray_actor
-from rlhfkit.strategies.ray.progress import DriverDisplay
 from rlhfkit.strategies.ray.ranks import Ranks
 from rlhfkit.strategies.ray.remote_run import RunResult, pickle_run
 
@@ -280,14 +279,10 @@ class RayLauncher(_Launcher):
         join_or_start_ray(num_cpus=claimed + (os.cpu_count() or 1))
         if trainer is not None:
             trainer.lightning_module.trainer = trainer  # the hooks for errors need it
-        display = DriverDisplay(trainer)
-        try:
-            with self._ranks() as ranks:
-                work_in_store = ray.put(work)
-                del work
-                result = ranks.wait([actor.run.remote(work_in_store) for actor in ranks.actors], display)
-        finally:
-            display.close()
+        with self._ranks() as ranks:
+            work_in_store = ray.put(work)
+            del work
+            result = ranks.wait([actor.run.remote(work_in_store) for actor in ranks.actors])
         if trainer is None:
             return result
         assert isinstance(result, RunResult)

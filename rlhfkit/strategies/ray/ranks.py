@@ -14,13 +14,13 @@ from rlhfkit.rank_store import RankError
 from rlhfkit.ray_calls import first_lines_of
 from rlhfkit.ray_session import port_candidates
 from rlhfkit.strategies.ray import actor as ray_actor
-from rlhfkit.strategies.ray.progress import DriverDisplay
 
 # Time for the other ranks to end after one has failed; most wait for it in a collective.
 _GRACE_SECONDS = 5.0
 # Time for the hooks for errors if all ranks have failed: OnExceptionCheckpoint saves a checkpoint in one.
 _ON_EXCEPTION_SECONDS = 600.0
 _KILL_SECONDS = 10.0
+_POLL_SECONDS = 0.1
 # Environment variables of the driver that are not passed to ranks.
 _DRIVER_VARIABLES = ("RAY_", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_")
 
@@ -33,6 +33,7 @@ class Ranks:
         self.actors: list[Any] = []
         self._locations: list[dict[str, Any]] = []  # location of each
         self._mailbox: Any = None
+        self._bar = ""  # last state of the line that rank 0 redraws
 
     def start(self, count: int, device: str, timeout: float) -> None:
         """Create the actors and number them, machine by machine."""
@@ -71,34 +72,26 @@ class Ranks:
         values: list[Any] = ray.get(refs)
         return values
 
-    def wait(self, runs: list[Any], display: DriverDisplay) -> Any:
-        """Show the ranks' output until all have ended; return rank 0's result, or raise the first cause of failure."""
+    def wait(self, runs: list[Any]) -> Any:
+        """Print the ranks' output until all have ended; return rank 0's result, or raise the first cause of failure."""
         import ray
 
         waiting = {ref: rank for rank, ref in enumerate(runs)}
         failures: dict[int, dict[str, Any]] = {}
         result, failed_at = None, float("inf")
-        events = self._mailbox.collect.remote()
         while waiting and time.monotonic() < failed_at + self._time_limit(waiting, failures):
-            ready, _ = ray.wait([*waiting, events], num_returns=1, timeout=1.0)
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_POLL_SECONDS)
             for ref in ready:
-                if ref == events:
-                    self._show(ray.get(events), display, failures)
-                    events = self._mailbox.collect.remote()
-                    continue
                 rank = waiting.pop(ref)
                 kind, value = self._outcome(ref, rank)
                 if kind == "failed":
                     failures[rank] = value
                 elif rank == 0:
                     result = value
+            # Ranks that end by themselves have waited until their last event was in the mailbox.
+            self._show(ray.get(self._mailbox.collect.remote()), failures)
             if failures and failed_at == float("inf"):
                 failed_at = time.monotonic()
-        # Ranks that ended by themselves waited until their events were delivered. The pending call may have returned
-        # before the last of them, so collect once more.
-        self._mailbox.close.remote()
-        for collection in (events, None):
-            self._show(ray.get(collection or self._mailbox.collect.remote()), display, failures)
         if failures:
             self._raise(failures)
         return result
@@ -109,14 +102,32 @@ class Ranks:
         nobody_died = all(failure["type"] is not None for failure in failures.values())
         return _ON_EXCEPTION_SECONDS if all_in_hooks and nobody_died else _GRACE_SECONDS
 
-    def _show(self, events: list[ray_actor.Event], display: DriverDisplay, failures: dict[int, dict[str, Any]]) -> None:
+    def _show(self, events: list[ray_actor.Event], failures: dict[int, dict[str, Any]]) -> None:
         for kind, *values in events:
             if kind == "line":
-                display.line(*values)
-            elif kind == "hook":
-                display.hook(*values)
+                self._print_line(*values)
+            elif kind == "bar":
+                self._draw_bar(*values)
             elif kind == "failed":
                 failures.setdefault(values[0]["rank"], values[0])
+
+    def _print_line(self, rank: int, stream: str, text: str) -> None:
+        """Print a line of a rank above the progress bar; an empty one of rank 0 ends the bar."""
+        bar = self._bar
+        if rank == 0 and not text:
+            self._bar = ""
+            print(file=getattr(sys, stream), flush=True)
+            return
+        if bar:
+            self._draw_bar(stream, "")
+        print(text if rank == 0 else f"[rank {rank}] {text}", file=getattr(sys, stream), flush=True)
+        if bar:
+            self._draw_bar(stream, bar)
+
+    def _draw_bar(self, stream: str, bar: str) -> None:
+        """Draw what rank 0 has last drawn on its line that has no end."""
+        print(f"\r{' ' * len(self._bar)}\r{bar}", end="", file=getattr(sys, stream), flush=True)
+        self._bar = bar
 
     def _outcome(self, ref: Any, rank: int) -> tuple[str, Any]:
         """Return the value of ``RankActor.run``, or a failure if its process died."""

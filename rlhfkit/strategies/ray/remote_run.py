@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.trainer import call
@@ -21,7 +21,6 @@ from rlhfkit.distributed import full_shape
 from rlhfkit.strategies.checkpoint.io import EngineCheckpointMixin
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict
 from rlhfkit.strategies.ray import actor as ray_actor
-from rlhfkit.strategies.ray.progress import RemoteProgressBar
 from rlhfkit.trainer_parts import callbacks_of, datamodule_of
 
 MAX_RETURNED_BYTES = 8e9
@@ -66,11 +65,9 @@ def _call_trainer(
     """Call a method of this rank's Trainer and collect its result; ``snapshot`` holds the driver's random states."""
     snapshot.restore()
     trainer.strategy._launcher = None  # runs that callbacks start stay in this process
-    if trainer.progress_bar_callback is not None:
-        callbacks = callbacks_of(trainer)
-        place = callbacks.index(trainer.progress_bar_callback)
-        post = actor.post if actor.rank == 0 else None
-        callbacks[place] = RemoteProgressBar(trainer.progress_bar_callback, post)
+    callbacks, bar = callbacks_of(trainer), trainer.progress_bar_callback
+    if isinstance(bar, RichProgressBar):  # it draws on terminals and in notebooks only, and the driver has them
+        callbacks[callbacks.index(bar)] = TQDMProgressBar(refresh_rate=int(bar.refresh_rate))
     try:
         value = function(*args, **kwargs)
     except BaseException as error:
