@@ -200,7 +200,7 @@ def print_sizes(module: Any) -> None:
     source = next((one for one in callbacks_of(trainer) if isinstance(one, ExperienceSource)), None)
     per_rank = f" on each of {trainer.world_size} ranks" if trainer.world_size > 1 else ""
     capped = source is not None and getattr(data, "max_tokens_per_micro_batch", None) is not None
-    what = f"{batches} micro-batches{per_rank}"
+    what = f"{batches} micro-batch{'' if batches == 1 else 'es'}{per_rank}"
     if capped:
         what = f"at least {what} (as many as their tokens need)"
     if source is not None and not trainer.fast_dev_run:

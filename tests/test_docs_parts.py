@@ -1,4 +1,4 @@
-"""The examples of docs/parts.md that people ask for most do what they say, alone and in a run."""
+"""The examples of docs/parts.md and docs/reward_models.md that people ask for most do what they say, in a run too."""
 
 import ast
 import re
@@ -9,24 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from modules import scalar_cases
 from rl_runs import digits, setup_run
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from rlhfkit import RolloutCallback, SamplingSpec
+from rlhfkit.models import reward_output
 from rlhfkit.rewards import WeightedSum
 
 PAGE = Path(__file__).parents[1] / "docs" / "parts.md"
 
 
-def examples() -> dict[str, Any]:
-    """The classes of the page, and what it imports."""
+def examples(page: Path = PAGE) -> dict[str, Any]:
+    """The classes of a page, and what it imports."""
     names: dict[str, Any] = {}
-    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
         tree = ast.parse(code)
         tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)]
-        exec(compile(tree, str(PAGE), "exec"), names)
+        exec(compile(tree, str(page), "exec"), names)
     return names
 
 
@@ -83,3 +85,34 @@ def test_a_run_with_all_of_them_saves_its_tokens(tmp_path: Path, monkeypatch: py
         assert saved["loss"].shape == saved["ratio"].shape == saved["mask"].shape
         torch.testing.assert_close(saved["ratio"], torch.ones_like(saved["ratio"]))  # of the first update
         assert not saved["loss"][~saved["mask"]].any()
+
+
+def test_a_state_of_a_part_is_in_checkpoints_and_its_metric_in_the_log(tmp_path: Path) -> None:
+    part = examples()["RunningBaseline"](0.5)
+    trainer, module, data, _ = setup_run(tmp_path, module_arguments={"parts": [part]})
+    trainer.fit(module, data)
+    assert part.mean != 0.0
+    torch.testing.assert_close(float(trainer.callback_metrics["baseline/mean"]), part.mean, atol=1e-6, rtol=0)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=False)["callbacks"]
+    assert saved["RunningBaseline[0]"] == {"mean": part.mean}
+
+
+def test_several_heads_are_trained_and_their_mean_less_deviation_is_the_reward(tmp_path: Path) -> None:
+    scalar_cases.prepare(tmp_path)
+    found = examples(PAGE.with_name("reward_models.md"))
+    module = found["EnsembleModule"](str(tmp_path / "model"), lr=0.01, heads=3)
+    data = scalar_cases.data(tmp_path, "reward", 7, validation_data=str(tmp_path / "reward.jsonl"))
+    trainer = scalar_cases.trainer(tmp_path)
+    trainer.fit(module, data)
+    losses = [float(trainer.callback_metrics[f"head_{k}/loss"]) for k in range(3)]
+    assert len({*losses}) == 3
+    module.save_pretrained(tmp_path / "ensemble")
+    part = found["EnsembleReward"](str(tmp_path / "ensemble"))
+    heads = part.build(str(tmp_path / "ensemble"))
+    trainer, policy, prompts, rollouts = setup_run(tmp_path, module_arguments={"parts": [part]})
+    trainer.fit(policy, prompts)
+    rows = rollouts.experience
+    with torch.no_grad():
+        expected = reward_output(heads, rows, normalized=True)
+    torch.testing.assert_close(rows.reward_parts["model"], expected.mean(-1) - expected.std(-1))

@@ -224,8 +224,8 @@ def aggregate(
         raise ValueError(f"mode must be one of {', '.join(get_args(Aggregation))}, got {mode!r}")
     if (mode == "constant-length") != (max_length is not None):
         raise ValueError(
-            "max_length belongs to mode 'constant-length', which divides by it (the generation limit in tokens), got "
-            f"mode {mode!r} and max_length {max_length}"
+            "mode 'constant-length' divides by max_length, the generation limit in tokens, which no other mode takes: "
+            f"got mode {mode!r} and max_length {max_length}"
         )
     if max_length is not None and not max_length > 0:
         raise ValueError(f"max_length must be positive, got {max_length}")

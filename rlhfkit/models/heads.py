@@ -83,7 +83,7 @@ class ScalarOutput(NamedTuple):
     """The result of :func:`scalar_forward`.
 
     Attributes:
-        values: (B, T) float32, raw; 0 where not wanted.
+        values: (B, T) float32, raw; 0 where not wanted. (B, T, K) of a model with K heads.
         router_aux_loss: Scalar, the load-balancing loss of a mixture of experts; ``None`` unless asked for.
     """
 
@@ -144,12 +144,15 @@ class ScalarModel(nn.Module):
         with without_masks(model):
             output = model.base_model(**inputs, **more, use_cache=False)
         check_packing(model, inputs)
-        outputs = model.score(output.last_hidden_state.flatten(0, 1)[positions])
-        chosen: Tensor = outputs[:, 0] if outputs.shape[-1] == 1 else outputs[:, 1] - outputs[:, 0]
+        chosen = self.numbers(model.score(output.last_hidden_state.flatten(0, 1)[positions]))
         if not router_aux_loss:
             return chosen
         logits = getattr(output, "router_logits", None)
         return chosen, backbone_router_loss(model.base_model, logits, inputs.get("attention_mask"), joined)
+
+    def numbers(self, outputs: Tensor) -> Tensor:
+        """(M,) of the head's (M, outputs); a subclass with several heads may return (M, K)."""
+        return outputs[:, 0] if outputs.shape[-1] == 1 else outputs[:, 1] - outputs[:, 0]
 
     def normalize(self, rewards: Tensor) -> Tensor:
         """Normalise by the configuration's ``mean`` and ``std`` (OpenRLHF's names); unchanged if it has none."""
@@ -324,9 +327,9 @@ def scalar_forward(
     found = model(positions=positions, router_aux_loss=router_aux_loss, joined=joined, **inputs)
     chosen, balance = found if router_aux_loss else (found, None)
     chosen = own_results(chosen, joined)
-    shape = batch.input_ids.shape
-    empty = torch.zeros(shape.numel(), dtype=chosen.dtype, device=chosen.device)
-    return ScalarOutput(empty.index_copy(0, wanted, chosen).view(shape), balance)
+    shape, heads = batch.input_ids.shape, chosen.shape[1:]
+    empty = torch.zeros(shape.numel(), *heads, dtype=chosen.dtype, device=chosen.device)
+    return ScalarOutput(empty.index_copy(0, wanted, chosen).view(*shape, *heads), balance)
 
 
 def last_tokens(batch: TokenizedBatch) -> Tensor:
@@ -347,9 +350,9 @@ def reward_output(model: nn.Module, batch: TokenizedBatch, *, normalized: bool =
         normalized: Shift and scale by the mean and standard deviation in the configuration, if it has them.
 
     Returns:
-        (B,) float32.
+        (B,) float32; (B, K) of a model with several numbers.
     """
-    rewards = scalar_output(model, batch, last_tokens(batch)).sum(-1)
+    rewards = scalar_output(model, batch, last_tokens(batch)).sum(1)
     return cast(ScalarModel, unwrap(model)).normalize(rewards) if normalized else rewards
 
 

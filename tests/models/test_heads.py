@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from rlhfkit.data import TokenBatch
 from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.models import ModelLoading, load_scalar_model, reward_output, scalar_output
+from rlhfkit.models.heads import ScalarModel
 
 LENGTHS = (3, 9, 6, 1)
 
@@ -114,6 +115,22 @@ def test_the_head_computes_in_float32_under_bfloat16(folder: str, batch: TokenBa
         out = reward_output(model, batch)
     assert out.dtype == torch.float32
     assert not torch.equal(out, out.bfloat16().float())
+
+
+def test_several_heads_are_what_each_is_alone(folder: str, batch: TokenBatch) -> None:
+    class Heads(ScalarModel):
+        def numbers(self, outputs: torch.Tensor) -> torch.Tensor:
+            return outputs
+
+    one: Any = load_scalar_model(folder).model
+    weight = torch.randn(3, one.score.in_features, generator=torch.Generator().manual_seed(1))
+    several = []
+    for rows in (weight, *weight.split(1)):
+        one.score = torch.nn.Linear(rows.shape[1], len(rows), bias=False)
+        one.score.weight.data.copy_(rows)
+        several.append(scalar_output(Heads(one), batch))
+    torch.testing.assert_close(several[0], torch.cat(several[1:], -1))
+    torch.testing.assert_close(reward_output(Heads(one), batch), reward_output(ScalarModel(one), batch)[:, None])
 
 
 def test_wrong_classifiers_and_spreads_are_refused(folder: str, tmp_path: Path) -> None:

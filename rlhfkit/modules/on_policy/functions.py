@@ -122,6 +122,7 @@ class AdvantageFunction:
 
 
 _INPUTS = ("logprobs", "old_logprobs", "advantages", "mask")
+_WHERE = "(clip_low, clip_high and aggregation as arguments of the module, others in policy_loss_arguments)"
 _ALWAYS_GIVEN = ("weights", "aggregation", "denominator", "max_length")
 """Keyword arguments that a loss with ``**kwargs`` is given although it does not name them."""
 _GIVEN_BY_THE_MODULE = {
@@ -198,10 +199,8 @@ class PolicyLoss:
         unknown = [name for name in (*chosen, *arguments) if not self._takes_more and name not in self._keywords]
         if unknown:
             known = [name for name in self._keywords if name not in own or name == "aggregation"]
-            raise ValueError(
-                f"{self.name} does not take {', '.join(unknown)}; it takes {', '.join(known) or 'no arguments'} "
-                "(clip_low, clip_high and aggregation as arguments of the module, others in policy_loss_arguments)"
-            )
+            takes = ", ".join(known) or "no arguments"
+            raise ValueError(f"{self.name} does not take {', '.join(unknown)}; it takes {takes} {_WHERE}")
 
     def check(self) -> None:
         """Compute the loss of one token, so that bad arguments raise before training.
@@ -214,6 +213,8 @@ class PolicyLoss:
             self(probe, probe, probe, probe == 0, weights=None, rollout_logprobs=probe, denominator=None)
         except TypeError as error:
             raise ValueError(f"{self.name} does not take what it is given: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error} {_WHERE}") from error
 
     def takes(self, name: str) -> bool:
         """Whether the function is given a keyword argument of this name."""

@@ -72,7 +72,7 @@ class RewardModule(ScalarModule):
 
     def scores(self, batch: TokenBatch) -> Tensor:
         """(2B,) raw rewards."""
-        return self.read(batch, last_tokens(batch)).sum(-1)
+        return self.read(batch, last_tokens(batch)).sum(1)
 
     def loss(self, batch: PreferenceBatch, out: Tensor) -> LossOutput:
         """The loss of B pairs with (2B,) raw rewards; override it for another objective."""

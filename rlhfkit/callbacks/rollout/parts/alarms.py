@@ -45,7 +45,8 @@ ROLLOUT_ALARMS = (
         metric="rollout_corr/logprob_abs_diff_mean",
         high=0.05,
         advice="engine and trainer disagree on the same tokens by more than rounding: run both in one precision, "
-        "compare attention implementations, or give the module a correction ('tis', 'icepop')",
+        "compare attention implementations, or give the module a correction ('tis', 'icepop'). With Ahead it counts "
+        "too what the policy has learned since",
     ),
     Alarm(
         metric="rollout_corr/untruncated_eff_sample_size",
