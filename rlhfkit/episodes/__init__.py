@@ -1,7 +1,7 @@
 """Samples of several turns: environments, tools and agents that talk to the policy.
 
 May import: rollout, models, data, datamodules (how conversations are written), serving.
-Start at :mod:`rlhfkit.episodes.episode`, then ``environment.py`` and ``episodes.py``.
+Start at :mod:`rlhfkit.episodes.episodes`, then ``environment.py``.
 """
 
 from typing import TYPE_CHECKING, Any

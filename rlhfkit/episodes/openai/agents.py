@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.base import EpisodeGroups
-from rlhfkit.episodes.episode import FINISH_REASONS, EndReason
+from rlhfkit.episodes.episodes import FINISH_REASONS, EndReason
 from rlhfkit.episodes.tool_calls import ToolCallParser
 from rlhfkit.episodes.tool_calls import tool_call_parser as find_parser
 from rlhfkit.rollout.event_loop import call_with_timeout
