@@ -149,6 +149,11 @@ class Part(Configured, Callback):
         """Groups of the optimizer, changed; as in :meth:`PolicyModule.parameter_groups`."""
         raise NotImplementedError
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End its models on machines of their own."""
+        for model, _ in self.placed().values():
+            model.close()
+
     def loaded(self) -> None:
         """Called when the module has built its models, before a strategy has them; maybe more than once."""
 
@@ -358,19 +363,18 @@ def of_class(kind: Any, base: type[Kind], instead: str) -> type[Kind]:
     return kind
 
 
-def arrange(steps: Iterable[Part], parts: Iterable[Part], provided: Iterable[str]) -> list[Part]:
-    """The order in which steps of a module and its parts prepare an iteration: by stage, steps first.
+def arrange(parts: Iterable[Part], provided: Iterable[str]) -> list[Part]:
+    """The order in which parts prepare an iteration: by stage, and as they are given.
 
     Args:
-        steps: What the module itself does.
-        parts: What was given to it.
+        parts: All parts of a module.
         provided: Fields that rows come with.
 
     Raises:
         ValueError: If one reads a field that is not there and nothing earlier writes, or overwrites what another has
             written without reading it.
     """
-    order = sorted([*steps, *parts], key=lambda part: part.stage)
+    order = sorted(parts, key=lambda part: part.stage)
     there, writers = set(provided), dict[str, Part]()
     for place, part in enumerate(order):
         missing = [name for name in part.reads if name not in there]
@@ -409,6 +413,29 @@ def overriding(parts: Iterable[Any], method: str, base: type = Part) -> list[Any
     return [getattr(part, method) for part in parts if getattr(type(part), method) is not empty]
 
 
+_OF_ONE = {"old_logprobs": "have the log-probs that ratios are taken to", "policy_output": "run the policy"}
+"""Methods that one part of a module may override, and what they do."""
+
+
+def hooks_of(parts: Sequence[Part]) -> dict[str, list[Any]]:
+    """What a module calls: by the name of a method of :class:`Part`, that of all parts that override it, bound.
+
+    Raises:
+        ValueError: If several parts override a method that only one may.
+    """
+    for method, what in _OF_ONE.items():
+        names = [part_name(part) for part in parts if overriding([part], method)]
+        if len(names) > 1:
+            raise ValueError(f"{' and '.join(names)} each {what}: give one")
+    methods = ("begin", "weigh", "term", "auxiliary_loss", "observe", "parameter_groups", *_OF_ONE)
+    return {method: overriding(parts, method) for method in methods}
+
+
+def model_elsewhere(parts: Iterable[Part], role: str) -> Any:
+    """The model of a role that a part has on machines of its own; ``None``: none has."""
+    return next((part.placed()[role][0] for part in parts if role in part.placed()), None)
+
+
 def part_name(part: Part) -> str:
     """A part in messages: its class, or the function that it calls."""
     if isinstance(part, Prepare):
@@ -416,9 +443,10 @@ def part_name(part: Part) -> str:
     return getattr(part, "label", type(part).__name__)
 
 
-def describe(order: Sequence[Part], loss: Sequence[str]) -> str:
+def describe(order: Sequence[Part], parts: Sequence[Part], policy_loss: str) -> str:
     """One line: what prepares an iteration, in order and by stage, and what the loss consists of."""
-    stages: dict[str, list[str]] = {}
+    terms = (part for method in ("term", "auxiliary_loss") for part in parts if overriding([part], method))
+    loss, stages = [policy_loss.rpartition(".")[-1], *map(part_name, terms)], dict[str, list[str]]()
     for part in order:
         stages.setdefault(part.stage.name, []).append(part_name(part))
     steps = " -> ".join(f"{stage} {', '.join(names)}" for stage, names in stages.items())

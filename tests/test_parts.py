@@ -132,7 +132,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_parts_are_sorted_by_stage_and_keep_their_order_within_one() -> None:
     late, first, second = Writes(), Prepare(halve), Prepare(halve_own)
-    assert arrange([Reads()], [late, first, second], PROVIDED)[:3] == [first, second, late]
+    assert arrange([Reads(), late, first, second], PROVIDED)[:3] == [first, second, late]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_parts_are_sorted_by_stage_and_keep_their_order_within_one() -> None:
 )
 def test_a_wrong_order_is_refused_with_the_way_out(parts: list[Part], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        arrange([], parts, PROVIDED)
+        arrange(parts, PROVIDED)
 
 
 def test_a_part_may_change_what_another_has_written() -> None:
-    assert len(arrange([], [Writes(), Rewrites(), Reads()], PROVIDED)) == 3
+    assert len(arrange([Writes(), Rewrites(), Reads()], PROVIDED)) == 3
 
 
 # ---------------------------------------------------------------------- plain values
@@ -284,7 +284,7 @@ def test_print_shows_what_happens_when(model: str) -> None:
         "MaskTruncated | loss: dapo_loss + KLPenalty + Counter"
     )
     assert line in repr(module)
-    own = ["GroupAdvantages()", "KLPenalty(coef=0.1)", "OldLogprobs()", "EngineMismatch()", "Reference()"]
+    own = ["GroupAdvantages()", "OldLogprobs()", "EngineMismatch()", "KLPenalty(coef=0.1)", "Reference()"]
     assert [repr(part) for part in module.parts][:7] == [*own, "MaskTruncated()", "Counter()"]
     assert "MODELS Critic -> CREDIT GAE, WhitenAdvantages, Returns | loss: ppo_loss" in repr(
         PPOModule(model, kl_coef=0.0)

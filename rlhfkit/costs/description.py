@@ -19,6 +19,7 @@ from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataM
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optimizers.factories import state_bytes
+from rlhfkit.parts import model_elsewhere
 from rlhfkit.roles import CriticPool, ModelPool
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
@@ -147,9 +148,9 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
 
     before = next((part for part in module.parts if isinstance(part, OldLogprobs)), None)
     every = before is not None and before.of_all_rows
-    roles["policy_passes"] += 1.0 if every or not module.approximations else 0.0
+    roles["policy_passes"] += 1.0 if every or not module.hooks["old_logprobs"] else 0.0
     roles |= {"entropy": "entropy" in module.outputs, "prepare_tokens": module.loading.max_tokens_per_forward}
-    elsewhere: dict[str, Any] = {"reference": module.reference_pool}
+    elsewhere: dict[str, Any] = {"reference": model_elsewhere(module.parts, "reference")}
     for name, one in {} if module.scorer is None else module.scorer.by_name.items():
         role = f"reward model {name}".strip()
         if isinstance(one, str):

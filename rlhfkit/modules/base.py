@@ -46,7 +46,7 @@ from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.gpu_memory import require_gpu_memory
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics
 from rlhfkit.modules.optim import Optimization, OptimizationMixin
-from rlhfkit.parts import Child, GivenPart, Part, attach_all, make_part, overriding, part_name
+from rlhfkit.parts import Child, GivenPart, Part, attach_all, hooks_of, make_part, part_name
 from rlhfkit.trainer_parts import callbacks_of
 from rlhfkit.validation import check_number
 
@@ -130,6 +130,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
         """All parts, once the module is made."""
         self.router_loss: Tensor | None = None
         """Of a mixture of experts in the last forward pass, where that gives no :class:`PolicyOutput`."""
+        self.hooks = hooks_of(())
+        """Methods of parts that the module calls, see :func:`~rlhfkit.parts.hooks_of`."""
         self.terms: list[Any] = []
         """:meth:`Part.term` of the parts that override it."""
         self.observers: list[Any] = []
@@ -156,6 +158,15 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
         self._attached = True
         self._assemble()
 
+    def add_part(self, part: Part) -> None:
+        """Add a part after the module was made and before it is fitted; it is no hyperparameter.
+
+        Raises:
+            ValueError: If it does not fit the module.
+        """
+        self.parts.append(part)
+        self._assemble()
+
     @property
     def replaced(self) -> set[str]:
         """Fields that parts which were given write and do not read."""
@@ -164,7 +175,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
     def _assemble(self) -> None:
         """Attach the parts, and keep what is called when."""
         attach_all(self.parts, self)
-        self.terms, self.observers = (overriding(self.parts, name) for name in ("term", "observe"))
+        self.hooks = hooks_of(self.parts)
+        self.terms, self.observers = self.hooks["term"], self.hooks["observe"]
         self.outputs = frozenset(name for part in self.parts for name in part.outputs)
         self._children = {name: child for part in self.parts for name, child in part.children().items()}
         frozen = (name for name, child in self._children.items() if not child.trained)
@@ -177,6 +189,14 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
     def observed(self, batch: Any, out: Any) -> dict[str, Tensor]:
         """The metrics of parts of a micro-batch of data."""
         return {name: value for observe in self.observers for name, value in observe(batch, out, None).items()}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Each trained child, with its learning rate, and what parts make of these."""
+        rates = {name: {"lr": child.lr} for name, child in self._children.items() if child.lr is not None}
+        groups = [group | rates.get(group["name"], {}) for group in super().parameter_groups()]
+        for changed in self.hooks["parameter_groups"]:
+            groups = changed(groups)
+        return groups
 
     # ------------------------------------------------------------------ building
 

@@ -35,6 +35,7 @@ from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, po
 from rlhfkit.modules.parts import Critic, CriticWarmup, Reference, RewardModel
 from rlhfkit.modules.parts.critic import ValueLoss
 from rlhfkit.modules.parts.teacher import DivergenceLoss
+from rlhfkit.parts import model_elsewhere
 from rlhfkit.rewards import ModelReward
 from rlhfkit.roles import ModelPool, ModelPoolError
 from rlhfkit.roles.replica import ReplicaOptions, TextReading, TokenRows, compute_rows, spread
@@ -242,8 +243,8 @@ def test_a_run_with_both_models_elsewhere_is_the_run_with_children(tmp_path: Pat
         assert trainer.callback_metrics[f"time/{name}"] >= 0
     torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=1e-6)
     restored = PlainGRPO(**dict(module.hparams))
-    assert restored.reference_pool is not None
-    assert restored.reference_pool.plain() == reference.plain()
+    assert model_elsewhere(restored.parts, "reference") is not None
+    assert model_elsewhere(restored.parts, "reference").plain() == reference.plain()
 
 
 def test_what_a_reward_model_reads_has_a_token_and_fits_its_context(tmp_path: Path, folder: Path) -> None:

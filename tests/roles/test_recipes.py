@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from rlhfkit import LocalEngine, ModelPool, Placement, PPOModule, RolloutCallback, SamplingSpec, VLLMPool
 from rlhfkit.models import load_scalar_model, load_tokenizer
 from rlhfkit.modules.parts import Reference, RewardModel
+from rlhfkit.parts import model_elsewhere
 from rlhfkit.strategies.ray.launcher import RayLauncher
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -76,7 +77,7 @@ def test_all_roles_separate(folder: Path, apart: tuple[Placement, VLLMPool]) -> 
     module = learn(folder, placement, engine)
     assert engine.reserved is not None
     assert [row.role for row in placement.plan] == ["trainer", "engines", "reference", "reward", "critic"]
-    for pool in (module.reference_pool, module.scorer.by_name[""]):
+    for pool in (model_elsewhere(module.parts, "reference"), module.scorer.by_name[""]):
         assert pool is not None
         assert "Replica" not in str(pool.plain())
 

@@ -22,6 +22,7 @@ from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
 from rlhfkit.modules.parts.teacher import DivergenceLoss
+from rlhfkit.parts import model_elsewhere
 from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel, frozen_model
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.serving.access import AccessToken
@@ -82,8 +83,8 @@ def test_a_run_with_a_served_reference_is_the_run_with_a_child(
         torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=3e-4)
         assert (trained[1][name] - tensor).abs().mean() < 1e-6
     restored = GRPOModule(**dict(module.hparams))
-    assert isinstance(restored.reference_pool, ServedModel)
-    assert restored.reference_pool.plain() == served.plain()
+    assert isinstance(model_elsewhere(restored.parts, "reference"), ServedModel)
+    assert model_elsewhere(restored.parts, "reference").plain() == served.plain()
 
 
 @pytest.mark.vllm

@@ -6,9 +6,8 @@ before its first update; :meth:`OnPolicyModule.training_step` learns from one mi
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
@@ -21,9 +20,7 @@ from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantag
 from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.on_policy.ranks import Ranks, local_rows
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.parts import GivenPart, Part, Stage, arrange, describe, overriding, part_name
-from rlhfkit.roles import FrozenModel
-from rlhfkit.trainer_parts import epochs_of
+from rlhfkit.parts import GivenPart, Part, Stage, arrange, describe, overriding
 
 
 class OnPolicyModule(PolicyModule):
@@ -62,6 +59,9 @@ class OnPolicyModule(PolicyModule):
     """
 
     batch_types = (Experience,)
+    credit: Sequence[Part]
+    """Parts that compute advantages, in order; a subclass may set them before this constructor is called. An overridden
+    :meth:`advantages`, or a part among ``parts`` that writes advantages, takes their place."""
     provided: ClassVar[tuple[str, ...]] = (
         *("input_ids", "attention_mask", "action_mask", "lengths", "rollout_logprobs", "versions", "rewards"),
         *("token_rewards", "reward_parts", "group", "sample_index", "truncated", "update", "replayed"),
@@ -96,18 +96,6 @@ class OnPolicyModule(PolicyModule):
         )
         self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
         """The function that was given as ``advantages``."""
-        if not hasattr(self, "credit"):
-            self.credit: list[Part] = []
-            """Parts that compute advantages, in order; a subclass sets them before this constructor is called. An
-            overridden :meth:`advantages`, or a part among ``parts`` that writes advantages, takes their place."""
-            if advantages is not None:
-                from rlhfkit.modules.parts.advantages import AdvantagesBy
-
-                self.credit.append(AdvantagesBy(advantages))
-        from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
-        from rlhfkit.modules.parts.old_policy import OldLogprobs
-
-        self.own_parts += [OldLogprobs(), EngineMismatch()]
         self.keep_plain(
             policy_loss=self.policy_loss.name,
             advantages=None if self.advantage_function is None else self.advantage_function.plain(),
@@ -118,99 +106,32 @@ class OnPolicyModule(PolicyModule):
     # ------------------------------------------------------------------ parts
 
     def attach_parts(self) -> None:
-        """Attach the parts, those that compute advantages first."""
-        if "advantages" in self.replaced:
-            self.credit = []
-        elif self.overrides_advantages:
-            from rlhfkit.modules.parts.advantages import OverriddenAdvantages
+        """Attach the parts, with those that any module that learns from its own samples has."""
+        from rlhfkit.modules.parts.defaults import credit_parts, default_parts
 
-            self.own_parts.insert(0, OverriddenAdvantages())
-        self.own_parts = [*self.credit, *self.own_parts]
+        self.credit = credit_parts(self)
+        self.own_parts = [*self.credit, *default_parts(self), *self.own_parts]
         super().attach_parts()
-
-    def add_part(self, part: Part) -> None:
-        """Add a part after the module was made and before it is fitted; it is no hyperparameter.
-
-        Raises:
-            ValueError: If it does not fit the module.
-        """
-        self.parts.append(part)
-        self._assemble()
 
     def _assemble(self) -> None:
         """Attach the parts, and sort them into what is called when."""
         super()._assemble()
-        self.weighing = overriding(self.parts, "weigh")
-        """:meth:`Part.weigh` of the parts that override it, and so on."""
-        self.auxiliary_losses = overriding(self.parts, "auxiliary_loss")
-        self.approximations = self._of_one_part("old_logprobs", "have the log-probs that ratios are taken to")
-        self.forward_passes = self._of_one_part("policy_output", "run the policy")
         self.outputs |= {"entropy"}  # which is logged
-        unknown = sorted(self.outputs - {"entropy", "values", "router_loss"})
-        if unknown:
-            raise ValueError(f"outputs of a part are entropy, values and router_loss, got {', '.join(unknown)}")
-        if self.weighing and not self.policy_loss.takes("weights"):
-            names = [part_name(part) for part in self.parts if overriding([part], "weigh")]
-            raise ValueError(f"{self.policy_loss.name} takes no weights, which {', '.join(names)} gives to tokens")
+        self.policy_loss.check_parts(self.parts)
         inside = self.credit if self.overrides_advantages else ()  # called by super().advantages(), if at all
-        order = arrange([], [part for part in self.parts if part not in inside], self.provided)
+        order = arrange([part for part in self.parts if part not in inside], self.provided)
         self.order = [part for part in order if overriding([part], "prepare")]
         """The parts that prepare an iteration, in order."""
-        self._begin = overriding(self.parts, "begin")
-
-    def _of_one_part(self, method: str, what: str) -> list[Callable[..., Any]]:
-        """A method that one part of a module may override, if one does."""
-        names = [part_name(part) for part in self.parts if overriding([part], method)]
-        if len(names) > 1:
-            raise ValueError(f"{' and '.join(names)} each {what}: give one")
-        return overriding(self.parts, method)
-
-    def configure_callbacks(self) -> list[Callback]:
-        """The parts, with one that keeps old log-probs for later epochs over an iteration, where there are any."""
-        if epochs_of(self.trainer) > 1 and not self.approximations:
-            from rlhfkit.modules.parts.old_policy import FirstPass
-
-            if not any(isinstance(part, FirstPass) for part in self.parts):
-                self.add_part(FirstPass())
-        return super().configure_callbacks()
 
     def extra_repr(self) -> str:
         """What prepares an iteration, in order, and what the loss consists of."""
-        loss = [self.policy_loss.name.rpartition(".")[-1]]
-        for method in ("term", "auxiliary_loss"):
-            loss += [part_name(part) for part in self.parts if overriding([part], method)]
-        return describe(self.order, loss)
-
-    # ------------------------------------------------------------------ models
+        return describe(self.order, self.parts, self.policy_loss.name)
 
     def build_policy(self) -> nn.Module:
         """Load the policy without dropout, which would make the ratio noisy."""
         policy = super().build_policy()
         disable_dropout(policy)
         return policy
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Each trained child, with its learning rate, and what parts make of these."""
-        rates = {name: {"lr": child.lr} for name, child in self._children.items() if child.lr is not None}
-        groups = [group | rates.get(group["name"], {}) for group in super().parameter_groups()]
-        for changed in overriding(self.parts, "parameter_groups"):
-            groups = changed(groups)
-        return groups
-
-    def teardown(self, stage: str) -> None:
-        """End the replicas of models on machines of their own."""
-        super().teardown(stage)
-        self.placed.close()
-
-    @property
-    def reference_pool(self) -> FrozenModel | None:
-        """The reference model, if it is on machines of its own."""
-        return self.placed.by_role().get("reference", (None, None))[0]
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether a reference model is asked during training, here or elsewhere."""
-        return any("ref_logprobs" in part.writes for part in self.parts)
 
     # ------------------------------------------------------------------ before the updates of an iteration
 
@@ -224,14 +145,13 @@ class OnPolicyModule(PolicyModule):
         parts of ``Stage.SHAPE`` changed them, for the log.
         """
         scored = experience
-        for begin in self._begin:
+        for begin in self.hooks["begin"]:
             begin(experience)
         for part in self.order:
             experience = part.prepare(experience)
             if part.stage == Stage.SCORE:
                 scored = experience
-        writers = [part for part in self.order if "advantages" in part.writes and "advantages" not in part.reads]
-        check_advantages(experience, self.policy_loss, part_name(writers[0]) if writers else "no part")
+        check_advantages(experience, self.policy_loss, self.order)
         return dataclasses.replace(
             experience,
             rewards=scored.rewards,
@@ -269,7 +189,7 @@ class OnPolicyModule(PolicyModule):
         loss, metrics = result.loss, dict(result.metrics)
         for observe in self.observers:
             metrics |= observe(batch, out, self.old_logprobs(batch, out))
-        for auxiliary_loss in self.auxiliary_losses:
+        for auxiliary_loss in self.hooks["auxiliary_loss"]:
             added = auxiliary_loss(batch, out)
             loss = loss + added.loss
             metrics |= {**added.metrics, "policy/loss": weighted_metric(result.loss, 1.0)}
@@ -281,8 +201,8 @@ class OnPolicyModule(PolicyModule):
 
     def policy_output(self, batch: Experience) -> PolicyOutput:
         """Run the policy: log-probs of the chosen tokens, and what parts need beside them."""
-        for run in self.forward_passes:
-            return run(batch)  # type: ignore[no-any-return]  # of a list of methods
+        for run in self.hooks["policy_output"]:
+            return cast(PolicyOutput, run(batch))
         return policy_output(
             self.policy,
             batch,
@@ -299,7 +219,7 @@ class OnPolicyModule(PolicyModule):
         if batch.advantages is None:
             raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
         old, weights, metrics = self.old_logprobs(batch, out), None, dict[str, Any]()
-        for weigh in self.weighing:
+        for weigh in self.hooks["weigh"]:
             factor, measured = weigh(batch, out, old)
             weights = factor if weights is None else factor * weights
             metrics |= measured
@@ -320,18 +240,15 @@ class OnPolicyModule(PolicyModule):
 
         ``aggregation`` (:func:`~rlhfkit.losses.aggregate` itself calls it ``mode``), ``denominator``, ``max_length``.
         """
-        aggregation = self.policy_loss.aggregation
-        # As aggregate() counts: the divisor of constant-length does not depend on how many rows are trained on.
-        counts = {"token-mean": batch.token_denominator, "constant-length": batch.row_denominator}
-        denominator = counts.get(aggregation, batch.sequence_denominator)
-        max_length = self.policy_loss.arguments.get("max_length")
-        return {"aggregation": aggregation, "denominator": denominator, "max_length": max_length}
+        return self.policy_loss.aggregation_arguments(batch)
 
     def old_logprobs(self, batch: Experience, out: PolicyOutput) -> Tensor:
         """(B, T-1) log-probs before the iteration, which are the policy's own in its first update."""
         if batch.old_logprobs is not None:
             return batch.old_logprobs
-        return self.approximations[0](batch, out) if self.approximations else out.logprobs.detach()
+        for approximate in self.hooks["old_logprobs"]:
+            return cast(Tensor, approximate(batch, out))
+        return out.logprobs.detach()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Do nothing: ``RolloutCallback`` generates, scores and logs."""
@@ -345,23 +262,13 @@ class OnPolicyModule(PolicyModule):
         return reading or self.policy_loss.takes("rollout_logprobs")
 
     def correct_off_policy(self) -> bool:
-        """Use truncated importance sampling for samples of another policy, unless a :class:`Correction` was given.
+        """Have samples of another policy corrected for, such as those of a quantized engine; returns whether it was."""
+        from rlhfkit.modules.parts.defaults import parts_of_other_policies
 
-        That of a quantized engine, or one that samples are replayed of.
-
-        Policy losses that account for the engine's log-probs themselves, or take no weights, stay as they are.
-
-        Returns:
-            Whether the correction was set.
-        """
-        from rlhfkit.modules.parts.correction import Correction, NoCorrection
-
-        loss, there = self.policy_loss, any(isinstance(part, Correction | NoCorrection) for part in self.parts)
-        there = there or not any("advantages" in part.writes for part in self.parts)  # nothing of the loss is left
-        if there or loss.takes("rollout_logprobs") or not loss.takes("weights"):
-            return False
-        self.add_part(Correction("tis"))
-        return True
+        added = parts_of_other_policies(self)
+        for part in added:
+            self.add_part(part)
+        return bool(added)
 
     @property
     def needs_reward(self) -> bool:

@@ -6,7 +6,7 @@ gives the other.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.losses import Aggregation, LossOutput, gspo_loss, luspo_loss, rloo_loss
 from rlhfkit.losses.policy.sequence import check_advantages_of_sequences
 from rlhfkit.modules.on_policy.ranks import inner_function
-from rlhfkit.parts import arguments_of, plain_value
+from rlhfkit.parts import Part, arguments_of, overriding, part_name, plain_value
 from rlhfkit.validation import check_integer, check_number, function_name, resolve_function
 
 
@@ -216,6 +216,27 @@ class PolicyLoss:
         except ValueError as error:
             raise ValueError(f"{self.name}: {error} {_WHERE}") from error
 
+    def check_parts(self, parts: Sequence[Part]) -> None:
+        """Check that what parts do for the loss, and need for it, is used.
+
+        Raises:
+            ValueError: If parts weigh tokens and the loss takes no weights, or need what the policy does not return.
+        """
+        unknown = sorted({name for part in parts for name in part.outputs} - {"entropy", "values", "router_loss"})
+        if unknown:
+            raise ValueError(f"outputs of a part are entropy, values and router_loss, got {', '.join(unknown)}")
+        names = [part_name(part) for part in parts if overriding([part], "weigh")]
+        if names and not self.takes("weights"):
+            raise ValueError(f"{self.name} takes no weights, which {', '.join(names)} gives to tokens")
+
+    def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:
+        """See :meth:`OnPolicyModule.aggregation_arguments`."""
+        # As aggregate() counts: the divisor of constant-length does not depend on how many rows are trained on.
+        counts = {"token-mean": batch.token_denominator, "constant-length": batch.row_denominator}
+        denominator = counts.get(self.aggregation, batch.sequence_denominator)
+        max_length = self.arguments.get("max_length")
+        return {"aggregation": self.aggregation, "denominator": denominator, "max_length": max_length}
+
     def takes(self, name: str) -> bool:
         """Whether the function is given a keyword argument of this name."""
         return name in self._keywords or (self._takes_more and name in _ALWAYS_GIVEN)
@@ -235,7 +256,7 @@ class PolicyLoss:
 # ---------------------------------------------------------------------- what the one gives the other
 
 
-def check_advantages(experience: Experience, policy_loss: PolicyLoss, source: str) -> None:
+def check_advantages(experience: Experience, policy_loss: PolicyLoss, order: Sequence[Part]) -> None:
     """Check what the loss multiplies trained tokens by. A collective.
 
     One value that is not finite makes all weights NaN, which is seen one iteration later.
@@ -243,16 +264,17 @@ def check_advantages(experience: Experience, policy_loss: PolicyLoss, source: st
     Args:
         experience: This rank's rows.
         policy_loss: What they are given to.
-        source: What computed the advantages, for the message.
+        order: The parts that have prepared them, for the message.
 
     Raises:
         ValueError: If an advantage, or a log-prob that importance weights are computed from, is not finite at a token
             that is trained on (names what it was computed from that is not finite there either), or if the policy loss
             takes those of sequences and a sequence's tokens have others.
     """
+    writers = [part_name(part) for part in order if "advantages" in part.writes and "advantages" not in part.reads]
 
     def check() -> None:
-        _check_finite(experience, source)
+        _check_finite(experience, writers[0] if writers else "no part")
         of_sequences = policy_loss.function in (gspo_loss, luspo_loss, rloo_loss)
         if of_sequences and experience.advantages is not None:
             check_advantages_of_sequences(experience.advantages, experience.action_mask, policy_loss.name)

@@ -73,8 +73,10 @@ class AdvantagesBy(Part):
     stage, writes = Stage.CREDIT, ("advantages",)
     takes_token_penalty = True
 
-    def __init__(self, function: GivenAdvantages, arguments: Mapping[str, Any] | None = None) -> None:
-        given = AdvantageFunction(function, arguments)
+    def __init__(
+        self, function: GivenAdvantages | AdvantageFunction, arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        given = function if isinstance(function, AdvantageFunction) else AdvantageFunction(function, arguments)
         self.estimator = given
         self.function, self.arguments = given.named, dict(given.arguments)
         self.of_samples = given.takes_rewards

@@ -272,6 +272,7 @@ class Critic(Part):
         Lightning does not call it after an error, of which a checkpoint may need them: they then live until the next
         fit or the end of this process.
         """
+        super().teardown(trainer, pl_module, stage)
         if self.trained_elsewhere:
             self.elsewhere.pool.close()
 

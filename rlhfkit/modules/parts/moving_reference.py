@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlhfkit.distributed import broadcast, full_parameters, get_rank, is_sharded, tensor_part
 from rlhfkit.models import has_adapter, unwrap
-from rlhfkit.parts import Part
+from rlhfkit.parts import Part, model_elsewhere
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number
 
@@ -48,7 +48,7 @@ class MovingReference(Part):
     def attach(self, module: Any) -> None:
         """Become a part of a module with a reference."""
         super().attach(module)
-        elsewhere = getattr(module, "reference_pool", None)
+        elsewhere = model_elsewhere(module.parts, "reference")
         if elsewhere is not None:
             raise ValueError(
                 f"MovingReference moves a reference of the module, and here a {type(elsewhere).__name__} has it: leave "

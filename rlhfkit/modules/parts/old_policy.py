@@ -1,7 +1,6 @@
 """What the updates of an iteration know of the policy before it: old log-probs, experts that it chose, its entropy.
 
-``OldLogprobs`` computes what others need, ``FirstPass`` keeps it from the first epoch over an iteration, ``LogLinear``
-approximates it, ``RouterReplay`` has it chosen again.
+``OldLogprobs`` computes what others need, ``LogLinear`` approximates it, ``RouterReplay`` has it chosen again.
 """
 
 import dataclasses
@@ -26,6 +25,10 @@ class OldLogprobs(Part):
     The first update uses its own log-probs as old ones. Later updates, and parts that read ``old_logprobs``, need them
     computed before; parts may also read the columns ``entropy`` and ``routing``, and ``values`` of a head of the
     policy. One forward pass gives all of it. Modules that learn from their own samples make one.
+
+    With several epochs over an iteration (``PromptDataModule(epochs_per_iteration=...)``), each of which is one
+    optimizer update, the log-probs that the first epoch trains with are those of the old policy, and every later epoch
+    has the same micro-batches in the same order: they are kept, and no forward pass is made for them.
     """
 
     stage, temporary = Stage.POLICY, ("entropy",)
@@ -34,6 +37,8 @@ class OldLogprobs(Part):
     def __init__(self) -> None:
         self._read: frozenset[str] = frozenset()
         """What other parts read of it; ``values`` only if they are of a head of the policy."""
+        self._kept: dict[int, Tensor] = {}
+        self._place, self._epoch = 0, 0
 
     def attach(self, module: Any) -> None:
         """Learn what the other parts read."""
@@ -51,7 +56,7 @@ class OldLogprobs(Part):
         """Add old log-probs and the columns. A collective."""
         module, updates = self.module, rows.update if rows.iteration is None else rows.iteration.update  # of all ranks
         repeated = module._trainer is not None and epochs_of(module.trainer) > 1
-        later = not module.approximations and bool((updates > 0).any())
+        later = not module.hooks["old_logprobs"] and bool((updates > 0).any())
         wanted = later or "old_logprobs" in self._read or ("routing" in self._read and repeated)
         wanted = wanted and rows.old_logprobs is None
         entropy, values = "entropy" in self._read, "values" in self._read
@@ -71,34 +76,26 @@ class OldLogprobs(Part):
             return rows
         return dataclasses.replace(rows, old_logprobs=found.logprobs).with_columns(routing=found.routing)
 
-
-class FirstPass(Part):
-    """Keeps what the policy gave the tokens of an iteration before its first update, without a forward pass for it.
-
-    Where an epoch of the iteration is one optimizer update, the log-probs that the first epoch trains with are those of
-    the old policy, and every later epoch has the same micro-batches in the same order. With several updates an epoch,
-    micro-batches have old log-probs that were computed before the iteration, and nothing is kept. Modules make one
-    where ``PromptDataModule(epochs_per_iteration=...)`` is above 1.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
-        self._place, self._epoch = 0, 0
+    # ------------------------------------------------------------------ several epochs over an iteration
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Experience, batch_idx: int) -> None:
         """Add old log-probs to a micro-batch of a later epoch that has none."""
+        epochs = epochs_of(trainer)
+        if epochs == 1 or self.module.hooks["old_logprobs"]:
+            return
         if batch_idx == 0:  # an iteration before it may have been interrupted
             self._kept = {}
-        per_epoch = int(trainer.num_training_batches) // epochs_of(trainer)
+        per_epoch = int(trainer.num_training_batches) // epochs
         self._epoch, self._place = divmod(batch_idx, per_epoch)
         if self._epoch and batch.old_logprobs is None:
             batch.old_logprobs = self._kept[self._place].to(batch.action_mask.device)
 
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
         """Keep the log-probs with which the first epoch trains on a micro-batch, if later ones need them."""
-        trainer = self.module.trainer
-        updates = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
-        if not self._epoch and batch.old_logprobs is None and updates == epochs_of(trainer) > 1:
+        trainer = self.module._trainer
+        if batch.old_logprobs is not None or self._epoch or trainer is None or self.module.hooks["old_logprobs"]:
+            return {}
+        if int(trainer.num_training_batches) // trainer.accumulate_grad_batches == epochs_of(trainer) > 1:
             self._kept[self._place] = out.logprobs.detach()
         return {}
 

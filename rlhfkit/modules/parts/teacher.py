@@ -34,7 +34,7 @@ from rlhfkit.modules.teachers import (
     check_teacher_tokens,
     load_teacher,
 )
-from rlhfkit.parts import Child, Part, Stage, overriding, part_name
+from rlhfkit.parts import Child, Part, Stage, model_elsewhere, overriding, part_name
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import datamodule_of
@@ -234,7 +234,8 @@ class DivergenceLoss(Part):
         if self._teacher.domains:
             raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
         if self._teacher.pool is not None:
-            ask_for_likeliest(self._teacher.pool, self.top_k, reference=module.reference_pool)
+            reference = model_elsewhere(module.parts, "reference")
+            ask_for_likeliest(self._teacher.pool, self.top_k, reference=reference)
         replayed = [part_name(part) for part in module.parts if "routing" in part.reads]
         refuse_without_effect(
             dict.fromkeys(replayed, True), f"divergence={self.divergence!r}, which replays no choice of experts"

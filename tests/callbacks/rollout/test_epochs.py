@@ -1,6 +1,6 @@
 """Several epochs over an iteration (``PromptDataModule(epochs_per_iteration=...)``).
 
-Covers ``FirstPass`` of ``modules/parts/old_policy.py``.
+Covers ``OldLogprobs`` of ``modules/parts/old_policy.py``.
 """
 
 import copy

@@ -254,8 +254,8 @@ def test_advantages_of_tokens_are_refused_by_losses_with_one_ratio_for_a_sequenc
     """They would be averaged; equal ones are those of the sequence, and masked ones are nobody's."""
     batch = experience()
     batch.advantages = torch.arange(6.0)[:, None].repeat(1, 6).masked_fill(~batch.action_mask, 9.0)
-    check_advantages(batch, PolicyLoss(loss), "the test")
+    check_advantages(batch, PolicyLoss(loss), [])
     batch.advantages[2, 3] += 0.5
     with pytest.raises(ValueError, match=rf"{loss} has one ratio for a sequence .* use gspo_token_loss"):
-        check_advantages(batch, PolicyLoss(loss), "the test")
-    check_advantages(batch, PolicyLoss("gspo_token_loss"), "the test")
+        check_advantages(batch, PolicyLoss(loss), [])
+    check_advantages(batch, PolicyLoss("gspo_token_loss"), [])

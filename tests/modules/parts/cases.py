@@ -46,7 +46,7 @@ from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
 from rlhfkit.modules.parts.moving_reference import MovingReference
-from rlhfkit.modules.parts.old_policy import FirstPass, LogLinear, OldLogprobs, RouterReplay
+from rlhfkit.modules.parts.old_policy import LogLinear, OldLogprobs, RouterReplay
 from rlhfkit.modules.parts.pairs import Pairs
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.modules.parts.reference import Reference
@@ -89,7 +89,7 @@ from .kl_control_cases import (
     reference_formula,
     stop_early_formula,
 )
-from .old_policy_cases import first_pass_formula, log_linear_formula, old_logprobs_formula, router_replay_formula
+from .old_policy_cases import log_linear_formula, old_logprobs_formula, router_replay_formula
 from .reward_cases import (
     clip_formula,
     mask_formula,
@@ -423,10 +423,9 @@ CASES: dict[str, Case] = {
     "ValueLoss": Case(lambda: ValueLoss(0.5, clip=1e-3), value_loss_formula, kind=PlainPPO),
     "CriticWarmup": Case(lambda: CriticWarmup(2), warmup_formula, kind=PlainPPO),
     "Pairs": Case(lambda: Pairs(truncated=False), pairs_formula, kind=Judged, sampling=ENDS),
-    "OldLogprobs": Case(OldLogprobs, old_logprobs_formula, always=True),
-    "FirstPass": Case(
-        FirstPass,
-        first_pass_formula,
+    "OldLogprobs": Case(
+        OldLogprobs,
+        old_logprobs_formula,
         data={"epochs_per_iteration": 2},
         trainer={"accumulate_grad_batches": 4},  # an epoch is one update
         always=True,

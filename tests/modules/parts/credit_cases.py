@@ -287,7 +287,7 @@ def divergence_formula(folder: Path) -> None:
     out = ComparedOutput.of(values, None, values, None)
     expected = 0.5 * values[rows.action_mask].sum() / rows.step_tokens * rows.step_micro_batches
     torch.testing.assert_close(part.term(rows, out, values).loss, expected)
-    assert module.forward_passes == [part.policy_output]
+    assert module.hooks["policy_output"] == [part.policy_output]
 
 
 def scaled_formula(folder: Path) -> None:

@@ -10,7 +10,7 @@ from tiny_models import tiny_mixture
 
 from rlhfkit import GRPOModule
 from rlhfkit.models import policy_output
-from rlhfkit.modules.parts.old_policy import FirstPass, LogLinear, RouterReplay
+from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
 from rlhfkit.parts import Part, Stage
 
 
@@ -31,7 +31,7 @@ def old_logprobs_formula(folder: Path) -> None:
 
     for part, of_all in ((Later(), False), (Reads(), True)):
         seen: list[tuple[Any, Any]] = []
-        fit(folder, CASES["OldLogprobs"], parts=[part])
+        fit(folder, dataclasses.replace(CASES["OldLogprobs"], data={}, trainer={}), parts=[part])  # one epoch
         assert len(seen) == 2
         for rows, expected in seen:
             chosen = rows.update >= 0 if of_all else rows.update > 0
@@ -41,9 +41,10 @@ def old_logprobs_formula(folder: Path) -> None:
             assert ("entropy" in rows.columns) == of_all
             if of_all:
                 assert torch.equal(rows.columns["entropy"], expected.entropy)
+    kept_logprobs_formula(folder)
 
 
-def first_pass_formula(folder: Path) -> None:
+def kept_logprobs_formula(folder: Path) -> None:
     """In the second epoch a micro-batch's old log-probs are those that the policy gave it in the first."""
     from .cases import CASES, fit
 
@@ -56,7 +57,7 @@ def first_pass_formula(folder: Path) -> None:
             taken.append(old)
             return {}
 
-    fit(folder, CASES["FirstPass"], parts=[FirstPass(), Watch()])
+    fit(folder, CASES["OldLogprobs"], parts=[Watch()])
     assert len(given) == 16  # two iterations of two epochs of four micro-batches
     for first in (0, 8):
         for place in range(first, first + 4):

@@ -1,0 +1,40 @@
+"""Parts that a module which learns from its own samples has without being given them.
+
+A part among ``parts=`` that writes the same fields takes the place of one of them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhfkit.modules.parts.advantages import AdvantagesBy, OverriddenAdvantages
+from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
+from rlhfkit.modules.parts.old_policy import OldLogprobs
+from rlhfkit.parts import Part
+
+
+def credit_parts(module: Any) -> Sequence[Part]:
+    """What computes the advantages of a module: what its class has set, else the function that it was given."""
+    if "advantages" in module.replaced:
+        return ()
+    given = module.advantage_function
+    found: Sequence[Part] = vars(module).get("credit", [] if given is None else [AdvantagesBy(given)])
+    return found
+
+
+def default_parts(module: Any) -> list[Part]:
+    """What every module has; first what calls its ``advantages()``, if its class overrides that."""
+    overridden = module.overrides_advantages and "advantages" not in module.replaced
+    return [*([OverriddenAdvantages()] if overridden else []), OldLogprobs(), EngineMismatch()]
+
+
+def parts_of_other_policies(module: Any) -> list[Part]:
+    """What is added when samples are of another policy than the one that learns: truncated importance sampling.
+
+    Nothing if a :class:`Correction` or :class:`NoCorrection` was given, or the policy loss is not used, takes no
+    weights, or accounts for the engine's log-probs itself.
+    """
+    from rlhfkit.modules.parts.correction import Correction, NoCorrection
+
+    loss, given = module.policy_loss, any(isinstance(part, Correction | NoCorrection) for part in module.parts)
+    used = loss.takes("weights") and any("advantages" in part.writes for part in module.parts)
+    return [Correction("tis")] if used and not given and not loss.takes("rollout_logprobs") else []
