@@ -1,9 +1,9 @@
 """A vision-language model learns by reward to answer about small pictures: which colour, how many.
 
-``python tutorials/vlm_grpo.py`` makes a model of 180,000 parameters and pictures of coloured squares, lets it imitate
-512 answers, after which it answers with a colour or a number and guesses which, and trains it with GRPO, whose only
-reward is whether the answer is right. It prints the accuracy on held-out pictures before and after. The page
-``runs/vlm_grpo/grpo/version_0/report.html`` shows samples of each iteration with their pictures.
+``python tutorials/vlm_grpo_squares.py`` makes a model of 180,000 parameters and pictures of coloured squares, lets it
+imitate 512 answers, after which it answers with a colour or a number and guesses which, and trains it with GRPO, whose
+only reward is whether the answer is right. It prints the accuracy on held-out pictures before and after. The page
+``runs/vlm_grpo_squares/grpo/version_0/report.html`` shows samples of each iteration with their pictures.
 """
 
 import argparse
@@ -203,7 +203,9 @@ def learn_by_reward(folder: Path, start: Path, iterations: int) -> tuple[Path, P
 def main(words: Sequence[str] | None = None) -> tuple[float, float]:
     """Run the program; returns the accuracy before and after GRPO."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/vlm_grpo"), help="where everything is written")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/vlm_grpo_squares"), help="where everything is written"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, pictures and samples")
     parser.add_argument("--sft_steps", type=int, default=16, help="updates before GRPO, of 32 answers each")
     parser.add_argument("--iterations", type=int, default=120, help="of GRPO, 2 updates each")

@@ -15,7 +15,7 @@ TUTORIALS = Path(__file__).parent.parent / "tutorials"
 @pytest.mark.long
 def test_a_model_learns_by_reward_to_answer_about_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TUTORIALS))
-    threads, program = torch.get_num_threads(), importlib.import_module("vlm_grpo")
+    threads, program = torch.get_num_threads(), importlib.import_module("vlm_grpo_squares")
     try:
         before, after = program.main(["--folder", str(tmp_path), "--iterations", "40"])
     finally:
