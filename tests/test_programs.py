@@ -14,8 +14,9 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from models.vision_families import picture, save_vision_model
 from tiny_models import tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from rlhfkit.cli.estimate import estimate_configuration
 from rlhfkit.cli.init import packaged
@@ -61,6 +62,10 @@ def math(i: int) -> dict[str, Any]:
     return {"problem": f"{i % 10}?", "level": "Level 1", "type": "Algebra", "solution": rf"It is $\boxed{{{i % 10}}}$."}
 
 
+def geometry3k(i: int) -> dict[str, Any]:
+    return {"images": [picture(i).plain()], "problem": f"<image>Is it {i % 10}?", "answer": str(i % 10)}
+
+
 OFFLINE = {"max_length": 64, "micro_batch_size": 4, "accumulate_grad_batches": 2, "max_epochs": 1, "max_steps": 3}
 ONLINE = {"max_new_tokens": 4, "micro_batch_size": 4, "accumulate_grad_batches": 4, "max_epochs": 2}
 GROUPS = ONLINE | {"rollout_batch_size": 8, "group_size": 4}
@@ -74,6 +79,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kto": (kto_mix, OFFLINE),
     "ppo": (ultrafeedback, SINGLE | {"reward_model": "runs/reward_model/model", "critic_warmup_steps": 1}),
     "grpo": (gsm8k, GROUPS),
+    "vlm_grpo": (geometry3k, GROUPS | {"model": "vision"}),
     "dapo": (math, GROUPS),
     "reinforce_plus_plus": (gsm8k, SINGLE),
     "distillation": (math, GROUPS | {"teacher": "teacher"}),
@@ -107,7 +113,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(folder / name)
         tokenizer.chat_template = CHAT
         tokenizer.save_pretrained(folder / name)
-    learn_to_answer(folder / "model")
+    save_vision_model("qwen3_vl", folder / "vision")
+    learn_to_answer(folder / "model", AutoModelForCausalLM)
+    learn_to_answer(folder / "vision", AutoModelForImageTextToText)
     data = write_rows(folder / "pairs.jsonl", ultrafeedback)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -115,9 +123,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def learn_to_answer(folder: Path) -> None:
+def learn_to_answer(folder: Path, kind: Any) -> None:
     """Teach a model to continue ``a:`` with a digit and the end, so that an answer is right one time in ten."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), kind.from_pretrained(folder)
     optimizer, generator = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.Generator().manual_seed(0)
     zero, asked = tokenizer.convert_tokens_to_ids("0"), torch.tensor(tokenizer.encode("?\na:")).expand(32, -1)
     for _ in range(60):
@@ -182,7 +190,7 @@ def test_script_and_configuration_are_the_same_run(
     monkeypatch.chdir(tmp_path)
     row, sizes = RUNS[method]
     arguments = {"model": str(world / "model"), "data": write_rows(tmp_path / "rows.jsonl", row)} | sizes | PLAIN
-    arguments |= {name: str(world / sizes[name]) for name in ("teacher", "reward_model") if name in sizes}
+    arguments |= {name: str(world / sizes[name]) for name in ("model", "teacher", "reward_model") if name in sizes}
     program = script(method)
     if "validation_data" in program.train.__kwdefaults__:
         arguments["validation_data"] = arguments["data"]
@@ -255,6 +263,12 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int, int, int, bool]] = {
     "meta-llama/Llama-3.3-70B-Instruct": (LLAMA, 8192, 28672, 80, 64, False),
 }
 """Of published configurations: family, hidden and intermediate size, layers, heads, tied embeddings; 8 key heads."""
+SEEING = {
+    "Qwen/Qwen3-VL-2B-Instruct": ("Qwen/Qwen3-1.7B", 24, 1024, 4096),
+    "Qwen/Qwen3-VL-8B-Instruct": ("Qwen/Qwen3-8B", 27, 1152, 4304),
+    "Qwen/Qwen3-VL-32B-Instruct": ("Qwen/Qwen3-32B", 27, 1152, 4304),
+}
+"""The model of text that each has in it, and layers, hidden and intermediate size of its vision part."""
 
 
 @pytest.fixture
@@ -269,6 +283,11 @@ def real_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name == "Qwen/Qwen3-0.6B":
             scalar = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "reward"}}
             folders["runs/reward_model/model"] = config | scalar
+        for seeing, (text, depth, width, inner) in SEEING.items():
+            if text == name:
+                tower = {"depth": depth, "hidden_size": width, "intermediate_size": inner, "out_hidden_size": hidden}
+                vision = {"model_type": "qwen3_vl", "vision_config": tower, "tie_word_embeddings": tied}
+                folders[seeing] = vision | {"text_config": config | {"model_type": "qwen3_vl_text"}}
         for folder, written in folders.items():
             Path(folder).mkdir(parents=True)
             Path(folder, "config.json").write_text(json.dumps(written))

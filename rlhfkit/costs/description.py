@@ -119,7 +119,9 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
     """Models that the module trains or holds, those that it has elsewhere, and passes of the policy before updates."""
 
     def shape(name: str, *, trained: bool = False) -> ModelShape:
-        own: dict[str, Any] = {"lora": module.lora, "quantization": module.loading.quantization} if trained else {}
+        loading = module.loading
+        own: dict[str, Any] = {"lora": module.lora, "quantization": loading.quantization} if trained else {}
+        own |= {"train_vision": loading.train_vision} if trained else {}
         return model_shape(name, **own, trust_remote_code=module.trust_remote_code)
 
     policy = shape(module.model_name, trained=True)

@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhfkit.models.attention.families import sees_images
 from rlhfkit.models.load import Quantization, context_length, existing_name, language_model_class, load_config
-from rlhfkit.models.lora import LoRA, adapter_base, adapter_size, saved_adapter_size
+from rlhfkit.models.lora import LoRA, adapter_base, adapter_size, saved_adapter_size, vision_parameters
 
 USUAL_UNCERTAINTY = 0.15
 """Relative error of activation bytes for the usual layer, see ``benchmarks/estimate.py``."""
@@ -76,6 +77,8 @@ class ModelShape:
     context: int | None = None
     adapters: int = 0
     """Parameters of LoRA's matrices; 0: none."""
+    frozen: int = 0
+    """Parameters of a vision part that stays as it is."""
     quantized: int = 0
     """Numbers in matrices that are held in 4 bits (QLoRA)."""
     fused_head: bool = True
@@ -86,7 +89,7 @@ class ModelShape:
     @property
     def trained(self) -> int:
         """Parameters that get a gradient."""
-        return self.adapters or self.parameters
+        return self.adapters or self.parameters - self.frozen
 
     @property
     def tied(self) -> bool:
@@ -100,7 +103,7 @@ class ModelShape:
 
     def trained_on_rank(self, tensor: int) -> float:
         """The same of trained parameters; adapters count as whole on all, a little too much."""
-        return float(self.adapters) or self.on_rank(tensor)
+        return float(self.adapters) or self.on_rank(tensor) - self.frozen
 
     def with_scalar_head(self) -> "ModelShape":
         """The shape of a critic or reward model made of this one: one number per token in place of the logits."""
@@ -116,6 +119,7 @@ def model_shape(
     *,
     lora: LoRA | None = None,
     quantization: Quantization | None = None,
+    train_vision: bool = True,
     trust_remote_code: bool = False,
 ) -> ModelShape:
     """Describe a model.
@@ -124,6 +128,7 @@ def model_shape(
         model: Folder or hub name, or a Transformers configuration. A folder with an adapter: its base model and it.
         lora: Adapters that are trained in place of its weights.
         quantization: Format of the frozen weights.
+        train_vision: Whether the vision part of a model that sees images is trained.
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
@@ -159,6 +164,9 @@ def model_shape(
     adapters = adapter_size(network, lora) if lora is not None else 0
     if isinstance(model, str) and adapter_base(existing_name(model)) is not None:
         adapters = saved_adapter_size(existing_name(model))
+    frozen = 0
+    if sees_images(config) and not train_vision:
+        frozen = sum(parameter.numel() for _, parameter in vision_parameters(network))
     quantized = 0
     if quantization is not None:  # Transformers leaves the output layer as it is, and experts in one tensor
         linear = (one for one in network.modules() if isinstance(one, nn.Linear | Conv1D) and one is not output)
@@ -183,6 +191,7 @@ def model_shape(
         windowed_layers=windowed,
         context=context_length(config),
         adapters=adapters,
+        frozen=frozen,
         quantized=quantized,
         uncertainty=USUAL_UNCERTAINTY if known else UNKNOWN_UNCERTAINTY,
     )

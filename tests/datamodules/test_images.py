@@ -93,20 +93,23 @@ def test_conversations_have_the_tokens_of_the_processor(folder: Path, tmp_path: 
         user("and ", {"type": "image", "image": file_of(tmp_path, 2)}, "?"),
         answer("blue"),
     ]
+    marked = {"role": "user", "content": "<image>colour? of <image>"}
     rows = [
         {"messages": conversation, "images": [file_of(tmp_path, 1), file_of(tmp_path, 2)]},
         {"messages": own, "images": None},
         {"messages": [user("no image"), answer("yes")], "images": []},
         {"messages": [user("colour?"), answer("red")], "images": [file_of(tmp_path, 3)]},  # in front, as in TRL
+        {"messages": [marked, answer("red")], "images": [file_of(tmp_path, 3), file_of(tmp_path, 1)]},  # as for verl
     ]
     data = opened(SFTDataModule(rows, cache_dir=tmp_path / "cache"), folder)
     again = opened(SFTDataModule(rows, cache_dir=tmp_path / "cache"), folder)  # from the cache
     both = expected(folder, conversation, (1, 2))
     alone = expected(folder, [user("no image"), answer("yes")], ())
     front = expected(folder, [user(IMAGE, "colour?"), answer("red")], (3,))
-    images = [(1, 2), (1, 2), (), (3,)]
+    places = expected(folder, [user(IMAGE, "colour? of ", IMAGE), answer("red")], (3, 1))
+    images = [(1, 2), (1, 2), (), (3,), (3, 1)]
     for examples in (data.examples, again.examples):
-        assert [examples[index].input_ids for index in range(4)] == [both, both, alone, front]
+        assert [examples[index].input_ids for index in range(5)] == [both, both, alone, front, places]
         for index, seeds in enumerate(images):
             assert [one.encoded() for one in examples[index].attachments] == [encoded(seed) for seed in seeds]
     example = data.examples[0]
@@ -114,7 +117,7 @@ def test_conversations_have_the_tokens_of_the_processor(folder: Path, tmp_path: 
     learned = [token for token, mark in zip(example.input_ids, example.loss_mask, strict=True) if mark]
     assert tokenizer.decode(learned) == "red<eos>blue<eos>"
     stream = opened(SFTDataModule(rows, streaming=True, steps_per_epoch=1, shuffle=False), folder).stream.open()
-    for index in range(4):
+    for index in range(5):
         _, found = next(stream)
         assert (found.input_ids, found.attachments) == (
             data.examples[index].input_ids,

@@ -4,11 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlhfkit.data.images import Image
+from rlhfkit.data.types import Prompt
 from rlhfkit.models import vision
 
 SIDE = 28
@@ -223,3 +227,22 @@ def save_vision_model(name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def picture(seed: int) -> Image:
+    """A picture of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+    return Image.of(PIL.Image.fromarray(pixels), f"image {seed}")
+
+
+def prompts(folder: Path, *, several: bool) -> list[Prompt]:
+    """One text with one picture and another, a text with none, and with ``several`` one with two."""
+    processor = vision.load_processor(str(folder))
+    made = []
+    for index, seeds in enumerate([(0,), (1,), (), *([(2, 0)] if several else [])]):
+        text = "which colour? " + " ".join(processor.image_token for _ in seeds)
+        images = tuple(map(picture, seeds))
+        given: Any = {"images": [[image.open() for image in images]]} if seeds else {}
+        ids = processor(text=[text], **given)["input_ids"][0]
+        made.append(Prompt(index, list(ids), attachments=images))
+    return made

@@ -2,8 +2,9 @@
 
 Images come from the columns ``images`` (a list) or ``image``, or from parts of chat messages: ``{"type": "image"}``,
 with or without an ``image`` of its own, or OpenAI's ``{"type": "image_url", "image_url": {"url": "data:..."}}``. Parts
-without one of their own are given those of the column, in order. Where no text says where they belong, images stand in
-front of the first text of the user, as in TRL.
+without one of their own are given those of the column, in order. Texts of messages may have :data:`PLACE` where one
+belongs, as for verl and LLaMA-Factory. Where nothing says so, images stand in front of the first text of the user, as
+in TRL.
 
 Their tokens are written here, as many as the model's processor says; pixels are computed in forward passes only.
 """
@@ -20,6 +21,8 @@ from rlhfkit.models.vision import VisionProcessor
 
 _PARTS = ("image", "image_url")
 """``type`` of parts of a message that are images."""
+PLACE = "<image>"
+"""Stands for an image of the column in texts of messages that the model has not written."""
 _SENTINEL = "\ue001"
 
 
@@ -97,6 +100,8 @@ class VisionFormatter(PromptFormatter):
             ValueError: If there are more or fewer of these than parts for them.
         """
         messages = super().messages(content)
+        if self.images and not any(map(_images, messages)):
+            messages = [self._with_places(message) for message in messages]
         waiting = [part for message in messages for part in _images(message) if part["image"] is None]
         if not waiting and self.images and not self.attachments(messages):
             return self._in_front(messages)
@@ -112,6 +117,18 @@ class VisionFormatter(PromptFormatter):
             else message
             for message in messages
         ]
+
+    @staticmethod
+    def _with_places(message: dict[str, Any]) -> dict[str, Any]:
+        """A message with a part for an image of the column in place of each :data:`PLACE` of its text."""
+        content = message["content"]
+        if message["role"] == "assistant" or not isinstance(content, str) or PLACE not in content:
+            return message
+        first, *texts = content.split(PLACE)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
+        for text in texts:
+            parts += [{"type": "image", "image": None}, {"type": "text", "text": text}]
+        return {**message, "content": [part for part in parts if part["type"] == "image" or part["text"]]}
 
     @staticmethod
     def _filled(part: dict[str, Any], left: Any) -> dict[str, Any]:

@@ -1,21 +1,17 @@
 """``LocalEngine`` with images: every family's log-probs are the trainer's, and samples depend on the picture."""
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import PIL.Image
 import pytest
 import torch
-from models.vision_families import SIDE, VISION_FAMILIES, save_vision_model
+from models.vision_families import VISION_FAMILIES, picture, prompts, save_vision_model
 from tiny_models import tiny_model
 from transformers.models.smolvlm import processing_smolvlm
 
-from rlhfkit.data.images import Image
 from rlhfkit.data.types import Experience, Prompt
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.vision import VISION_FAMILIES as KNOWN
-from rlhfkit.models.vision import image_token_id, load_processor
+from rlhfkit.models.vision import image_token_id
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.rollout.errors import RequestError
 
@@ -23,23 +19,6 @@ from rlhfkit.rollout.errors import RequestError
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vision")
-
-
-def picture(seed: int) -> Image:
-    pixels = np.random.default_rng(seed).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
-    return Image.of(PIL.Image.fromarray(pixels), f"image {seed}")
-
-
-def prompts(folder: Path, *, several: bool) -> list[Prompt]:
-    processor = load_processor(str(folder))
-    made = []
-    for index, seeds in enumerate([(0,), (1,), (), *([(2, 0)] if several else [])]):
-        text = "which colour? " + " ".join(processor.image_token for _ in seeds)
-        images = tuple(map(picture, seeds))
-        given: Any = {"images": [[image.open() for image in images]]} if seeds else {}
-        ids = processor(text=[text], **given)["input_ids"][0]
-        made.append(Prompt(index, list(ids), attachments=images))
-    return made
 
 
 @pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
