@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.distributed import is_sharded
 from rlhfkit.models.forward import (
     TokenizedBatch,
     check_packing,
     next_token_inputs,
-    replaced_head,
+    output_logits,
+    run_with_head,
     unwrap,
 )
-from rlhfkit.models.output_logits import output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow
 from rlhfkit.models.router_loss import router_loss
 
@@ -59,17 +60,13 @@ def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor) -> Log
     layer = cast(Any, bare).get_output_embeddings()
     kept: dict[str, Any] = {}
 
-    def select(hidden: Tensor) -> Tensor:
-        rows = hidden.flatten(0, 1)[positions]
+    def select(rows: Tensor) -> Tensor:
         # ZeRO 3 gathers the weight only while its layer runs, so it is copied.
         kept["weight"] = layer.weight.clone() if is_sharded(layer.weight) else layer.weight
-        kept["bias"], kept["dtype"] = layer.bias, rows.dtype
-        return known.encode(rows)
+        kept["bias"] = layer.bias
+        return rows
 
-    with replaced_head(bare, select):
-        output = model(**inputs, use_cache=False).logits
-    check_packing(model, inputs)
-    rows = known.decode(output, kept["dtype"])
+    rows, _ = run_with_head(model, inputs, positions, known, select)
     return lambda part: (known.apply(linear(rows[part], kept["weight"], kept["bias"])), None)
 
 
@@ -151,19 +148,13 @@ def compare_logits(
         check_packing(model, inputs)
         found = compared(output.logits.flatten(0, 1)[positions], lambda rows: rows)
         return _result(returned(found), output, bare, joined, router_aux_loss)
-    layer, dtype = cast(Any, bare).get_output_embeddings(), torch.float32
+    layer = cast(Any, bare).get_output_embeddings()
 
-    def forward(hidden: Tensor) -> Tensor:
-        nonlocal dtype
-        rows = hidden.flatten(0, 1)[positions]
-        found = compared(rows, lambda rows: known.apply(linear(rows, layer.weight, layer.bias)))
-        dtype = found.dtype
-        return known.encode(found)
+    def head(rows: Tensor) -> Tensor:
+        return known.apply(linear(rows, layer.weight, layer.bias))
 
-    with replaced_head(bare, forward):
-        output = model(**inputs, use_cache=False)
-    check_packing(model, inputs)
-    return _result(returned(known.decode(output.logits, dtype)), output, bare, joined, router_aux_loss)
+    found, output = run_with_head(model, inputs, positions, known, lambda rows: compared(rows, head))
+    return _result(returned(found), output, bare, joined, router_aux_loss)
 
 
 def _rows_of(teacher: TeacherRows | tuple[Tensor, Tensor], joined: JoinedRow | None) -> TeacherRows:
@@ -178,3 +169,51 @@ def _result(
     values: Tensor, output: Any, bare: nn.Module, joined: JoinedRow | None, router_aux_loss: bool
 ) -> Comparison:
     return Comparison(values, router_loss(bare, output, joined)) if router_aux_loss else Comparison(values)
+
+
+# ---------------------------------------------------------------- judges that are language models
+
+
+def word_log_odds(
+    model: nn.Module, batch: PaddedBatch, mask: Tensor, words: tuple[int, int], *, router_aux_loss: bool = False
+) -> Comparison:
+    """The logit of one word minus that of another as the next token, which is the log-odds between the two.
+
+    ``log p(a|x) - log p(b|x) = z_a - z_b``, so the softmax over the two words alone is its sigmoid.
+
+    Args:
+        model: A causal language model.
+        batch: B sequences.
+        mask: (B, T) bool, the tokens after which the words are compared, the last one of a sequence too.
+        words: Token ids a and b.
+        router_aux_loss: Compute the load-balancing loss of a mixture of experts.
+
+    Returns:
+        Values (B, T) float32, 0 at other tokens, with gradient where it is enabled.
+    """
+
+    def compare(logits: Tensor, teacher: tuple[Tensor, Tensor | None], tokens: Tensor, _: float) -> Tensor:
+        chosen = logits[:, list(words)].float()
+        return chosen[:, 0] - chosen[:, 1]
+
+    def none(part: slice) -> tuple[Tensor, Any]:
+        return batch.input_ids[:0], None
+
+    # A word after the last token would be at T + 1; the padding in its place is only counted, not computed.
+    wider = batch.pad(batch.input_ids.shape[1] + 1)
+    found = compare_logits(
+        model, wider, mask, compare, none, chunk_size=4096, by_token=True, router_aux_loss=router_aux_loss
+    )
+    values = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    return Comparison(values.masked_scatter(mask, found.values), found.router_aux_loss)
+
+
+def word_token(tokenizer: Any, word: str) -> int:
+    """Token id of a word; ValueError if it is not one token of the tokenizer."""
+    ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        raise ValueError(
+            f"{word!r} must be one token, and the tokenizer makes {ids} of it: take another word, or add it as a token"
+        )
+    token: int = ids[0]
+    return token

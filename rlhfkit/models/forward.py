@@ -3,8 +3,9 @@
 Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -16,14 +17,17 @@ from rlhfkit.losses.fused_head.logprobs import (
     linear_logprobs,
     logits_logprobs,
 )
+from rlhfkit.losses.fused_head.tiles import matmul_dtype
 from rlhfkit.mesh import FORWARD, ForwardGroup, forward_group_of
+from rlhfkit.models.attention.families import is_known
 from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_together
 from rlhfkit.models.attention.packed import has_packed_attention, without_masks
-from rlhfkit.models.output_logits import most_probable, output_logits
 from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
-from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
+from rlhfkit.models.parallel.vocabulary import GroupVocabulary
 from rlhfkit.models.router_loss import router_loss
 from rlhfkit.models.routing import batch_routing, tell_routers
+
+log = logging.getLogger(__name__)
 
 VALUE_HEAD = "value_head"
 """Attribute of a language model that holds the value head of a shared backbone; not part of the Hugging Face model."""
@@ -78,18 +82,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     model = inner if isinstance(inner, nn.Module) else model
     peft_base = getattr(model, "get_base_model", None)
     return model if peft_base is None else peft_base()
-
-
-@contextmanager
-def replaced_head(model: nn.Module, forward: Any) -> Iterator[None]:
-    """Replace the output layer's ``forward``, and leave out masks, in the context; the layer's hooks still run."""
-    layer = cast(Any, model).get_output_embeddings()
-    layer.forward = forward
-    try:
-        with without_masks(model):
-            yield
-    finally:
-        del layer.forward
 
 
 class ModelInputs(NamedTuple):
@@ -306,6 +298,133 @@ def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
         )
 
 
+# ---------------------------------------------------------------- the output layer
+
+_TINY = {torch.float32: 2.0**-20, torch.float64: 2.0**-40}
+"""Factors that bring numbers to where a soft cap is linear up to rounding; powers of 2 are exact."""
+
+
+class OutputLogits(NamedTuple):
+    """``logits = cap(scale * raw)`` of the output layer's ``raw``; ``cap(z) = softcap * tanh(z / softcap)`` if set.
+
+    Gemma 2 caps its logits, Cohere, Granite and Falcon-H1 scale them, each under its own name in its configuration.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are the result of the output layer itself."""
+        return self.scale == 1.0 and self.softcap is None
+
+    def apply(self, raw: Tensor) -> Tensor:
+        """Logits, of the shape and dtype of ``raw``."""
+        if self.softcap is None:
+            return raw if self.scale == 1.0 else raw * self.scale
+        return (raw * (self.scale / self.softcap)).tanh() * self.softcap
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Scale finite numbers so that the model's code after the output layer is linear on them, in at least float32.
+
+        :meth:`decode` restores them from the model's logits.
+        """
+        if self.is_plain:
+            return values
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        return values * (_TINY[values.dtype] / self.scale)
+
+    def decode(self, output: Tensor, dtype: torch.dtype) -> Tensor:
+        """Inverse of :meth:`encode` followed by the model's own code, in the given dtype."""
+        return output if self.is_plain else (output / _TINY[output.dtype]).to(dtype)
+
+
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_POWERS = {"granite": -1, "granitemoe": -1, "granitemoeshared": -1, "granitemoehybrid": -1, "hyperclovax": 1}
+"""Families that divide their logits by ``logits_scaling``, or multiply; MiniCPM 3 divides hidden states by it."""
+
+
+def output_logits(model: nn.Module) -> OutputLogits | None:
+    """Read from an unwrapped model's configuration how it scales and caps its logits.
+
+    ``None``, with a log message, if its output layer is no plain linear layer, or the model is of no tested family
+    (:func:`~rlhfkit.models.attention.families.is_known`): its code may compute them otherwise.
+    """
+    text: Any = cast(Any, model).config.get_text_config()
+    layer = cast(Any, model).get_output_embeddings()
+    if type(layer).forward is not nn.Linear.forward or not is_known(model):
+        _warn_once(type(model).__name__)
+        return None
+    found = {name: getattr(text, name, None) for name in (*_SOFT_CAPS, *_FACTORS, "logits_scaling")}
+    scale = float(found["logits_scaling"] or 1.0) ** _POWERS.get(text.model_type, 0)
+    for name in _FACTORS:
+        scale *= found[name] or 1.0
+    return OutputLogits(scale, next((float(cap) for cap in map(found.get, _SOFT_CAPS) if cap), None))
+
+
+@cache
+def _warn_once(name: str) -> None:
+    log.warning(
+        "the logits of %s may not be its output layer's, scaled or capped as its configuration says: they are computed "
+        "for every token and the whole vocabulary at once, which takes more memory",
+        name,
+    )
+
+
+@torch.no_grad()
+def most_probable(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(M,) int64 tokens of the largest logits for hidden states (M, H), in blocks of rows of at most 64M logits.
+
+    Scales and caps of logits are increasing functions, so those of the output layer itself are compared.
+    """
+    dtype = matmul_dtype(hidden, weight)
+    layer = weight.to(dtype), None if bias is None else bias.to(dtype)
+    rows = max(2**26 // weight.shape[0], 1)
+    blocks = [nn.functional.linear(block.to(dtype), *layer).argmax(-1) for block in torch.split(hidden, rows)]
+    return torch.cat(blocks) if blocks else hidden.new_zeros(0, dtype=torch.int64)
+
+
+def run_with_head(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    positions: Tensor,
+    logits: OutputLogits,
+    head: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Any]:
+    """Run a model with ``head`` in place of its output layer, whose hooks still run, and without attention masks.
+
+    Args:
+        model: Bare or wrapped; ``logits`` are those of :func:`output_logits`.
+        inputs: Keyword arguments of the unwrapped model.
+        positions: (M,) int64, index of each wanted token in the flattened ``input_ids``.
+        head: What is computed of the hidden states (M, H) of these tokens; finite numbers of any shape.
+
+    Returns:
+        The head's result, and the model's output.
+
+    Raises:
+        RuntimeError: As :func:`check_packing`.
+    """
+    bare, dtype = unwrap(model), torch.float32
+    layer = cast(Any, bare).get_output_embeddings()
+
+    def forward(hidden: Tensor) -> Tensor:
+        nonlocal dtype
+        found = head(hidden.flatten(0, 1)[positions])
+        dtype = found.dtype
+        return logits.encode(found)
+
+    layer.forward = forward
+    try:
+        with without_masks(bare):
+            output = model(**inputs, use_cache=False)
+    finally:
+        del layer.forward
+    check_packing(model, inputs)
+    return logits.decode(output.logits, dtype), output
+
+
 def policy_output(
     model: nn.Module,
     batch: TokenizedBatch,
@@ -393,34 +512,26 @@ def _chosen(
             columns.append((logits.detach().argmax(-1) == targets).to(dense[0].dtype))
         return torch.stack(columns, -1), output
     layer = cast(Any, bare).get_output_embeddings()
-    dtype = torch.float32
     group = forward_group_of(bare)
-    tensor_group = None if group is None else group.tensor
+    division = None if group is None or group.tensor is None else GroupVocabulary(group.tensor)
 
-    def forward(hidden: Tensor) -> Tensor:
-        nonlocal dtype
-        selected = hidden.flatten(0, 1)[positions]
-        arguments: dict[str, Any] = {
-            "bias": layer.bias,
-            "temperature": temperature,
-            "entropy": entropy,
-            "logit_scale": known.scale,
-            "logit_softcap": known.softcap,
-        }
-        if tensor_group is None:
-            out = linear_logprobs(selected, layer.weight, targets, **arguments)
-        else:
-            out = vocabulary_parallel_logprobs(selected, layer.weight, targets, group=tensor_group, **arguments)
+    def numbers(selected: Tensor) -> Tensor:
+        out = linear_logprobs(
+            selected,
+            layer.weight,
+            targets,
+            bias=layer.bias,
+            temperature=temperature,
+            entropy=entropy,
+            logit_scale=known.scale,
+            logit_softcap=known.softcap,
+            division=division,
+        )
         columns = [column for column in out if column is not None]
         if values:  # both heads in one forward pass; the value head's own hooks gather a ZeRO-3 shard
             columns.append(getattr(bare, VALUE_HEAD)(selected)[:, 0])
         if correct:
             columns.append((most_probable(selected, layer.weight, layer.bias) == targets).to(columns[0].dtype))
-        stacked = torch.stack(columns, -1)
-        dtype = stacked.dtype
-        return known.encode(stacked)
+        return torch.stack(columns, -1)
 
-    with replaced_head(bare, forward):
-        output = model(**inputs, use_cache=False)
-    check_packing(model, inputs)
-    return known.decode(output.logits, dtype), output
+    return run_with_head(model, inputs, positions, known, numbers)

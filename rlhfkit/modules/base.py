@@ -30,6 +30,7 @@ from rlhfkit.models import (
 )
 from rlhfkit.models.attention.families import sees_images
 from rlhfkit.models.forward import UnpaddedBatch
+from rlhfkit.models.heads import ROW_TOLERANCES, row_difference
 from rlhfkit.models.load import (
     ModelLoading,
     base_model_name,
@@ -41,7 +42,6 @@ from rlhfkit.models.load import (
     with_padding_token,
 )
 from rlhfkit.models.lora import save_initial_adapter
-from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.gpu_memory import require_gpu_memory
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics

@@ -18,8 +18,8 @@ from rlhfkit.data.batch import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.packing import balanced_partition
 from rlhfkit.data.types import Sample
 from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model, load_tokenizer, reward_output, scalar_output
+from rlhfkit.models.distillation import word_log_odds, word_token
 from rlhfkit.models.load import context_length
-from rlhfkit.models.word_odds import word_log_odds, word_token
 from rlhfkit.validation import check_integer
 
 Reduction = Literal["min", "prod", "mean", "last"]

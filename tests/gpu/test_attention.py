@@ -133,7 +133,7 @@ def test_ligers_kernels_give_what_pytorchs_operators_give(figures: Figures, monk
     pytest.importorskip("liger_kernel")
     from transformers.models.llama import modeling_llama
 
-    from rlhfkit.models.liger import use_liger_kernels
+    from rlhfkit.models.load import use_liger_kernels
 
     # Liger replaces it for the whole family; the test puts it back.
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)

@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 
 from rlhfkit import PPOModule, SFTModule
 from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model
-from rlhfkit.models.liger import require_liger_family
+from rlhfkit.models.load import require_liger_family
 
 HAS_LIGER = find_spec("liger_kernel") is not None
 
@@ -57,7 +57,7 @@ PROGRAM = """
 import json, sys
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from rlhfkit.models.liger import use_liger_kernels
+from rlhfkit.models.load import use_liger_kernels
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig
 report = {}
 for kind in (LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig):

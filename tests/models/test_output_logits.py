@@ -12,8 +12,8 @@ from rlhfkit.data import TokenBatch
 from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model, policy_output, reward_output, scalar_output
 from rlhfkit.models.distillation import compare_logits, teacher_logits
+from rlhfkit.models.forward import OutputLogits, output_logits
 from rlhfkit.models.heads import add_value_head
-from rlhfkit.models.output_logits import OutputLogits, output_logits
 
 COMMON: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 
 from models.test_forward import experience
 from rlhfkit.models import load_causal_lm, load_scalar_model
-from rlhfkit.models.row_check import ROW_TOLERANCES, row_difference
+from rlhfkit.models.heads import ROW_TOLERANCES, row_difference
 
 
 @pytest.fixture(scope="module")

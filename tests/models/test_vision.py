@@ -18,8 +18,8 @@ from rlhfkit.data.images import Image
 from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, packs_batches, policy_output, vision
 from rlhfkit.models.attention.families import BOTH_WAYS, sees_images
 from rlhfkit.models.forward import forward_of
+from rlhfkit.models.heads import row_difference
 from rlhfkit.models.lora import adapter_layers, vision_parameters
-from rlhfkit.models.row_check import row_difference
 from rlhfkit.models.vision import VISION_FAMILIES as KNOWN
 from rlhfkit.models.vision import VisionProcessor, image_token_id, load_processor
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhfkit import ProcessRewardModule, Prompt, Sample, StepwiseDataModule
 from rlhfkit.models import ModelLoading
-from rlhfkit.models.word_odds import word_log_odds, word_token
+from rlhfkit.models.distillation import word_log_odds, word_token
 from rlhfkit.rewards import ProcessModelReward, StepTokens
 
 ROWS = [

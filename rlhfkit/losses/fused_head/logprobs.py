@@ -6,7 +6,7 @@ finished in one product over all tokens, so no float32 copy of a bfloat16 gradie
 size, V the vocabulary.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,24 @@ class LogprobsOutput(NamedTuple):
     entropy: Tensor | None
 
 
+class VocabularyDivision(Protocol):
+    """How several processes divide the vocabulary: each computes the logits of its part of the weight's rows."""
+
+    def part(self, vocabulary: int) -> slice:
+        """Rows of this process, perhaps none."""
+        ...
+
+    def join(self, state: RunningSoftmax, targets: Tensor, vocabulary: int) -> None:
+        """Turn the statistics of this part into those of the whole vocabulary, in place."""
+        ...
+
+    def whole(
+        self, gradients: tuple[Tensor | None, Tensor | None, Tensor | None], weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of hidden, weight and bias from those that this part has and gets."""
+        ...
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -53,6 +71,7 @@ def linear_logprobs(
     logit_softcap: float | None = None,
     logit_scale: float = 1.0,
     chunk: int | None = None,
+    division: VocabularyDivision | None = None,
 ) -> LogprobsOutput:
     """Log-probs (and entropy) of target tokens from hidden states, without the (N, V) logits in memory.
 
@@ -75,6 +94,8 @@ def linear_logprobs(
         logit_softcap: Cap of Gemma 2's final logits; none by default.
         logit_scale: Factor on the head's output (Cohere); 1 by default.
         chunk: Vocabulary entries per tile, which does not change the result; chosen by the tile's size when ``None``.
+        division: Processes that divide the vocabulary, all with the same other arguments and results; ``None``: this
+            one computes all of it.
 
     Returns:
         Log-probs and entropy of the shape of ``targets``.
@@ -90,7 +111,7 @@ def linear_logprobs(
     dtype = matmul_dtype(hidden, weight)
     flat = hidden.reshape(-1, hidden.shape[-1])
     logprobs, entropies = cast(Any, _LinearLogprobs).apply(  # torch leaves it without types
-        flat, weight, bias, targets.reshape(-1), transform, entropy, chunk, dtype
+        flat, weight, bias, targets.reshape(-1), transform, entropy, chunk, dtype, division
     )
     return LogprobsOutput(logprobs.view(targets.shape), entropies.view(targets.shape) if entropy else None)
 
@@ -144,13 +165,18 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy: bool,
         chunk: int | None,
         dtype: torch.dtype,
+        division: VocabularyDivision | None,
     ) -> tuple[Tensor, Tensor | None]:
-        shape = tile_shape(hidden.shape[0], weight.shape[0], chunk, dtype, hidden.device.type)
-        state = head_statistics(hidden, weight, bias, targets, transform, entropy, shape, dtype)
+        own = _part(division, weight, bias, targets)
+        shape = tile_shape(hidden.shape[0], max(1, own[0].shape[0]), chunk, dtype, hidden.device.type)
+        state = head_statistics(hidden, *own, transform, entropy, shape, dtype)
+        if division is not None:
+            division.join(state, targets, weight.shape[0])
         normalizer, entropies = state.log_normalizer(), state.entropy()
         logprobs = state.chosen - normalizer
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropies)
         ctx.settings = (transform, shape, dtype)
+        ctx.division = division
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -160,15 +186,28 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, normalizer, entropies = ctx.saved_tensors
         gradient = OutputGradient(to_logprobs, to_entropy, normalizer, entropies)
         if gradient.logprobs is None and gradient.entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         if weight.ndim != 2:
             raise RuntimeError(
                 f"the head's weight has shape {tuple(weight.shape)} in backward: DeepSpeed ZeRO-3 did not gather it "
                 "again; call linear_logprobs inside the forward of the module that owns the weight"
             )
         with torch.autocast(hidden.device.type, enabled=False):
-            found = head_gradients(hidden, weight, bias, targets, gradient, ctx.needs_input_grad[:3], *ctx.settings)
-        return (*found, None, None, None, None, None)
+            own = _part(ctx.division, weight, bias, targets)
+            found = head_gradients(hidden, *own, gradient, ctx.needs_input_grad[:3], *ctx.settings)
+        if ctx.division is not None:
+            found = ctx.division.whole(found, weight, bias)
+        return (*found, *(None,) * 6)
+
+
+def _part(
+    division: VocabularyDivision | None, weight: Tensor, bias: Tensor | None, targets: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Weight and bias of this process, and the targets relative to its first row."""
+    if division is None:
+        return weight, bias, targets
+    own = division.part(weight.shape[0])
+    return weight[own], None if bias is None else bias[own], targets - own.start
 
 
 def head_statistics(

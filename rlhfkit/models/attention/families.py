@@ -5,7 +5,7 @@ the layout, have soft caps or sinks of its own, count positions itself, or be mi
 of Transformers are named here, and ``tests/models/test_families.py`` compares each with its own results for one
 sequence at a time. Other models are padded, with their own attention. If packed attention is asked for by name, they
 are packed too; the first batch of a fit then compares a row with what it is alone
-(:mod:`rlhfkit.models.row_check`).
+(:func:`rlhfkit.models.heads.row_difference`).
 """
 
 import logging

@@ -10,8 +10,8 @@ from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats.stepwise import StepwiseBatch
 from rlhfkit.losses import LossOutput, process_reward_loss
 from rlhfkit.models import LoRA, ModelLoading
+from rlhfkit.models.distillation import word_log_odds, word_token
 from rlhfkit.models.load import disable_dropout
-from rlhfkit.models.word_odds import word_log_odds, word_token
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.reward.base import ScalarModule

@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
 from strategies import ranks
 
-from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs, vocabulary_parts
+from rlhfkit.models.parallel.vocabulary import vocabulary_parts
 
 pytestmark = pytest.mark.distributed
 
@@ -27,11 +26,3 @@ def test_parts_cover_the_vocabulary_and_differ_by_one_entry_at_most(vocabulary: 
     parts = vocabulary_parts(vocabulary, 3)
     assert [part.stop - part.start for part in parts] == sizes
     assert [index for part in parts for index in range(part.start, part.stop)] == list(range(vocabulary))
-
-
-def test_arguments_are_checked_as_without_a_group() -> None:
-    hidden, weight = torch.zeros(2, 3), torch.zeros(4, 3)
-    with pytest.raises(ValueError, match=r"targets must lie in \[0, 4\)"):
-        vocabulary_parallel_logprobs(hidden, weight, torch.tensor([0, 4]), group=None)
-    with pytest.raises(ValueError, match="chunk is a number"):
-        vocabulary_parallel_logprobs(hidden, weight, torch.tensor([0, 3]), group=None, chunk=0)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfkit.losses import linear_logprobs
-from rlhfkit.models.parallel.vocabulary import vocabulary_parallel_logprobs
+from rlhfkit.models.parallel.vocabulary import GroupVocabulary
 
 CASES: dict[str, dict[str, Any]] = {
     "log-probs": {},
@@ -23,8 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def outputs(function: Any, vocabulary: int, tokens: int, bias: bool = False, **options: Any) -> list[torch.Tensor]:
-    """Results and gradients of a function of the head, in float64."""
+def outputs(vocabulary: int, tokens: int, bias: bool = False, **options: Any) -> list[torch.Tensor]:
+    """Results and gradients of the head, in float64."""
     generator = torch.Generator().manual_seed(vocabulary)
     hidden, weight, shift, outer = (
         torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -32,7 +32,7 @@ def outputs(function: Any, vocabulary: int, tokens: int, bias: bool = False, **o
     )
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
     inputs = [one.requires_grad_() for one in ([hidden, weight, shift] if bias else [hidden, weight])]
-    logprobs, entropy = function(hidden, weight, targets, bias=shift if bias else None, **options)
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, bias=shift if bias else None, **options)
     found = [one for one in (logprobs, entropy) if one is not None]
     loss = sum(((one * factor).sum() for one, factor in zip(found, outer, strict=False)), torch.zeros(()))
     return [*(one.detach() for one in found), *torch.autograd.grad(loss, inputs)]
@@ -42,13 +42,13 @@ def compare(**_: Any) -> dict[str, Any]:
     """Largest differences to one rank, for vocabularies that the ranks divide evenly, unevenly, and not at all."""
     rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    group = dist.group.WORLD
+    division = GroupVocabulary(dist.group.WORLD)
     report = {}
     for name, options in CASES.items():
         for vocabulary in (12, 13, 2):
             for tokens in (9, 0):
-                want = outputs(linear_logprobs, vocabulary, tokens, **options)
-                got = outputs(vocabulary_parallel_logprobs, vocabulary, tokens, group=group, **options)
+                want = outputs(vocabulary, tokens, **options)
+                got = outputs(vocabulary, tokens, division=division, **options)
                 assert [one.shape for one in got] == [one.shape for one in want]
                 differences = [(a - b).abs().max().item() for a, b in zip(got, want, strict=True) if a.numel()]
                 report[f"{name}, {vocabulary} entries, {tokens} tokens"] = max(differences, default=0.0)
