@@ -117,21 +117,90 @@ class _Restorer(pickle.Unpickler):
         return typed_storage(wrap_storage=self._copies[number], dtype=dtype, _internal=True)  # type: ignore[no-any-return]
 
 
+# ---------------------------------------------------------------- what DeepSpeed would write
+
+
+class _FilesOf:
+    """DeepSpeed 0.19.8's ``CheckpointEngine``: what it would do to files is handed to ``handle`` instead."""
+
+    def __init__(self, inner: Any, handle: Callable[..., None]) -> None:
+        self.inner = inner
+        self._handle = handle
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self._handle(self.inner.save, state_dict, path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self._handle(self.inner.makedirs, path, exist_ok)
+
+    def create(self, info: Any) -> None:
+        self._handle(self.inner.create, info)
+
+    def commit(self, info: Any) -> bool:
+        self._handle(self.inner.commit, info)
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@contextmanager
+def _files_handled(engines: Iterable["DeepSpeedEngine"], handle: Callable[..., None]) -> Iterator[None]:
+    """Inside, ``save_checkpoint`` of the engines touches no file and hands each function that would to ``handle``."""
+    engines = list(engines)
+    for engine in engines:
+        engine.checkpoint_engine = _FilesOf(engine.checkpoint_engine, handle)
+        engine._copy_recovery_script = partial(handle, engine._copy_recovery_script)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.checkpoint_engine = engine.checkpoint_engine.inner
+            engine.__dict__.pop("_copy_recovery_script")
+
+
 @contextmanager
 def snapshots_of(engine: "DeepSpeedEngine") -> Iterator[list[Write]]:
     """Make ``engine.save_checkpoint`` copy what it would write; inside the context it touches no file.
 
     The list has the files when the context ends.
     """
-    recorder = _Recorder(engine.checkpoint_engine)
-    engine.checkpoint_engine = recorder
-    copy_scripts = engine._copy_recovery_script
-    engine._copy_recovery_script = lambda folder: recorder.add(folder, partial(copy_scripts, folder), 0)
-    try:
-        yield recorder.writes
-    finally:
-        engine.checkpoint_engine = recorder.inner
-        engine.__dict__.pop("_copy_recovery_script")
+    writes: list[Write] = []
+    writer, copy_scripts = engine.checkpoint_engine, engine._copy_recovery_script
+
+    def record(write: Callable[..., Any], *arguments: Any) -> None:
+        if write == writer.save:
+            copy, num_bytes = snapshot(arguments[0])
+            path = Path(arguments[1])
+            later = partial(write_file, copy, path, zip_format=writer.zipfile_serialization)
+            writes.append(Write(path.parent, later, num_bytes))
+        elif write == copy_scripts:
+            writes.append(Write(Path(arguments[0]), partial(write, *arguments), 0))
+
+    with _files_handled([engine], record):
+        yield writes
+
+
+@contextmanager
+def errors_at_the_end(engines: Iterable["DeepSpeedEngine"]) -> Iterator[None]:
+    """Inside, ``save_checkpoint`` of the engines runs to its end though a file cannot be written; then that is raised.
+
+    No further file is written after an error. DeepSpeed 0.19.8 has barriers between its files, in which the other ranks
+    would wait for one whose disk is full.
+    """
+    errors: list[Exception] = []
+
+    def attempt(write: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            if not errors:
+                write(*arguments)
+        except Exception as error:
+            errors.append(error)
+
+    with _files_handled(engines, attempt):
+        yield
+    if errors:
+        raise errors[0]
 
 
 def require_plain_writers(engines: Mapping[str, "DeepSpeedEngine"]) -> None:
@@ -144,90 +213,3 @@ def require_plain_writers(engines: Mapping[str, "DeepSpeedEngine"]) -> None:
                 f"async_save=True copies what DeepSpeed would write into memory, but '{name}' uses {other}. Remove it"
                 " from the DeepSpeed configuration, or save with async_save=False."
             )
-
-
-class _Recorder:
-    """The part of DeepSpeed 0.19.8's ``CheckpointEngine`` that saving calls."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.writes: list[Write] = []
-
-    def add(self, folder: str, write: Callable[[], Any], num_bytes: int) -> None:
-        self.writes.append(Write(Path(folder), write, num_bytes))
-
-    def save(self, state_dict: Any, path: str) -> None:
-        copy, num_bytes = snapshot(state_dict)
-        write = partial(write_file, copy, Path(path), zip_format=self.inner.zipfile_serialization)
-        self.add(str(Path(path).parent), write, num_bytes)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing yet."""
-
-    def create(self, info: Any) -> None:
-        """Nothing yet."""
-
-    def commit(self, info: Any) -> bool:
-        return True
-
-    def is_decoupled(self) -> bool:
-        return False
-
-    def preserves_storage_sharing(self) -> bool:
-        return bool(self.inner.preserves_storage_sharing())
-
-
-# ---------------------------------------------------------------- errors of files
-
-
-@contextmanager
-def errors_at_the_end(engines: Iterable["DeepSpeedEngine"]) -> Iterator[None]:
-    """Inside, ``save_checkpoint`` of the engines runs to its end though a file cannot be written; then that is raised.
-
-    DeepSpeed 0.19.8 has barriers between its files, in which the other ranks would wait for one whose disk is full.
-    """
-    errors: list[Exception] = []
-    engines = list(engines)
-    for engine in engines:
-        writer = _Writer(engine.checkpoint_engine, errors)
-        engine.checkpoint_engine = writer
-        engine._copy_recovery_script = partial(writer.attempt, engine._copy_recovery_script)
-    try:
-        yield
-    finally:
-        for engine in engines:
-            engine.checkpoint_engine = engine.checkpoint_engine.inner
-            engine.__dict__.pop("_copy_recovery_script")
-    if errors:
-        raise errors[0]
-
-
-class _Writer:
-    """DeepSpeed's ``CheckpointEngine`` that keeps errors of files, and writes no further file after one."""
-
-    def __init__(self, inner: Any, errors: list[Exception]) -> None:
-        self.inner = inner
-        self._errors = errors
-
-    def attempt(self, write: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        if not self._errors:
-            try:
-                return write(*arguments, **options)
-            except Exception as error:
-                self._errors.append(error)
-        return True  # what commit() returns
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self.attempt(self.inner.save, state_dict, path)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self.attempt(self.inner.makedirs, path, exist_ok=exist_ok)
-
-    def create(self, info: Any) -> None:
-        self.attempt(self.inner.create, info)
-
-    def commit(self, info: Any) -> bool:
-        return bool(self.attempt(self.inner.commit, info))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)

@@ -35,16 +35,7 @@ def on_all_ranks(
     if get_world_size() == 1:
         return [step()]
     messages = rank_store().log(log)
-    what = f"{doing} (time limit: the strategy's checkpoint_timeout)"
-    try:
-        messages.run(
-            lambda: messages.append(messages.call(step) if in_thread else step()),
-            timeout=timeout,
-            waiting_for=what,
-            error_type=CheckpointError,
-        )
-    except (TimeoutError, RankError) as error:
-        raise CheckpointError(f"{error}") from error
+    _run(messages, lambda: messages.append(messages.call(step) if in_thread else step()), timeout=timeout, doing=doing)
     results: dict[int, T] = dict(RankLog(messages.store, messages.name).read())  # from the beginning
     messages.store.wait_for_readers(messages.name)  # rank 0 may end after this step, and the store with it
     return [results[rank] for rank in range(get_world_size())]
@@ -103,9 +94,13 @@ def run_in_phases(step: Callable[[Phases], T], *, timeout: float, doing: str) ->
 
     If a rank fails, :meth:`Phases.gather` ends the steps of the others with an exception, which they must not catch.
     """
-    log = rank_store().log("phases of checkpoints")
+    log = rank_store().log(_LOG)
+    return _run(log, lambda: step(Phases(log)), timeout=timeout, doing=doing)
+
+
+def _run(log: RankLog, step: Callable[[], T], *, timeout: float, doing: str) -> T:
     what = f"{doing} (time limit: the strategy's checkpoint_timeout)"
     try:
-        return log.run(lambda: step(Phases(log)), timeout=timeout, waiting_for=what, error_type=CheckpointError)
+        return log.run(step, timeout=timeout, waiting_for=what, error_type=CheckpointError)
     except (TimeoutError, RankError) as error:
         raise CheckpointError(f"{error}") from error
