@@ -31,11 +31,12 @@ TIPS: Mapping[str, tuple[str, ...]] = {
 WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"Starting from v1\.9\.0, `tensorboardX` has been removed", UserWarning),  # of Lightning
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),  # of torch, about Lightning
+    (r"torch\.distributed\.nn\.functional\.all_gather is deprecated", FutureWarning),  # of torch, about Lightning
 )
 """Warnings that are left out: a regular expression of how the message begins, and the category."""
 
 BAR_DELAY = 10.0
-"""Seconds after which the bar of a model's weights appears."""
+"""Seconds after which a bar of a model's weights appears."""
 
 
 def is_verbose() -> bool:
@@ -68,7 +69,7 @@ def silence_tips() -> None:
 
 @contextmanager
 def without_weights_bar() -> Iterator[None]:
-    """Inside, Transformers' bar of loaded weights appears only after :data:`BAR_DELAY`."""
+    """Inside, Transformers' bar of weights that are loaded or saved appears only after :data:`BAR_DELAY`."""
     from transformers.utils import logging as transformers_logging
 
     set_hook = getattr(transformers_logging, "set_tqdm_hook", None)  # not in all versions
@@ -78,7 +79,7 @@ def without_weights_bar() -> Iterator[None]:
     previous = set_hook(None)
 
     def delayed(factory: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("desc") == "Loading weights":
+        if kwargs.get("desc") in ("Loading weights", "Writing model shards"):
             kwargs = {"delay": BAR_DELAY, **kwargs}
         return factory(*args, **kwargs) if previous is None else previous(factory, args, kwargs)
 

@@ -64,7 +64,7 @@ def doctor() -> None:
         print(f"\n{title}")
         print("\n".join(map(str, findings)))
     if broken := [found.name for found in sections["needed"] if not found.works]:
-        print(f"\nrlhfkit does not work without {', '.join(broken)}: pip install --upgrade rlhfkit", file=sys.stderr)
+        print(f"\nrlhfkit does not work without {', '.join(broken)}", file=sys.stderr)
         raise SystemExit(1)
 
 
@@ -105,7 +105,8 @@ def base_packages() -> list[Finding]:
     """The packages that rlhfkit always needs, and the tokenizers that Transformers brings."""
     asked = requirements()
     names = ["torch", "lightning", "transformers", "tokenizers", "datasets", "peft", "jsonargparse", "rich"]
-    return [_package(name, name, asked.get(name), cure="pip install --upgrade rlhfkit") for name in names]
+    wanted = {name: str(asked.get(name, name)) for name in names}
+    return [_package(name, name, asked.get(name), cure=f"pip install '{wanted[name]}'") for name in names]
 
 
 def optional_packages() -> list[Finding]:

@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rlhfkit.first_lines import without_weights_bar
+
 
 def save_weights(model: nn.Module, folder: str | Path, weights: Mapping[str, Tensor]) -> None:
     """Write a folder that ``from_pretrained`` of the model's class loads, from full weights in their own dtype.
@@ -32,7 +34,8 @@ def save_weights(model: nn.Module, folder: str | Path, weights: Mapping[str, Ten
         empty.generation_config = original.generation_config
     kept = set(empty.state_dict())
     buffers = {name: buffer.detach().cpu() for name, buffer in original.named_buffers() if name in kept}
-    empty.save_pretrained(folder, state_dict={**buffers, **weights})
+    with without_weights_bar():
+        empty.save_pretrained(folder, state_dict={**buffers, **weights})
 
 
 @dataclass(frozen=True)
