@@ -93,16 +93,19 @@ def test_the_page_has_the_arguments_of_everything(run: Run) -> None:
     assert found["sampling: SamplingSpec"]["group_size"] == 4
     assert found["trainer"]["accumulate_grad_batches"] == 2
     assert {"data: PromptDataModule", "engine: LocalEngine", "reward: digits"} <= set(found)
+    extractor = found["data: PromptDataModule"]["answer_extractor"]
+    assert extractor.endswith(".final_answer")  # and no address, which differs from run to run
     assert run[3].versions["torch"] == torch.__version__
 
 
-def test_the_time_of_the_trainer_is_shown(run: Run) -> None:
+def test_times_of_the_trainer_and_of_an_engine_in_its_process_are_shown(run: Run) -> None:
     times = run[0].times
     assert {"update", "prepare"} <= {one.phase for one in times.intervals if one.lane == "trainer"}
     assert 0.05 < times.busy_shares()["trainer"] <= 1
     start, end = times.window
     assert all(start <= one.start < one.end <= end for one in times.intervals)
-    [lane] = run[3].timeline["lanes"]  # type: ignore[index]
+    lane, engine = run[3].timeline["lanes"]  # type: ignore[index]
+    assert (engine["name"], {span[0] for span in engine["spans"]}) == ("engine", {"sample"})
     assert lane["name"] == "trainer"
 
 

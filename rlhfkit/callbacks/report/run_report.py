@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import math
 import platform
+import re
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -405,5 +406,7 @@ def _plain(value: Any) -> Any:
         return value if not isinstance(value, str) else value[:_LONGEST_VALUE]
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    text = repr(value)
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # an address differs in each run
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."

@@ -140,15 +140,17 @@ class RoleTimes:
 
 
 def trainer_intervals(trainer: L.Trainer) -> list[Interval]:
-    """Return the phases of the rollouts that the thread of the Trainer was in."""
+    """Return the phases of the rollouts that the thread of the Trainer was in, and when an engine here sampled."""
     offset, thread = time.time() - time.perf_counter(), threading.current_thread().name
-    rollouts = [one for one in trainer.callbacks if isinstance(one, RolloutCallback)]  # type: ignore[attr-defined]
-    events = [event for one in rollouts for event in one.timing.events if event.thread == thread]
-    return [
-        Interval("trainer", event.name, event.start + offset, event.end + offset)
-        for event in events
-        if event.name not in WAITING
-    ]
+    found = []
+    for one in trainer.callbacks:  # type: ignore[attr-defined]
+        for event in one.timing.events if isinstance(one, RolloutCallback) else ():
+            span = event.start + offset, event.end + offset
+            if event.name == "generate" and not one.engine.shared:
+                found.append(Interval("engine", "sample", *span))
+            elif event.thread == thread and event.name not in WAITING:
+                found.append(Interval("trainer", event.name, *span))
+    return found
 
 
 def actor_intervals() -> list[Interval]:
