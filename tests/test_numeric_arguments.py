@@ -46,7 +46,7 @@ RECORDS = {
     "Action", "DistilledBatch", "DistilledExample", "Experience", "IterationShape", "LossOutput",
     "MicroBatch", "PaddedBatch", "PreferenceBatch", "PreferenceExample", "Prompt", "Sample", "Step", "StepwiseBatch",
     "StepwiseExample", "TokenBatch", "TokenExample", "UnpairedBatch", "UnpairedExample", "WeightInfo",
-    "DistilledExamples", "PreferenceExamples", "StepwiseExamples", "UnpairedExamples", "ModuleWeights",
+    "ExampleTable", "Mismatched", "ModuleWeights", "ValuesOfTargets",
     "GroupSampler", "PromptBody", "PromptPass", "SampleBody", "CallResult", "SandboxProcess", "WorkerSpec",
 }  # fmt: skip
 """What the library makes itself, some of it once a token: their numbers are checked where they come from."""

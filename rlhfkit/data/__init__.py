@@ -6,22 +6,22 @@ Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing/`` and ``loader
 
 from rlhfkit.data.batch import TokenBatch, TokenExample, collate_tokens
 from rlhfkit.data.formats.distilled import DistilledBatch
-from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
+from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
 from rlhfkit.data.formats.stepwise import StepwiseBatch
 from rlhfkit.data.formats.unpaired import UnpairedBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
-from rlhfkit.data.loaders.steps import StepLoader
+from rlhfkit.data.loaders.steps import ExampleTable, StepLoader
 from rlhfkit.data.packing import IterationShape
 from rlhfkit.data.types import Experience, Prompt, Sample, decode_texts
 
 __all__ = [
     "DistilledBatch",
+    "ExampleTable",
     "Experience",
     "ExperienceLoader",
     "IterationShape",
     "PreferenceBatch",
     "PreferenceExample",
-    "PreferenceExamples",
     "Prompt",
     "Sample",
     "StepLoader",

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import lightning as L
 
@@ -11,19 +11,17 @@ from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.datamodules.base import TextDataModule
 from rlhfkit.datamodules.streaming import MixedStream, SourceStream
-from rlhfkit.datamodules.tokenization.cache import TokenCache, TokenExamples
+from rlhfkit.datamodules.tokenization.cache import TokenCache
 from rlhfkit.datamodules.tokenization.chat import SpecialTokensInText
 from rlhfkit.datamodules.tokenization.columns import SUPERVISED, find_columns
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, list_sources
-from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, no_loader, read_rows
+from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, describe, no_loader, read_rows
 from rlhfkit.protocols import HasModelLimits
 from rlhfkit.validation import check_integer
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-Builder = TypeVar("Builder", bound=ExampleBuilder)
 
 
 class SFTDataModule(TextDataModule):
@@ -51,6 +49,8 @@ class SFTDataModule(TextDataModule):
 
     collate: ClassVar[Any] = staticmethod(collate_tokens)
     """Makes batches of examples."""
+    builder: ClassVar[type[ExampleBuilder]] = ExampleBuilder
+    """Makes examples of rows."""
     splits_rows: ClassVar[bool] = True
     """Whether an example may become several, ``overlong="split"``."""
     column_arguments: ClassVar[tuple[str, ...]] = (
@@ -210,7 +210,7 @@ class SFTDataModule(TextDataModule):
         self.drop_last = drop_last
         self.token_cache = TokenCache(cache_dir, num_proc)
         self._preparing = False
-        self._columns: dict[str, str] = {}  # that are read, by argument
+        self._columns: Mapping[str, str] = {}  # that are read, by argument
         self.examples: TokenizedDataset | None = None
         """The training examples, after ``setup``."""
         self.validation_examples: TokenizedDataset | None = None
@@ -238,7 +238,7 @@ class SFTDataModule(TextDataModule):
             for source, split in sources:
                 rows = read_rows(source, split=split, subset=self.subset)
                 if self.token_cache.keeps(rows):
-                    self._build(source, split, self._load_tokenizer())
+                    self._open_table(source, split, self._load_tokenizer())
         finally:
             self._preparing = False
 
@@ -255,11 +255,11 @@ class SFTDataModule(TextDataModule):
         if self.examples is not None or self.stream is not None:
             return
         if self.validation_data is not None:
-            self.validation_examples = self._build(self.validation_data, self.validation_split, tokenizer)
+            self.validation_examples = self._open_table(self.validation_data, self.validation_split, tokenizer)
         if self.streaming:
             self.stream = MixedStream.opened(self.data, lambda source: self._open_source(source, tokenizer))
             return
-        examples = [self._build(source, self.split, tokenizer) for source in list_sources(self.data)]
+        examples = [self._open_table(source, self.split, tokenizer) for source in list_sources(self.data)]
         self.examples = self.data.mix(examples, seed=self.seed) if isinstance(self.data, Mixture) else examples[0]
 
     def describe_data(self) -> str:
@@ -297,34 +297,32 @@ class SFTDataModule(TextDataModule):
                 f"fits, got {self.max_tokens_per_micro_batch}{shared}"
             )
 
-    def _build(self, source: Source, split: str, tokenizer: Any) -> TokenizedDataset:
-        """Read a source and tokenise it; override for other columns."""
+    def _open_table(self, source: Source, split: str, tokenizer: Any) -> TokenizedDataset:
+        """Read a source and tokenise it."""
         rows = read_rows(source, split=split, subset=self.subset)
-        named = {name: getattr(self, name) for name in self.column_arguments}
-        self._columns = columns = find_columns(rows, source, SUPERVISED, named)
-        return self._tokenize(rows, source, tokenizer, **columns)
+        self._columns = columns = self._find_columns(rows, source)
+        return self._builder(columns, source, tokenizer).table(rows)
 
     def _open_source(self, source: Any, tokenizer: Any) -> SourceStream[Any]:
-        """The stream of a source, by the columns of its first row; override for other columns."""
+        """The stream of a source, by the columns of its first row."""
         reader = self._reader(source)
-        named = {name: getattr(self, name) for name in self.column_arguments}
-        columns = find_columns(reader.head, source, SUPERVISED, named)
-        builder = self._builder(ExampleBuilder, source, tokenizer)
-        builder.check_first(reader.head[0], columns)
-        return self._source_stream(reader, lambda rows: builder.examples_of_rows(rows, columns), columns.values())
+        columns = self._find_columns(reader.head, source)
+        builder = self._builder(columns, source, tokenizer)
+        builder.check_first(reader.head[0])
+        return self._source_stream(reader, builder.examples, columns.values())
 
-    def _tokenize(self, rows: "Dataset", source: Source, tokenizer: Any, **columns: str) -> TokenExamples:
-        """Tokenise the columns that :meth:`ExampleBuilder.build` takes."""
-        check_columns(rows, source, **columns)
-        return self._builder(ExampleBuilder, source, tokenizer).build(rows, **columns)
+    def _find_columns(self, rows: "Dataset | RowPreview", source: Source) -> Mapping[str, str]:
+        """Columns to read, by argument; override for other columns."""
+        return find_columns(rows, source, SUPERVISED, {name: getattr(self, name) for name in self.column_arguments})
 
-    def _builder(self, kind: type[Builder], source: Source, tokenizer: Any) -> Builder:
+    def _builder(self, columns: Mapping[str, str], source: Source, tokenizer: Any) -> ExampleBuilder:
         """Make a builder from the arguments and the model's context length."""
-        return kind(
+        return self.builder(
             self._formatter(tokenizer),
-            self.max_length,
-            self.overlong,
-            describe(source),
+            columns,
+            max_length=self.max_length,
+            overlong=self.overlong,
+            source=describe(source),
             context=self._context_length(),
             cache=self.token_cache,
             reports=not self._preparing,  # setup, which comes next, does

@@ -2,18 +2,17 @@
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats.stepwise import StepwiseExample, StepwiseExamples, collate_stepwise
+from rlhfkit.data.formats.stepwise import StepwiseExample, collate_stepwise
 from rlhfkit.datamodules.sft import SFTDataModule
-from rlhfkit.datamodules.streaming import SourceStream
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.columns import STEPWISE, find_columns
-from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, PendingExample, log_counts
+from rlhfkit.datamodules.tokenization.examples import Answer, ExampleBuilder, PendingExample, RowResult
 from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, check_columns, read_rows
+from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, check_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -23,140 +22,55 @@ log = logging.getLogger(__name__)
 _WORDS = {"+": 1.0, "good": 1.0, "true": 1.0, "1": 1.0, "-": 0.0, "bad": 0.0, "false": 0.0, "0": 0.0}
 
 
-class StepwiseDataModule(SFTDataModule):
-    r"""Reasoning steps with labels, in optimizer steps that are the same on any number of ranks.
-
-    - prompt, completions and labels (the default, TRL's format): a list of steps and a list of as many labels. Each
-      step is followed by ``separator`` and predicted at its last token;
-    - ``text="input"`` with ``step_token`` (OpenRLHF's format): one text in which that token ends each step. In place of
-      a list of labels there may be the same text with ``+`` or ``-`` where that token stands (Math-Shepherd's format,
-      Wang et al., 2023, arXiv:2312.08935).
-
-    A label is a boolean, 0 or 1, one of the words ``+``, ``-``, good, bad, true and false, or a soft label between 0
-    and 1, the probability that the step leads to a correct answer.
-
-    Example::
-
-        data = StepwiseDataModule("steps.jsonl", separator="\n\n", micro_batch_size=8)
-        data = StepwiseDataModule("shepherd.jsonl", text="input", labels="value", step_token="ки")
-        data = StepwiseDataModule("math-shepherd.jsonl", text="input", labels="label", step_token="ки")
-    """
-
-    splits_rows = False
-    collate = staticmethod(collate_stepwise)
-
-    def __init__(
-        self,
-        data: Sources,
-        *,
-        prompt: str | None = None,
-        completions: str | None = None,
-        labels: str | None = None,
-        separator: str = "\n",
-        text: str | None = None,
-        step_token: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Check the arguments; data is opened in ``setup``.
-
-        Args:
-            data: The rows, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`.
-            prompt: Column of the prompts: text or chat messages. ``None`` here and for the columns below:
-                found by its usual name.
-            completions: Column of lists of steps, each a text.
-            labels: Column of lists of labels.
-            separator: Text after each step (a line break, TRL's default); may be a special token.
-            text: Column of whole texts, instead of ``prompt``, ``completions`` and ``separator``.
-            step_token: The token that ends a step in ``text``.
-            **kwargs: Arguments of :class:`SFTDataModule`.
-
-        Raises:
-            ValueError: If an argument is out of range, or only one of ``text`` and ``step_token`` is given.
-        """
-        self._refuse_columns(kwargs, instead="prompt, completions and labels")
-        if (text is None) != (step_token is None):
-            raise ValueError(f"text and step_token belong together, got {text=} and {step_token=}")
-        if not separator:
-            raise ValueError("separator must have at least one character: a step is judged at its last token")
-        super().__init__(data, prompt=prompt, text=text, **kwargs)
-        self.completions = completions
-        self.labels = labels
-        self.separator = separator
-        self.step_token = step_token
-
-    def _build(self, source: Source, split: str, tokenizer: Any) -> StepwiseExamples:
-        rows = read_rows(source, split=split, subset=self.subset)
-        columns = self._step_columns(rows, source)
-        return self._builder(StepwiseBuilder, source, tokenizer).build_steps(rows, columns, self._step_ends)
-
-    def _step_columns(self, rows: "Dataset | RowPreview", source: Source) -> dict[str, str]:
-        """Return the columns by argument: labels, and text or prompt and completions."""
-        if self.text is None:
-            named = {"prompt": self.prompt, "completions": self.completions, "labels": self.labels}
-            return find_columns(rows, source, (STEPWISE,), named)
-        columns = {"text": self.text, "labels": self.labels or "labels"}
-        check_columns(rows, source, **columns)
-        return columns
-
-    @property
-    def _step_ends(self) -> str:
-        """What ends a step."""
-        return self.separator if self.step_token is None else self.step_token
-
-    def _open_source(self, source: Any, tokenizer: Any) -> SourceStream[Any]:
-        reader = self._reader(source)
-        columns = self._step_columns(reader.head, source)
-        builder = self._builder(StepwiseBuilder, source, tokenizer)
-        builder.set_columns(columns, self._step_ends)
-        return self._source_stream(reader, builder.answers_of_rows, columns.values())
-
-
 class StepwiseBuilder(ExampleBuilder):
     """Tokenises rows with a mask of the last token of each step, and reads the labels."""
 
-    def build_steps(self, rows: "Dataset", columns: Mapping[str, str], ends: str) -> StepwiseExamples:
-        """Tokenise rows; log how many were truncated or dropped.
+    example = StepwiseExample
+    ends = "\n"
+    """Text at the end of each step."""
+    step_token_id: int | None = None
+    """The token that ends steps in a text."""
 
-        Raises ValueError if a value has the wrong type, steps and labels differ in number, ``ends`` is not one token of
-        a text, an answer is longer than the model's context, or no answer is left.
-        """
-        self.set_columns(columns, ends)
-        read = [column for argument, column in columns.items() if argument in ("text", "labels")]
-        labelled = rows.select_columns(read)
-        labels = [self._labels(row, f"{self.source}, row {index},") for index, row in enumerate(labelled)]
-        answers = self.cached_examples(rows, {**columns, "ends": ends}, lambda: self._make_examples(rows, columns))
-        if self.reports:
-            log_counts(self.source, len(rows), answers.counts, self.max_length)
-        # Cutting a sequence cuts its last steps, so the labels that are left are the first ones.
-        kept = [labels[row][:steps] for row, steps in zip(answers.rows, answers.targets, strict=True)]
-        given, used = sum(map(len, labels)), sum(answers.targets)
-        log.info("%s: %d steps of %d answers", self.source, used, len(kept))
-        if used < given and self.reports:
-            log.warning(
-                "%s: %d of %d steps lie behind max_length %d", self.source, given - used, given, self.max_length
-            )
-        return StepwiseExamples(answers, kept)
+    def end_steps_with(self, ends: str) -> None:
+        """Set what ends a step; ValueError if that is not one token of a text."""
+        self.ends = ends
+        self.step_token_id = self._step_token_id(ends) if "text" in self.columns else None
 
-    def set_columns(self, columns: Mapping[str, str], ends: str) -> None:
-        """Set the columns by argument, and what ends a step; ValueError if that is not one token of a text."""
-        self.columns, self.ends = columns, ends
-        self.step_token_id = self._step_token_id(ends) if "text" in columns else None
+    def settings(self) -> dict[str, Any]:
+        """Everything that answers depend on."""
+        return super().settings() | {"ends": self.ends}
 
-    def answers_of_rows(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[list[StepwiseExample]]:
-        """Yield the answer of each of some (place, row) pairs of a stream, or none, as :meth:`build_steps` does."""
-        for (where, row), answers in zip(rows, self.examples_of_rows(rows, self.columns), strict=True):
-            labels = self._labels(row, where)
-            yield [StepwiseExample(answer, labels[: answer.targets]) for answer in answers]
+    def values(self, labels: Sequence[Sequence[float]]) -> dict[str, Sequence[Any]]:
+        """The labels of steps."""
+        return {"labels": labels}
 
-    def pending(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> PendingExample:
-        """The example of one answer, which must have as many steps as labels."""
-        labels = row[self.columns["labels"]]
+    def pending(self, row: Mapping[str, Any], where: str) -> list[PendingExample]:
+        """One answer, which must have as many steps as labels."""
+        labels = self._labels(row, where)
         if "text" in self.columns:
             text = self._text(row[self.columns["text"]], self.columns["text"], where)
-            labels = _labels_in_text(text, labels, self.ends, where) if isinstance(labels, str) else labels
-            return self._ended_by_token(text, labels, where)
-        self.formatter.check(row[self.columns["prompt"]], f"column {self.columns['prompt']!r} of {where}")
-        return self._steps(row[self.columns["prompt"]], row[self.columns["completions"]], labels, where)
+            made = self._ended_by_token(text, labels, where)
+        else:
+            prompt = self.columns["prompt"]
+            self.formatter.check(row[prompt], f"column {prompt!r} of {where}")
+            made = self._steps(row[prompt], row[self.columns["completions"]], labels, where)
+        return [made._replace(labels=labels)]
+
+    def fit(self, answers: Sequence[Answer], where: str) -> RowResult:
+        """The answer cut to ``max_length``, which cuts its last steps, so that the labels left are the first ones."""
+        result = super().fit(answers, where)
+        given = sum(len(answer.labels) for answer in answers)
+        for answer in result.answers:
+            answer.labels = answer.labels[: answer.tokens.targets]
+        result.outcomes += ["behind"] * (given - sum(answer.tokens.targets for answer in result.answers))
+        return result
+
+    def report(self, rows: int, counts: Mapping[str, int], targets: int) -> None:
+        """Log how many rows and steps were cut or left out."""
+        super().report(rows, counts, targets)
+        if behind := counts.get("behind"):
+            limit = self.max_length
+            log.warning("%s: %d of %d steps lie behind max_length %d", self.source, behind, targets + behind, limit)
 
     def _ended_by_token(self, text: str, labels: Sequence[Any], where: str) -> PendingExample:
         """The example of a text in which the step token ends each step."""
@@ -238,3 +152,79 @@ def _labels_in_text(text: str, labelled: str, step_token: str, where: str) -> li
 def _check_count(steps: int, labels: int, where: str) -> None:
     if steps != labels:
         raise ValueError(f"{where} has {steps} steps and {labels} labels; each step needs one")
+
+
+class StepwiseDataModule(SFTDataModule):
+    r"""Reasoning steps with labels, in optimizer steps that are the same on any number of ranks.
+
+    - prompt, completions and labels (the default, TRL's format): a list of steps and a list of as many labels. Each
+      step is followed by ``separator`` and predicted at its last token;
+    - ``text="input"`` with ``step_token`` (OpenRLHF's format): one text in which that token ends each step. In place of
+      a list of labels there may be the same text with ``+`` or ``-`` where that token stands (Math-Shepherd's format,
+      Wang et al., 2023, arXiv:2312.08935).
+
+    A label is a boolean, 0 or 1, one of the words ``+``, ``-``, good, bad, true and false, or a soft label between 0
+    and 1, the probability that the step leads to a correct answer.
+
+    Example::
+
+        data = StepwiseDataModule("steps.jsonl", separator="\n\n", micro_batch_size=8)
+        data = StepwiseDataModule("shepherd.jsonl", text="input", labels="value", step_token="ки")
+        data = StepwiseDataModule("math-shepherd.jsonl", text="input", labels="label", step_token="ки")
+    """
+
+    splits_rows = False
+    collate = staticmethod(collate_stepwise)
+    builder = StepwiseBuilder
+
+    def __init__(
+        self,
+        data: Sources,
+        *,
+        prompt: str | None = None,
+        completions: str | None = None,
+        labels: str | None = None,
+        separator: str = "\n",
+        text: str | None = None,
+        step_token: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check the arguments; data is opened in ``setup``.
+
+        Args:
+            data: The rows, see :data:`~rlhfkit.datamodules.tokenization.sources.Source`.
+            prompt: Column of the prompts: text or chat messages. ``None`` here and for the columns below:
+                found by its usual name.
+            completions: Column of lists of steps, each a text.
+            labels: Column of lists of labels.
+            separator: Text after each step (a line break, TRL's default); may be a special token.
+            text: Column of whole texts, instead of ``prompt``, ``completions`` and ``separator``.
+            step_token: The token that ends a step in ``text``.
+            **kwargs: Arguments of :class:`SFTDataModule`.
+
+        Raises:
+            ValueError: If an argument is out of range, or only one of ``text`` and ``step_token`` is given.
+        """
+        self._refuse_columns(kwargs, instead="prompt, completions and labels")
+        if (text is None) != (step_token is None):
+            raise ValueError(f"text and step_token belong together, got {text=} and {step_token=}")
+        if not separator:
+            raise ValueError("separator must have at least one character: a step is judged at its last token")
+        super().__init__(data, prompt=prompt, text=text, **kwargs)
+        self.completions = completions
+        self.labels = labels
+        self.separator = separator
+        self.step_token = step_token
+
+    def _find_columns(self, rows: "Dataset | RowPreview", source: Source) -> Mapping[str, str]:
+        if self.text is None:
+            named = {"prompt": self.prompt, "completions": self.completions, "labels": self.labels}
+            return find_columns(rows, source, (STEPWISE,), named)
+        columns = {"text": self.text, "labels": self.labels or "labels"}
+        check_columns(rows, source, **columns)
+        return columns
+
+    def _builder(self, columns: Mapping[str, str], source: Source, tokenizer: Any) -> ExampleBuilder:
+        builder = cast(StepwiseBuilder, super()._builder(columns, source, tokenizer))
+        builder.end_steps_with(self.separator if self.step_token is None else self.step_token)
+        return builder

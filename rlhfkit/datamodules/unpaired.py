@@ -1,17 +1,16 @@
 """``UnpairedPreferenceDataModule``: answers labelled desirable or undesirable, for KTO; a pair becomes two of them."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
-from rlhfkit.data.formats.unpaired import UnpairedExample, UnpairedExamples, UnpairedLoader, collate_unpaired
+from rlhfkit.data.formats.unpaired import UnpairedExample, UnpairedLoader, add_mismatched, collate_unpaired
+from rlhfkit.data.loaders.steps import ExampleTable, TokenizedDataset
 from rlhfkit.datamodules.sft import SFTDataModule
-from rlhfkit.datamodules.streaming import SourceStream
-from rlhfkit.datamodules.tokenization.cache import TokenExamples
 from rlhfkit.datamodules.tokenization.columns import PREFERENCE, UNPAIRED_PREFERENCE, find_columns
-from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, log_counts
+from rlhfkit.datamodules.tokenization.examples import ExampleBuilder, PendingExample
 from rlhfkit.datamodules.tokenization.mixture import Sources
-from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, describe, no_loader, read_rows
+from rlhfkit.datamodules.tokenization.sources import RowPreview, Source, describe, no_loader
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,6 +18,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TRUE, _FALSE = ("true", "yes", "1", "desirable", "chosen"), ("false", "no", "0", "undesirable", "rejected")
+
+
+class UnpairedBuilder(ExampleBuilder):
+    """Tokenises rows as labelled answers: one with a label, or two of a pair."""
+
+    example = UnpairedExample
+
+    def values(self, labels: Sequence[Sequence[float]]) -> dict[str, Sequence[Any]]:
+        """The labels of answers."""
+        return {"desirable": [bool(label) for (label,) in labels]}
+
+    def pending(self, row: Mapping[str, Any], where: str) -> list[PendingExample]:
+        """The answers of a row, with their labels."""
+        label, prompt = self.columns.get("label"), self.columns["prompt"]
+        if label is not None:
+            answers = {self.columns["completion"]: _is_desirable(row[label], f"column {label!r} of {where}")}
+        else:
+            answers = {self.columns["chosen"]: True, self.columns["rejected"]: False}
+        return [
+            self.supervised(row, where, {"prompt": prompt, "completion": column})._replace(labels=[float(desirable)])
+            for column, desirable in answers.items()
+        ]
+
+
+def _is_desirable(value: Any, where: str) -> bool:
+    """Convert a label to a boolean; ValueError for scores such as 0.7 and other words."""
+    word = str(int(value) if value in (0, 1) else value).strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(
+            f"{where} must hold a boolean, 0 or 1, or one of {', '.join(_TRUE + _FALSE)}, it holds {value!r}"
+        )
+    return word in _TRUE
 
 
 class UnpairedPreferenceDataModule(SFTDataModule):
@@ -40,6 +71,7 @@ class UnpairedPreferenceDataModule(SFTDataModule):
 
     splits_rows = False
     collate = staticmethod(collate_unpaired)
+    builder = UnpairedBuilder
 
     def __init__(
         self,
@@ -74,28 +106,16 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         self.chosen = chosen
         self.rejected = rejected
 
-    def _build(self, source: Source, split: str, tokenizer: Any) -> UnpairedExamples:
-        rows = read_rows(source, split=split, subset=self.subset)
-        columns = self._answer_columns(rows, source)
-        prompt = columns["prompt"]
-        if "label" in columns:
-            labels = [
-                _is_desirable(value, f"column {columns['label']!r} of {describe(source)}, row {row},")
-                for row, value in enumerate(rows[columns["label"]])
-            ]
-            answers = self._tokenize(rows, source, tokenizer, prompt=prompt, completion=columns["completion"])
-            desirable = [labels[row] for row in answers.rows]
-        else:
-            better = self._tokenize(rows, source, tokenizer, prompt=prompt, completion=columns["chosen"])
-            worse = self._tokenize(rows, source, tokenizer, prompt=prompt, completion=columns["rejected"])
-            answers, desirable = _interleave(better, worse)
-        log.info("%s: %d desirable answers of %d", describe(source), sum(desirable), len(desirable))
-        return UnpairedExamples(answers, desirable, seed=self.seed, max_length=self._longest_mismatched)
-
-    def _answer_columns(self, rows: "Dataset | RowPreview", source: Source) -> dict[str, str]:
-        """Return the columns by argument: prompt, and completion and label or chosen and rejected."""
+    def _find_columns(self, rows: "Dataset | RowPreview", source: Source) -> Mapping[str, str]:
         named = {name: getattr(self, name) for name in ("prompt", "completion", "label", "chosen", "rejected")}
         return find_columns(rows, source, (UNPAIRED_PREFERENCE, PREFERENCE), named)
+
+    def _open_table(self, source: Source, split: str, tokenizer: Any) -> TokenizedDataset:
+        examples = cast(ExampleTable[UnpairedExample], super()._open_table(source, split, tokenizer))
+        labels = examples.values["desirable"]
+        log.info("%s: %d desirable answers of %d", describe(source), sum(labels), len(labels))
+        add_mismatched(examples, seed=self.seed, max_length=self._longest_mismatched)
+        return examples
 
     @property
     def _longest_mismatched(self) -> int:
@@ -109,66 +129,5 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         micro_batches = len(self._loader(self.validation_examples, accumulate=1, shuffle=False))
         return self._loader(self.validation_examples, accumulate=micro_batches, shuffle=False)
 
-    def _open_source(self, source: Any, tokenizer: Any) -> SourceStream[Any]:
-        reader = self._reader(source)
-        columns = self._answer_columns(reader.head, source)
-        builder = self._builder(UnpairedBuilder, source, tokenizer)
-        return self._source_stream(reader, lambda rows: builder.answers_of_rows(rows, columns), columns.values())
-
     def _step_loader(self, *args: Any, **arguments: Any) -> UnpairedLoader:
         return UnpairedLoader(*args, max_length=self._longest_mismatched, **arguments)
-
-
-class UnpairedBuilder(ExampleBuilder):
-    """Tokenises rows of a stream as labelled answers."""
-
-    def answers_of_rows(
-        self, rows: Sequence[tuple[str, Mapping[str, Any]]], columns: Mapping[str, str]
-    ) -> Iterator[list[UnpairedExample]]:
-        """Yield the answers of each of some (place, row) pairs: one with a label, or two of a pair; log counts.
-
-        Raises ValueError if a value has the wrong type, or an answer is too long under ``overlong="error"`` or for the
-        model's context.
-        """
-        label, counts = columns.get("label"), {"truncated": 0, "dropped": 0, "empty": 0}
-        completions = [columns[name] for name in ("completion", "chosen", "rejected") if name in columns]
-        texts = [{"prompt": columns["prompt"], "completion": completion} for completion in completions]
-        answers = self.tokenize_rows(
-            rows, lambda builder, row, where: [builder.pending(row, where, each) for each in texts]
-        )
-        for where, row in rows:
-            wanted = [True, False] if label is None else [_is_desirable(row[label], f"column {label!r} of {where}")]
-            made = []
-            for desirable in wanted:
-                for answer in self.limit_lengths(next(answers), where, counts):
-                    self.check_context(answer.num_tokens, where)
-                    made.append(UnpairedExample(answer, desirable))
-            yield made
-        log_counts(self.source, len(rows), counts, self.max_length)
-
-
-def _is_desirable(value: Any, where: str) -> bool:
-    """Convert a label to a boolean; ValueError for scores such as 0.7 and other words."""
-    word = str(int(value) if value in (0, 1) else value).strip().lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError(
-            f"{where} must hold a boolean, 0 or 1, or one of {', '.join(_TRUE + _FALSE)}, it holds {value!r}"
-        )
-    return word in _TRUE
-
-
-def _interleave(better: TokenExamples, worse: TokenExamples) -> tuple[TokenExamples, list[bool]]:
-    """Put both answers of a row next to each other, in the order of the rows."""
-    places = [(row, False, place) for place, row in enumerate(better.rows)]
-    places += [(row, True, place) for place, row in enumerate(worse.rows)]
-    places.sort()
-    answers = TokenExamples((worse if rejected else better)[place] for _, rejected, place in places)
-    readers = better.attachments, worse.attachments
-
-    def read(index: int) -> tuple[Any, ...]:
-        _, rejected, place = places[index]
-        reader = readers[rejected]
-        return () if reader is None else reader(place)
-
-    answers.attachments = None if readers == (None, None) else read
-    return answers, [not rejected for _, rejected, _ in places]

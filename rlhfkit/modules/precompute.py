@@ -14,7 +14,7 @@ import lightning as L
 import torch
 
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.loaders.steps import StepLoader
+from rlhfkit.data.loaders.steps import ExampleTable, StepLoader
 from rlhfkit.models.lora import adapter_base
 from rlhfkit.protocols import MixedDataset
 
@@ -75,6 +75,11 @@ def data_sets(loaders: Any) -> list[Any]:
         if isinstance(loader, StepLoader):
             found += loader.examples.sources if isinstance(loader.examples, MixedDataset) else [loader.examples]
     return found
+
+
+def tables_of(loaders: Any, *kinds: type) -> list[ExampleTable[Any]]:
+    """The :func:`data_sets` that hold such examples, of which values can be computed before training."""
+    return [one for one in data_sets(loaders) if isinstance(one, ExampleTable) and one.example in kinds]
 
 
 def cache_folder(chosen: str | None, kind: str) -> Path:

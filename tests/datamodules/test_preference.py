@@ -145,8 +145,8 @@ def test_margins_stay_with_their_pairs() -> None:
     data = module(rows)
     assert [data.examples[i].margin for i in range(2)] == [1.0, 0.5]
     renamed = [{"gap" if key == "margin" else key: value for key, value in row.items()} for row in rows]
-    assert module(renamed).examples.margins is None
-    assert module(renamed, margin="gap").examples.margins == [1.0, 0.5]
+    assert "margin" not in module(renamed).examples.values
+    assert module(renamed, margin="gap").examples.values["margin"] == [1.0, 0.5]
     words = [row | {"gap": word} for row, word in zip(ROWS, ["near", "far"], strict=False)]
     with pytest.raises(ValueError, match="row 0, must hold a number, it holds 'near'"):
         module(words, margin="gap")

@@ -8,19 +8,20 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import UnpairedPreferenceDataModule
-from rlhfkit.data.formats.unpaired import UnpairedExamples
+from rlhfkit.data import ExampleTable
+from rlhfkit.data.formats.unpaired import UnpairedExample
 
 ROWS = [{"prompt": f"{i}+{i}=", "completion": f"x{2 * i}", "label": i % 3 == 0} for i in range(6)]
 
 
-def opened(data: Any, **arguments: Any) -> UnpairedExamples:
+def opened(data: Any, **arguments: Any) -> ExampleTable[UnpairedExample]:
     module = UnpairedPreferenceDataModule(data, tokenizer=tiny_tokenizer(), **{"max_length": 32} | arguments)
     module.setup()
-    assert isinstance(module.examples, UnpairedExamples)
+    assert isinstance(module.examples, ExampleTable)
     return module.examples
 
 
-def texts(examples: UnpairedExamples) -> list[tuple[str, bool]]:
+def texts(examples: ExampleTable[UnpairedExample]) -> list[tuple[str, bool]]:
     """What the model reads, the completion behind a bar, and the label."""
     tokenizer, found = tiny_tokenizer(), []
     for index in range(len(examples)):
@@ -42,7 +43,7 @@ def test_each_row_is_an_answer_with_its_label(write_rows: Callable[..., str], na
 )
 def test_labels_may_be_numbers_and_words(write_rows: Callable[..., str], words: tuple[Any, Any]) -> None:
     rows = [row | {"label": words[0] if row["label"] else words[1]} for row in ROWS]
-    assert opened(write_rows(rows)).desirable == [row["label"] for row in ROWS]
+    assert opened(write_rows(rows)).values["desirable"] == [row["label"] for row in ROWS]
 
 
 @pytest.mark.parametrize("value", ["maybe", 0.7, 2, -1])

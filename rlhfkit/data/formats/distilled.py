@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, moved
-from rlhfkit.data.loaders.steps import TokenizedDataset
+from rlhfkit.data.loaders.steps import ExampleTable, TokenizedDataset
 
 
 @dataclass(slots=True)
 class DistilledExample:
-    """A tokenised sequence and the teacher's likeliest tokens at each trained one."""
+    """A tokenised sequence and the teacher's likeliest tokens at each trained one: 8 K bytes per trained token."""
 
     tokens: TokenExample
     """The sequence."""
@@ -28,34 +28,37 @@ class DistilledExample:
     """(targets, K) int32."""
 
 
-class DistilledExamples:
-    """Examples of a data set and the teacher's likeliest tokens: 8 K bytes per trained token."""
+class ValuesOfTargets:
+    """Values of the trained tokens of each example, out of those of all examples."""
 
-    def __init__(self, examples: TokenizedDataset, logprobs: Tensor, ids: Tensor) -> None:
-        """Combine N examples with the teacher's log-probs and token ids, (all targets, K) each, example after example.
+    def __init__(self, values: Tensor, targets: Sequence[int]) -> None:
+        """Divide (all targets, K) values among examples with these numbers of trained tokens.
 
         Raises:
             ValueError: If the numbers of tokens differ.
         """
-        if sum(examples.targets) != len(logprobs) or logprobs.shape != ids.shape:
-            raise ValueError(
-                f"the examples have {sum(examples.targets)} trained tokens, the teacher's log-probs are of "
-                f"{tuple(logprobs.shape)} and its tokens of {tuple(ids.shape)}"
-            )
-        self.examples = examples
-        self.lengths = examples.lengths
-        self.targets = examples.targets
-        self._ends = list(accumulate(examples.targets))
-        self._logprobs, self._ids = logprobs, ids
+        if sum(targets) != len(values):
+            raise ValueError(f"the examples have {sum(targets)} trained tokens, and there are {len(values)} values")
+        self._values = values
+        self._ends = [0, *accumulate(targets)]
 
     def __len__(self) -> int:
         """Number of examples."""
-        return len(self.lengths)
+        return len(self._ends) - 1
 
-    def __getitem__(self, index: int) -> DistilledExample:
-        """One example."""
-        part = slice(self._ends[index] - self.targets[index], self._ends[index])
-        return DistilledExample(self.examples[index], self._logprobs[part], self._ids[part])
+    def __getitem__(self, index: int) -> Tensor:
+        """(targets, K) values of one example."""
+        return self._values[self._ends[index] : self._ends[index + 1]]
+
+
+def distilled_examples(examples: TokenizedDataset, logprobs: Tensor, ids: Tensor) -> ExampleTable[DistilledExample]:
+    """Combine examples with the teacher's log-probs and token ids, (all targets, K) each, example after example.
+
+    Raises:
+        ValueError: If the numbers of tokens differ.
+    """
+    of_targets = [ValuesOfTargets(values, examples.targets) for values in (logprobs, ids)]
+    return ExampleTable(examples, DistilledExample, logprobs=of_targets[0], ids=of_targets[1])
 
 
 @dataclass(kw_only=True)

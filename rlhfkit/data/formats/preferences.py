@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, row_field
-from rlhfkit.data.loaders.steps import TokenizedDataset
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class PreferenceExample:
-    """Two tokenised answers to one prompt."""
+    """Two tokenised answers to one prompt; ``ExampleTable(answers, PreferenceExample, each=2)`` has many."""
 
     chosen: TokenExample
     """Prompt and preferred answer; the tokens of the answer are selected."""
@@ -27,7 +26,7 @@ class PreferenceExample:
     """The same prompt and the other answer."""
     margin: float | None = None
     """By how much the chosen answer is better, if known."""
-    ref_logprobs: tuple[float, float] | None = None
+    ref_logprobs: Sequence[float] | None = None
     """Summed log-probs of the chosen and of the rejected answer under the reference model, if computed already."""
 
     @property
@@ -57,55 +56,6 @@ class PreferenceExample:
             return TokenExample([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
         return cls(answered(chosen), answered(rejected), margin)
-
-
-class PreferenceExamples:
-    """Preference pairs of a data set."""
-
-    def __init__(
-        self,
-        answers: TokenizedDataset,
-        *,
-        margins: Sequence[float] | None = None,
-        ref_logprobs: Tensor | None = None,
-    ) -> None:
-        """Pair the answers.
-
-        Args:
-            answers: 2N sequences, chosen and rejected in turn.
-            margins: N numbers.
-            ref_logprobs: (N, 2) float32, summed log-probs of chosen and rejected under the reference; can be set later.
-
-        Raises:
-            ValueError: If the numbers of answers and margins do not fit.
-        """
-        pairs, single = divmod(len(answers.lengths), 2)
-        if single or (margins is not None and len(margins) != pairs):
-            raise ValueError(
-                "PreferenceExamples needs two answers and one margin (or none at all) per pair, got "
-                f"{len(answers.lengths)} answers and {0 if margins is None else len(margins)} margins"
-            )
-        self.answers = answers
-        self.margins = margins
-        self.ref_logprobs = ref_logprobs
-        self.lengths = [a + b for a, b in zip(answers.lengths[::2], answers.lengths[1::2], strict=True)]
-        """Tokens of each pair, both answers."""
-        self.targets = answers.targets[::2]
-        """Tokens of each chosen answer."""
-
-    def __len__(self) -> int:
-        """Number of pairs N."""
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> PreferenceExample:
-        """One pair."""
-        reference = None if self.ref_logprobs is None else self.ref_logprobs[index].tolist()
-        return PreferenceExample(
-            self.answers[2 * index],
-            self.answers[2 * index + 1],
-            None if self.margins is None else self.margins[index],
-            None if reference is None else (reference[0], reference[1]),
-        )
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, step_field
 from rlhfkit.data.host_copies import on_both
-from rlhfkit.data.loaders.steps import TokenizedDataset
 
 
 @dataclass(slots=True)
@@ -22,7 +21,7 @@ class StepwiseExample:
 
     answer: TokenExample
     """Prompt and answer; ``loss_mask`` is true on the last token of each step."""
-    labels: list[float]
+    labels: Sequence[float]
     """For each step, the probability that it is good: 1 and 0 are hard labels, values between are soft ones."""
 
     def __post_init__(self) -> None:
@@ -45,27 +44,6 @@ class StepwiseExample:
     def targets(self) -> int:
         """Number of steps."""
         return self.answer.targets
-
-
-class StepwiseExamples:
-    """Judged answers of a data set."""
-
-    def __init__(self, answers: TokenizedDataset, labels: Sequence[list[float]]) -> None:
-        """Combine answers, whose masks mark the last token of each step, with one label per step."""
-        self.answers = answers
-        self.labels = labels
-        self.lengths = answers.lengths
-        """Tokens of each sequence."""
-        self.targets = answers.targets
-        """Steps of each sequence."""
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> StepwiseExample:
-        """One sequence."""
-        return StepwiseExample(self.answers[index], self.labels[index])
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, row_field
-from rlhfkit.data.loaders.steps import Step, StepLoader, TokenizedDataset
+from rlhfkit.data.loaders.steps import ExampleTable, Step, StepLoader, TokenizedDataset
 from rlhfkit.validation import check_integer
 
 
@@ -30,7 +30,7 @@ class UnpairedExample:
     """Whether the completion is wanted."""
     mismatched: TokenExample | None = None
     """The same prompt with the completion of another; ``None``: there is no other, or none was drawn yet."""
-    ref_logprobs: tuple[float, float] | None = None
+    ref_logprobs: Sequence[float] | None = None
     """Summed log-probs of both completions under the reference model, if computed already."""
     weight: float | None = None
     """Weight of the answer in the loss, if computed already."""
@@ -46,66 +46,45 @@ class UnpairedExample:
         return self.answer.targets
 
 
-class UnpairedExamples:
-    """Labelled answers of a data set, each with a mismatched one."""
+class Mismatched:
+    """The mismatched pair of each answer, made when it is used."""
 
-    def __init__(
-        self, answers: TokenizedDataset, desirable: Sequence[bool], *, seed: int = 0, max_length: int | None = None
-    ) -> None:
-        """Draw the mismatched pairs.
-
-        Args:
-            answers: Prompts with completions.
-            desirable: Label of each answer.
-            seed: Of the draw.
-            max_length: Tokens to which a mismatched pair is cut.
-
-        Raises:
-            ValueError: If answers and labels differ in number.
-        """
-        if len(answers.lengths) != len(desirable):
-            raise ValueError(f"each answer needs a label, got {len(answers.lengths)} answers, {len(desirable)} labels")
+    def __init__(self, answers: TokenizedDataset, partners: Sequence[int], max_length: int | None) -> None:
+        """``partners``: Row whose completion makes the pair; ``max_length``: Tokens to which it is cut."""
         self.answers = answers
-        self.desirable = list(desirable)
+        self.partners = partners
         self.max_length = max_length
-        self.lengths = answers.lengths
-        """Tokens of each answer with its prompt."""
-        self.targets = answers.targets
-        """Trained tokens of each answer."""
-        prompts = [_prompt(answers[index]) for index in range(len(desirable))]
-        self.ref_logprobs: Tensor | None = None
-        """(N, 2) summed log-probs of each completion and of its mismatched one, once they are computed."""
-        self.weights: Tensor | None = None
-        """(N,) weights of the answers in the loss, once they are computed."""
-        self.partners = rows_of_other_prompts(prompts, seed=seed)
-        """Row whose completion makes the mismatched pair; ``None`` where the data has only one prompt."""
 
     def __len__(self) -> int:
         """Number of answers."""
-        return len(self.desirable)
+        return len(self.partners)
 
-    def __getitem__(self, index: int) -> UnpairedExample:
-        """One answer with its mismatched pair."""
-        answer, mismatched = self.answers[index], None
-        if self.partners is not None:
-            mismatched = _exchanged(answer, self.answers[self.partners[index]], self.max_length)
-        weight = None if self.weights is None else float(self.weights[index])
-        if self.ref_logprobs is None:
-            return UnpairedExample(answer, self.desirable[index], mismatched, weight=weight)
-        own, other = self.ref_logprobs[index].tolist()
-        return UnpairedExample(answer, self.desirable[index], mismatched, (own, other), weight)
+    def __getitem__(self, index: int) -> TokenExample:
+        """The pair of one answer."""
+        return _exchanged(self.answers[index], self.answers[self.partners[index]], self.max_length)
 
-    def prompt(self, index: int) -> list[int]:
-        """Token ids of the prompt of one answer."""
-        return _prompt_tokens(self.answers[index])
+
+def add_mismatched(examples: ExampleTable[UnpairedExample], *, seed: int = 0, max_length: int | None = None) -> None:
+    """Give each answer of a data set a mismatched pair, unless all have one prompt.
+
+    Args:
+        examples: Labelled answers.
+        seed: Of the draw.
+        max_length: Tokens to which a mismatched pair is cut.
+    """
+    answers = examples.answers
+    partners = rows_of_other_prompts([_prompt(answers[index]) for index in range(len(examples))], seed=seed)
+    if partners is not None:
+        examples.values["mismatched"] = Mismatched(answers, partners, max_length)
 
 
 def _prompt(example: TokenExample) -> tuple[Any, ...]:
     """Its tokens and what is attached: prompts that differ in their images alone are two."""
-    return (*_prompt_tokens(example), *example.attachments)
+    return (*prompt_tokens(example), *example.attachments)
 
 
-def _prompt_tokens(example: TokenExample) -> list[int]:
+def prompt_tokens(example: TokenExample) -> list[int]:
+    """Token ids of the prompt of an answer."""
     return example.input_ids[: _prompt_length(example)]
 
 

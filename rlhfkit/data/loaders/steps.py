@@ -20,11 +20,18 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+from torch import Tensor
+
 from rlhfkit.data.batch import StepTotals, TokenBatch
 from rlhfkit.data.packing import best_fit_decreasing, deal_to_members, permutation, split_by_tokens
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
+
+
+B = TypeVar("B", bound=TokenBatch)
+E = TypeVar("E")
+F = TypeVar("F", bound=TokenBatch)
 
 
 class MapDataset(Protocol):
@@ -42,6 +49,70 @@ class TokenizedDataset(MapDataset, Protocol):
     """Tokens of each example."""
     targets: list[int]
     """Trained tokens of each example."""
+
+
+class Values(Protocol):
+    """A value of each example."""
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """The value of one example."""
+        ...
+
+
+class ExampleTable(Generic[E]):
+    """Examples of one sequence or several, with values beside them.
+
+    Example::
+
+        pairs = ExampleTable(answers, PreferenceExample, each=2, margin=[0.5, 2.0])
+        pairs.values["ref_logprobs"] = torch.tensor([[-3.0, -4.0], [-2.5, -6.0]])
+    """
+
+    def __init__(
+        self, answers: TokenizedDataset, example: Callable[..., E], *, each: int = 1, **values: Values | None
+    ) -> None:
+        """Combine sequences and values to N examples.
+
+        Args:
+            answers: N times ``each`` sequences, those of an example in turn.
+            example: Makes an example of its sequences and values.
+            each: Sequences of an example.
+            **values: N values by the name of the argument of ``example``; ``None``: the argument keeps its default.
+
+        Raises:
+            ValueError: If the numbers do not fit.
+        """
+        self.answers = answers
+        self.example = example
+        self.each = each
+        self.values: dict[str, Any] = {name: given for name, given in values.items() if given is not None}
+        """Values of each example; more can be added. Of a tensor, an example gets plain numbers."""
+        lengths = answers.lengths
+        self.lengths = lengths if each == 1 else [sum(lengths[i : i + each]) for i in range(0, len(lengths), each)]
+        """Tokens of each example, all its sequences."""
+        self.targets = answers.targets[::each]
+        """Trained tokens of the first sequence of each example."""
+        wrong = {name: len(given) for name, given in self.values.items() if len(given) != len(self)}
+        if len(lengths) % each or wrong:
+            raise ValueError(
+                f"an example has {each} of the answers, of which there are {len(lengths)}, and each of its values; "
+                f"got {', '.join(f'{count} of {name}' for name, count in wrong.items()) or 'one left over'}"
+            )
+
+    def __len__(self) -> int:
+        """Number of examples N."""
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> E:
+        """One example."""
+        own = [self.answers[index * self.each + number] for number in range(self.each)]
+        chosen = {name: given[index] for name, given in self.values.items()}
+        plain = {name: value.tolist() for name, value in chosen.items() if isinstance(self.values[name], Tensor)}
+        return self.example(*own, **chosen | plain)
 
 
 class SizedExample(Protocol):
@@ -69,10 +140,6 @@ class ExampleStream(Protocol):
     def open(self, position: Any = None) -> Iterator[tuple[Any, SizedExample]]:
         """Yield examples with the position after each, plain values, from a position on; ``None``: the beginning."""
         ...
-
-
-B = TypeVar("B", bound=TokenBatch)
-F = TypeVar("F", bound=TokenBatch)
 
 
 @dataclass(frozen=True)

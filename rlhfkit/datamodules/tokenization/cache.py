@@ -1,103 +1,92 @@
-"""Tokenised examples, compact in memory, their cache on disk, and tokenising in several processes.
+"""Tokenised answers as a table: made once by ``datasets``, in several processes if asked, and memory-mapped from disk.
 
 A file's name is a digest of the rows, the tokenizer with its chat template, the arguments and the version of this code,
 so a changed input never finds an old file.
 """
 
-import itertools
 import json
 import logging
 import os
-import secrets
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlhfkit._version import __version__
 from rlhfkit.data.batch import TokenExample
+from rlhfkit.first_lines import without_file_bars
 from rlhfkit.validation import check_integer
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-class TokenExamples:
-    """Examples in two flat tensors: 5 bytes per token instead of 40 as Python numbers. Iterates ``examples`` once."""
-
-    def __init__(self, examples: Iterable[TokenExample]) -> None:
-        self.lengths: list[int] = []
-        """Tokens of each example."""
-        self.targets: list[int] = []
-        """Learned tokens of each example."""
-        self.rows: list[int] = []
-        """Row of the data of each example; set by :class:`ExampleBuilder`."""
-        self.counts: dict[str, int] = {}
-        """Number of rows that were truncated or dropped, by reason; set by :class:`ExampleBuilder`."""
-        self.attachments: Callable[[int], tuple[Any, ...]] | None = None
-        """Reads the images of an example from its row, which keeps them; ``None``: no example has any."""
-        tokens, masks = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.bool)]
-        for example in examples:
-            self.lengths.append(len(example.input_ids))
-            self.targets.append(example.targets)
-            tokens.append(torch.tensor(example.input_ids, dtype=torch.int32))
-            masks.append(torch.tensor(example.loss_mask, dtype=torch.bool))
-        self._set_tensors(torch.cat(tokens), torch.cat(masks))
-
-    def _set_tensors(self, tokens: Tensor, mask: Tensor) -> None:
-        self._ends = list(itertools.accumulate(self.lengths))
-        self._tokens, self._mask = tokens, mask
-
-    def __len__(self) -> int:
-        """Number of examples."""
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> TokenExample:
-        """One example."""
-        part = slice(self._ends[index] - self.lengths[index], self._ends[index])
-        attached = () if self.attachments is None else self.attachments(index)
-        return TokenExample(self._tokens[part].tolist(), self._mask[part].tolist(), attached)
-
-    def save(self, path: Path) -> None:
-        """Write a file atomically; its folder must exist."""
-        state = {
-            "tokens": self._tokens,
-            "mask": self._mask,
-            "lengths": torch.tensor(self.lengths),
-            "targets": torch.tensor(self.targets),
-            "rows": torch.tensor(self.rows),
-            "counts": self.counts,
-        }
-        partial = path.with_name(f"{path.name}.{torch.randint(2**62, ()).item()}.tmp")
-        torch.save(state, partial)
-        partial.replace(path)
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a file of :meth:`save`, memory-mapped: tokens are read when used, and ranks share the memory."""
-        state: dict[str, Any] = torch.load(path, mmap=True, weights_only=True)
-        loaded = cls([])
-        loaded.lengths, loaded.targets, loaded.rows = (state[name].tolist() for name in ("lengths", "targets", "rows"))
-        loaded.counts = state["counts"]
-        loaded._set_tensors(state["tokens"], state["mask"])
-        return loaded
-
 
 log = logging.getLogger(__name__)
 
 CHUNK = 512
 """Rows whose texts are tokenised in one call."""
 
-REVISION = 2
+REVISION = 3
 """To be incremented whenever the same rows and arguments give other examples than before."""
+
+_ROWS_WITH_A_BAR = 10_000
+"""Rows whose tokenising takes long enough for a progress bar."""
+
+
+class TokenExamples:
+    """The answers in a table of :meth:`TokenCache.tokenize`, read when they are used.
+
+    Columns of the table: ``input_ids``, ``loss_mask``, ``targets`` and ``labels`` of an answer, the ``row`` of the data
+    that it comes from, its ``place`` among the answers of that row, and ``outcomes``, what became of the row. A row
+    that is left out has an entry without tokens.
+    """
+
+    def __init__(self, table: "Dataset") -> None:
+        import pyarrow.compute as compute  # type: ignore[import-untyped]  # it ships none
+
+        columns = table.data
+        self._tokens, self._masks = columns.column("input_ids"), columns.column("loss_mask")
+        lengths = compute.list_value_length(self._tokens).to_numpy()
+        self._used = lengths.nonzero()[0].tolist()
+        self.lengths: list[int] = lengths[self._used].tolist()
+        """Tokens of each answer."""
+        of_answers = (columns.column(name).to_numpy()[self._used].tolist() for name in ("targets", "row", "place"))
+        self.targets: list[int]
+        """Learned tokens of each answer."""
+        self.rows: list[int]
+        """Row of the data of each answer."""
+        self.places: list[int]
+        """Which of the answers of its row each is, before some were left out."""
+        self.targets, self.rows, self.places = of_answers
+        outcomes = compute.value_counts(compute.list_flatten(columns.column("outcomes"))).to_pylist()
+        self.counts: Counter[str] = Counter({each["values"]: each["counts"] for each in outcomes})
+        """Number of rows that were truncated or left out, by reason."""
+        self._labels = columns.column("labels")
+        self.attachments: Callable[[int], tuple[Any, ...]] | None = None
+        """Reads the images of an answer from its row, which keeps them; ``None``: no answer has any."""
+
+    @cached_property
+    def labels(self) -> list[list[float]]:
+        """What the data says of each answer: a label, one for each step, or nothing."""
+        every = self._labels.to_pylist()
+        return [every[place] for place in self._used]
+
+    def __len__(self) -> int:
+        """Number of answers."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenExample:
+        """One answer."""
+        place = self._used[index]
+        attached = () if self.attachments is None else self.attachments(index)
+        mask = self._masks[place].values.to_numpy(zero_copy_only=False)
+        return TokenExample(self._tokens[place].values.to_numpy().tolist(), mask.tolist(), attached)
 
 
 class TokenCache:
-    """A folder of tokenised examples, and the number of processes that make them.
+    """A folder of tokenised answers, and the number of processes that make them.
 
     Args:
         folder: Created if missing; ``None``: ``rlhfkit`` in the cache folder of ``datasets``, for rows from files only.
@@ -110,32 +99,69 @@ class TokenCache:
         self.num_proc = num_proc
 
     def keeps(self, rows: "Dataset") -> bool:
-        """Whether examples of these rows are cached."""
+        """Whether answers of these rows are cached."""
         return self.folder is not None or bool(rows.cache_files)
 
-    def examples(
-        self, rows: "Dataset", tokenizer: Any, arguments: Mapping[str, Any], make: Callable[[], TokenExamples]
+    def tokenize(
+        self,
+        rows: "Dataset",
+        work: Callable[[Mapping[str, list[Any]], list[int]], dict[str, list[Any]]],
+        *,
+        digest: str,
+        title: str,
     ) -> TokenExamples:
-        """Load the examples of rows from their file, or make and save them.
+        """Load the answers of rows from their file, or make and save them.
 
-        ``arguments`` holds everything besides rows and tokenizer that the examples depend on, as plain values.
+        Args:
+            rows: The data.
+            work: Makes the columns of :class:`TokenExamples` of columns of some rows and the numbers of these rows.
+            digest: Of everything that the answers depend on, see :func:`fingerprint`.
+            title: Of the progress bar.
         """
-        if not self.keeps(rows):
-            return make()
         import datasets
 
+        whole, truth, number = datasets.Value("int32"), datasets.Value("bool"), datasets.Value("float64")
+        features = datasets.Features(
+            row=datasets.Value("int64"),
+            place=whole,
+            input_ids=datasets.List(whole),
+            loss_mask=datasets.List(truth),
+            targets=whole,
+            labels=datasets.List(number),
+            outcomes=datasets.List(datasets.Value("string")),
+        )
+
+        def mapped(**kept: Any) -> TokenExamples:
+            with nullcontext() if len(rows) > _ROWS_WITH_A_BAR else without_file_bars():
+                table = rows.map(
+                    work,
+                    batched=True,
+                    batch_size=CHUNK,
+                    with_indices=True,
+                    num_proc=None if self.num_proc == 1 else self.num_proc,
+                    remove_columns=rows.column_names,
+                    features=features,
+                    new_fingerprint=digest,  # saves hashing the function
+                    load_from_cache_file=True,
+                    desc=title,
+                    **kept,
+                )
+            return TokenExamples(table)
+
+        if not self.keeps(rows):
+            return mapped(keep_in_memory=True)
         folder = Path(self.folder or Path(datasets.config.HF_DATASETS_CACHE) / "rlhfkit").expanduser()
-        path = folder / f"tokens-{fingerprint(rows, tokenizer, arguments)}.pt"
-        if path.exists():
-            log.info("examples that were tokenised before: %s", path)
-            return TokenExamples.load(path)
-        made = make()
+        path = folder / f"tokens-{digest}.arrow"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            made.save(path)
+            if any(folder.glob(f"{path.stem}*.arrow")):  # several, if several processes have made them
+                log.info("examples that were tokenised before: %s", path)
+            return mapped(cache_file_name=str(path))
+        except FileNotFoundError:  # an image of a row
+            raise
         except OSError as error:
             log.warning("the tokenised examples cannot be kept for the next start: %s", error)
-        return made
+        return mapped(keep_in_memory=True)
 
 
 def fingerprint(rows: "Dataset", tokenizer: Any, arguments: Mapping[str, Any]) -> str:
@@ -161,53 +187,3 @@ def _tokenizer_text(tokenizer: Any) -> str:
         "template": tokenizer.chat_template,
     }
     return json.dumps(state, sort_keys=True, default=repr)
-
-
-def tokenize_in_chunks(
-    rows: "Dataset",
-    tokenize: Callable[[list[dict[str, Any]], int], Sequence[TokenExample]],
-    *,
-    num_proc: int = 1,
-    title: str = "Tokenising",
-) -> Iterator[TokenExample]:
-    """Yield the examples of all rows, in order, with a progress bar.
-
-    ``tokenize`` is called with some rows and the index of the first, and returns their examples. With ``num_proc``
-    above 1 it must be picklable by ``dill``.
-    """
-    import datasets
-    from datasets.utils import tqdm
-
-    if num_proc == 1:
-        with tqdm(total=len(rows), desc=title, unit=" rows", delay=2.0) as bar:
-            for start, batch in zip(range(0, len(rows), CHUNK), rows.iter(CHUNK), strict=True):
-                chunk = _as_rows(batch)
-                yield from tokenize(chunk, start)
-                bar.update(len(chunk))
-        return
-
-    def work(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        examples = tokenize(_as_rows(batch), indices[0])
-        return {name: [getattr(example, name) for example in examples] for name in ("input_ids", "loss_mask")}
-
-    numbers, booleans = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
-    with tempfile.TemporaryDirectory() as folder:
-        made = rows.map(
-            work,
-            batched=True,
-            batch_size=CHUNK,
-            with_indices=True,
-            num_proc=num_proc,
-            remove_columns=rows.column_names,
-            features=datasets.Features(input_ids=numbers, loss_mask=booleans),
-            cache_file_name=str(Path(folder) / "tokens.arrow"),
-            load_from_cache_file=False,
-            new_fingerprint=secrets.token_hex(8),  # saves hashing the function; nothing is looked up by it
-            desc=title,
-        )
-        for row in made:
-            yield TokenExample(row["input_ids"], row["loss_mask"])
-
-
-def _as_rows(batch: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]

@@ -7,13 +7,15 @@ so a token that spans both is learned. Rows may be token ids already, and exampl
 import copy
 import itertools
 import logging
-from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from rlhfkit.data.batch import TokenExample
+from rlhfkit.data.loaders.steps import ExampleTable, TokenizedDataset
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix, span_mask, write_conversation
-from rlhfkit.datamodules.tokenization.cache import CHUNK, TokenCache, TokenExamples, tokenize_in_chunks
+from rlhfkit.datamodules.tokenization.cache import CHUNK, TokenCache, fingerprint
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError, is_chat
 from rlhfkit.datamodules.tokenization.columns import ATTENTION_MASK
 
@@ -25,9 +27,7 @@ IGNORED = -100
 """The label of a token that is not learned, in Transformers' data sets."""
 
 
-def tokenized_row(
-    row: Mapping[str, Any], where: str, columns: Mapping[str, str | None], *, vocabulary: int
-) -> TokenExample:
+def tokenized_row(row: Mapping[str, Any], where: str, columns: Mapping[str, str], *, vocabulary: int) -> TokenExample:
     """Make an example of a row of token ids; nothing is added, no end-of-sequence token either.
 
     Args:
@@ -41,7 +41,7 @@ def tokenized_row(
         ValueError: If a value is no list of integers, lists have different lengths, a token is unknown, or labels are
             other tokens than ``input_ids``, for example shifted ones.
     """
-    token_ids = _numbers(row, str(columns["input_ids"]), where)
+    token_ids = _numbers(row, columns["input_ids"], where)
     mask = [True] * len(token_ids)
     labels, learned = columns.get("labels"), columns.get("loss_mask")
     if labels is not None:
@@ -94,225 +94,281 @@ def _numbers(row: Mapping[str, Any], column: str, where: str, count: int | None 
 
 log = logging.getLogger(__name__)
 
+PlacedRow = tuple[str, Mapping[str, Any]]
+"""Where a row stands, for messages (``"corpus.jsonl, row 7,"``), and the row."""
+
 
 class PendingExample(NamedTuple):
-    """How to make one example: texts, which are tokenised in batches, and a function of their token ids."""
+    """How to make one answer: texts, which are tokenised in batches, and a function of their token ids."""
 
     texts: list[str]
     """Texts to tokenise."""
     templated: bool
     """Whether the texts went through the chat template."""
     finish: Callable[[list[list[int]]], TokenExample]
-    """Makes the example from the token ids of the texts."""
+    """Makes the answer from the token ids of the texts."""
     attachments: tuple[Any, ...] = ()
-    """The images of the example, in the order of their tokens."""
+    """The images of the answer, in the order of their tokens."""
+    labels: Sequence[float] = ()
+    """What the data says of the answer."""
 
 
-PendingOf = Callable[["ExampleBuilder", Mapping[str, Any], str], Iterable[PendingExample]]
-"""Makes the examples of a row, given the builder for that row, the row, and its place for messages."""
+@dataclass(slots=True)
+class Answer:
+    """A tokenised answer of a row."""
+
+    tokens: TokenExample
+    place: int
+    """Which of the answers of its row it is."""
+    labels: Sequence[float] = ()
+    """What the data says of it."""
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What became of a row."""
+
+    answers: list[Answer] = field(default_factory=list)
+    """Its answers that are learned."""
+    outcomes: list[str] = field(default_factory=list)
+    """Why it was cut or left out, if it was: keys of :attr:`ExampleBuilder.meanings`."""
 
 
 class ExampleBuilder:
-    """Tokenises rows as examples of supervised fine-tuning; subclasses read other columns.
+    """Makes examples of supervised fine-tuning of rows, of a table or of a stream; subclasses read other columns.
 
     Args:
         formatter: Renders prompts and chats.
-        max_length: Tokens per example.
+        columns: Columns that are read, by argument of the DataModule.
+        max_length: Tokens per answer.
         overlong: ``"truncate"``, ``"split"``, ``"drop"`` or ``"error"`` for longer ones.
         source: Where the rows come from, for messages.
-        context: The model's context length; longer examples are an error; ``None``: unlimited.
-        cache: Stores the examples for later runs; ``None``: they are not stored.
+        context: The model's context length; longer answers are an error; ``None``: unlimited.
+        cache: Stores the answers of a table for later runs.
         reports: Log how many rows were truncated or dropped.
     """
+
+    example: ClassVar[Callable[..., Any] | None] = None
+    """Makes an example of its answers and its :meth:`values`; ``None``: an answer is an example."""
+    answers_each: ClassVar[int] = 1
+    """Answers of an example."""
+    meanings: ClassVar[Mapping[str, str]] = {
+        "truncated": "rows were truncated at max_length {limit}",
+        "split": "rows were split into parts of max_length {limit}",
+        "dropped": "rows were dropped at max_length {limit}",
+        "empty": "rows have no token to learn and are left out",
+    }
+    """What is logged of each outcome of rows."""
+    wanted: ClassVar[str] = "has a token to learn"
+    """What no row of the data does if there is no example."""
 
     def __init__(
         self,
         formatter: PromptFormatter,
+        columns: Mapping[str, str],
+        *,
         max_length: int,
         overlong: str,
         source: str,
-        *,
         context: int | None = None,
         cache: TokenCache | None = None,
         reports: bool = True,
     ) -> None:
         self.formatter = formatter
         self.tokenizer = formatter.tokenizer
+        self.columns = columns
         self.max_length = max_length
         self.overlong = overlong
         self.source = source
         self.context = context
-        self.cache = cache
+        self.cache = TokenCache() if cache is None else cache
         self.reports = reports
 
-    def for_row(self, row: Mapping[str, Any], where: str) -> Self:
-        """Return the builder for one row, with the template arguments and images of the row if it has any."""
-        formatter = self.formatter.for_row(row, where)
-        if formatter is self.formatter:
-            return self
+    # ------------------------------------------------------------------ tables and streams
+
+    def table(self, rows: "Dataset") -> TokenizedDataset:
+        """The examples of all rows, from the cache if it has them; logs how many rows were cut or left out.
+
+        Raises ValueError if a value has the wrong type, an answer is too long under ``overlong="error"`` or for the
+        model's context (the cache keeps it, for other models), or no example is left.
+        """
+        self.check_first(rows[0])
+        digest = fingerprint(rows, self.tokenizer, self.settings())
+        answers = self.cache.tokenize(rows, self._columns_of_answers, digest=digest, title=f"Tokenising {self.source}")
+        if not len(answers):
+            raise ValueError(
+                f"{self.source}: none of its {len(rows)} rows {self.wanted} within max_length {self.max_length} "
+                f"({', '.join(f'{name}: {count}' for name, count in answers.counts.items())}): raise max_length or "
+                "check the columns"
+            )
+        if self.reports:
+            self.report(len(rows), answers.counts, sum(answers.targets))
+        longest = max(range(len(answers)), key=lambda index: answers.lengths[index])
+        self.check_context(answers.lengths[longest], f"{self.source}, row {answers.rows[longest]},")
+        if self.formatter.sees_images:
+
+            def read(index: int) -> tuple[Any, ...]:
+                """Images are read again from their row: those of all rows would be much to keep."""
+                row = answers.rows[index]
+                return self._pending(rows[row], f"{self.source}, row {row},")[answers.places[index]].attachments
+
+            answers.attachments = read
+        if self.example is None:
+            return answers
+        return ExampleTable(answers, self.example, each=self.answers_each, **self.values(answers.labels))
+
+    def examples(self, rows: Sequence[PlacedRow]) -> Iterator[list[Any]]:
+        """Yield the examples of each of some rows of a stream, in their order; log how many were cut or left out.
+
+        Raises ValueError as :meth:`table` does.
+        """
+        counts: Counter[str] = Counter()
+        targets = 0
+        for (where, _), result in zip(rows, self.results(rows), strict=True):
+            counts.update(result.outcomes)
+            tokens = [answer.tokens for answer in result.answers]
+            for one in tokens:
+                self.check_context(one.num_tokens, where)
+                targets += one.targets
+            if self.example is None:
+                yield tokens
+                continue
+            found = self.values([answer.labels for answer in result.answers])
+            yield [
+                self.example(
+                    *tokens[number * self.answers_each : (number + 1) * self.answers_each],
+                    **{name: values[number] for name, values in found.items()},
+                )
+                for number in range(len(tokens) // self.answers_each)
+            ]
+        if self.reports:
+            self.report(len(rows), counts, targets)
+
+    def results(self, rows: Iterable[PlacedRow]) -> Iterator[RowResult]:
+        """Yield what becomes of each row."""
+        remaining = iter(rows)
+        # A fast tokenizer uses all cores for many texts at once.
+        while chunk := list(itertools.islice(remaining, CHUNK)):
+            pending = [self._pending(row, where) for where, row in chunk]
+            tokenized: dict[bool, Iterator[list[int]]] = {}
+            for templated in (False, True):
+                texts = [text for each in pending for one in each if one.templated is templated for text in one.texts]
+                tokenized[templated] = iter(self.formatter.tokenize(texts, templated=templated) if texts else [])
+            for (where, _), each in zip(chunk, pending, strict=True):
+                answers = []
+                for place, one in enumerate(each):
+                    tokens = one.finish([next(tokenized[one.templated]) for _ in one.texts])
+                    tokens.attachments = one.attachments
+                    answers.append(Answer(tokens, place, one.labels))
+                yield self.fit(answers, where)
+
+    def _columns_of_answers(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        """The columns of :class:`TokenExamples` of some rows of a table."""
+        names = list(batch)
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
+        placed = [(f"{self.source}, row {index},", row) for index, row in zip(indices, rows, strict=True)]
+        lines: list[tuple[Any, ...]] = []
+        for index, result in zip(indices, self.results(placed), strict=True):
+            outcomes = result.outcomes
+            for answer in result.answers:
+                tokens = answer.tokens
+                lines.append(
+                    (index, answer.place, tokens.input_ids, tokens.loss_mask, tokens.targets, answer.labels, outcomes)
+                )
+                outcomes = []
+            if outcomes:  # of a row without answers
+                lines.append((index, 0, [], [], 0, [], outcomes))
+        columns = ("row", "place", "input_ids", "loss_mask", "targets", "labels", "outcomes")
+        return {name: [line[number] for line in lines] for number, name in enumerate(columns)}
+
+    def settings(self) -> dict[str, Any]:
+        """Everything besides rows and tokenizer that answers depend on, as plain values."""
+        formatter = self.formatter
+        return {
+            "builder": type(self).__name__,
+            "columns": dict(self.columns),
+            "max_length": self.max_length,
+            "overlong": self.overlong,
+            "style": [
+                formatter.wraps_text,
+                formatter.system,
+                formatter.arguments,
+                formatter.special_tokens_in_text,
+            ],
+        }
+
+    def report(self, rows: int, counts: Mapping[str, int], targets: int) -> None:
+        """Log how many of some rows were cut or left out; ``targets`` are learned tokens of all answers."""
+        for name, meaning in self.meanings.items():
+            if counts.get(name):
+                log.warning("%s: %d of %d %s", self.source, counts[name], rows, meaning.format(limit=self.max_length))
+
+    # ------------------------------------------------------------------ what subclasses override
+
+    def values(self, labels: Sequence[Sequence[float]]) -> dict[str, Sequence[Any]]:
+        """Values of examples by the name of :attr:`example`'s argument, from the labels of all their answers."""
+        return {}
+
+    def pending(self, row: Mapping[str, Any], where: str) -> list[PendingExample]:
+        """The answers of one row."""
+        return [self.supervised(row, where, self.columns)]
+
+    def fit(self, answers: Sequence[Answer], where: str) -> RowResult:
+        """The answers of a row with a token to learn, cut to ``max_length``.
+
+        Raises ValueError if one is too long under ``overlong="error"``.
+        """
+        result = RowResult()
+        for answer in answers:
+            for tokens in self._limited(answer.tokens, where, result.outcomes):
+                result.answers.append(Answer(tokens, answer.place, answer.labels))
+        return result
+
+    # ------------------------------------------------------------------ rows
+
+    def _pending(self, row: Mapping[str, Any], where: str) -> list[PendingExample]:
+        """:meth:`pending` with the template arguments and images of the row."""
+        builder, formatter = self, self.formatter.for_row(row, where)
+        if formatter is not self.formatter:
+            builder = self.with_formatter(formatter)
+        try:
+            return builder.pending(row, where)
+        except SpecialTokenError as error:
+            raise ValueError(f"{where} {error}") from None
+
+    def with_formatter(self, formatter: PromptFormatter) -> Self:
+        """A copy with another formatter."""
         changed = copy.copy(self)
         changed.formatter = formatter
         return changed
 
-    def build(
-        self,
-        rows: "Dataset",
-        *,
-        prompt: str | None = None,
-        completion: str | None = None,
-        messages: str | None = None,
-        text: str | None = None,
-        input_ids: str | None = None,
-        labels: str | None = None,
-        loss_mask: str | None = None,
-    ) -> TokenExamples:
-        """Tokenise rows, from columns ``prompt`` and ``completion``, ``messages``, or ``text``.
+    def supervised(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> PendingExample:
+        """The answer in columns ``prompt`` and ``completion``, ``messages``, ``text``, or token ids in ``input_ids``.
 
-        Rows with ``input_ids`` are tokens already; ``labels`` or ``loss_mask`` say which are learned, else all are.
-
-        Rows without a token to learn are dropped, with a logged count. Raises ValueError if a value has the wrong type,
-        a sequence is too long under ``overlong="error"`` or for the model's context, or no example is left.
+        Of token ids, ``labels`` or ``loss_mask`` say which are learned, else all are.
         """
-        columns = {"prompt": prompt, "completion": completion, "messages": messages, "text": text}
-        columns |= {"input_ids": input_ids, "labels": labels, "loss_mask": loss_mask}
-        self.check_first(rows[0], columns)
-        examples = self.cached_examples(rows, columns, lambda: self._make_examples(rows, columns))
-        if self.reports:
-            log_counts(self.source, len(rows), examples.counts, self.max_length)
-        return examples
+        messages, text = columns.get("messages"), columns.get("text")
+        if columns.get("input_ids") is not None:
+            made = tokenized_row(row, where, columns, vocabulary=len(self.tokenizer))
+            return PendingExample([], True, lambda _: made)
+        if messages is not None:
+            place = f"column {messages!r} of {where}"
+            self._check_chat(row[messages], place)
+            return self.conversation(self.formatter.messages(row[messages]), place)
+        if text is not None:
+            return self.plain(self._text(row[text], text, where))
+        prompt, completion = columns["prompt"], columns["completion"]
+        self.formatter.check(row[prompt], f"column {prompt!r} of {where}")
+        answer = row[completion]
+        return self.completion(row[prompt], answer if is_chat(answer) else self._text(answer, completion, where), where)
 
-    def cached_examples(
-        self, rows: "Dataset", columns: Mapping[str, Any], make: Callable[[], TokenExamples]
-    ) -> TokenExamples:
-        """Load examples from the cache, or make and store them.
-
-        ``columns`` holds what they depend on besides rows and builder. Raises ValueError if an example is longer than
-        the model's context; the cache keeps it, for other models.
-        """
-        if self.cache is None:
-            examples = make()
-        else:
-            formatter = self.formatter
-            arguments = {
-                "builder": type(self).__name__,
-                "columns": dict(columns),
-                "max_length": self.max_length,
-                "overlong": self.overlong,
-                "style": [
-                    formatter.wraps_text,
-                    formatter.system,
-                    formatter.arguments,
-                    formatter.special_tokens_in_text,
-                ],
-            }
-            examples = self.cache.examples(rows, self.tokenizer, arguments, make)
-        if self.formatter.sees_images:
-            examples.attachments = self._image_reader(rows, columns, examples.rows)
-        longest = max(range(len(examples)), key=lambda index: examples.lengths[index])
-        self.check_context(examples.lengths[longest], f"{self.source}, row {examples.rows[longest]},")
-        return examples
-
-    def _image_reader(
-        self, rows: "Dataset", columns: Mapping[str, Any], made_from: Sequence[int]
-    ) -> Callable[[int], tuple[Any, ...]]:
-        """Reads the images of an example again from its row; those of all rows would be much to keep."""
-
-        def read(index: int) -> tuple[Any, ...]:
-            row = made_from[index]
-            place, where = index - bisect_left(made_from, row), f"{self.source}, row {row},"
-            made = list(self.pending_of(columns)(self.for_row(rows[row], where), rows[row], where))
-            return made[place].attachments
-
-        return read
-
-    def check_context(self, length: int, where: str) -> None:
-        """Raise ValueError if an example is longer than the model's context."""
-        if self.context is not None and length > self.context:
-            raise ValueError(
-                f"{where} has {length} tokens within max_length {self.max_length}, more than the model's context of "
-                f"{self.context}: lower it, max_length={self.context}, or use a model with a longer context"
-            )
-
-    def _make_examples(self, rows: "Dataset", columns: Mapping[str, str | None]) -> TokenExamples:
-        counts: dict[str, int] = {"truncated": 0, "dropped": 0, "empty": 0}
-        made_from: list[int] = []
-        tokenized = self.tokenize_dataset(rows, self.pending_of(columns))
-        made = TokenExamples(self._limit_examples(tokenized, made_from, counts))
-        made.rows, made.counts = made_from, counts
-        if not len(made):
-            raise ValueError(
-                f"{self.source}: none of its {len(rows)} rows has a token to learn within max_length {self.max_length} "
-                f"({counts['truncated'] + counts['dropped']} are longer): raise max_length or check the columns"
-            )
-        return made
-
-    def tokenize_dataset(self, rows: "Dataset", pending_of: PendingOf) -> Iterator[TokenExample]:
-        """Yield the examples of all rows with a progress bar, before truncating or dropping.
-
-        ``pending_of`` is called with the row's builder, the row, and its place for messages; it returns the examples
-        of the row.
-        """
-
-        def tokenize(chunk: list[dict[str, Any]], first: int) -> list[TokenExample]:
-            places = ((f"{self.source}, row {index},", row) for index, row in enumerate(chunk, first))
-            return list(self.tokenize_rows(places, pending_of))
-
-        num_proc = 1 if self.cache is None else self.cache.num_proc
-        return tokenize_in_chunks(rows, tokenize, num_proc=num_proc, title=f"Tokenising {self.source}")
-
-    def tokenize_rows(
-        self,
-        rows: Iterable[tuple[str, Mapping[str, Any]]],
-        pending_of: PendingOf,
-    ) -> Iterator[TokenExample]:
-        """Yield the examples of (place, row) pairs, before truncating or dropping; see :meth:`tokenize_dataset`."""
-        pending = (each for where, row in rows for each in self._pending_of(row, where, pending_of))
-        # A fast tokenizer uses all cores for many texts at once.
-        while chunk := list(itertools.islice(pending, CHUNK)):
-            tokenized: dict[bool, Iterator[list[int]]] = {}
-            for templated in (False, True):
-                texts = [text for each in chunk if each.templated is templated for text in each.texts]
-                tokenized[templated] = iter(self.formatter.tokenize(texts, templated=templated) if texts else [])
-            for each in chunk:
-                parts = tokenized[each.templated]
-                example = each.finish([next(parts) for _ in each.texts])
-                example.attachments = each.attachments
-                yield example
-
-    def _pending_of(
-        self,
-        row: Mapping[str, Any],
-        where: str,
-        pending_of: PendingOf,
-    ) -> Iterator[PendingExample]:
-        try:
-            yield from pending_of(self.for_row(row, where), row, where)
-        except SpecialTokenError as error:
-            raise ValueError(f"{where} {error}") from None
-
-    def examples_of_rows(
-        self, rows: Sequence[tuple[str, Mapping[str, Any]]], columns: Mapping[str, str | None]
-    ) -> Iterator[list[TokenExample]]:
-        """Yield the examples of each of some (place, row) pairs of a stream, cut to ``max_length``; log counts.
-
-        Raises ValueError as :meth:`build` does.
-        """
-        counts = {"truncated": 0, "dropped": 0, "empty": 0}
-        tokenized = self.tokenize_rows(rows, self.pending_of(columns))
-        for (where, _), example in zip(rows, tokenized, strict=True):
-            fitting = self.limit_lengths(example, where, counts)
-            for each in fitting:
-                self.check_context(len(each.input_ids), where)
-            yield fitting
-        log_counts(self.source, len(rows), counts, self.max_length)
-
-    def check_first(self, row: Mapping[str, Any], columns: Mapping[str, str | None]) -> None:
+    def check_first(self, row: Mapping[str, Any]) -> None:
         """Warn if the template's generation marks leave out the end-of-turn token, so that it would not be learned."""
-        column = columns.get("messages")
+        column = self.columns.get("messages")
         if column is None:
             return
         where = f"column {column!r} of {self.source}, row 0,"
-        builder = self.for_row(row, f"{self.source}, row 0,")
+        builder = self.with_formatter(self.formatter.for_row(row, f"{self.source}, row 0,"))
         builder._check_chat(row[column], where)
         try:
             written = write_conversation(builder.formatter, builder.formatter.messages(row[column]))
@@ -325,75 +381,48 @@ class ExampleBuilder:
                 self.source,
             )
 
-    def pending(self, row: Mapping[str, Any], where: str, columns: Mapping[str, str | None]) -> PendingExample:
-        """The example of one row; override for other columns."""
-        messages, text = columns.get("messages"), columns.get("text")
-        if columns.get("input_ids") is not None:
-            made = tokenized_row(row, where, columns, vocabulary=len(self.tokenizer))
-            return PendingExample([], True, lambda _: made)
-        if messages is not None:
-            place = f"column {messages!r} of {where}"
-            self._check_chat(row[messages], place)
-            return self.conversation(self.formatter.messages(row[messages]), place)
-        if text is not None:
-            return self.plain(self._text(row[text], text, where))
-        prompt, completion = str(columns["prompt"]), str(columns["completion"])
-        self.formatter.check(row[prompt], f"column {prompt!r} of {where}")
-        answer = row[completion]
-        return self.completion(row[prompt], answer if is_chat(answer) else self._text(answer, completion, where), where)
+    # ------------------------------------------------------------------ lengths
 
-    def pending_of(self, columns: Mapping[str, Any]) -> PendingOf:
-        """What makes the examples of a row, given the builder for the row, the row and its place; override it."""
-        return lambda builder, row, where: [builder.pending(row, where, columns)]
-
-    def _limit_examples(
-        self, examples: Iterable[TokenExample], made_from: list[int], counts: dict[str, int]
-    ) -> Iterator[TokenExample]:
-        """Yield the examples with a token to learn, cut to ``max_length``; append their rows to ``made_from``."""
-        for index, example in enumerate(examples):
-            for fitting in self.limit_lengths(example, f"{self.source}, row {index},", counts):
-                made_from.append(index)
-                yield fitting
-
-    def limit_lengths(self, example: TokenExample, where: str, counts: dict[str, int]) -> list[TokenExample]:
-        """Apply ``max_length``; several examples of one under ``overlong="split"``. See :meth:`limit_length`."""
-        if self.overlong == "split" and len(example.input_ids) > self.max_length and not example.attachments:
-            counts["split"] = counts.get("split", 0) + 1
-            pieces = [piece for piece in split_example(example, self.max_length) if piece.targets]
-            counts["empty"] += not pieces
-            return pieces
-        fitting = self.limit_length(example, where, counts)
-        return [] if fitting is None else [fitting]
-
-    def limit_length(self, example: TokenExample, where: str, counts: dict[str, int]) -> TokenExample | None:
-        """Apply ``max_length``, counting in ``counts``; ``None`` if the example is dropped or has no token to learn.
-
-        Raises ValueError if it is too long under ``overlong="error"``.
-        """
-        length = len(example.input_ids)
+    def _limited(self, tokens: TokenExample, where: str, outcomes: list[str]) -> list[TokenExample]:
+        """Apply ``max_length``: the sequence, a part, several under ``overlong="split"``, or none to learn from."""
+        length, pieces = tokens.num_tokens, [tokens]
         if length > self.max_length:
             self.check_overlong(length, where)
-            drops = self.drops(example)
-            counts["dropped" if drops else "truncated"] += 1
-            if drops:
-                return None
-            example = TokenExample(example.input_ids[: self.max_length], example.loss_mask[: self.max_length])
-        if example.targets:
-            return example
-        counts["empty"] += 1
-        return None
+            if self.drops(tokens):
+                outcomes.append("dropped")
+                return []
+            splits = self.overlong == "split"
+            outcomes.append("split" if splits else "truncated")
+            pieces = split_example(tokens, self.max_length) if splits else [self.cut(tokens)]
+        learned = [piece for piece in pieces if piece.targets]
+        outcomes += [] if learned else ["empty"]
+        return learned
 
-    def drops(self, example: TokenExample) -> bool:
-        """Whether an example above ``max_length`` is left out; one with images always is, as they cannot be cut."""
-        return self.overlong == "drop" or bool(example.attachments)
+    def cut(self, tokens: TokenExample) -> TokenExample:
+        """A sequence cut to ``max_length``."""
+        return TokenExample(tokens.input_ids[: self.max_length], tokens.loss_mask[: self.max_length])
+
+    def drops(self, tokens: TokenExample) -> bool:
+        """Whether a sequence above ``max_length`` is left out; one with images always is, as they cannot be cut."""
+        return self.overlong == "drop" or bool(tokens.attachments)
 
     def check_overlong(self, length: int, where: str) -> None:
-        """Raise ValueError for an example above ``max_length`` if ``overlong`` is ``"error"``."""
+        """Raise ValueError for a sequence above ``max_length`` if ``overlong`` is ``"error"``."""
         if self.overlong == "error":
             raise ValueError(
                 f"{where} has {length} tokens, more than max_length {self.max_length}: raise it, or let "
                 "overlong='truncate' or 'drop' deal with such rows"
             )
+
+    def check_context(self, length: int, where: str) -> None:
+        """Raise ValueError if a sequence is longer than the model's context."""
+        if self.context is not None and length > self.context:
+            raise ValueError(
+                f"{where} has {length} tokens within max_length {self.max_length}, more than the model's context of "
+                f"{self.context}: lower it, max_length={self.context}, or use a model with a longer context"
+            )
+
+    # ------------------------------------------------------------------ kinds of answers
 
     @staticmethod
     def _text(value: Any, column: str, where: str) -> str:
@@ -442,7 +471,7 @@ class ExampleBuilder:
         try:
             written = write_conversation(self.formatter, messages, first=first)
         except SpecialTokenError:
-            raise  # _pending_of adds the row to the message
+            raise  # _pending adds the row to the message
         except (TemplateError, ValueError) as error:
             raise ValueError(f"{where} is not accepted by the chat template: {error}") from error
         answered = messages[-1]["role"] == "assistant"
@@ -467,16 +496,3 @@ class ExampleBuilder:
         if end is None:
             raise ValueError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token")
         return token_ids if token_ids and token_ids[-1] == end else [*token_ids, end]
-
-
-def log_counts(source: str, rows: int, counts: Mapping[str, int], max_length: int) -> None:
-    """Log how many rows were truncated or dropped."""
-    meanings = {
-        "truncated": f"were truncated at max_length {max_length}",
-        "split": f"were split into parts of max_length {max_length}",
-        "dropped": f"were dropped at max_length {max_length}",
-        "empty": "have no token to learn and are left out",
-    }
-    for name, meaning in meanings.items():
-        if counts.get(name):
-            log.warning("%s: %d of %d rows %s", source, counts[name], rows, meaning)

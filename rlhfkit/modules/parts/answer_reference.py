@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
-from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedExamples
+from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
+from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedExample
+from rlhfkit.data.loaders.steps import ExampleTable
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import Mesh, forward_group_of
 from rlhfkit.models import load_causal_lm, policy_output, unwrap
@@ -17,9 +18,9 @@ from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import freeze
 from rlhfkit.modules.precompute import (
     cache_folder,
-    data_sets,
     load_or_compute,
     model_fingerprint,
+    tables_of,
     token_batches,
     tokens_fingerprint,
 )
@@ -118,8 +119,9 @@ class PrecomputedReference(AnswerReference):
         """
         if batch.ref_logprobs is None:
             raise RuntimeError(
-                "precompute_ref_log_probs found no PreferenceExamples or UnpairedExamples behind this batch's loader: "
-                "use PreferenceDataModule or UnpairedPreferenceDataModule, or a StepLoader over such examples"
+                "precompute_ref_log_probs found no table of PreferenceExample or UnpairedExample behind this batch's "
+                "loader: use PreferenceDataModule or UnpairedPreferenceDataModule, or a StepLoader over such an "
+                "ExampleTable"
             )
         return batch.ref_logprobs
 
@@ -146,10 +148,10 @@ class PrecomputedReference(AnswerReference):
     # ------------------------------------------------------------------ how
 
     def _compute_all(self, loaders: Any) -> None:
-        for examples in data_sets(loaders):
-            if isinstance(examples, PreferenceExamples | UnpairedExamples) and examples.ref_logprobs is None:
-                pairs = examples if isinstance(examples, PreferenceExamples) else _WithMismatched(examples)
-                examples.ref_logprobs = self._load_or_compute(pairs)
+        for examples in tables_of(loaders, PreferenceExample, UnpairedExample):
+            if "ref_logprobs" not in examples.values:
+                pairs = examples if examples.example is PreferenceExample else _WithMismatched(examples)
+                examples.values["ref_logprobs"] = self._load_or_compute(pairs)
 
     def _load_or_compute(self, pairs: "Pairs") -> Tensor:
         """(N, 2) float32 log-probs of both answers of N pairs, on the CPU. A collective."""
@@ -205,7 +207,7 @@ class PrecomputedReference(AnswerReference):
 
 
 class Pairs(Protocol):
-    """A data set of two answers each; :class:`~rlhfkit.data.formats.preferences.PreferenceExamples` is one."""
+    """A data set of two answers each; :class:`~rlhfkit.data.ExampleTable` of pairs is one."""
 
     lengths: list[int]
 
@@ -221,7 +223,7 @@ class Pairs(Protocol):
 class _WithMismatched:
     """Each answer and its mismatched one as a pair, so that their shared prompt is computed once."""
 
-    def __init__(self, examples: UnpairedExamples) -> None:
+    def __init__(self, examples: ExampleTable[UnpairedExample]) -> None:
         self.examples = examples
         self.lengths = [2 * length for length in examples.lengths]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import collate_tokens
-from rlhfkit.data.formats.distilled import DistilledExamples, collate_distilled
+from rlhfkit.data.formats.distilled import collate_distilled, distilled_examples
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.distributed import all_reduce, exchange_errors
 from rlhfkit.models import unwrap
@@ -71,7 +71,7 @@ class PrecomputedTeacher(Part):
         for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
             if isinstance(loader, StepLoader) and loader.collate is collate_tokens:
                 examples = cast(TokenizedDataset, loader.examples)
-                loader.examples = DistilledExamples(examples, *self._load_or_compute(examples))
+                loader.examples = distilled_examples(examples, *self._load_or_compute(examples))
                 loader.collate = collate_distilled
 
     def _load_or_compute(self, examples: TokenizedDataset) -> tuple[Tensor, Tensor]:

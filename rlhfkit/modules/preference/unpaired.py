@@ -8,7 +8,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch, UnpairedExamples
+from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch, UnpairedExample, prompt_tokens
+from rlhfkit.data.loaders.steps import ExampleTable
 from rlhfkit.distributed import all_reduce, full_parameters
 from rlhfkit.losses import (
     LossOutput,
@@ -25,7 +26,7 @@ from rlhfkit.models import LoRA, ModelLoading, policy_output, unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.modules.precompute import data_sets
+from rlhfkit.modules.precompute import tables_of
 from rlhfkit.modules.preference.base import reference_of, reference_part
 from rlhfkit.parts import GivenPart
 from rlhfkit.validation import check_number
@@ -309,8 +310,8 @@ class KTOModule(UnpairedModule):
     def on_train_start(self) -> None:
         """Check the weights of the two classes."""
         super().on_train_start()
-        parts = [part for part in data_sets(self.trainer.train_dataloader) if isinstance(part, UnpairedExamples)]
-        labels = [wanted for part in parts for wanted in part.desirable]
+        parts = tables_of(self.trainer.train_dataloader, UnpairedExample)
+        labels = [wanted for part in parts for wanted in part.values["desirable"]]
         self.check_weights(sum(labels), len(labels) - sum(labels))
 
     def check_weights(self, desirable: int, undesirable: int) -> None:
@@ -414,24 +415,25 @@ class BCOModule(UnpairedModule):
         super().on_train_start()
         if not self.match_prompts:
             return
-        parts = [part for part in data_sets(self.trainer.train_dataloader) if isinstance(part, UnpairedExamples)]
+        parts = tables_of(self.trainer.train_dataloader, UnpairedExample)
         if not parts:
-            raise RuntimeError("match_prompts found no UnpairedExamples: use UnpairedPreferenceDataModule")
+            raise RuntimeError("match_prompts found no table of UnpairedExample: use UnpairedPreferenceDataModule")
         sizes = [len(part) for part in parts]
         if self.prompt_weights is None or len(self.prompt_weights) != sum(sizes):
             embeddings = torch.cat([self.prompt_embeddings(part) for part in parts])
-            desirable = torch.tensor([wanted for part in parts for wanted in part.desirable])
+            desirable = torch.tensor([wanted for part in parts for wanted in part.values["desirable"]])
             self.prompt_weights = density_ratio_weights(embeddings, desirable)
         for part, weights in zip(parts, torch.split(self.prompt_weights, sizes), strict=True):
-            part.weights = weights
+            part.values["weight"] = weights
 
     @torch.no_grad()
-    def prompt_embeddings(self, examples: UnpairedExamples) -> Tensor:
+    def prompt_embeddings(self, examples: ExampleTable[UnpairedExample]) -> Tensor:
         """(N, E) float32 embeddings of the prompts on the CPU; override it for another model. A collective."""
         table = cast(Any, unwrap(self.policy)).get_input_embeddings().weight
         with full_parameters([table]):
             rows = table.detach().float().cpu()
-        return torch.stack([rows[torch.tensor(examples.prompt(row))].mean(0) for row in range(len(examples))])
+        prompts = (prompt_tokens(examples.answers[row]) for row in range(len(examples)))
+        return torch.stack([rows[torch.tensor(prompt)].mean(0) for prompt in prompts])
 
     def loss(self, batch: UnpairedBatch, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> LossOutput:
         """The loss of one micro-batch of B answers; override it for another objective. ``kl`` is not used."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhfkit.data import PreferenceBatch, PreferenceExample, PreferenceExamples, collate_preferences
+from rlhfkit.data import ExampleTable, PreferenceBatch, PreferenceExample, collate_preferences
 from rlhfkit.data.batch import StepTotals
 
 PAIRS = [
@@ -38,7 +38,7 @@ def test_chosen_and_rejected_are_neighbours_and_the_mask_selects_the_answers() -
 
 
 def test_totals_count_pairs_and_tokens_of_chosen_answers() -> None:
-    examples = PreferenceExamples(Answers(PAIRS), margins=[0.5, 2.0, -1.0])
+    examples = ExampleTable(Answers(PAIRS), PreferenceExample, each=2, margin=[0.5, 2.0, -1.0])
     assert examples.lengths == [9, 8, 8]
     assert examples.targets == [3, 2, 1]
     assert [examples[i] for i in range(3)] == PAIRS
@@ -66,16 +66,16 @@ def test_pairs_survive_select_concat_moving_and_saving() -> None:
 
 
 def test_reference_log_probs_travel_with_the_pairs() -> None:
-    examples = PreferenceExamples(Answers(PAIRS))
-    examples.ref_logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]])
+    examples = ExampleTable(Answers(PAIRS), PreferenceExample, each=2)
+    examples.values["ref_logprobs"] = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]])
     batch = collate_preferences([examples[2], examples[0]])
     assert batch.ref_logprobs.tolist() == [-5.0, -6.0, -1.0, -2.0]
     with pytest.raises(ValueError, match="ref_logprobs is set in 1 of 2 pairs"):
-        collate_preferences([examples[0], PreferenceExamples(Answers(PAIRS))[1]])
+        collate_preferences([examples[0], ExampleTable(Answers(PAIRS), PreferenceExample, each=2)[1]])
 
 
 def test_what_does_not_fit_is_rejected() -> None:
-    with pytest.raises(ValueError, match="got 6 answers and 2 margins"):
-        PreferenceExamples(Answers(PAIRS), margins=[1.0, 2.0])
+    with pytest.raises(ValueError, match=r"2 of the answers, of which there are 6, .* got 2 of margin"):
+        ExampleTable(Answers(PAIRS), PreferenceExample, each=2, margin=[1.0, 2.0])
     with pytest.raises(ValueError, match="at least one example, got none"):
         collate_preferences([])

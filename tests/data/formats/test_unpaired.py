@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from rlhfkit.data import ExampleTable
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.unpaired import (
     UnpairedExample,
-    UnpairedExamples,
     UnpairedLoader,
+    add_mismatched,
     collate_unpaired,
     rows_of_other_prompts,
 )
@@ -28,6 +29,12 @@ class Answers:
 
     def __getitem__(self, index: int) -> TokenExample:
         return self.rows[index]
+
+
+def paired(prompts: list[int], desirable: list[bool], **options: Any) -> ExampleTable[UnpairedExample]:
+    table = ExampleTable(Answers(prompts), UnpairedExample, desirable=desirable)
+    add_mismatched(table, **options)
+    return table
 
 
 PROMPTS = [1, 2, 1, 3, 4, 1, 5, 2, 6, 7, 1]
@@ -54,12 +61,12 @@ def test_partners_are_uniform_over_the_rows_of_other_prompts() -> None:
 
 def test_one_prompt_has_no_mismatched_pairs() -> None:
     assert rows_of_other_prompts([7, 7, 7], seed=0) is None
-    assert UnpairedExamples(Answers([7, 7]), [True, False])[0].mismatched is None
+    assert paired([7, 7], [True, False])[0].mismatched is None
 
 
 def test_a_mismatched_pair_is_the_prompt_with_the_other_completion_cut_to_the_limit() -> None:
-    examples = UnpairedExamples(Answers(PROMPTS), [True] * len(PROMPTS), max_length=3)
-    for row, partner in enumerate(examples.partners):
+    examples = paired(PROMPTS, [True] * len(PROMPTS), max_length=3)
+    for row, partner in enumerate(examples.values["mismatched"].partners):
         completion = [100 + partner] * (partner % 3 + 1)
         wanted = ([PROMPTS[row], *completion])[:3]
         assert examples[row].mismatched == TokenExample(wanted, [False] + [True] * (len(wanted) - 1))
@@ -73,7 +80,7 @@ def test_a_step_brings_the_mismatched_pairs_of_its_answers_first_and_once(
     size: int, accumulate: int, ranks: int, together: int
 ) -> None:
     desirable = [prompt % 2 == 0 for prompt in PROMPTS]
-    examples = UnpairedExamples(Answers(PROMPTS), desirable)
+    examples = paired(PROMPTS, desirable)
     steps: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {0: [], 1: []}
     for rank in range(ranks):
         loader = UnpairedLoader(
@@ -155,7 +162,7 @@ def test_a_step_of_a_stream_has_the_same_mismatched_pairs_on_any_ranks(
 
 
 def test_moving_a_batch_moves_its_mismatched_pairs() -> None:
-    examples = UnpairedExamples(Answers(PROMPTS), [True] * len(PROMPTS))
+    examples = paired(PROMPTS, [True] * len(PROMPTS))
     loader = UnpairedLoader(
         examples, collate_unpaired, lengths=examples.lengths, targets=examples.targets, micro_batch_size=4
     )
@@ -164,5 +171,5 @@ def test_moving_a_batch_moves_its_mismatched_pairs() -> None:
 
 
 def test_every_answer_needs_a_label() -> None:
-    with pytest.raises(ValueError, match="11 answers, 2 labels"):
-        UnpairedExamples(Answers(PROMPTS), [True, False])
+    with pytest.raises(ValueError, match=r"there are 11, .* got 2 of desirable"):
+        paired(PROMPTS, [True, False])

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lazy_module import LazyModule
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.datamodules import PreferenceDataModule, SFTDataModule
-from rlhfkit.datamodules.tokenization.cache import TokenCache, TokenExamples, fingerprint
+from rlhfkit.datamodules.tokenization.cache import TokenCache, fingerprint
 from rlhfkit.datamodules.tokenization.examples import ExampleBuilder
 from rlhfkit.datamodules.tokenization.sources import read_rows
 
@@ -29,13 +28,13 @@ TEMPLATE = (
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one whenever rows are tokenised."""
     calls: list[int] = []
-    original = ExampleBuilder.tokenize_dataset
+    original = ExampleBuilder.results
 
-    def counted(self: ExampleBuilder, rows: Any, *arguments: Any) -> Any:
+    def counted(self: ExampleBuilder, rows: Any) -> Any:
         calls.append(len(rows))
-        return original(self, rows, *arguments)
+        return original(self, rows)
 
-    monkeypatch.setattr(ExampleBuilder, "tokenize_dataset", counted)
+    monkeypatch.setattr(ExampleBuilder, "results", counted)
     return calls
 
 
@@ -135,10 +134,14 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
 
 def test_several_processes_make_the_same_examples(tmp_path: Path, write_rows: Write) -> None:
     rows = [{"prompt": f"{i}+1=", "completion": "x" * (i % 5) + str(i + 1)} for i in range(1100)]
-    one = module(write_rows(rows), max_length=9)
-    two = module(write_rows(rows), max_length=9, num_proc=2, cache_dir=tmp_path / "other")
+    path = write_rows(rows)
+    one = module(path, max_length=9)
+    two = module(path, max_length=9, num_proc=2, cache_dir=tmp_path / "other")
     assert content(two) == content(one)
     assert two.examples.counts == one.examples.counts
+    three = module(path, max_length=9, cache_dir=tmp_path / "other")  # reads the files of the two
+    assert content(three) == content(one)
+    assert len(list((tmp_path / "other").iterdir())) == 2
     with pytest.raises(ValueError, match=r"row 1030, must hold text.* NoneType|missing values"):
         module([*rows[:1030], {"prompt": None, "completion": "a"}], num_proc=2)
 
@@ -165,13 +168,21 @@ def test_preference_pairs_are_kept_too(write_rows: Write, tokenised: list[int]) 
 
 
 def test_files_are_whole_or_absent_and_read_lazily(tmp_path: Path) -> None:
-    examples = module(ROWS).examples
-    path = tmp_path / "tokens.pt"
-    examples.save(path)
-    assert [file.name for file in tmp_path.glob("tokens*")] == ["tokens.pt"]
-    loaded = TokenExamples.load(path)
-    assert [loaded[index] for index in range(40)] == [examples[index] for index in range(40)]
-    assert isinstance(loaded._tokens, torch.Tensor)
+    import pyarrow
+
+    messages = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 1200
+    broken = [{"messages": [{"role": "assistant", "content": "2"}]}]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].role != 'user' %}{{ raise_exception('who?') }}{% endif %}" + TEMPLATE
+    with pytest.raises(ValueError, match="row 1200, is not accepted"):
+        module([*messages, *broken], tokenizer=tokenizer, cache_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+    module(ROWS * 1000, cache_dir=tmp_path)
+    assert [file.suffix for file in tmp_path.iterdir()] == [".arrow"]
+    before = pyarrow.total_allocated_bytes()
+    examples = module(ROWS * 1000, cache_dir=tmp_path).examples
+    assert examples[39_999] == examples[39]
+    assert pyarrow.total_allocated_bytes() - before < 2_000_000  # of 40,000 rows, whose columns have a megabyte each
     with pytest.raises(ValueError, match="num_proc must be an integer of at least 1, got 0"):
         TokenCache(num_proc=0)
 
@@ -183,7 +194,7 @@ def test_a_saved_folder_of_arrow_files_is_kept_outside_of_it(write_rows: Write, 
         module(folder)
     assert tokenised == [40]
     assert sorted(Path(folder).iterdir()) == before
-    assert list((Path(datasets.config.HF_DATASETS_CACHE) / "rlhfkit").glob("tokens-*.pt"))
+    assert list((Path(datasets.config.HF_DATASETS_CACHE) / "rlhfkit").glob("tokens-*.arrow"))
 
 
 def test_cached_examples_are_logged(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from tiny_models import tiny_tokenizer
 
 from modules import kto_cases
 from rlhfkit import BCOModule
+from rlhfkit.data.formats.unpaired import prompt_tokens
 from rlhfkit.data.packing import permutation
 from rlhfkit.losses import density_ratio_weights
 from rlhfkit.models import ModelLoading, load_causal_lm
@@ -52,8 +53,8 @@ def by_hand(folder: Path, *, matched: bool) -> dict[str, torch.Tensor]:
     source.setup()
     examples, policy, reference = source.examples, load(folder, "model"), load(folder, "reference")
     table = policy.get_input_embeddings().weight.detach().clone()
-    means = [table[examples.prompt(row)].mean(0) for row in range(24)]
-    ratios = density_ratio_weights(torch.stack(means), torch.tensor(examples.desirable)).tolist()
+    means = [table[prompt_tokens(examples.answers[row])].mean(0) for row in range(24)]
+    ratios = density_ratio_weights(torch.stack(means), torch.tensor(examples.values["desirable"])).tolist()
     averages: dict[bool, list[float]] = {True: [], False: []}
     for epoch in range(2):
         order = permutation(24, seed=0, number=epoch)
