@@ -302,7 +302,11 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         ),
         "kl_sequence": grpo(parts=[part("kl_penalty.KLInReward", coef=0.1)], advantage_scale="none"),
         "kl_target_in_reward": grpo(
-            parts=[part("kl_penalty.KLInReward", coef=0.1, place="token"), *control(0.001)], gamma=0.9
+            parts=[
+                part("kl_penalty.KLInReward", coef=0.1, place="token"),
+                part("advantages.TokenCredit", gamma=0.9),
+                *control(0.001),
+            ]
         ),
         "early_stop_epochs": grpo(parts=control(None, 0.0005), **epochs),
         "entropy_bonus": grpo(parts=[part("entropy.EntropyBonus", coef=0.05)]),
@@ -323,7 +327,11 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "mask_truncated": grpo(
             parts=[part("rewards.MaskTruncated"), part("token_filters.TopEntropy", fraction=0.3)]
         ),
-        "token_rewards": grpo(token_level_rewards=True, advantage_scale="none", rollout={"reward": token_reward}),
+        "token_rewards": grpo(
+            parts=[part("advantages.TokenCredit", earned=True)],
+            advantage_scale="none",
+            rollout={"reward": token_reward},
+        ),
         "missing_rewards": grpo(rollout={"reward": missing_reward}),
         "dr_grpo": grpo(preset="dr_grpo", policy_loss_arguments={"max_length": 6}),
         "gspo": grpo(preset="gspo"),

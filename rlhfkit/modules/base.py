@@ -148,13 +148,17 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
     def attach_parts(self) -> None:
         """Attach the parts; a module whose attributes they need calls it at the end of its constructor.
 
-        A part that was given takes the place of a part of the module that writes the same fields.
+        A part that was given takes the place of a part of the module of its class, in the order too, or of one that
+        writes the same fields.
         """
-        own = [part for part in self.own_parts if not self.replaced & {*part.writes} - {*part.reads}]
-        for part in (needed for one in (*own, *self.given_parts) for needed in one.brings()):
-            if not any({*part.writes} <= {*other.writes} for other in (*own, *self.given_parts)):
+        own = self.in_place(self.own_parts)
+        others = [part for part in self.given_parts if part not in own]
+        replaced = {name for part in others for name in part.writes if name not in part.reads}
+        own = [part for part in own if part in self.given_parts or not replaced & {*part.writes} - {*part.reads}]
+        for part in (needed for one in (*own, *others) for needed in one.brings()):
+            if not any({*part.writes} <= {*other.writes} for other in (*own, *others)):
                 own.append(part)
-        self.parts = [*own, *self.given_parts]
+        self.parts = [*own, *others]
         self._attached = True
         self._assemble()
 
@@ -167,10 +171,9 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
         self.parts.append(part)
         self._assemble()
 
-    @property
-    def replaced(self) -> set[str]:
-        """Fields that parts which were given write and do not read."""
-        return {name for part in self.given_parts for name in part.writes if name not in part.reads}
+    def in_place(self, own: Sequence[Part]) -> list[Part]:
+        """Parts of the module, each or the first of its class that was given in its place."""
+        return [next((one for one in self.given_parts if isinstance(one, type(part))), part) for part in own]
 
     def _assemble(self) -> None:
         """Attach the parts, and keep what is called when."""

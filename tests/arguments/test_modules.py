@@ -97,9 +97,6 @@ ON_POLICY: dict[str, Change | Unseen] = {
 GROUPS: dict[str, Change | Unseen] = {
     "preset": Change("dppo"),
     "advantage_scale": Change("batch"),
-    "gamma": Change(0.5),
-    "whiten_advantages": Change(True),
-    "token_level_rewards": Change(True, given={"advantage_scale": "none"}),
 }
 OF_REWARDS = {"advantages"}
 
@@ -203,13 +200,11 @@ TABLE: dict[type, tuple[str, Rows]] = {
     OnlineDPOModule: (
         "prompts",
         dict.fromkeys(POLICY, AS_GRPO)
-        | PAIRS
+        | {name: row for name, row in PAIRS.items() if name != "label_smoothing"}
         | {
             "lr": Change(0.01, built=True),
             "loss_type": Change("ipo"),
-            "divergence": Change("forward_kl"),
-            "divergence_alpha": Change(0.2, given={"divergence": "alpha"}),
-            "discopop_temperature": Change(0.5, given={"loss_type": "discopop"}),
+            "loss_arguments": Change({"divergence": "forward_kl"}),
         },
     ),
 }

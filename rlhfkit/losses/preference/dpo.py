@@ -463,6 +463,8 @@ def _check_belonging(
     """Refuse a parameter of one divergence, or of one loss, beside another."""
     if alpha != 0.5 and divergence != "alpha":
         raise ValueError(f"divergence_alpha={alpha} belongs to divergence 'alpha', got divergence={divergence!r}")
+    if not temperature > 0.0:
+        raise ValueError(f"discopop_temperature must be positive, got {temperature}")
     if temperature != 0.05 and "discopop" not in mixture and all(isinstance(name, str) for name in mixture):
         raise ValueError(f"discopop_temperature={temperature} belongs to 'discopop', got loss_type {list(mixture)}")
 

@@ -16,11 +16,11 @@ from rlhfkit.losses import (
     sum_losses,
     weighted_metric,
 )
-from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, Divergence, LossTypes
+from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, LossTypes
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.parts import GivenPart, Part, make_part
+from rlhfkit.parts import GivenPart, plain_value
 from rlhfkit.validation import check_number, function_name, resolve_function
 
 
@@ -52,10 +52,7 @@ class OnlineDPOModule(OnPolicyModule):
         lr: Peak learning rate (5e-7: TRL's default for online DPO and that of OAIF).
         beta: β, strength of the regularization towards the reference; 0.1 as in the paper and TRL.
         loss_type: As in :class:`DPOModule`; not ``sft`` (see ``nll_coef``), ``aot`` and ``aot_unpaired``.
-        label_smoothing: ε in [0, 0.5), the probability that a judgement is wrong.
-        divergence: Divergence of f-DPO, see :func:`~rlhfkit.losses.divergence_score`.
-        divergence_alpha: α of ``divergence="alpha"``.
-        discopop_temperature: τ of ``discopop``.
+        loss_arguments: More arguments of :func:`~rlhfkit.losses.dpo_loss`: ``label_smoothing``, ``divergence``, ...
         nll_coef: Weight of the negative log-likelihood per token of each chosen answer.
         optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
         lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
@@ -76,10 +73,7 @@ class OnlineDPOModule(OnPolicyModule):
         lr: float = 5e-7,
         beta: float = 0.1,
         loss_type: LossTypes = "sigmoid",
-        label_smoothing: float = 0.0,
-        divergence: Divergence = "reverse_kl",
-        divergence_alpha: float = 0.5,
-        discopop_temperature: float = 0.05,
+        loss_arguments: Mapping[str, Any] | None = None,
         nll_coef: float = 0.0,
         optimization: Optimization | None = None,
         lora: LoRA | None = None,
@@ -89,15 +83,11 @@ class OnlineDPOModule(OnPolicyModule):
         from rlhfkit.modules.parts.pairs import Pairs
         from rlhfkit.modules.parts.reference import Reference
 
-        given = [make_part(one) for one in parts]
         check_number("beta", beta, above=0)
-        check_number("label_smoothing", label_smoothing, minimum=0, below=0.5)
-        check_number("divergence_alpha", divergence_alpha)
-        check_number("discopop_temperature", discopop_temperature, above=0)
         check_number("nll_coef", nll_coef, minimum=0)
-        self.credit: list[Part] = vars(self).get("credit") or [Pairs()]
-        self.own_parts = [] if any(isinstance(part, Reference) for part in given) else [Reference()]
-        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=given)
+        self.credit = vars(self).get("credit", [Pairs()])
+        self.own_parts = [Reference()]
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
         self.loss_types = {
             resolve_function(name, "loss_type") if isinstance(name, str) and "." in name else name: float(weight)
@@ -109,14 +99,18 @@ class OnlineDPOModule(OnPolicyModule):
                 f"loss_type {sorted(map(str, unfit))} depends on how many pairs a micro-batch or a step has, and "
                 "prompts whose answers are equally good have none: take another one, nll_coef in place of 'sft'"
             )
+        self.beta, self.nll_coef, self.loss_arguments = beta, nll_coef, {**(loss_arguments or {})}
         self.keep_plain(
-            loss_type={name if isinstance(name, str) else function_name(name): w for name, w in self.loss_types.items()}
+            loss_type={
+                name if isinstance(name, str) else function_name(name): w for name, w in self.loss_types.items()
+            },
+            loss_arguments=plain_value(self.loss_arguments, "loss_arguments"),
         )
-        self.beta, self.label_smoothing, self.nll_coef = beta, label_smoothing, nll_coef
-        self.divergence: Divergence = divergence
-        self.divergence_alpha, self.discopop_temperature = divergence_alpha, discopop_temperature
         zero, one = torch.zeros(1), torch.ones(1)
-        self._pair_loss(zero, zero, zero, zero, chosen_lengths=one, rejected_lengths=one)
+        try:
+            self._pair_loss(zero, zero, zero, zero, chosen_lengths=one, rejected_lengths=one)
+        except TypeError as error:
+            raise ValueError(f"loss_arguments are more arguments of dpo_loss: {error}") from error
 
     def correct_off_policy(self) -> bool:
         """Return False: the loss has no weights of tokens, so that replayed samples are refused."""
@@ -156,10 +150,7 @@ class OnlineDPOModule(OnPolicyModule):
             ref_rejected,
             beta=self.beta,
             loss_type=self.loss_types,
-            label_smoothing=self.label_smoothing,
-            divergence=self.divergence,
-            divergence_alpha=self.divergence_alpha,
-            discopop_temperature=self.discopop_temperature,
             nll_coef=self.nll_coef,
+            **self.loss_arguments,
             **arguments,
         )

@@ -11,7 +11,7 @@ from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.parts import GivenPart, Part, make_part
+from rlhfkit.parts import GivenPart, Part, make_part, plain_value
 from rlhfkit.roles import CriticPool, ModelPool
 from rlhfkit.validation import check_number, refuse_without_effect
 
@@ -103,21 +103,17 @@ class PPOModule(OnPolicyModule):
             ValueLoss: {"value_clip": value_clip != 0.5},
             GAE: {"gamma": gamma != 1.0, "lam": lam != 0.95},
         }
-        found: dict[type[Part], Any] = {kind: part for part in given for kind in changed if isinstance(part, kind)}
-        for kind, part in found.items():
-            refuse_without_effect(changed[kind], f"{part!r} among parts")
-        self.critic_part: Critic = found.get(Critic) or Critic(critic, lr=critic_lr)
-        """Gives values; its arguments are those of the module unless it was among ``parts``."""
-        value_loss, gae = found.get(ValueLoss) or ValueLoss(clip=value_clip), found.get(GAE) or GAE(gamma, lam)
+        for part in given:
+            for kind in changed:
+                refuse_without_effect(changed[kind] if isinstance(part, kind) else {}, f"{part!r} among parts")
+        gae = next((part for part in given if isinstance(part, GAE)), GAE(gamma, lam))
         if advantages is not None:
             refuse_without_effect({"GAE": gae in given}, f"advantages={AdvantageFunction(advantages).name}")
         self.credit = [gae, WhitenAdvantages()] if whiten_advantages else [gae]
         self.credit = self.credit if advantages is None else [AdvantagesBy(advantages)]
         self.own_parts = own_penalty(kl_coef, given, lambda coef: KLInReward(coef, place="token"))
-        self.own_parts += [part for part in (self.critic_part, value_loss) if part not in given]
-        self.own_parts += [] if any(isinstance(part, Returns) for part in given) else [Returns(gae.gamma, gae.lam)]
+        self.own_parts += [Critic(critic, lr=critic_lr), ValueLoss(clip=value_clip), Returns(gae.gamma, gae.lam)]
         self.kl_coef = kl_coef
-        others = [part for part in given if part is not gae]  # it is the first of the credit
         super().__init__(
             model,
             lr=lr,
@@ -130,11 +126,16 @@ class PPOModule(OnPolicyModule):
             optimization=optimization,
             lora=lora,
             loading=loading,
-            parts=others,
+            parts=given,
         )
-        self.keep_plain(parts=[part.plain() for part in given])
-        if isinstance(self.critic_part.model, CriticPool | ModelPool) and self.critic_part not in given:
-            self.keep_plain(critic=self.critic_part.model.plain())
+        self.keep_plain(critic=plain_value(critic, "critic"))
+
+    @property
+    def critic_part(self) -> Any:
+        """What gives values; its arguments are those of the module unless it was among ``parts``."""
+        from rlhfkit.modules.parts.critic import critic_of
+
+        return critic_of(self)
 
     @property
     def remote_critic(self) -> Any:

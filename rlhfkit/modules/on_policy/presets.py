@@ -58,6 +58,8 @@ def optimal_token_baseline(experience: Experience) -> Tensor:
 def with_preset(name: Preset | None, **given: Any) -> dict[str, Any]:
     """Arguments of :class:`GRPOModule`: those that were given, in place of ``None`` those of the preset, if it has any.
 
+    ``parts`` are those of the preset.
+
     Raises:
         ValueError: If there is no such preset.
     """
@@ -66,11 +68,12 @@ def with_preset(name: Preset | None, **given: Any) -> dict[str, Any]:
     preset: Mapping[str, Any] = {} if name is None else PRESETS[name]
     if given["advantages"] is not None:  # which takes the place of how the preset's are scaled
         preset = {key: value for key, value in preset.items() if key != "advantage_scale"}
-    return {key: preset.get(key) if value is None else value for key, value in given.items()}
+    chosen = {key: preset.get(key) if value is None else value for key, value in given.items()}
+    return chosen | {"parts": preset.get("parts", ())}
 
 
-def _kl(kind: str, **arguments: Any) -> Mapping[str, Any]:
-    return {"class_path": f"rlhfkit.modules.parts.kl_penalty.{kind}", "init_args": arguments}
+def _part(path: str, **arguments: Any) -> Mapping[str, Any]:
+    return {"class_path": f"rlhfkit.modules.parts.{path}", "init_args": arguments}
 
 
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
@@ -86,22 +89,23 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "rloo": {
         "policy_loss": "rloo_loss",
         "advantages": "rloo_advantages",
-        "parts": [_kl("KLInReward", coef=0.05, place="sequence")],
+        "parts": [_part("kl_penalty.KLInReward", coef=0.05, place="sequence")],
     },
     # No groups: Hu et al. (2025, arXiv:2501.03262); `SamplingSpec(group_size=1)` works. KL as in OpenRLHF.
     "reinforce++": {
         "policy_loss": "ppo_loss",
         "advantages": "rlhfkit.modules.on_policy.presets.no_baseline",
-        "whiten_advantages": True,
-        "token_level_rewards": True,
-        "parts": [_kl("KLInReward", coef=0.01, place="token")],
+        "parts": [
+            _part("advantages.TokenCredit", earned=True),
+            _part("advantages.WhitenAdvantages"),
+            _part("kl_penalty.KLInReward", coef=0.01, place="token"),
+        ],
     },
     # Group mean as baseline, batch deviation as scale (Hu et al.); KL in the loss, k2, as the authors advise.
     "reinforce++-baseline": {
         "policy_loss": "ppo_loss",
         "advantages": "rlhfkit.modules.on_policy.presets.group_mean_baseline",
-        "whiten_advantages": True,
-        "parts": [_kl("KLPenalty", coef=0.01, estimator="k2")],
+        "parts": [_part("advantages.WhitenAdvantages"), _part("kl_penalty.KLPenalty", coef=0.01, estimator="k2")],
     },
     # REINFORCE with the group mean as baseline, no ratio and no clip: Chu et al. (2025, arXiv:2504.02546).
     "gpg": {"policy_loss": "gpg_loss", "advantages": "gpg_advantages"},
@@ -133,8 +137,8 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "decoupled_ppo": {
         "policy_loss": "decoupled_ppo_loss",
         "advantages": "rlhfkit.modules.on_policy.presets.no_baseline",
-        "whiten_advantages": True,
+        "parts": [_part("advantages.WhitenAdvantages")],
     },
 }
-"""Arguments of all presets by name, and where each was published. ``parts`` hold the KL penalty, which ``kl_coef``, or
-a KL penalty among the parts that are given, replaces."""
+"""Arguments of all presets by name, and where each was published. ``kl_coef``, or a KL penalty among the parts that are
+given, takes the place of a KL penalty in ``parts``."""

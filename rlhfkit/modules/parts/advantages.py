@@ -156,7 +156,8 @@ class TokenCredit(Part):
             advantages in units of the reward. Else all of a sample is earned by its last token.
 
     Raises:
-        ValueError: If ``gamma`` is out of range, or the advantages before it differ between tokens.
+        ValueError: If ``gamma`` is out of range, the advantages before it differ between tokens, or what is earned is
+            in other units than they are.
     """
 
     stage, reads, writes = Stage.CREDIT, ("advantages",), ("advantages",)
@@ -174,8 +175,14 @@ class TokenCredit(Part):
         if not all(getattr(part, "of_samples", False) for part in others):
             raise ValueError(
                 "TokenCredit spreads the advantage of a sample over its tokens, and those before it differ between "
-                "tokens: leave gamma, token_level_rewards and KLInReward(place='token') out, or set of_samples = True "
-                "on the part that writes them if they do not"
+                "tokens: leave TokenCredit and KLInReward(place='token') out, or set of_samples = True on the part "
+                "that writes them if they do not"
+            )
+        scaled = [part for part in others if isinstance(part, GroupAdvantages) and part.scale != "none"]
+        if self.earned and scaled:
+            raise ValueError(
+                "TokenCredit(earned=True) takes what was earned before a token from its sample's advantage, which has "
+                f"to be in units of the reward, and {scaled[0]!r} has others: use advantage_scale='none' or advantages="
             )
 
     def prepare(self, rows: Experience) -> Experience:

@@ -3,7 +3,6 @@
 A part among ``parts=`` that writes the same fields takes the place of one of them.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from rlhfkit.modules.parts.advantages import AdvantagesBy, OverriddenAdvantages
@@ -12,19 +11,20 @@ from rlhfkit.modules.parts.old_policy import OldLogprobs
 from rlhfkit.parts import Part
 
 
-def credit_parts(module: Any) -> Sequence[Part]:
-    """What computes the advantages of a module: what its class has set, else the function that it was given."""
-    if "advantages" in module.replaced:
-        return ()
+def credit_parts(module: Any) -> list[Part]:
+    """What computes the advantages of a module: what its class has set, else the function that it was given.
+
+    Nothing if a part among ``parts=`` writes them by itself.
+    """
     given = module.advantage_function
-    found: Sequence[Part] = vars(module).get("credit", [] if given is None else [AdvantagesBy(given)])
-    return found
+    own: list[Part] = module.in_place(vars(module).get("credit", [] if given is None else [AdvantagesBy(given)]))
+    others = [part for part in module.given_parts if part not in own]
+    return [] if any("advantages" in {*part.writes} - {*part.reads} for part in others) else own
 
 
 def default_parts(module: Any) -> list[Part]:
     """What every module has; first what calls its ``advantages()``, if its class overrides that."""
-    overridden = module.overrides_advantages and "advantages" not in module.replaced
-    return [*([OverriddenAdvantages()] if overridden else []), OldLogprobs(), EngineMismatch()]
+    return [*([OverriddenAdvantages()] if module.overrides_advantages else []), OldLogprobs(), EngineMismatch()]
 
 
 def parts_of_other_policies(module: Any) -> list[Part]:

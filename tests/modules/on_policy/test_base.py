@@ -52,7 +52,7 @@ from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.presets import PRESETS
 from rlhfkit.modules.parts import EntropyBonus, NoCorrection, Reference
-from rlhfkit.modules.parts.advantages import AdvantagesBy
+from rlhfkit.modules.parts.advantages import AdvantagesBy, TokenCredit
 from rlhfkit.modules.parts.correction import Correction
 from rlhfkit.modules.parts.critic import GAE
 from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
@@ -517,7 +517,7 @@ def test_every_argument_shows_in_the_hyperparameters() -> None:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (GRPOModule, {"advantages", "advantage_scale", "whiten_advantages"}),
+        (GRPOModule, {"advantages", "advantage_scale", "preset"}),
         (PPOModule, {"critic", "critic_lr", "value_clip", "lam"}),
         (OnPolicyDistillationModule, {"teacher", "divergence", "reward_coef"}),
     ],
@@ -546,7 +546,10 @@ def penalty(name: str, **arguments: Any) -> dict[str, Any]:
         ({"advantages": lambda *, experience: experience}, r"takes \(experience\).*functools.partial"),
         ({"advantages": "rloo"}, "did you mean 'rloo_advantages'"),
         ({"advantages": my_estimator, "advantage_scale": "none"}, "advantage_scale would have no effect beside"),
-        ({"advantages": shorter_is_better, "gamma": 0.9}, "gamma would have no effect beside advantages"),
+        (
+            {"advantages": shorter_is_better, "parts": [TokenCredit(0.9).plain()]},
+            "spreads the advantage of a sample over its tokens, and those before it differ",
+        ),
         ({"parts": [penalty("KLInReward", coef=0.1, place="answer")]}, "'sequence' or 'token', got 'answer'"),
         ({"parts": [penalty("KLPenalty", coef=0.1, estimator="k1")]}, "gradient of mean 0.*'k3', or importance_weight"),
         ({"parts": [penalty("KLPenalty", coef=0.1), penalty("KLInReward", coef=0.1)]}, "a module has one KL penalty"),
@@ -556,7 +559,10 @@ def penalty(name: str, **arguments: Any) -> dict[str, Any]:
             {"parts": [{"class_path": "rlhfkit.modules.parts.Correction", "init_args": {"kind": "tiss"}}]},
             "correction must be one of tis",
         ),
-        ({"gamma": 1.5}, "gamma must be a finite number of at least 0 and at most 1, got 1.5"),
+        (
+            {"parts": [{"class_path": "rlhfkit.modules.parts.TokenCredit", "init_args": {"gamma": 1.5}}]},
+            "gamma must be a finite number of at least 0 and at most 1, got 1.5",
+        ),
         ({"clip_low": -1.0}, "clip_low"),
         ({"aggregation": "mean"}, "mean"),
         ({"aggregation": "constant-length"}, "max_length"),

@@ -32,7 +32,7 @@ from rlhfkit.losses import gdpo_advantages, opo_advantages, pass_at_k_advantages
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.parts import Critic, MaskTruncated, RewardModel
-from rlhfkit.modules.parts.advantages import WhitenAdvantages
+from rlhfkit.modules.parts.advantages import TokenCredit, WhitenAdvantages
 from rlhfkit.modules.parts.kl_control import KLTarget
 from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPart
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards, StopProperly
@@ -120,10 +120,10 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     "reinforce++": (GRPOModule, {"preset": "reinforce++"}),
     "reinforce++-baseline": (GRPOModule, {"preset": "reinforce++-baseline"}),
     "gpg": (GRPOModule, {"preset": "gpg"}),
-    "processed rewards": (GRPOModule, {"parts": SHAPING, "gamma": 0.9, "whiten_advantages": True}),
+    "processed rewards": (GRPOModule, {"parts": [*SHAPING, TokenCredit(0.9).plain(), WhitenAdvantages().plain()]}),
     "earned by tokens": (
         GRPOModule,
-        {"advantage_scale": "none", "token_level_rewards": True, "parts": [NormalizeRewards().plain()]},
+        {"advantage_scale": "none", "parts": [NormalizeRewards().plain(), TokenCredit(earned=True).plain()]},
     ),
     "moving kl": (GRPOModule, {"kl_coef": 0.5, "parts": [KLTarget(0.21, horizon=100).plain()]}),
     "lengths": (GRPOModule, {"advantages": opo_advantages}),

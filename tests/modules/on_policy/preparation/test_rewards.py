@@ -22,7 +22,7 @@ from rlhfkit.losses import discounted_returns, group_advantages, whiten
 from rlhfkit.models import ModelLoading
 from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import load_scalar_model
-from rlhfkit.modules.parts import RewardModel
+from rlhfkit.modules.parts import RewardModel, TokenCredit
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards, StopProperly
 from rlhfkit.parts import make_part
 from rlhfkit.rewards import ModelReward, WeightedSum
@@ -160,11 +160,11 @@ def test_reinforce_plus_plus_credits_tokens_with_what_they_earn_and_groups_are_c
     for preset in ("grpo", "rloo", "reinforce++-baseline"):
         module = GRPOModule("anywhere", preset=preset)
         assert torch.equal(module.advantages(spread), module.advantages(batch))
-    centred = GRPOModule("anywhere", advantage_scale="none", token_level_rewards=True).advantages(spread)
+    centred = GRPOModule("anywhere", advantage_scale="none", parts=[TokenCredit(earned=True)]).advantages(spread)
     first = group_advantages(batch.rewards, batch.group, scale="none")
     torch.testing.assert_close(centred[torch.arange(6), mask.long().argmax(-1)], first)
     with pytest.raises(ValueError, match="units of the reward"):
-        GRPOModule("anywhere", token_level_rewards=True)
+        GRPOModule("anywhere", parts=[TokenCredit(earned=True)])
 
 
 @pytest.mark.parametrize("attention", [None, "sdpa"], ids=["packed", "padded"])
