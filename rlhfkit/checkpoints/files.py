@@ -198,7 +198,7 @@ def missing_checkpoint(path: Path) -> CheckpointError:
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Whether a path is a complete checkpoint, by its name and its manifest."""
-    if path.name.endswith((".tmp", ".deleted", ".old")):
+    if path.name.endswith((".tmp", ".old")):
         return False
     return (path / MANIFEST).is_file() if path.is_dir() else path.suffix in (".ckpt", ".pt", ".pth")
 
@@ -228,10 +228,6 @@ MODULE_FOLDER = "module"
 _ABANDONED = 86400.0
 """Seconds without a change after which unfinished work of another machine counts as abandoned."""
 
-_ENGINE_FILE = re.compile(r"checkpoint|latest|zero_to_\w+\.py")
-"""What DeepSpeed 0.19.8 writes into the folder of an engine: shards, and scripts that convert them."""
-
-_RANK_FILE = re.compile(r"rank_\d{5}\.pt")
 _PARTIAL_FILE = re.compile(r"\.(?P<host>[^.]+)-(?P<pid>\d+)\.tmp$")
 
 
@@ -262,44 +258,16 @@ def remove_abandoned(folder: Path) -> list[Path]:
 def _is_removable(path: Path) -> bool:
     if path.is_symlink():
         return False
-    if path.is_dir():
-        if path.name.endswith(".deleted"):
-            return _is_checkpoint_folder(path)
-        if path.name.endswith(".old"):  # its replacement is complete, but its process was killed before deleting it
-            return (path.with_name(path.name.removesuffix(".old")) / MANIFEST).is_file() and _is_checkpoint_folder(path)
-        owner = _owner_by_name(path) or _owner(path)
-        ours = owner is not None or _is_checkpoint_folder(path)
-        return path.name.endswith(".tmp") and ours and _is_abandoned(path, owner)
+    if path.name.endswith(".old"):  # its replacement is complete, but its process was killed before deleting it
+        return (path / MANIFEST).is_file() and (path.with_name(path.name.removesuffix(".old")) / MANIFEST).is_file()
     by_name = _owner_by_name(path)
-    return by_name is not None and _is_abandoned(path, by_name)
+    ours = by_name is not None or (path.name.endswith(".tmp") and (path / OWNER).is_file())
+    return ours and _is_abandoned(path, by_name or _owner(path))
 
 
 def _owner_by_name(path: Path) -> tuple[str, int] | None:
     found = _PARTIAL_FILE.search(path.name)
     return None if found is None else (found["host"], int(found["pid"]))
-
-
-def _is_checkpoint_folder(folder: Path) -> bool:
-    """Whether a folder, possibly partly deleted, has only files of a checkpoint."""
-    return all(
-        entry.name in (MANIFEST, OWNER)
-        or _RANK_FILE.fullmatch(entry.name)
-        or (
-            entry.is_dir() and (_is_engine_folder(entry) or (entry.name == MODULE_FOLDER and _holds_checkpoints(entry)))
-        )
-        for entry in folder.iterdir()
-    )
-
-
-def _is_engine_folder(folder: Path) -> bool:
-    return all(map(_ENGINE_FILE.fullmatch, os.listdir(folder)))
-
-
-def _holds_checkpoints(folder: Path) -> bool:
-    """Whether a folder has only checkpoints, such as that of a critic with ranks of its own."""
-    return all(
-        _is_checkpoint_folder(entry) if entry.is_dir() else zipfile.is_zipfile(entry) for entry in folder.iterdir()
-    )
 
 
 def _owner(folder: Path) -> tuple[str, int] | None:

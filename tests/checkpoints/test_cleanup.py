@@ -38,44 +38,39 @@ def age(path: Path, days: float) -> None:
 
 
 def test_leftovers_of_dead_processes_go_and_everything_else_stays(tmp_path: Path) -> None:
+    dead, alive = str(dead_process()), str(os.getppid())
     gone = [
-        unfinished(tmp_path / "a.ckpt.tmp", pid=dead_process()),
+        unfinished(tmp_path / "a.ckpt.tmp", pid=int(dead)),
         unfinished(tmp_path / "b.ckpt.tmp", host="elsewhere"),
-        tmp_path / "step=88.ckpt.deleted",
         tmp_path / "c.ckpt.old",
-        tmp_path / partial_path(Path("d.ckpt")).name.replace(str(os.getpid()), str(dead_process())),
+        tmp_path / partial_path(Path("d.ckpt")).name.replace(str(os.getpid()), dead),
+        tmp_path / partial_path(Path("i.ckpt")).name.replace(str(os.getpid()), dead),
     ]
     age(gone[1], days=2)
-    (gone[2] / "policy").mkdir(parents=True)  # half of it has been deleted
-    for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # DeepSpeed puts them there
-        (gone[2] / "policy" / script).write_text("")
-    (tmp_path / "c.ckpt").mkdir()
-    (tmp_path / "c.ckpt" / "manifest.json").write_text("{}")
-    gone[3].mkdir()
-    gone[4].write_text("half a file")
-    gone.append(tmp_path / "i.ckpt.deleted")  # with the checkpoint of a critic that has ranks of its own
-    (gone[5] / "policy" / "checkpoint").mkdir(parents=True)
-    (gone[5] / "module" / "critic" / "critic" / "checkpoint").mkdir(parents=True)
-    (gone[5] / "module" / "critic" / "rank_00000.pt").write_text("state")
-    (gone[5] / "module" / "critic" / "manifest.json").write_text("{}")
+    for name in ("c.ckpt", "c.ckpt.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    gone[3].write_text("half a file")
+    (gone[4] / "policy" / "checkpoint").mkdir(parents=True)  # a checkpoint, half of which has been deleted
 
     stays = [
-        unfinished(tmp_path / "e.ckpt.tmp", pid=os.getppid()),
+        unfinished(tmp_path / "e.ckpt.tmp", pid=int(alive)),
         unfinished(tmp_path / "f.ckpt.tmp", host="elsewhere"),
         tmp_path / "notes.tmp",
-        tmp_path / "mine.deleted",
-        tmp_path / "g.ckpt.old",
         tmp_path / "c.ckpt",
-        tmp_path / partial_path(Path("h.ckpt")).name.replace(str(os.getpid()), str(os.getppid())),
+        tmp_path / "g.ckpt.old",
+        tmp_path / partial_path(Path("h.ckpt")).name.replace(str(os.getpid()), alive),
+        tmp_path / "mine.tmp",
+        tmp_path / "c.ckpt.mine.old",
     ]
     stays[2].write_text("of the user")
-    stays[3].mkdir()
-    (stays[3] / "thesis.tex").write_text("of the user")
-    stays.append(tmp_path / "theirs.deleted")
-    (stays[-1] / "module" / "chapters").mkdir(parents=True)
-    (stays[-1] / "module" / "chapters" / "thesis.tex").write_text("of the user")
     stays[4].mkdir()  # nothing has taken its place
-    stays[6].write_text("half a file")
+    (stays[4] / "manifest.json").write_text("{}")
+    stays[5].write_text("half a file")
+    for folder in stays[6:]:
+        folder.mkdir()
+        (folder / "thesis.tex").write_text("of the user")
+        age(folder, days=2)
 
     assert sorted(remove_abandoned(tmp_path)) == sorted(gone)
     assert sorted(tmp_path.iterdir()) == sorted(stays)

@@ -5,7 +5,6 @@ Covers strategies/checkpoint/io.py, with resume_cases.py.
 
 import os
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit.checkpoints.files import remove_abandoned
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.checkpoint import directory, verification
 from strategies import ranks
@@ -106,16 +104,6 @@ def test_a_real_run_killed_while_saving_resumes(tmp_path: Path, model_folder: st
     )
     assert step >= 1
     assert kept == 1, "ModelCheckpoint(save_top_k=1) keeps one"
-
-
-def test_a_half_deleted_checkpoint_of_engines_is_removed_at_the_next_start(
-    report: dict[str, Any], place: Path, tmp_path: Path
-) -> None:
-    left = tmp_path / "step=88.ckpt.deleted"
-    shutil.copytree(place / "stage2-32-true" / "middle.ckpt", left)
-    (left / "manifest.json").unlink()
-    assert remove_abandoned(tmp_path) == [left]
-    assert not left.exists()
 
 
 def test_the_last_complete_checkpoint_is_never_deleted(tmp_path: Path) -> None:

@@ -114,9 +114,13 @@ def commit(path: Path, sizes: Mapping[str, int], about: Mapping[str, Any]) -> No
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint: rename it first, so that a kill in between leaves no incomplete checkpoint of that name."""
+    """Delete a checkpoint: rename it first, so that a kill in between leaves no incomplete checkpoint of that name.
+
+    The other name has the owner in it, by which the next start finds what is left
+    (:func:`~rlhfkit.checkpoints.files.remove_abandoned`).
+    """
     if path.is_dir():
-        doomed = path.with_name(path.name + ".deleted")
+        doomed = partial_path(path)
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)

@@ -315,7 +315,7 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         if not path.exists():
             return
         for other in path.parent.iterdir():
-            if other == path or other.name.endswith((".tmp", ".deleted", ".old")):
+            if other == path or other.name.endswith((".tmp", ".old")):
                 continue
             try:
                 verification.verify(other, checksums=False)

@@ -1,6 +1,6 @@
 """Every rank writes its files of a checkpoint, and rank 0 commits it: at once, or in threads beside training."""
 
-import shutil
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -75,7 +75,8 @@ def save_directory(
         on_rank_zero(explained(lambda: directory.commit(path, sizes, about)), **options)
     except Exception:
         if get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                directory.remove(temporary)
         raise
 
 

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import io
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.files import write_owner
+from rlhfkit.strategies.checkpoint import directory
 from rlhfkit.strategies.checkpoint.slow_steps import Phases, on_rank_zero, run_in_phases
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def converted(path: Path, names: Iterable[str], manifest: Mapping[str, Any], *, 
             dist.barrier()  # until all ranks have read it
     finally:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                directory.remove(folder)
 
 
 def _create_folder(path: Path) -> Path:

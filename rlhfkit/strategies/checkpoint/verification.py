@@ -123,7 +123,7 @@ def older_checkpoints(path: Path) -> list[Path]:
     for folder in path.parent.iterdir() if path.parent.is_dir() else ():
         if folder.resolve() in (path.resolve(), backup_path(path).resolve()) or not (folder / MANIFEST).is_file():
             continue
-        if folder.name.endswith((".tmp", ".deleted")):
+        if folder.name.endswith(".tmp"):
             continue
         try:
             saved_at = read_manifest(folder)["saved_at"]
