@@ -1,4 +1,4 @@
-"""Samples of an iteration: their memory, the time to stack, decode and score them; one JSON line.
+"""Samples of an iteration: their memory, the time to stack and score them; one JSON line.
 
     python benchmarks/samples.py                             # under a minute
     python benchmarks/samples.py --samples 512 --tokens 2048
@@ -10,9 +10,6 @@ mask, are kept as :class:`rlhfkit.Sample` (``arrays``) and, to compare, with a P
 - ``pickle_bytes_per_token`` and ``pickle_ns_per_token``: to write them with pickle and read them again.
 - ``stack_ns_per_token``: ``Experience.from_samples``, next to a loop over rows that makes tensors of the lists. Both
   batches are equal, bit for bit.
-- ``decode_ns_per_token``: texts by the decoder of ``RolloutCallback`` (``arrays``), next to the tokenizer's
-  ``batch_decode`` (``lists``), with a byte-level BPE of 20,000 tokens. Both texts are equal. ``decode_blocks_ms`` is
-  the longest time for which another Python thread could not run meanwhile.
 - ``training_while_scoring``: how many times as long a loop of small tensor operations takes in the main thread while
   another thread scores texts with a reward in Python: in this process (``thread``), and by a ``SubprocessReward``
   (``worker``). It needs two idle cores.
@@ -36,8 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.data import Experience, Prompt, Sample, decode_texts
-from rlhfkit.models.load import text_decoder
+from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.rewards import ExactMatch, SubprocessReward
 
 
@@ -115,26 +111,6 @@ def fastest(function: Callable[[], Any], repeats: int) -> tuple[Any, float]:
         result = function()
         least = min(least, time.perf_counter() - began)
     return result, least
-
-
-def longest_block(function: Callable[[], Any]) -> float:
-    """Milliseconds for which a second thread could not run while a function did."""
-    gaps, ended = [0.0], threading.Event()
-
-    def watch() -> None:
-        last = time.perf_counter()
-        while not ended.is_set():
-            time.sleep(0)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    function()
-    ended.set()
-    watcher.join()
-    return 1000 * max(gaps)
 
 
 def seconds_of_training() -> float:
@@ -215,19 +191,7 @@ def main() -> None:
     pickled, pickling = fastest(lambda: pickle.dumps(pickle.loads(pickle.dumps(samples))), given.repeats)
     pickled_lists, pickling_lists = fastest(lambda: pickle.dumps(pickle.loads(pickle.dumps(listed))), given.repeats)
 
-    tokenizer = make_tokenizer()
-    decoder = text_decoder(tokenizer)
-
-    def decode() -> list[str]:
-        decode_texts(samples, decoder)
-        return [sample.text for sample in samples]
-
-    def batch_decode() -> list[str]:
-        return list(tokenizer.batch_decode([sample.token_ids for sample in listed], skip_special_tokens=True))
-
-    texts, decoding = fastest(decode, given.repeats)
-    all_texts, decoding_lists = fastest(batch_decode, given.repeats)
-    assert texts == all_texts
+    texts = make_tokenizer().batch_decode([sample.token_ids for sample in listed], skip_special_tokens=True)
     judged = [
         Sample(Prompt(row // 8, [1], answer="42"), row % 8, [2], [0.0], [0], "stop", text=text[:8000])
         for row, text in enumerate(texts)
@@ -241,8 +205,6 @@ def main() -> None:
         "pickle_bytes_per_token": {"lists": len(pickled_lists) / count, "arrays": len(pickled) / count},
         "pickle_ns_per_token": {"lists": pickling_lists * nanoseconds, "arrays": pickling * nanoseconds},
         "stack_ns_per_token": {"lists": stacking_lists * nanoseconds, "arrays": stacking * nanoseconds},
-        "decode_ns_per_token": {"lists": decoding_lists * nanoseconds, "arrays": decoding * nanoseconds},
-        "decode_blocks_ms": {"lists": longest_block(batch_decode), "arrays": longest_block(decode)},
         "training_while_scoring": {"thread": slowdown(reward, judged), "worker": slowdown(elsewhere, judged)},
     }
     elsewhere.close()

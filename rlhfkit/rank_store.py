@@ -43,9 +43,6 @@ class RankError(RuntimeError):
     Also the cause, with the remote traceback, of an error of a rank on Ray that is raised again by the driver.
     """
 
-    rank_died: bool = False
-    """Whether the process of a rank on Ray has ended, not its work with an error."""
-
 
 class RankStore:
     """Messages between ranks; made by :func:`rank_store`. May be used from several threads."""
@@ -83,17 +80,6 @@ class RankStore:
         if not hmac.compare_digest(signature, hmac.digest(self._key, pickled, "sha256")):
             raise RankError("the store that ranks wait on has an entry that no rank of this run has written")
         return pickle.loads(pickled)
-
-    def publish(self, key: str, value: Any) -> None:
-        """Set a key to a picklable value, which :meth:`lookup` of any rank returns from now on."""
-        self._set(f"value/{key}", self._sealed(value))
-
-    def lookup(self, key: str, default: Any = None) -> Any:
-        """Return what was published last under a key."""
-        name = f"value/{key}"
-        if not self._request(lambda store: store.check([name])):
-            return default
-        return self._opened(self._request(lambda store: store.get(name)))
 
     def log(self, name: str, *, keep: int = 2) -> "RankLog":
         """Return a new log; the n-th that each rank asks for by a name is the same one.
@@ -180,17 +166,8 @@ class LocalStore(RankStore):
         self.rank, self.world_size = 0, 1
         self._lock = threading.Lock()
         self._logs_made: dict[str, int] = {}
-        self._values: dict[str, Any] = {}
         self._logs: dict[str, list[Any]] = {}
         self._closed = threading.Event()
-
-    def publish(self, key: str, value: Any) -> None:
-        """Set a key."""
-        self._values[key] = value
-
-    def lookup(self, key: str, default: Any = None) -> Any:
-        """Return what was published last under a key."""
-        return self._values.get(key, default)
 
     def append(self, name: str, entry: Any) -> None:
         """Append an entry to a log."""

@@ -19,12 +19,6 @@ class TestOneRank:
         assert log.read() == [(0, "a"), (0, "b")]
         assert log.read() == []
 
-    def test_values_are_looked_up(self) -> None:
-        store = LocalStore()
-        assert store.lookup("key", 3) == 3
-        store.publish("key", [1])
-        assert store.lookup("key") == [1]
-
     def test_a_name_gives_a_new_log_each_time(self) -> None:
         store = LocalStore()
         logs = [store.log("a") for _ in range(3)]
@@ -52,9 +46,6 @@ class TestThreeRanks:
         first = three[0]["entries"]
         assert sorted(map(str, first)) == sorted(str([rank, [rank, n]]) for rank in range(3) for n in range(50))
         assert all(rank["entries"] == first for rank in three)
-
-    def test_published_values_are_seen_everywhere(self, three: list[dict[str, Any]]) -> None:
-        assert all(rank["value"] == {"version": 3} and rank["no value"] == 7 for rank in three)
 
     def test_a_forgotten_log_is_empty(self, three: list[dict[str, Any]]) -> None:
         assert all(rank["forgotten"] == [] for rank in three)

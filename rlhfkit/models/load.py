@@ -3,7 +3,7 @@
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import wraps
 from importlib.util import find_spec
@@ -437,31 +437,6 @@ def tokenizer_of_files(files: Mapping[str, Tensor], *, trust_remote_code: bool =
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.numpy().tobytes())
         return load_tokenizer(folder, trust_remote_code=trust_remote_code)
-
-
-def text_decoder(tokenizer: Any) -> Callable[[list[list[int]]], Sequence[str]]:
-    """Return ``tokenizer.batch_decode(..., skip_special_tokens=True)`` as a function of token ids, faster if possible.
-
-    ``batch_decode`` of Transformers 5.19 holds Python's lock and decodes one text after the other. Where a tokenizer
-    adds nothing to its Rust backend, the backend decodes in threads of its own while Python goes on.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    def plain(token_ids: list[list[int]]) -> Sequence[str]:
-        texts: Sequence[str] = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        return texts
-
-    def backend(token_ids: list[list[int]]) -> Sequence[str]:
-        texts: Sequence[str] = tokenizer.backend_tokenizer.decode_batch(token_ids, skip_special_tokens=True)
-        return texts
-
-    names = [name for name in ("batch_decode", "decode", "_decode") if hasattr(PreTrainedTokenizerFast, name)]
-    inherited = all(getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name) for name in names)
-    if not inherited:
-        return plain
-    # Some clean spaces up after the backend, depending on the tokenizer's model and the version of Transformers.
-    probe = tokenizer("It 's so , is n't it ? Yes ! I 'm , we 've , they 're , do not .")["input_ids"]
-    return backend if plain([probe]) == backend([probe]) else plain
 
 
 def stop_token_ids(name: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[int, ...]:

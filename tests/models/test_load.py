@@ -1,4 +1,4 @@
-"""Names of attention, weights in 4 bits, and the decoding of tokens."""
+"""Names of attention, and weights in 4 bits."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tiny_models import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+from transformers import MambaConfig, MambaForCausalLM
 
 from models.test_forward import experience
 from rlhfkit import SFTModule
 from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, packs_batches, policy_output
-from rlhfkit.models.load import choose_attention, text_decoder
+from rlhfkit.models.load import choose_attention
 from rlhfkit.rollout import ModuleWeights
 
 
@@ -75,31 +73,3 @@ def test_a_forward_pass_in_eval_mode_changes_neither_weights_nor_training(tmp_pa
     torch.testing.assert_close(*logprobs, rtol=0, atol=0)
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
     torch.testing.assert_close(*merged, rtol=0, atol=0)
-
-
-class Shouting(PreTrainedTokenizerFast):
-    """Decodes in its own way."""
-
-    def _decode(self, *arguments: object, **options: object) -> str:
-        text: str = super()._decode(*arguments, **options)
-        return text.upper()
-
-
-@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
-@pytest.mark.parametrize("cleans", [False, True])
-@pytest.mark.parametrize("model", [models.WordLevel, models.BPE])
-def test_texts_are_those_of_batch_decode(kind: type[PreTrainedTokenizerFast], cleans: bool, model: type) -> None:
-    words = ["<eos>", "<unk>", "it", "'s", "so", ",", "is", "n't", ".", "?", "Yes", "!", "I", "'m", "not"]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    backend = Tokenizer(model(vocabulary, unk_token="<unk>", **({"merges": []} if model is models.BPE else {})))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = kind(
-        tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>", clean_up_tokenization_spaces=cleans
-    )
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(len(words), (length,), generator=generator).tolist() for length in (0, 1, 5, 40, 40)]
-    decode = text_decoder(tokenizer)
-    assert list(decode(rows)) == tokenizer.batch_decode(rows, skip_special_tokens=True)
-    # Transformers 4 cleans texts up whatever the model; 5 asks it.
-    cleaned = cleans and (model is models.WordLevel or transformers.__version__.startswith("4."))
-    assert (decode.__name__ == "backend") == (kind is PreTrainedTokenizerFast and not cleaned)

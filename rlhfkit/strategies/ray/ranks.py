@@ -151,12 +151,10 @@ class Ranks:
         where = self._locations[first["rank"]]
         name = f"rank {first['rank']} of {len(self.actors)} (process {where['pid']} on {where['host']})"
         if first["type"] is None:
-            died = RankError(
+            raise RankError(
                 f"{name} died: {first['traceback']} Its own last output, if any, is in the logs of Ray's session. The"
                 " other ranks were stopped; resume from the last checkpoint."
             )
-            died.rank_died = True
-            raise died
         cause = RankError(f"{name} failed:\n{first['traceback']}")
         try:
             error = ray.cloudpickle.loads(first["error"])
