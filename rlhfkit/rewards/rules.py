@@ -41,7 +41,6 @@ class ExactMatch:
         pattern: str | None = None,
         ignore_case: bool = False,
         ignore_punctuation: bool = False,
-        collapse_spaces: bool = False,
     ) -> None:
         """Set how completion and answer are normalised; white space at both ends never counts.
 
@@ -50,7 +49,6 @@ class ExactMatch:
                 without a match is wrong. ``None``: the whole completion.
             ignore_case: Compare case-folded.
             ignore_punctuation: Remove punctuation (Unicode categories P*).
-            collapse_spaces: Replace each run of white space by one space.
 
         Raises:
             ValueError: If the pattern is not a regular expression.
@@ -58,7 +56,6 @@ class ExactMatch:
         self.pattern = None if pattern is None else _compiled(pattern)
         self.ignore_case = ignore_case
         self.ignore_punctuation = ignore_punctuation
-        self.collapse_spaces = collapse_spaces
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Score samples."""
@@ -83,8 +80,6 @@ class ExactMatch:
             text = text.casefold()
         if self.ignore_punctuation:
             text = "".join(char for char in text if not unicodedata.category(char).startswith("P"))
-        if self.collapse_spaces:
-            text = " ".join(text.split())
         return text.strip()
 
 

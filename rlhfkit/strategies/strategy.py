@@ -92,7 +92,6 @@ class RLHFDeepSpeedStrategy(
             machines other than the driver's have GPUs, ask for them here and leave ``Trainer(accelerator=...)`` out.
         return_weights: With Ray: whether the driver's module gets the trained weights, which must fit into its memory
             and rank 0's. ``None``: if they have at most 8 GB; otherwise a log line says what to use instead.
-        log_gradient_norm: Whether to log ``grad_norm/<child>`` after each step.
         async_save: Whether checkpoints are written in the background: training stops only while each rank copies its
             part (weights, optimizer state, its own file) into CPU memory, which it holds until the files are on disk.
             The next save waits for the one before.
@@ -124,7 +123,6 @@ class RLHFDeepSpeedStrategy(
         num_nodes: int | None = None,
         resources_per_rank: Mapping[str, float] | None = None,
         return_weights: bool | None = None,
-        log_gradient_norm: bool = True,
         async_save: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -154,7 +152,6 @@ class RLHFDeepSpeedStrategy(
         self._tensor_plans: dict[str, dict[str, Any]] = {}  # sections of the configurations of children
         self.engine_configs = {name: dict(config) for name, config in (engine_configs or {}).items()}
         self.init_timeout = init_timeout
-        self.log_gradient_norm = log_gradient_norm
         self.async_save = async_save
         self.engines: dict[str, DeepSpeedEngine] = {}
         """Training engines by child name, while the Trainer runs."""
@@ -356,7 +353,7 @@ class RLHFDeepSpeedStrategy(
             if self._steps.was_skipped(name):
                 self.gradient_norms[name] = 0.0
             set_clipping(engine, 0.0)
-            if self.log_gradient_norm and not module.trainer.barebones:
+            if not module.trainer.barebones:
                 module.log(f"grad_norm/{name}", self.gradient_norms[name])
         if not module.trainer.barebones:
             module.log("skipped_updates", float(self.skipped_updates))

@@ -194,7 +194,7 @@ class _AgentEpisode:
             iteration=sampler.iteration,
             max_turns=settings.max_turns,
         )
-        connection = AgentConnection(endpoint.base_url(name), endpoint.api_key, endpoint.model_name)
+        connection = AgentConnection(endpoint.base_url(name), endpoint.api_key)
         reward: float | None = None
         ended: EndReason = "done"
         began = time.monotonic()

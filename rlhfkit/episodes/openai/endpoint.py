@@ -38,6 +38,9 @@ from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
 
+MODEL = "policy"
+"""Name of the policy in the API; requests may name any."""
+
 _NOT_USED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
 
 
@@ -61,7 +64,6 @@ class OpenAIEndpoint:
         max_context_tokens: Maximum number of tokens of a conversation, the answer included.
         sampling: Sampling parameters of requests outside of sessions.
         server: Address, API key and TLS files.
-        model_name: Name of the policy in the API.
         tool_call_parser: Finds tool calls in answers to requests with ``tools``, by name or a function; ``None``: the
             format of the tokenizer's chat template.
         request_timeout: Time limit of an answer in seconds.
@@ -84,7 +86,6 @@ class OpenAIEndpoint:
         max_context_tokens: int,
         sampling: SamplingSpec | None = None,
         server: ServerOptions = ServerOptions(),  # noqa: B008  # frozen
-        model_name: str = "policy",
         tool_call_parser: str | ToolCallParser | None = None,
         request_timeout: float = 600.0,
         max_body_bytes: int = 4 * 2**20,
@@ -102,7 +103,6 @@ class OpenAIEndpoint:
         self.engine = engine
         self.max_context_tokens = max_context_tokens
         self.sampling = sampling or SamplingSpec()
-        self.model_name = model_name
         self.tool_call_parser = find_parser(tool_call_parser or template_parser(tokenizer))
         self.request_timeout = request_timeout
         self.parallel_calls = parallel_calls
@@ -200,7 +200,7 @@ class OpenAIEndpoint:
         @app.get("/v1/models")
         @app.get("/sessions/{name}/v1/models")
         async def models(name: str | None = None) -> dict[str, Any]:
-            entry = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "rlhfkit"}
+            entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhfkit"}
             return {"object": "list", "data": [entry]}
 
         @app.post("/v1/chat/completions", response_model=None)
@@ -260,7 +260,7 @@ class OpenAIEndpoint:
         return chat_completion(
             turn.reply,
             request_id=turn.request_id,
-            model=request.model or self.model_name,
+            model=request.model or MODEL,
             finish_reason="tool_calls" if turn.reply.get("tool_calls") else sampled.finish_reason,
             prompt_tokens=turn.prompt_tokens,
             completion_tokens=len(sampled.token_ids),

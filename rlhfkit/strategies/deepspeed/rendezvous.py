@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import TCPStore  # types of torch 2.13 have it h
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _POLL_SECONDS = 0.1
+_OLD_LOCK_SECONDS = 600.0
 
 
 def join_process_group(
@@ -112,8 +113,8 @@ def wait_for_ranks(store: Store, world_size: int, seconds: float) -> list[int]:
         time.sleep(_POLL_SECONDS)
 
 
-def extension_locks(older_than: float = 600.0) -> list[Path]:
-    """Find lock files of interrupted builds of torch extensions, older than ``older_than`` seconds.
+def extension_locks() -> list[Path]:
+    """Find lock files of interrupted builds of torch extensions: those older than ten minutes.
 
     torch waits for such a lock silently and without limit (``torch.utils.file_baton``), so every later start hangs.
     """
@@ -123,7 +124,7 @@ def extension_locks(older_than: float = 600.0) -> list[Path]:
     found = []
     for lock in sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}):
         try:
-            if time.time() - lock.stat().st_mtime > older_than:
+            if time.time() - lock.stat().st_mtime > _OLD_LOCK_SECONDS:
                 found.append(lock)
         except FileNotFoundError:  # a build has just finished
             continue
