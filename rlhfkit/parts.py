@@ -67,6 +67,18 @@ class Configured:
         """
         return {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": arguments_of(self)}
 
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Make what :meth:`plain` has written again; anything of another form is returned as it is.
+
+        Raises:
+            TypeError: If it was written of a class that is not derived from this one.
+        """
+        if not (isinstance(value, Mapping) and "class_path" in value):
+            return value
+        kind, arguments = named_part(value)
+        return of_class(kind, cls, f"{cls.__module__}.{cls.__qualname__}")(**arguments)
+
     def __repr__(self) -> str:
         """Class and arguments that are not the default."""
         defaults = {name: each.default for name, each in inspect.signature(type(self)).parameters.items()}

@@ -116,7 +116,7 @@ class TeacherDomains:
         self.column = column
         self._of_prompt: Mapping[int, str] = {}
         plain = isinstance(teacher, Mapping) and all(isinstance(name, str) for name in teacher.values())
-        if not isinstance(teacher, Mapping) or "model" in teacher or not plain:
+        if not isinstance(teacher, Mapping) or "class_path" in teacher or not plain:
             refuse_without_effect({"teacher_column": column != "source"}, "one teacher")
             return  # a name, or a ModelPool as an object or from YAML
         if not 1 <= len(teacher) <= MAX_TEACHERS:

@@ -2,7 +2,7 @@
 
 Each name is imported on first use: the process of a replica imports what it computes with, and no Lightning.
 
-May import: data, models, rollout, distributed, ray_session, ray_placement, and Ray when used.
+May import: parts, data, models, rollout, distributed, ray_session, ray_placement, and Ray when used.
 Start at :mod:`rlhfkit.roles.model_pool`; :mod:`rlhfkit.roles.placement` places all roles of a run.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlhfkit.roles.model_pool import ModelPool
     from rlhfkit.roles.pending_rows import FrozenModel, ModelPoolError
     from rlhfkit.roles.placement import Placement, RoleResources
-    from rlhfkit.roles.served_model import ServedModel, frozen_model
+    from rlhfkit.roles.served_model import ServedModel
 
 _HOMES = {
     "CriticPool": "roles.critic_pool",
@@ -27,7 +27,6 @@ _HOMES = {
     "PlacementError": "ray_placement",
     "RoleResources": "roles.placement",
     "ServedModel": "roles.served_model",
-    "frozen_model": "roles.served_model",
 }
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "PlacementError",
     "RoleResources",
     "ServedModel",
-    "frozen_model",
 ]
 
 

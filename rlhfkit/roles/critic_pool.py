@@ -4,6 +4,7 @@ Its ranks are Ray actors that rank 0 of training starts; a desk (:mod:`rlhfkit.r
 them. Every training rank sends its own rows.
 """
 
+import copy
 import dataclasses
 import logging
 import threading
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size, run_on_all_ranks
+from rlhfkit.parts import Configured
 from rlhfkit.protocols import StartsRanksOnRay
 from rlhfkit.ray_calls import first_lines_of
 from rlhfkit.ray_placement import ReservedResources, check_whole_gpus
@@ -43,7 +45,7 @@ class CriticPoolError(RuntimeError):
     """The critic's ranks have failed, or did not answer in time."""
 
 
-class CriticPool:
+class CriticPool(Configured):
     """A critic with training ranks of its own: ``PPOModule(critic=CriticPool(...))``.
 
     Values and updates are computed while the policy is updated. The critic has its own engine, optimizer and schedule,
@@ -132,20 +134,11 @@ class CriticPool:
         self._ranks: _Ranks | None = None  # on rank 0
         self._joined: JoinedRay | None = None
 
-    @classmethod
-    def of(cls, value: Any) -> "CriticPool | None":
-        """Restore from the dictionary of :meth:`plain`; a pool is returned as it is, names and ``None`` are not one."""
-        if isinstance(value, Mapping):
-            return cls(**value)
-        return value if isinstance(value, cls) else None
-
     def plain(self) -> dict[str, Any]:
-        """The arguments as plain values, for checkpoints and logs; a function that makes the model is left out."""
-        names = ("num_ranks", "num_nodes", "strategy", "strategy_arguments", "resources", "precision", "optimizer")
-        times = ("optimizer_arguments", "start_timeout", "request_timeout")
-        model = self.model if isinstance(self.model, str) else None
-        plain = {"model": model} | {name: getattr(self, name) for name in (*names, *times)}
-        return plain | {"resources": None if self.resources is None else dict(self.resources)}
+        """See :class:`~rlhfkit.parts.Configured`; a function that makes the model is left out."""
+        named = copy.copy(self)
+        named.model = self.model if isinstance(self.model, str) else None
+        return super(CriticPool, named).plain()
 
     # ---------------------------------------------------------------- the critic's ranks
 

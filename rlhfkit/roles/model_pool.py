@@ -118,17 +118,6 @@ class ModelPool(FrozenModel):
         """Seconds of computing for this rank, by replica, since :meth:`take_seconds`."""
         self._counted = 0.0  # of ``waited``, when the seconds were taken
 
-    @classmethod
-    def of(cls, value: "ModelPool | Mapping[str, Any] | None") -> "ModelPool | None":
-        """Restore from the dictionary of :meth:`plain`; a pool or ``None`` is returned as it is."""
-        return value if value is None or isinstance(value, cls) else cls(**value)  # type: ignore[arg-type]
-
-    def plain(self) -> dict[str, Any]:
-        names = ("num_replicas", "resources", "attention", "trust_remote_code", "reads")
-        times = ("start_timeout", "request_timeout", "max_restarts")
-        plain = {"model": self.model} | {name: getattr(self, name) for name in (*names, *times)}
-        return plain | {"resources": None if self.resources is None else dict(self.resources)}
-
     # ---------------------------------------------------------------- replicas
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import get_rank, get_world_size
+from rlhfkit.parts import Configured
 from rlhfkit.ray_calls import cause_of
 from rlhfkit.roles.replica import Role, TokenRows
 
@@ -243,7 +244,7 @@ class EarlyRows:
         return found
 
 
-class FrozenModel:
+class FrozenModel(Configured):
     """A frozen model elsewhere: :class:`~rlhfkit.roles.ModelPool` or :class:`~rlhfkit.roles.ServedModel`.
 
     Args:
@@ -265,10 +266,6 @@ class FrozenModel:
     @property
     def started(self) -> bool:
         """Whether it can be asked."""
-        raise NotImplementedError
-
-    def plain(self) -> dict[str, Any]:
-        """The arguments as plain values, for checkpoints and logs; :func:`frozen_model` restores from them."""
         raise NotImplementedError
 
     def start(self, role: Role, *, weights: torch.dtype, compute: torch.dtype, policy: Any = "") -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import run_on_all_ranks
-from rlhfkit.roles.model_pool import ModelPool
 from rlhfkit.roles.pending_rows import EarlyRows, FrozenModel, ModelPoolError
 from rlhfkit.roles.replica import Role
 from rlhfkit.rollout.errors import EngineError
@@ -82,25 +81,12 @@ class ServedModel(FrozenModel):
         super().__init__(model)
         self.served_model = served_model
         self.token_variable = token_variable
-        self.start_timeout = start_timeout
+        self.urls, self.concurrency, self.request_timeout = list(self.options.urls), concurrency, request_timeout
+        self.start_timeout, self.retries, self.ssl_ca_certs = start_timeout, retries, ssl_ca_certs
         self._taken = 0.0, 0.0  # of ``waited`` and ``hidden``
         self._connections: ServerConnections | None = None
         self._name = ""
         self._context = 0
-
-    def plain(self) -> dict[str, Any]:
-        options = self.options
-        return {
-            "model": self.model,
-            "urls": list(options.urls),
-            "served_model": self.served_model,
-            "token_variable": self.token_variable,
-            "concurrency": options.concurrency,
-            "start_timeout": self.start_timeout,
-            "request_timeout": options.timeout,
-            "retries": options.retries,
-            "ssl_ca_certs": options.ssl_ca_certs,
-        }
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_connections": None, "early": EarlyRows()}
@@ -207,13 +193,6 @@ class ServedModel(FrozenModel):
             return parse(future.result())
         except EngineError as error:
             raise ModelPoolError(f"the served {self.model} has no log-probs for this run: {error}") from None
-
-
-def frozen_model(value: FrozenModel | Mapping[str, Any] | None) -> FrozenModel | None:
-    """Restore from the dictionary of ``plain``; a model or ``None`` is returned as it is."""
-    if not isinstance(value, Mapping):
-        return value
-    return ServedModel(**value) if "urls" in value else ModelPool(**value)
 
 
 class PendingScores:

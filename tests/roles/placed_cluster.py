@@ -90,7 +90,7 @@ def main() -> None:
             }
             nodes = ray.util.placement_group_table(engines.reserved.placement_group())["bundles_to_node_id"]
             report["there"] = [nodes[number] == node_of(engines.reserved, number) for number in range(3)]
-            report["plain"] = ModelPool(**reference.plain()).plain() == reference.plain()
+            report["plain"] = ModelPool.of(reference.plain()).plain() == reference.plain()
             report["taken"] = refused(Placement(trainer=4, launcher="ray", timeout=1.0))
         with closing(Placement(trainer=8, engines=RoleResources(1, {"GPU": 4}), **GPUS)) as placement:
             report["two_machines"] = placed(placement) | {"devices": placement.devices}

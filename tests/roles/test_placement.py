@@ -137,7 +137,7 @@ def test_a_critic_keeps_where_its_ranks_are_and_a_checkpoint_does_not() -> None:
     held = ReservedResources({"CPU": 1}, "ab" * 18, [0, 1])
     critic = CriticPool("rm", num_ranks=2, resources=held)
     assert critic.resources is held
-    assert type(critic.plain()["resources"]) is dict
+    assert type(critic.plain()["init_args"]["resources"]) is dict
 
 
 def test_reserved_resources_are_plain_values_that_other_processes_can_have() -> None:

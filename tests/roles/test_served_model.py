@@ -23,7 +23,7 @@ from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
 from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.parts import model_elsewhere
-from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel, frozen_model
+from rlhfkit.roles import FrozenModel, ModelPool, ModelPoolError, ServedModel
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.server import Server
@@ -72,7 +72,7 @@ def test_a_run_with_a_served_reference_is_the_run_with_a_child(
 ) -> None:
     (tmp_path / "model").symlink_to(folder)
     trained = []
-    for reference in (None, ServedModel(**served.plain())):
+    for reference in (None, ServedModel.of(served.plain())):
         arguments = {"parts": [Reference(reference), KLInReward(0.1)]}
         trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments)
         trainer.fit(module, datamodule=data)
@@ -95,7 +95,7 @@ def test_a_student_learns_the_same_from_a_served_teacher_on_its_own_samples(
     tmp_path: Path, folder: Path, served: ServedModel, knobs: dict[str, Any]
 ) -> None:
     trained = []
-    for teacher in (str(folder), ServedModel(**served.plain())):
+    for teacher in (str(folder), ServedModel.of(served.plain())):
         trainer, module, data, _ = setup_run(
             tmp_path, module=OnPolicyDistillationModule, module_arguments={"teacher": teacher} | knobs, max_epochs=1
         )
@@ -111,7 +111,7 @@ def test_likeliest_tokens_of_a_server_teach_what_those_of_a_loaded_teacher_do(
 ) -> None:
     cases.prepare(tmp_path)
     made: list[DistillationModule] = []
-    for teacher in (str(folder), ServedModel(**served.plain())):
+    for teacher in (str(folder), ServedModel.of(served.plain())):
         arguments: dict[str, Any] = {"top_k": 5, "precompute_teacher": True, "lr": 1e-3, "divergence": "reverse_kl"}
         module = DistillationModule(
             str(tmp_path / "model"), teacher, parts=[PrecomputedTeacher(cache=str(tmp_path / "c"))], **arguments
@@ -142,11 +142,13 @@ def test_a_server_has_no_rewards_and_a_loaded_teacher_needs_no_server(tmp_path: 
 
 def test_plain_values_say_which_kind_it_was() -> None:
     for one in (ServedModel("model", ADDRESS, concurrency=3), ModelPool("model", num_replicas=2)):
-        found = frozen_model(one.plain())
+        found = FrozenModel.of(one.plain())
         assert type(found) is type(one)
         assert found.plain() == one.plain()
-        assert frozen_model(one) is one
-    assert frozen_model(None) is None
+        assert FrozenModel.of(one) is one
+    assert FrozenModel.of(None) is None
+    with pytest.raises(TypeError, match="ModelPool is no ServedModel"):
+        ServedModel.of(ModelPool("model").plain())
 
 
 @pytest.fixture

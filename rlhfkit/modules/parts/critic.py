@@ -30,7 +30,7 @@ from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optim import skip_update
 from rlhfkit.modules.parts.advantages import rewards_of_tokens, with_advantages
 from rlhfkit.modules.parts.rewards import MaskTruncated
-from rlhfkit.parts import Child, Part, Stage, overriding, part_name
+from rlhfkit.parts import Child, Configured, Part, Stage, overriding, part_name
 from rlhfkit.roles import CriticPool, FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_integer, check_number
@@ -80,10 +80,7 @@ class Critic(Part):
                 "with shared=True the critic is a head of the policy and starts from no model of its own: leave the "
                 "model out"
             )
-        if isinstance(model, Mapping) and "num_replicas" in model:
-            model = ModelPool.of(model)
-        pool = None if isinstance(model, ModelPool) else CriticPool.of(model)
-        self.model: str | CriticPool | ModelPool | None = cast(Any, pool or model)
+        self.model: str | CriticPool | ModelPool | None = Configured.of(model)
         self.lr, self.shared, self.normalize, self.bootstrap_truncated = lr, shared, normalize, bootstrap_truncated
         self.outputs = self.reads = ("values",) if shared else ()  # the policy's forward pass gives them
         self.moments = RewardMoments.zero()

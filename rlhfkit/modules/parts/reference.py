@@ -1,12 +1,12 @@
 """``Reference``: log-probs of the initial model for the tokens of an iteration, wherever that model is."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from rlhfkit.data.types import Experience
 from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.parts import Part, Stage
-from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
+from rlhfkit.roles import FrozenModel, ModelPool, ServedModel
 from rlhfkit.roles.replica import Role
 
 
@@ -30,7 +30,7 @@ class Reference(Part):
     stage, writes = Stage.MODELS, ("ref_logprobs",)
 
     def __init__(self, pool: ModelPool | ServedModel | Mapping[str, Any] | None = None) -> None:
-        self.pool = frozen_model(cast(Any, pool))
+        self.pool: FrozenModel | None = FrozenModel.of(pool)
         self.loads_reference = self.pool is None
         self._asked: AskedRows | None = None
 

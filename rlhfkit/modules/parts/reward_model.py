@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -47,14 +47,12 @@ class RewardModel(Part):
         models: str | ModelPool | Mapping[str, str | ModelPool | Mapping[str, Any]],
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        several = isinstance(models, Mapping) and "num_replicas" not in models  # else a pool's plain form
+        several = isinstance(models, Mapping) and "class_path" not in models  # else a pool's plain form
         given: Any = models if several else {"": models}
         for name in given:
             if several and not str(name).isidentifier():
                 raise ValueError(f"RewardModel({{...}}) takes names of letters, digits and _, got {name!r}")
-        self.by_name: dict[str, str | ModelPool] = {
-            name: one if isinstance(one, str) else cast(ModelPool, ModelPool.of(one)) for name, one in given.items()
-        }
+        self.by_name: dict[str, str | ModelPool] = {name: ModelPool.of(one) for name, one in given.items()}
         """The reward models; a single one is called ``""``."""
         self.models: Any = dict(self.by_name) if several else self.by_name[""]
         self.weights = None if weights is None else dict(weights)

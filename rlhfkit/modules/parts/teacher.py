@@ -35,7 +35,7 @@ from rlhfkit.modules.teachers import (
     load_teacher,
 )
 from rlhfkit.parts import Child, Part, Stage, model_elsewhere, overriding, part_name
-from rlhfkit.roles import FrozenModel, ModelPool, ServedModel, frozen_model
+from rlhfkit.roles import FrozenModel, ModelPool, ServedModel
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import datamodule_of
 from rlhfkit.validation import check_number, refuse_without_effect, resolve_function
@@ -71,7 +71,7 @@ class Teacher(Part):
         self.domains = TeacherDomains(model, column)
         """Several teachers; false if there is one."""
         named = isinstance(model, str) or bool(self.domains)
-        self.pool = None if named else frozen_model(cast(Any, model))
+        self.pool: FrozenModel | None = None if named else FrozenModel.of(model)
         """The teacher's replicas; ``None``: it is a child."""
         self.model: Any = (dict(self.domains.names) if self.domains else model) if named else self.pool
         self.column, self.compared = column, compared

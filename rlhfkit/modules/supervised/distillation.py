@@ -17,7 +17,7 @@ from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.teachers import check_comparison, load_teacher
 from rlhfkit.parts import GivenPart
-from rlhfkit.roles import ServedModel, frozen_model
+from rlhfkit.roles import ServedModel
 from rlhfkit.roles.served_model import MAX_TOP
 from rlhfkit.validation import check_number, function_name, resolve_function
 
@@ -87,7 +87,7 @@ class DistillationModule(PolicyModule):
         named = isinstance(divergence, str) and "." not in divergence
         self.divergence: Any = divergence if named else resolve_function(divergence, "divergence")
         self.keep_plain(divergence=divergence if isinstance(divergence, str) else function_name(divergence))
-        self.served_teacher = None if isinstance(teacher, str) else cast(ServedModel, frozen_model(teacher))
+        self.served_teacher = None if isinstance(teacher, str) else cast(ServedModel, ServedModel.of(teacher))
         """The teacher, if it is behind a server; ``None``: it is loaded."""
         self.teacher_name = str(teacher) if self.served_teacher is None else self.served_teacher.model
         if self.served_teacher is not None:
