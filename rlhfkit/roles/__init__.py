@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhfkit.ray_placement import PlacementError
     from rlhfkit.roles.critic_pool import CriticPool, CriticPoolError
+    from rlhfkit.roles.frozen_model import FrozenModel, ModelPoolError
     from rlhfkit.roles.model_pool import ModelPool
-    from rlhfkit.roles.pending_rows import FrozenModel, ModelPoolError
     from rlhfkit.roles.placement import Placement, RoleResources
     from rlhfkit.roles.served_model import ServedModel
 
 _HOMES = {
     "CriticPool": "roles.critic_pool",
     "CriticPoolError": "roles.critic_pool",
-    "FrozenModel": "roles.pending_rows",
+    "FrozenModel": "roles.frozen_model",
     "ModelPool": "roles.model_pool",
-    "ModelPoolError": "roles.pending_rows",
+    "ModelPoolError": "roles.frozen_model",
     "Placement": "roles.placement",
     "PlacementError": "ray_placement",
     "RoleResources": "roles.placement",

@@ -5,6 +5,8 @@ sends its own rows to the replicas; nothing passes rank 0.
 """
 
 import logging
+import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,18 +15,12 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import get_rank, run_on_all_ranks
+from rlhfkit.distributed import get_rank, get_world_size, run_on_all_ranks
 from rlhfkit.ray_calls import ActorCalls, cause_of
 from rlhfkit.ray_placement import ReservedResources, actor_options
 from rlhfkit.ray_session import JoinedRay, join_or_start_ray, this_cluster
-from rlhfkit.roles.pending_rows import (
-    EarlyRows,
-    FrozenModel,
-    ModelPoolError,
-    PendingRows,
-    Replica,
-)
-from rlhfkit.roles.replica import READS, ModelReplica, ReplicaOptions, Role
+from rlhfkit.roles.frozen_model import EarlyRows, FrozenModel, ModelPoolError
+from rlhfkit.roles.replica import READS, ModelReplica, ReplicaOptions, Role, TokenRows
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -34,6 +30,11 @@ NAMESPACE = "rlhfkit-models"
 _ASKED: dict[Role, str] = {"logprobs": "log-probs", "values": "values", "reward": "rewards"}
 _STATUS = "status"
 """Ray's name for the calls that a replica answers while it computes."""
+_POLL_SECONDS = 1.0
+_STATUS_SECONDS = 10.0
+"""Time in which a process that lives says when it has finished something."""
+_COUNTING = threading.RLock()
+"""Guards the replicas' counts of requests, as sampling threads ask too. Not a pool's attribute: pools are copied."""
 
 
 class _Use(NamedTuple):
@@ -45,6 +46,31 @@ class _Use(NamedTuple):
 
     def __str__(self) -> str:
         return f"{_ASKED[self.role]} (weights {self.weights}, computed in {self.compute})"
+
+
+class Replica:
+    """One replica, as this rank sees it; ``actor`` is its handle in Ray."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.actor = actor
+        self.tokens = 0
+        """Of requests that are not finished."""
+        self.last_finished = 0.0
+        self.lost = ""
+        """Why it gets no more requests."""
+
+    def works(self, limit: float) -> bool:
+        """Whether it has finished a request of any rank in the last ``limit`` seconds, and answers at all."""
+        import ray
+
+        try:
+            asked = self.actor.idle_seconds.options(max_task_retries=0).remote()
+            idle: float = ray.get(asked, timeout=min(limit, _STATUS_SECONDS))
+        except ray.exceptions.RayError:
+            return False
+        self.last_finished = max(self.last_finished, time.monotonic() - idle)
+        return idle <= limit
 
 
 class ModelPool(FrozenModel):
@@ -223,7 +249,7 @@ class ModelPool(FrozenModel):
         self.hidden += hidden
         return waited, hidden
 
-    def submit(self, experience: Experience, batches: Sequence[Tensor]) -> PendingRows:
+    def submit(self, experience: Experience, batches: Sequence[Tensor]) -> "PendingRows":
         """Ask for some rows of an iteration; returns at once. Any thread may.
 
         Args:
@@ -231,6 +257,118 @@ class ModelPool(FrozenModel):
             batches: Indices (b,) of the rows of each forward pass.
         """
         return PendingRows(self, experience, batches)
+
+
+class PendingRows:
+    """Rows that replicas are computing: ``batches`` of an experience, one request each."""
+
+    def __init__(self, pool: ModelPool, experience: Experience, batches: Sequence[Tensor]) -> None:
+        self._pool = pool
+        self._shape = experience.action_mask.shape
+        self._requests = {number: TokenRows.of(experience, rows, pool.top) for number, rows in enumerate(batches)}
+        self._rows = list(batches)
+        self._running: dict[Any, tuple[int, Replica]] = {}
+        self._found: dict[int, Tensor] = {}
+        self._failure: ModelPoolError | None = None  # of a thread that asked; raised where it is waited for
+        try:
+            for number in self._requests:
+                self._send(number)
+        except ModelPoolError as error:
+            self._failure = error
+
+    def _send(self, number: int) -> None:
+        """Give a request to the replica with the fewest tokens to compute; ranks begin at different ones."""
+        pool = self._pool
+        with _COUNTING:
+            left = [replica for replica in pool._replicas if not replica.lost]
+            if not left:
+                reasons = "; ".join(f"{replica.name}: {replica.lost}" for replica in pool._replicas)
+                raise ModelPoolError(
+                    f"no replica of {pool.model} is left ({reasons}). The run can be resumed from its last checkpoint"
+                )
+            start = get_rank() * len(left) // get_world_size()
+            replica = min(left[start:] + left[:start], key=lambda replica: replica.tokens)
+            if not replica.tokens:
+                replica.last_finished = time.monotonic()
+            rows = self._requests[number]
+            replica.tokens += int(rows.lengths.sum())
+            self._running[replica.actor.compute.remote(rows)] = (number, replica)
+
+    def result(self, columns: int | None = None) -> Tensor:
+        """Wait for all of them.
+
+        Args:
+            columns: Numbers of each row; ``None``: T-1, log-probs.
+
+        Returns:
+            (B, T-1), (B, T-1, 2 K) of a pool with ``top``, or (B, columns) float32 on the CPU; 0 in rows that were not
+            asked for.
+
+        Raises:
+            ModelPoolError: If no replica is left, or the model cannot compute them.
+        """
+        if self._failure is not None:
+            raise self._failure
+        started = time.monotonic()
+        for _, replica in self._running.values():  # nobody has looked at what it finished while others were computing
+            replica.last_finished = max(replica.last_finished, started)
+        while self._running:
+            self._take(_POLL_SECONDS)
+            self._check_progress()
+        self._pool.waited += time.monotonic() - started
+        last = () if columns is not None or not self._pool.top else (2 * self._pool.top,)
+        values = torch.zeros(self._shape[0], self._shape[1] if columns is None else columns, *last)
+        for number, found in self._found.items():
+            values[self._rows[number], : found.shape[1]] = found
+        return values
+
+    def _forget(self, ref: Any) -> tuple[int, Replica]:
+        """Take a request off its replica."""
+        number, replica = self._running.pop(ref)
+        with _COUNTING:
+            replica.tokens -= int(self._requests[number].lengths.sum())
+        return number, replica
+
+    def _take(self, timeout: float) -> None:
+        """Take the results that are ready, after waiting for one of them."""
+        import ray
+
+        running = list(self._running)
+        ready, _ = ray.wait(running, num_returns=1, timeout=timeout)
+        if ready:  # all that are, so that no replica seems to have finished nothing
+            ready, _ = ray.wait(running, num_returns=len(running), timeout=0)
+        for ref in ready:
+            number, replica = self._forget(ref)
+            try:
+                answer = ray.get(ref)
+            except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError) as error:
+                self._give_up(replica, cause_of(error))
+                self._send(number)
+                continue
+            except ray.exceptions.RayError as error:
+                raise ModelPoolError(
+                    f"{replica.name} could not compute {self._pool.model}: {cause_of(error)}"
+                ) from error
+            replica.last_finished = time.monotonic()
+            self._found[number] = answer.values
+            self._pool.computed[replica.name] = self._pool.computed.get(replica.name, 0.0) + answer.seconds
+
+    def _check_progress(self) -> None:
+        """Send what a stuck replica has to others."""
+        limit = self._pool.request_timeout
+        for replica in {id(one): one for _, one in self._running.values()}.values():
+            # It may be computing what other ranks have asked for before.
+            stuck = time.monotonic() - replica.last_finished > limit and not replica.works(limit)
+            if stuck:
+                self._give_up(replica, f"it finished nothing for {limit:g} s")
+            if stuck or replica.lost:
+                for ref in [ref for ref, (_, one) in self._running.items() if one is replica]:
+                    self._send(self._forget(ref)[0])
+
+    def _give_up(self, replica: Replica, reason: str) -> None:
+        if not replica.lost:
+            log.warning("replica %s of %s gets no more requests: %s", replica.name, self._pool.model, reason)
+        replica.lost = replica.lost or reason
 
 
 class _Loading(ActorCalls[str]):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import run_on_all_ranks
-from rlhfkit.roles.pending_rows import EarlyRows, FrozenModel, ModelPoolError
+from rlhfkit.roles.frozen_model import EarlyRows, FrozenModel, ModelPoolError
 from rlhfkit.roles.replica import Role
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.server.completions import COMPLETIONS, connect, parse_scores, parse_top, score_body

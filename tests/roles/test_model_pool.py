@@ -1,6 +1,6 @@
 """Models in Ray actors against the same models in this process.
 
-Covers replica.py, pending_rows.py, modules/on_policy/placed_models.py and
+Covers replica.py, frozen_model.py, modules/on_policy/placed_models.py and
 modules/parts/critic_elsewhere.py.
 One Ray session serves all tests.
 """

@@ -10,7 +10,7 @@ from rlhfkit.data.types import Experience
 from rlhfkit.distributed import exchange_errors, gather_objects
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.roles import FrozenModel, ModelPoolError
-from rlhfkit.roles.pending_rows import row_keys
+from rlhfkit.roles.frozen_model import row_keys
 from rlhfkit.roles.replica import Role
 
 T = TypeVar("T")

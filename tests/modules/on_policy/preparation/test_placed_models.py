@@ -31,7 +31,7 @@ from rlhfkit.modules.on_policy import placed_models
 from rlhfkit.modules.parts import Reference
 from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import PairwiseReward
-from rlhfkit.roles.pending_rows import EarlyRows
+from rlhfkit.roles.frozen_model import EarlyRows
 from rlhfkit.rollout import GroupSampler
 from rlhfkit.rollout.errors import EngineError
 
