@@ -456,6 +456,17 @@ def check_tokens(what: str, token_ids: Sequence[int], vocabulary: int) -> None:
         )
 
 
+def check_scored(sequences: Sequence[Sequence[int]], *, context: int, vocabulary: int) -> None:
+    """Raise ValueError unless each has at least 2 tokens and less than ``context``; RequestError for unknown tokens."""
+    for sequence in sequences:
+        if not 2 <= len(sequence) < context:
+            raise ValueError(
+                f"score() takes sequences of 2 to {context - 1} tokens (the engine samples one more), got one of "
+                f"{len(sequence)}"
+            )
+        check_tokens("a sequence to be scored", sequence, vocabulary)
+
+
 def check_requests(
     prompts: Sequence[Prompt], sampling: SamplingSpec, *, context: int, vocabulary: int, sees_images: bool = False
 ) -> None:

@@ -21,7 +21,7 @@ from rlhfkit.rank_store import RankLog, RankStore, rank_store
 from rlhfkit.ray_placement import ReservedResources
 from rlhfkit.ray_session import JoinedRay, this_cluster
 from rlhfkit.rollout.collector import sample_all
-from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_tokens
+from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_scored
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.remote.placement import (
     ActorPlacement,
@@ -477,13 +477,7 @@ class RemoteEnginePool(RolloutEngine):
             EngineError: If no engine is left, or they took too long.
         """
         engines = self._serving()
-        for sequence in sequences:
-            if not 2 <= len(sequence) < engines.max_model_len:
-                raise ValueError(
-                    f"score() takes sequences of 2 to {engines.max_model_len - 1} tokens (the engine samples one more),"
-                    f" got one of {len(sequence)}"
-                )
-            check_tokens("a sequence to be scored", sequence, engines.vocabulary)
+        check_scored(sequences, context=engines.max_model_len, vocabulary=engines.vocabulary)
         rows = [list(sequence) for sequence in sequences]
         scores = engines.call(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
         if not scores:

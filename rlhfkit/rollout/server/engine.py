@@ -16,7 +16,7 @@ import torch
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import get_rank, run_on_all_ranks
 from rlhfkit.rollout.collector import sample_all
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_tokens
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_scored
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
 from rlhfkit.rollout.server.completions import (
     COMPLETIONS,
@@ -257,10 +257,6 @@ class VLLMServer(RolloutEngine):
     # ---------------------------------------------------------------- sampling
 
     def configure_logprobs(self, sampling: SamplingSpec) -> bool:
-        """Whether the servers' log-probs for this sampling will be the policy's; see :meth:`knows_logprobs`."""
-        return self.knows_logprobs(sampling)
-
-    def knows_logprobs(self, sampling: SamplingSpec) -> bool:
         """Whether the servers report log-probs at the sampling temperature before truncation.
 
         vLLM reports them either before temperature and truncation (``--logprobs-mode raw_logprobs``, its default) or
@@ -308,7 +304,7 @@ class VLLMServer(RolloutEngine):
         check_vllm_sampling(sampling, same_vocabulary=self._same_vocabulary)
         self._check_weights(connections)
         return ServerStream(
-            partial(self._sample, connections, sampling, self.knows_logprobs(sampling), self.version or 0),
+            partial(self._sample, connections, sampling, self.configure_logprobs(sampling), self.version or 0),
             connections.submit,
             lambda prompts: check_requests(prompts, sampling, context=self._context, vocabulary=self._vocabulary),
             group_size=sampling.group_size,
@@ -356,13 +352,7 @@ class VLLMServer(RolloutEngine):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs of given tokens, of the servers in turn; see :meth:`RolloutEngine.score`. Any thread."""
         connections = self._serving()
-        for sequence in sequences:
-            if not 2 <= len(sequence) < self._context:
-                raise ValueError(
-                    f"score() takes sequences of 2 to {self._context - 1} tokens (the server samples one more), got "
-                    f"one of {len(sequence)}"
-                )
-            check_tokens("a sequence to be scored", sequence, self._vocabulary)
+        check_scored(sequences, context=self._context, vocabulary=self._vocabulary)
         futures = [
             connections.submit(connections.ask(COMPLETIONS, {"model": self._name, **score_body(sequence)}))
             for sequence in sequences
