@@ -147,6 +147,8 @@ def test_plain_values_say_which_kind_it_was() -> None:
         assert found.plain() == one.plain()
         assert FrozenModel.of(one) is one
     assert FrozenModel.of(None) is None
+    written = {"class_path": "rlhfkit.ModelPool", "init_args": {"model": "model"}}  # as in YAML
+    assert isinstance(Reference(written).pool, ModelPool)
     with pytest.raises(TypeError, match="ModelPool is no ServedModel"):
         ServedModel.of(ModelPool("model").plain())
 
