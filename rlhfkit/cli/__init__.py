@@ -1,7 +1,6 @@
 """The ``rlhfkit`` command: Lightning's own subcommands, and one file with one function for each of the others.
 
-``check.py`` and ``signatures.py`` say what is wrong in a configuration before Lightning is loaded, by reading source
-files. A function's arguments are its command's options and its docstring the help; it can be called from Python too.
+A function's arguments are its command's options and its docstring the help; it can be called from Python too.
 
 May import: everything.
 Start at :mod:`rlhfkit.cli.main`.

@@ -1,6 +1,6 @@
 """A task small enough for two CPU cores: additions, a character tokenizer, and a model of 345,000 parameters.
 
-``python -m rlhfkit.cli.demo.arithmetic runs/arithmetic`` writes
+:func:`make` writes
 
 - ``model/``: a randomly initialised Llama and its tokenizer, loadable with ``from_pretrained``;
 - ``demonstrations.jsonl``: ``{"question": "17+25=", "answer": "42"}``, for supervised fine-tuning, and
@@ -8,7 +8,6 @@
 - ``train.jsonl`` and ``heldout.jsonl``: prompts for reinforcement learning, and 300 that are never trained on.
 """
 
-import argparse
 import json
 import random
 from pathlib import Path
@@ -74,11 +73,3 @@ def make(folder: Path, seed: int = 0) -> Path:
     save_model(folder / "model", seed)
     save_questions(folder, seed)
     return folder
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    print(make(arguments.folder, arguments.seed))
