@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -38,6 +38,7 @@ from rlhfkit.callbacks import Probe
 from rlhfkit.mesh import SequenceParallel, forward_group_of
 from rlhfkit.models import ModelLoading, unwrap
 from rlhfkit.modules.parts import Critic, EntropyBonus, MaskTruncated
+from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
 
 STEP, STEPS = 8, 2
@@ -53,7 +54,8 @@ KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
     "dpo": (
         DPOModule,
         "pairs",
-        [{"loss_type": name, "nll_coef": 0.3} for name in ("sigmoid", "ipo", "hinge", "sppo_hard")],
+        [{"loss_type": name, "nll_coef": 0.3} for name in ("sigmoid", "ipo", "hinge", "sppo_hard")]
+        + [{"parts": [MovingReference(1, alpha=0.6).plain()]}],
     ),
     "simpo": (SimPOModule, "pairs", [{"alpha": 0.2}]),
     "cpo": (CPOModule, "pairs", [{"label_smoothing": 0.1}]),
@@ -80,12 +82,21 @@ PAIRS = {"online_dpo"}
 """Kinds that compare the samples of a prompt, so that a micro-batch has all of them."""
 
 
+class Found(NamedTuple):
+    """The losses of the steps; the weights, and what is logged, at the end."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+
+
 class Steps(L.Callback):
-    """The loss of each optimizer step as this rank's micro-batches have it, and all weights at the end."""
+    """This rank's share of the loss of each micro-batch; all weights, and what is logged, at the end."""
 
     def __init__(self) -> None:
         self.parts: list[float] = []
         self.weights: dict[str, torch.Tensor] = {}
+        self.metrics: dict[str, float] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         group = forward_group_of(unwrap(pl_module.policy))
@@ -102,6 +113,7 @@ class Steps(L.Callback):
             else:
                 weights = getattr(pl_module, name).state_dict()
             self.weights |= {f"{name}.{key}": value.detach().clone() for key, value in weights.items()}
+        self.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("time/")}
 
 
 def rows_of(data: str, order: int | None) -> list[dict[str, Any]]:
@@ -137,9 +149,11 @@ def train(
     callbacks: Sequence[L.Callback] = (),
     sequence: int = 1,
     sharing: SequenceParallel = "ulysses",
+    own: Mapping[str, Any] | None = None,
+    resume: Path | None = None,
     **more: Any,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Two steps by SGD, whose steps are as long as the gradients.
+) -> Found:
+    """Two steps in an epoch, by SGD, whose steps are as long as the gradients, or by the module's own optimizer.
 
     Args:
         folder: Of :func:`arguments.learning.prepare`.
@@ -152,22 +166,26 @@ def train(
         callbacks: More callbacks of the Trainer.
         sequence: Ranks that divide sequences among themselves; ``strategy`` is then a ZeRO stage, ``None``: DDP.
         sharing: How attention sees the tokens of all of them.
+        own: Arguments of the module for its own optimizer.
+        resume: Checkpoint of a run with the same arguments.
         **more: Of the Trainer.
 
     Returns:
-        The losses of the steps, and the weights at the end.
+        What was seen; the losses of a resumed run are those of its own steps.
     """
     made, data, settings = KINDS[kind]
 
     class OneRate(made):  # type: ignore[misc, valid-type]
         def configure_optimizers(self) -> Any:
+            if own is not None:
+                return super().configure_optimizers()
             return torch.optim.SGD([{"params": group["params"]} for group in self.parameter_groups()], lr=0.1)
 
     ranks = more.get("devices", 1) // sequence
     size = max(size, 2) if kind in PAIRS else size
     chosen = dict(settings[setting])
     loading = ModelLoading(attention=attention, **chosen.pop("loading", {}))
-    arguments: dict[str, Any] = {"model": str(folder / "model"), "loading": loading, **chosen}
+    arguments: dict[str, Any] = {"model": str(folder / "model"), "loading": loading, **chosen, **(own or {})}
     arguments |= {"teacher": str(folder / "other")} if kind == "distillation" else {}
     fixed = data == "prompts" or (kind == "kto" and setting == 0)
     rows, steps = rows_of(data, None if fixed else order), Steps()
@@ -190,20 +208,21 @@ def train(
             "steps": StepwiseDataModule,
         }
         source = types[data](rows, micro_batch_size=size, shuffle=False)
+    window = STEP // (size * ranks)
+    plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_checkpointing": False}
     trainer = L.Trainer(
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, callbacks=used, use_distributed_sampler=False,
-        accumulate_grad_batches=STEP // (size * ranks), **({"accelerator": "cpu", "devices": 1} | more),
+        logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, callbacks=used,
+        use_distributed_sampler=False, accumulate_grad_batches=window, **plain | more,
     )  # fmt: skip
-    trainer.fit(OneRate(**arguments), source)
-    assert trainer.global_step == STEPS
-    window = len(steps.parts) // STEPS
+    trainer.fit(OneRate(**arguments), source, ckpt_path=resume)
+    assert trainer.global_step == STEPS * more.get("max_epochs", 1)
     # Lightning has divided each by the number of micro-batches already.
-    return [sum(steps.parts[i * window : (i + 1) * window]) for i in range(STEPS)], steps.weights
+    losses = [sum(steps.parts[start : start + window]) for start in range(0, len(steps.parts), window)]
+    return Found(losses, steps.weights, steps.metrics)
 
 
 def on_ranks(folder: Path, place: str, cases: list[Mapping[str, Any]]) -> list[Any]:
-    """Entry point of a rank: its share of the losses of each case. Rank 0 writes the weights into ``place``.
+    """Entry point of a rank: its losses and metrics of each case. Rank 0 writes the weights into ``place``.
 
     Args:
         folder: Of the results of ranks.
@@ -214,8 +233,8 @@ def on_ranks(folder: Path, place: str, cases: list[Mapping[str, Any]]) -> list[A
     found = []
     for number, case in enumerate(cases):
         os.environ["WORLD_SIZE"] = str(world)  # Lightning deletes it when a fit ends
-        losses, weights = train(Path(place), **case, devices=world)
+        losses, weights, metrics = train(Path(place), **case, devices=world)
         if rank == 0:
             torch.save(weights, Path(place) / f"case_{number}.pt")
-        found.append(losses)
+        found.append((losses, metrics))
     return found

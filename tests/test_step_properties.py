@@ -1,4 +1,4 @@
-"""A step of any module is the same step however its rows are split over micro-batches and ranks, packed and ordered."""
+"""A step of any module is the same on any micro-batches and ranks, packed, in any order, and after a resume."""
 
 import functools
 import random
@@ -10,9 +10,11 @@ import torch
 from arguments import learning
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from step_cases import KINDS, STEP, train
+from lightning.pytorch.callbacks import Checkpoint
+from step_cases import KINDS, STEP, Found, train
 from strategies import ranks
-from torch import Tensor
+
+from rlhfkit import Optimization
 
 CASES = [(kind, setting) for kind, (_, _, chosen) in KINDS.items() for setting in range(len(chosen))]
 
@@ -26,17 +28,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def whole(folder: Path, kind: str, setting: int) -> tuple[list[float], dict[str, Tensor]]:
+def whole(folder: Path, kind: str, setting: int) -> Found:
     """All rows of a step at once, padded, in the order of the data."""
     return train(folder, kind, setting, size=STEP, attention="sdpa", order=None)
 
 
-def same(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
-    """Losses and weights agree to the rounding of float32 sums."""
-    assert found[0] == pytest.approx(expected[0], rel=2e-4, abs=2e-5)
-    assert found[1].keys() == expected[1].keys()
-    for name, value in expected[1].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+def same(found: Found, expected: Found) -> None:
+    """Losses, weights and metrics agree to the rounding of float32 sums."""
+    assert found.losses == pytest.approx(expected.losses, rel=2e-4, abs=2e-5)
+    assert found.metrics == pytest.approx(expected.metrics, rel=2e-3, abs=5e-5)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        text = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(found.weights[name], value, rtol=1e-4, atol=2e-5, msg=text)
+
+
+def together(reports: list[list[tuple[list[float], dict[str, float]]]], number: int, folder: Path) -> Found:
+    """What all ranks have found in a case; each logs the metrics of all."""
+    own, (metrics, *others) = zip(*(report[number] for report in reports), strict=True)
+    for other in others:
+        assert other == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+    losses = [sum(parts) / len(reports) for parts in zip(*own, strict=True)]
+    return Found(losses, torch.load(folder / f"case_{number}.pt"), metrics)
 
 
 @settings(
@@ -59,6 +72,32 @@ def test_a_step_does_not_depend_on_micro_batches_packing_and_order(
 ) -> None:
     found = train(folder, *case, size=size, attention=attention, order=order)
     same(found, whole(folder, *case))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Two epochs of two steps of two micro-batches, saved after a step, inside a window and at the end of an epoch."""
+
+    class Save(Checkpoint):  # called after all other callbacks
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}, {batch_idx}.ckpt")
+
+    optimization = Optimization(lr_schedule="cosine", warmup_steps=1)
+    options: dict[str, Any] = {
+        "size": STEP // 2,
+        "attention": None,
+        "order": None,
+        "max_epochs": 2,
+        "enable_checkpointing": True,
+    }
+    run = functools.partial(train, folder, kind, -1, **options, own={"lr": 1e-2, "optimization": optimization})
+    straight = run(callbacks=[Save()])
+    for batch, done in ((1, 1), (2, 1), (3, 2)):
+        resumed = run(resume=tmp_path / f"0, {batch}.ckpt")
+        assert resumed.losses == straight.losses[done:]
+        assert resumed.metrics == straight.metrics
+        for name, value in straight.weights.items():
+            assert torch.equal(resumed.weights[name], value), (batch, name)
 
 
 @pytest.mark.distributed
@@ -85,9 +124,7 @@ def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
     ]
     reports = ranks.run("step_cases:on_ranks", 2, tmp_path, place=str(folder), cases=cases)
     for number, case in enumerate(cases):
-        losses = [sum(parts) / 2 for parts in zip(*(report[number] for report in reports), strict=True)]
-        weights = torch.load(folder / f"case_{number}.pt")
-        same((losses, weights), whole(folder, case["kind"], case["setting"]))
+        same(together(reports, number, folder), whole(folder, case["kind"], case["setting"]))
 
 
 @pytest.mark.distributed
@@ -113,6 +150,4 @@ def test_a_step_does_not_depend_on_ranks_that_divide_sequences(count: int, folde
         case["setting"] *= case["kind"] != "distillation"  # spans of a teacher that reads text are not divided
     reports = ranks.run("step_cases:on_ranks", count, tmp_path, place=str(folder), cases=cases)
     for number, case in enumerate(cases):
-        losses = [sum(parts) / count for parts in zip(*(report[number] for report in reports), strict=True)]
-        weights = torch.load(folder / f"case_{number}.pt")
-        same((losses, weights), whole(folder, case["kind"], case["setting"]))
+        same(together(reports, number, folder), whole(folder, case["kind"], case["setting"]))

@@ -40,9 +40,6 @@ def trainer(folder: Path, **arguments: Any) -> L.Trainer:
     return L.Trainer(**plain | quiet | {"default_root_dir": str(folder)} | arguments)
 
 
-FIFTY: dict[str, Any] = {"max_steps": 50, "max_epochs": -1, "precision": "64-true"}
-
-
 class Steps(L.Callback):
     """The loss of each micro-batch as a share of its step's; weights at the end, from any strategy."""
 
@@ -108,15 +105,10 @@ def computed(cache: Path) -> dict[str, Any]:
     return {"parts": [{"class_path": name, "init_args": {"cache": str(cache)}}]}
 
 
-def on_ranks(folder: Path, data: str, knobs: dict[str, Any]) -> list[float]:
-    """What one rank runs: ZeRO 3, where the teacher is an inference engine; then with the teacher's tokens on disk.
-
-    Returns:
-        Losses of fifty further steps.
-    """
+def on_ranks(folder: Path, data: str, knobs: dict[str, Any]) -> None:
+    """What one rank runs: ZeRO 3, where the teacher is an inference engine; then with the teacher's tokens on disk."""
     steps = fit(Path(data), 2, knobs, ranks=RANKS, strategy="rlhf_zero3")
     cache = {"top_k": 5, **computed(folder / "cache")}
     kept = fit(Path(data), 2, knobs | cache, ranks=RANKS, strategy="rlhf_zero2")
     if steps.weights:
         torch.save([steps.weights, kept.weights], folder / "weights.pt")
-    return fit(Path(data), 2, {}, ranks=RANKS, strategy="ddp", **FIFTY).losses

@@ -145,8 +145,6 @@ def moving(steps: int, alpha: float) -> list[dict[str, Any]]:
 
 FOLLOWING: dict[str, Any] = {"ref_model": None, "parts": moving(2, 0.75)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "zero2": ("rlhf_zero2", 2, {}),
-    "zero3": ("rlhf_zero3", 1, {}),
     "zero3, computed before": ("rlhf_zero3", 1, {"precompute_ref_log_probs": True, "ref_model": None}),
     "zero3, following": ("rlhf_zero3", 2, FOLLOWING),
     "ddp, following": ("ddp", 1, FOLLOWING),
@@ -154,7 +152,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 """Strategy, micro-batches per step and rank, and arguments of the module.
 
-At ZeRO 2 KTO's log-probs are computed before, and references of ranks that share forward passes follow (mesh_ranks.py).
+References of ranks that share forward passes follow in mesh_ranks.py.
 """
 
 
@@ -187,6 +185,4 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
         report[f"half {strategy}"] = [whole.losses, rest.losses]
         if whole.weights:
             torch.save([whole.reference, rest.reference], folder / f"half {strategy}.pt")
-    steps = fit(Path(model), 1, ranks=RANKS, strategy="ddp", num_nodes=1, max_steps=50, max_epochs=-1)
-    report["fifty steps"], report["metrics"] = steps.losses, steps.metrics
     return report

@@ -1,7 +1,6 @@
-"""A small KTO run, for this process and for ranks of their own, and the same written by hand."""
+"""A small KTO run, and the same written by hand."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,9 @@ import torch
 from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
-from modules.dpo_cases import computed
 from rlhfkit import KTOModule, UnpairedPreferenceDataModule
 from rlhfkit.models import ModelLoading, load_causal_lm
 
-RANKS = int(os.environ.get("WORLD_SIZE", 1))
 STEP, EPOCHS, LR = 8, 2, 2e-3
 """Answers per optimizer step: 24 answers make three steps an epoch."""
 KNOBS = {"beta": 0.5, "desirable_weight": 1.2, "undesirable_weight": 0.7}
@@ -73,14 +70,12 @@ def trainer(folder: Path, **arguments: Any) -> L.Trainer:
     return L.Trainer(**plain | quiet | {"default_root_dir": str(folder), "log_every_n_steps": 1} | arguments)
 
 
-def fit(
-    folder: Path, accumulate: int, *, ranks: int = 1, knobs: dict[str, Any] | None = None, **arguments: Any
-) -> Steps:
+def fit(folder: Path, accumulate: int, *, knobs: dict[str, Any] | None = None, **arguments: Any) -> Steps:
     """One run in steps of 8 answers, however they are split."""
     steps = Steps()
     module = made(folder, **(knobs or {}))
-    run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
-    run.fit(module, data(folder, STEP // accumulate // ranks))
+    run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], **arguments)
+    run.fit(module, data(folder, STEP // accumulate))
     return steps
 
 
@@ -124,17 +119,3 @@ def by_hand(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Ten
                 for parameter in policy.parameters():
                     parameter -= LR * parameter.grad
     return points, losses, policy.state_dict()
-
-
-def on_ranks(folder: Path, model: str) -> dict[str, Any]:
-    """What one rank runs: the reference on disk, then sharded beside the policy; rank 0 also writes the weights."""
-    report: dict[str, Any] = {}
-    on_disk = computed(folder / "cache", model=f"{model}/reference")
-    for strategy, accumulate, knobs in (("rlhf_zero2", 2, on_disk), ("rlhf_zero3", 1, {})):
-        steps = fit(Path(model), accumulate, ranks=RANKS, strategy=strategy, knobs=knobs)
-        report[strategy] = {"kl": steps.kl, "margins": steps.margins[accumulate - 1 :: accumulate]}
-        if steps.weights:
-            torch.save(steps.weights, folder / f"{strategy}.pt")
-    fifty = fit(Path(model), 1, ranks=RANKS, strategy="ddp", max_steps=50, max_epochs=-1)
-    report["fifty steps"] = {"kl": fifty.kl, "losses": fifty.losses}
-    return report

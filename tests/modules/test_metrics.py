@@ -17,7 +17,6 @@ from rlhfkit import (
     LocalEngine,
     PPOModule,
     PreferenceDataModule,
-    RewardModule,
     RolloutCallback,
     Sample,
     SamplingSpec,
@@ -111,21 +110,6 @@ class Steps(L.Callback):
             self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def test_rewards_and_losses_of_a_step_are_those_of_all_its_pairs(tmp_path: Path) -> None:
-    dpo_cases.prepare(tmp_path)
-    logged: dict[int, Any] = {}
-    for accumulate in (1, 2, 4):
-        steps = Steps()
-        run = dpo_cases.trainer(tmp_path, accumulate_grad_batches=accumulate, callbacks=[steps], max_epochs=1)
-        module = dpo_cases.PlainDPO(str(tmp_path / "model"), lr=1e-3, ref_model=str(tmp_path / "reference"))
-        run.fit(module, dpo_cases.data(tmp_path, dpo_cases.STEP // accumulate))
-        logged[accumulate] = steps.steps
-        assert [step.keys() >= {"loss", "rewards/margins", "logps/chosen"} for step in steps.steps] == [True] * 3
-    for accumulate in (2, 4):
-        for step, expected in zip(logged[accumulate], logged[1], strict=True):
-            assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
 SOURCES: dict[str, Any] = {
     "texts": SFTDataModule,
     "pairs": PreferenceDataModule,
@@ -164,35 +148,6 @@ def test_a_step_of_fewer_batches_than_the_window_logs_the_loss_of_their_tokens(t
     run.fit(SFTModule(str(tmp_path / "model"), lr=1e-9), data)
     logged = run.callback_metrics
     assert float(logged["loss"]) == pytest.approx(float(logged["sft/nll_epoch"]), rel=1e-6)
-
-
-def test_least_and_largest_rewards_of_an_epoch_are_those_of_all_pairs(tmp_path: Path) -> None:
-    dpo_cases.prepare(tmp_path)
-    logged = []
-    for accumulate in (1, 4):
-        run = dpo_cases.trainer(tmp_path, accumulate_grad_batches=accumulate, max_epochs=1)
-        module = RewardModule(str(tmp_path / "model"), lr=1e-7)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            module.configure_model()
-        run.fit(module, PreferenceDataModule(str(tmp_path / "data.jsonl"), micro_batch_size=8 // accumulate))
-        logged.append({name: float(value) for name, value in run.callback_metrics.items()})
-    assert logged[0]["rewards/min"] < logged[0]["rewards/mean"] < logged[0]["rewards/max"]
-    assert logged[1] == pytest.approx(logged[0], rel=1e-3, abs=1e-5)
-
-
-def test_perplexity_of_an_epoch_is_the_exponential_of_its_mean_loss(tmp_path: Path) -> None:
-    sft_cases.prepare(tmp_path)
-    seen: list[dict[str, float]] = []
-    for size in (24, 3):
-        run = sft_cases.trainer(tmp_path, max_steps=-1, max_epochs=1, accumulate_grad_batches=24 // size)
-        module = SFTModule(str(tmp_path / "model"), lr=1e-9)
-        run.fit(
-            module, SFTDataModule(str(tmp_path / "data.jsonl"), micro_batch_size=size, cache_dir=tmp_path / "cache")
-        )
-        seen.append({name: float(value) for name, value in run.callback_metrics.items()})
-    assert seen[1] == pytest.approx(seen[0], rel=1e-6)
-    assert seen[1]["sft/perplexity_epoch"] == pytest.approx(math.exp(seen[0]["sft/nll_epoch"]), rel=1e-6)
 
 
 class Validations(L.Callback):

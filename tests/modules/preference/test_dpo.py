@@ -1,4 +1,4 @@
-"""DPOModule against a loop written by hand, TRL's numbers, and itself on other splits, ranks and references.
+"""DPOModule against a loop written by hand, TRL's numbers, and itself with other references.
 
 Covers ``preference/base.py`` and ``parts/answer_reference.py``.
 """
@@ -36,11 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return dpo_cases.by_hand(folder)
-
-
 def windows(losses: list[float], size: int) -> list[float]:
     """Losses of optimizer steps from those of micro-batches, which Lightning has divided by their number."""
     return [sum(losses[start : start + size]) for start in range(0, len(losses), size)]
@@ -49,37 +44,17 @@ def windows(losses: list[float], size: int) -> list[float]:
 # ---------------------------------------------------------------------------------------------------- exact training
 
 
-@pytest.mark.parametrize(("accumulate", "attention"), [(1, None), (4, None), (2, "eager")])
-def test_training_is_the_loop_by_hand_however_it_is_split(
-    folder: Path, expected: Any, accumulate: int, attention: str | None
-) -> None:
-    losses, weights = expected
-    run = dpo_cases.fit(folder, accumulate, module={"loading": ModelLoading(attention=attention)}, precision="64-true")
+def test_training_is_the_loop_by_hand(folder: Path) -> None:
+    losses, weights = dpo_cases.by_hand(folder)
+    run = dpo_cases.fit(folder, 2, precision="64-true")
     # The packed head and attention take their statistics in float32 here and there.
-    assert windows(run.losses, accumulate) == pytest.approx(losses, rel=1e-6)
+    assert windows(run.losses, 2) == pytest.approx(losses, rel=1e-6)
     for name, tensor in run.weights.items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-6, atol=1e-8)
 
 
-def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
-    runs, metrics = {}, {}
-    for attention, accumulate in ((None, 1), (None, 4), ("eager", 2)):
-        options = {"loading": ModelLoading(attention=attention), "lr": 5e-3}
-        run = dpo_cases.fit(folder, accumulate, module=options, max_steps=50, max_epochs=-1, precision="64-true")
-        runs[attention, accumulate] = windows(run.losses, accumulate)
-        metrics[attention, accumulate] = run.metrics
-    first = runs[None, 1]
-    assert len(first) == 50
-    assert first[-1] < 0.9 * first[0]
-    for run in runs.values():
-        assert run == pytest.approx(first, rel=1e-5)
-    assert {"loss", "rewards/margins", "rewards/margins_epoch", "logps/chosen_epoch"} <= metrics[None, 1].keys()
-    for logged in metrics.values():  # of the last step, and of its epoch
-        assert logged == pytest.approx(metrics[None, 1], rel=1e-4)
-
-
 @pytest.mark.distributed
-def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, expected: Any, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, tmp_path: Path) -> None:
     reports = ranks.run("modules.dpo_cases:on_ranks", 2, tmp_path, model=str(folder))
     for report in reports:  # the second epoch goes on with the reference where it was
         assert report["stopped and resumed"] == report["zero3, following"][6:]
@@ -91,24 +66,16 @@ def test_two_ranks_train_as_one_with_every_kind_of_reference(folder: Path, expec
         whole, rest = torch.load(tmp_path / f"half {strategy}.pt")
         assert all(torch.equal(tensor, rest[key]) for key, tensor in whole.items())
         assert not all(torch.equal(tensor, start[key]) for key, tensor in whole.items())
-    both = [sum(pair) / 2 for pair in zip(*(report["fifty steps"] for report in reports), strict=True)]
-    alone = dpo_cases.fit(folder, max_steps=50, max_epochs=-1)
-    assert len(alone.losses) == 50
-    assert both == pytest.approx(alone.losses, rel=1e-4)
-    for report in reports:
-        assert report["metrics"] == pytest.approx(alone.metrics, rel=1e-3)
     runs: dict[str, Any] = {}
     for name, (_, accumulate, options) in CASES.items():
         if str(options) not in runs:
-            runs[str(options)] = dpo_cases.fit(folder, module={"ref_model": None} | options if options else {})
+            runs[str(options)] = dpo_cases.fit(folder, module=options)
         alone = runs[str(options)]
         both = [sum(pair) / 2 for pair in zip(*(report[name] for report in reports), strict=True)]
         assert windows(both, accumulate) == pytest.approx(alone.losses, rel=1e-4)
         weights, reference = torch.load(tmp_path / f"{name}.pt")
         for key, tensor in weights.items():
             torch.testing.assert_close(tensor, alone.weights[key], rtol=1e-4, atol=2e-6)
-            if not options:
-                torch.testing.assert_close(tensor.double(), expected[1][key], rtol=1e-4, atol=2e-6)
             if options == FOLLOWING:
                 torch.testing.assert_close(reference[key], alone.reference[key], rtol=1e-4, atol=2e-6)
 
@@ -208,13 +175,10 @@ def test_a_reference_that_moves_follows_the_policy_every_so_many_steps(folder: P
         torch.testing.assert_close(straight.reference[name], end, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["frozen", "following", "computed"])
-def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, kind: str) -> None:
-    options: dict[str, Any] = {
-        "frozen": {"ref_model": None},
-        "following": FOLLOWING | {"parts": dpo_cases.moving(1, 0.75)},
-        "computed": {"ref_model": None, **dpo_cases.computed(tmp_path / "cache")},
-    }[kind]
+def test_a_stopped_run_goes_on_bit_for_bit_without_the_log_probs_that_were_computed_before(
+    folder: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"ref_model": None, **dpo_cases.computed(tmp_path / "cache")}
 
     def run(epochs: int, **arguments: Any) -> DPOModule:
         module = DPOModule(str(folder / "model"), lr=1e-3, **options)
@@ -226,15 +190,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, kind: s
         return module
 
     straight = run(2)
-    if kind == "computed":  # lost: it is computed again, by a model that is loaded for it
-        for file in (tmp_path / "cache").iterdir():
-            file.unlink()
+    for file in (tmp_path / "cache").iterdir():  # computed again, by a model that is loaded for it
+        file.unlink()
     resumed = run(2, ckpt_path=str(tmp_path / "epoch=0.ckpt"))
     for name, tensor in straight.policy.state_dict().items():
         assert torch.equal(tensor, resumed.policy.state_dict()[name]), name
-    if kind == "following":
-        for name, tensor in straight.reference.state_dict().items():
-            assert torch.equal(tensor, resumed.reference.state_dict()[name]), name
 
 
 # --------------------------------------------------------------------------------------------------------- the losses
@@ -329,12 +289,9 @@ def test_a_loss_can_be_a_function_and_is_remembered_by_name() -> None:
     ("options", "message"),
     [
         ({"loss_type": "sigmiod"}, "loss_type must be a function or one of sigmoid"),
-        ({"beta": 0.0}, "beta must be a finite number above 0"),
         ({"loss_type": "exo_pair"}, "needs label_smoothing > 0"),
         ({"loss_type": "aot", "use_weighting": True}, "sort the batch"),
         ({"loss_type": "aot", "divergence": "js"}, "defined for divergence 'reverse_kl' only"),
-        ({"ld_alpha": 2.0}, "ld_alpha must be a finite number of at least 0 and at most 1"),
-        ({"parts": dpo_cases.moving(0, 0.6)}, "MovingReference.steps must be an integer of at least 1"),
         ({"parts": dpo_cases.moving(5, 0.6), "precompute_ref_log_probs": True}, "that nothing asks"),
         ({"parts": dpo_cases.moving(5, 0.6), "reference_free": True}, "that nothing asks"),
         (dpo_cases.computed("cache") | {"ref_model": "other"}, "it out, or ref_model$"),

@@ -151,19 +151,3 @@ def test_calibration_is_the_sum_over_bins() -> None:
     certain = Calibration()
     certain.add(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
     assert certain.metrics() == {"accuracy": 1.0, "ece": 0.0, "brier": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"center_rewards_coefficient": -1.0},
-            "coefficient must be a finite number of at least 0, got -1",
-        ),
-        ({"label_smoothing": 0.5}, r"label_smoothing must be a finite number of at least 0 and below 0.5, got 0.5"),
-        ({"head_std": -0.1}, "head_std must be a finite number of at least 0 or None, got -0.1"),
-    ],
-)
-def test_arguments_are_checked_when_constructed(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RewardModule("unused", **arguments)

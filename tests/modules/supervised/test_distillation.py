@@ -1,4 +1,4 @@
-"""DistillationModule against a loop written by hand, and itself on other splits, ranks and with cached teachers.
+"""DistillationModule against a loop written by hand, and itself with cached and sharded teachers.
 
 Covers ``teachers.py`` and ``data/formats/distilled.py`` too.
 """
@@ -59,26 +59,14 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_training_is_the_loop_by_hand_however_it_is_split(folder: Path, name: str) -> None:
+def test_training_is_the_loop_by_hand(folder: Path, name: str) -> None:
     knobs, token_loss = LOSSES[name]
     losses, weights = cases.by_hand(folder, token_loss)
-    # PyTorch's fused attention, which packed batches use, is good to float32 in float64 too.
-    for accumulate, attention, tolerance in ((1, None, 1e-6), (4, None, 1e-6), (2, "eager", 1e-12)):
-        run = cases.fit(folder, accumulate, knobs | {"loading": ModelLoading(attention=attention)}, precision="64-true")
-        windows = [sum(run.losses[at : at + accumulate]) for at in range(0, len(run.losses), accumulate)]
-        assert windows == pytest.approx(losses, rel=tolerance)
-        for key, tensor in run.weights.items():
-            torch.testing.assert_close(tensor, weights[key], rtol=1e-6, atol=tolerance)
-
-
-def test_fifty_steps_are_the_same_padded_or_packed_in_any_number_of_micro_batches(folder: Path) -> None:
-    first = cases.fit(folder, 1, {}, **cases.FIFTY).losses
-    assert len(first) == 50
-    assert first[-1] < 0.95 * first[0]
-    for attention, accumulate in ((None, 4), ("eager", 2)):
-        losses = cases.fit(folder, accumulate, {"loading": ModelLoading(attention=attention)}, **cases.FIFTY).losses
-        windows = [sum(losses[at : at + accumulate]) for at in range(0, len(losses), accumulate)]
-        assert windows == pytest.approx(first, rel=1e-5)
+    run = cases.fit(folder, 2, knobs | {"loading": ModelLoading(attention="eager")}, precision="64-true")
+    both = [sum(pair) for pair in zip(run.losses[::2], run.losses[1::2], strict=True)]
+    assert both == pytest.approx(losses, rel=1e-12)
+    for key, tensor in run.weights.items():
+        torch.testing.assert_close(tensor, weights[key], rtol=1e-6, atol=1e-12)
 
 
 def test_a_teacher_kept_on_disk_is_the_teacher_beside_the_student(folder: Path, tmp_path: Path) -> None:
@@ -98,19 +86,12 @@ def test_a_teacher_kept_on_disk_is_the_teacher_beside_the_student(folder: Path, 
 
 
 @pytest.mark.distributed
-def test_two_ranks_train_as_one_with_deepspeed_and_for_fifty_steps_without(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_with_the_teacher_sharded_or_on_disk(folder: Path, tmp_path: Path) -> None:
     _, weights = cases.by_hand(folder, bucketed)
-    found = ranks.run("modules.distillation_cases:on_ranks", 2, tmp_path, data=str(folder), knobs=REVERSE)
+    ranks.run("modules.distillation_cases:on_ranks", 2, tmp_path, data=str(folder), knobs=REVERSE)
     for trained in torch.load(tmp_path / "weights.pt"):
         for name, tensor in trained.items():
             torch.testing.assert_close(tensor.double(), weights[name], rtol=1e-4, atol=5e-6)
-
-    def windows(losses: Any) -> list[float]:
-        shares = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
-        return [sum(pair) for pair in zip(shares[::2], shares[1::2], strict=True)]
-
-    assert len(windows(found)) == 50
-    assert windows(found) == pytest.approx(cases.fit(folder, 1, {}, **cases.FIFTY).losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -146,21 +127,6 @@ def test_a_student_that_is_its_teacher_has_no_loss(folder: Path) -> None:
     assert metrics["val/loss"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_resume_is_bitwise(folder: Path, tmp_path: Path) -> None:
-    straight = cases.fit(folder, 1, {})
-    module = cases.PlainDistillation(str(folder / "model"), str(folder / "teacher"), lr=cases.LR, chunk_size=7)
-    first = cases.trainer(folder, max_epochs=1)
-    first.fit(module, cases.data(folder, 8))
-    first.save_checkpoint(tmp_path / "one.ckpt")
-    saved = torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]
-    assert not any(name.startswith("teacher.") for name in saved)
-    module = cases.PlainDistillation(str(folder / "model"), str(folder / "teacher"), lr=cases.LR, chunk_size=7)
-    steps = cases.Steps()
-    cases.trainer(folder, callbacks=[steps]).fit(module, cases.data(folder, 8), ckpt_path=tmp_path / "one.ckpt")
-    assert steps.losses == straight.losses[3:]
-    assert all(torch.equal(tensor, straight.weights[name]) for name, tensor in steps.weights.items())
-
-
 def test_another_vocabulary_is_refused_and_a_padded_one_is_not(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -190,11 +156,8 @@ def test_another_vocabulary_is_refused_and_a_padded_one_is_not(folder: Path, tmp
     ("knobs", "message"),
     [
         ({"divergence": "total"}, "divergence must be"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"distillation_coef": 1.5}, "distillation_coef"),
         ({"precompute_teacher": True}, "top_k=64"),
         ({"precompute_teacher": True, "top_k": 4, "temperature": 2.0}, "renormalize"),
-        ({"chunk_size": 0}, "chunk_size"),
         ({"teacher_weight": 0.3}, "it belongs to 'jsd'"),
         ({"remainder": "renormalize"}, "remainder would have no effect beside top_k=None"),
     ],

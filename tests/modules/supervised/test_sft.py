@@ -1,6 +1,7 @@
-"""SFTModule against a loop written by hand."""
+"""SFTModule against a loop written by hand, and where it and DFT end up."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
 
-from rlhfkit import DPOModule, Optimization, PreferenceDataModule, SFTDataModule, SFTModule
+from rlhfkit import DFTModule, DPOModule, Optimization, PreferenceDataModule, SFTDataModule, SFTModule
 from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.modules.parts.token_metrics import TokenMetrics
 
@@ -65,12 +66,11 @@ def by_hand(folder: Path, lr: float) -> tuple[dict[str, torch.Tensor], list[floa
     return model.state_dict(), losses
 
 
-@pytest.mark.parametrize(("size", "accumulate"), [(24, 1), (8, 3), (4, 6)])
-def test_training_is_the_loop_by_hand_however_it_is_split(folder: Path, size: int, accumulate: int) -> None:
+def test_training_is_the_loop_by_hand(folder: Path) -> None:
     expected, losses = by_hand(folder, lr=0.1)
     module = PlainSFT(str(folder / "model"), lr=0.1)
-    run = trainer(folder, accumulate_grad_batches=accumulate)
-    run.fit(module, data(folder, size))
+    run = trainer(folder, accumulate_grad_batches=3)
+    run.fit(module, data(folder, 8))
     assert run.global_step == 2
     assert losses[1] < losses[0]
     for name, tensor in module.policy.state_dict().items():
@@ -158,3 +158,37 @@ def test_token_accuracy_and_entropy_are_those_of_dense_logits(folder: Path) -> N
     for name, tensor in weights[False].items():
         # In one pass the gradients are summed in other tiles where the entropy is computed too.
         torch.testing.assert_close(tensor, weights[True][name], rtol=1e-5, atol=1e-6)
+
+
+SHARE = 0.75
+ENTROPY = -(SHARE * math.log(SHARE) + (1 - SHARE) * math.log(1 - SHARE))
+
+
+def learned(folder: Path, kind: type[SFTModule]) -> tuple[dict[str, float], float]:
+    """Validation metrics, and the probability of the answer that three of four rows give to each of four prompts."""
+    rows = [
+        {"prompt": prompt, "completion": "x" if i < 3 else "y"} for prompt in ("a", "b", "c", "d") for i in range(4)
+    ]
+    module = kind(str(folder / "model"), lr=1e-2)
+    data = SFTDataModule(rows, validation_data=rows, micro_batch_size=16)
+    run = trainer(folder, max_epochs=60)
+    run.fit(module, data)
+    metrics = run.validate(module, data, verbose=False)[0]
+    ids = torch.tensor([module.tokenizer("a")["input_ids"]])
+    probabilities = module.policy(input_ids=ids).logits[0, -1].softmax(-1)
+    return metrics, float(probabilities[module.tokenizer("x")["input_ids"][0]])
+
+
+def test_cross_entropy_learns_the_distribution(folder: Path) -> None:
+    """The optimum is the entropy of the answers: an answer of 0.56 nats and a certain end, over two tokens."""
+    metrics, probability = learned(folder, SFTModule)
+    assert ENTROPY / 2 - 1e-4 < metrics["val/loss"] < ENTROPY / 2 + 5e-3
+    assert metrics["val/perplexity"] == pytest.approx(math.exp(metrics["val/loss"]), rel=1e-5)
+    assert probability == pytest.approx(SHARE, abs=0.05)
+
+
+def test_dynamic_fine_tuning_learns_the_likeliest_answer(folder: Path) -> None:
+    """Its gradient is that of the mean probability of the answers, which is largest where the likeliest has all."""
+    metrics, probability = learned(folder, DFTModule)
+    assert probability > 0.95
+    assert metrics["val/perplexity"] > math.exp(ENTROPY / 2) + 0.05  # of the data, which it no longer follows
