@@ -30,7 +30,6 @@ TEMPLATE = (
     "{% if style is defined %}{{ style }}{% endif %}{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};"
     "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
-CHAT = {"tokenizer": "@chat"}
 
 
 def wide() -> list[dict[str, Any]]:
@@ -178,7 +177,6 @@ EXAMPLES: dict[str, Change | Unseen] = {
 PAIRS: dict[str, Any] = {"prompt": "q1", "chosen": "a1", "rejected": "b1", "text": None}
 LABELLED: dict[str, Any] = {"prompt": "q1", "completion": "a1", "label": "l1", "text": None}
 STEPS: dict[str, Any] = {"prompt": "q1", "completions": "s1", "labels": "v1", "text": None}
-NO_COLUMN = Unseen("refused: this kind of data has no such column")
 
 
 def with_least(rows: Rows, least: Mapping[str, Any], **changed: Change | Unseen) -> Rows:

@@ -10,7 +10,7 @@ import torch
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes.environment import Action, Environment, Step
 from rlhfkit.models.load import load_tokenizer
-from rlhfkit.rollout import GroupFunction, LocalEngine, SamplingSpec
+from rlhfkit.rollout import GroupFunction, SamplingSpec
 from rlhfkit.rollout.groups import GroupRunner
 
 CHAT_TEMPLATE = (
@@ -93,8 +93,3 @@ def prompts_of(texts: Sequence[str], answers: Sequence[Any] | None = None) -> li
         Prompt(index, tokenizer(text)["input_ids"], text, answer=None if answers is None else answers[index])
         for index, text in enumerate(texts)
     ]
-
-
-def local_engine(model: Any) -> LocalEngine:
-    """One that serves the model's own weights once it is started."""
-    return LocalEngine(max_sequences=64)

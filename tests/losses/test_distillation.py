@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlhfkit.losses import distillation_loss, on_policy_distillation_advantages, policy_loss_output, policy_tokens
 
@@ -88,17 +86,6 @@ def test_equal_models_give_zero_and_others_more(divergence, form):
     assert distillation_loss(student, teacher, mask, divergence=divergence, **form).loss > 1e-3
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_gradcheck(divergence, form):
-    student, teacher, mask = logits_batch(seed=1)
-
-    def loss(student):
-        return distillation_loss(student, teacher, mask, divergence=divergence, **form).loss
-
-    assert torch.autograd.gradcheck(loss, (student.requires_grad_(),))
-
-
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_logits_and_logprobs_are_the_same(divergence):
     student, teacher, mask = logits_batch()
@@ -162,35 +149,6 @@ def test_banned_tokens_do_not_change_the_forward_divergence_of_the_others():
     for divergence in DIVERGENCES:
         expected = distillation_loss(student, teacher, mask, divergence=divergence).loss
         torch.testing.assert_close(distillation_loss(*banned, mask, divergence=divergence).loss, expected)
-
-
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10_000), parts=st.integers(1, 4))
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_gradient_does_not_depend_on_order_padding_or_micro_batches(divergence, seed, parts):
-    student, teacher, mask = logits_batch(seed)
-    whole = student.clone().requires_grad_()
-    distillation_loss(whole, teacher, mask, divergence=divergence).loss.backward()
-    split = F.pad(student, (0, 0, 0, 2), value=float("nan")).requires_grad_()
-    padded_teacher, padded_mask = F.pad(teacher, (0, 0, 0, 2), value=float("nan")), F.pad(mask, (0, 2))
-    knobs = {"divergence": divergence, "denominator": mask.sum()}
-    for rows in torch.randperm(4, generator=torch.Generator().manual_seed(seed)).tensor_split(parts):
-        distillation_loss(split[rows], padded_teacher[rows], padded_mask[rows], **knobs).loss.backward()
-    torch.testing.assert_close(split.grad[:, :-2], whole.grad)
-    assert (split.grad[:, -2:] == 0).all()
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_masked_tokens_reach_neither_loss_nor_gradient(form):
-    student, teacher, mask = logits_batch()
-    expected = distillation_loss(student, teacher, mask, **form)
-    keep = mask.unsqueeze(-1)
-    poisoned = torch.where(keep, student, float("nan")).requires_grad_()
-    output = distillation_loss(poisoned, torch.where(keep, teacher, float("inf")), mask, **form)
-    output.loss.backward()
-    torch.testing.assert_close(output.loss, expected.loss)
-    torch.testing.assert_close(output.metrics["distillation/divergence"], expected.metrics["distillation/divergence"])
-    assert (poisoned.grad[~mask] == 0).all()
 
 
 def test_a_function_can_be_the_divergence():

@@ -101,11 +101,6 @@ def on_ranks(world_size: int, step: Callable[[RankLog], Any]) -> list[Any]:
     return results
 
 
-def queue_at(after: dict[str, Any]) -> IterationQueue:
-    """The prompts from a place on."""
-    return IterationQueue(PromptOrder(TOTAL, seed=2), lambda row: Prompt(row, [5]), PromptCursor.from_state_dict(after))
-
-
 def collect(after: dict[str, Any], seed: int, log: RankLog, **arguments: Any) -> tuple[CollectedGroups, AnyOrder]:
     stream = AnyOrder(seed * 10 + log.store.rank, arguments.pop("streams"))
     teaches = arguments.pop("teaches")

@@ -297,13 +297,6 @@ def test_vllm_makes_the_same_kind_of_groups(vllm_pool: SharedPool, vllm_model: P
 
 # ------------------------------------------------------------------ in training
 
-MORE: list[dict[str, Any]] = [
-    {},
-    {"parts": [DynamicSampling()]},
-    {"parts": [Oversampling(0.5)]},
-    {"parts": [Ahead(1)]},
-]
-
 
 def test_the_default_function_trains_to_the_same_bits(tmp_path: Path) -> None:
     found = []

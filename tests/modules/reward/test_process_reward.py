@@ -1,21 +1,17 @@
-"""ProcessRewardModule: golden losses through the whole module, and a known optimum."""
+"""ProcessRewardModule: a known optimum, and what is saved."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from modules import scalar_cases
 from rlhfkit import ProcessRewardModule, StepwiseDataModule
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats.stepwise import StepwiseExample, collate_stepwise
 from rlhfkit.models import unwrap
-
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "openrlhf.json").read_text())["prm"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,33 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("process")
     scalar_cases.prepare(folder)
     return folder
-
-
-class Given(ProcessRewardModule):
-    """Log-odds that were written down."""
-
-    given: Tensor
-
-    def scores(self, batch: Any) -> Tensor:
-        return self.given
-
-
-@pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_loss_and_accuracy_are_those_of_openrlhf(kind: str) -> None:
-    """Theirs are logits of two words, the first of them for *good*; ours is the difference of these logits."""
-    placeholder, words = GOLDEN["placeholder"], GOLDEN["reward_token_ids"]
-    logits = torch.tensor(GOLDEN["logits"])[..., words]
-    tokens = GOLDEN["inputs"][0]
-    ends = [token == placeholder for token in tokens]
-    given = [label for label, end in zip(GOLDEN[f"{kind}_labels"][0], ends, strict=True) if end]
-    labels = [float(label == words[0]) for label in given] if kind == "hard" else given
-    module = Given("unused")
-    module.given = (logits[..., 0] - logits[..., 1])[:, 1:]
-    result = module.loss(collate_stepwise([StepwiseExample(TokenExample(tokens, ends), labels)]), module.given)
-    loss, accuracy = GOLDEN[kind]
-    assert float(result.loss) == pytest.approx(loss, abs=1e-6)
-    assert float(result.metrics["prm/accuracy"]) == pytest.approx(accuracy)
-    assert float(result.metrics["prm/steps"]) == 2
 
 
 def test_it_learns_hard_and_soft_labels(folder: Path, tmp_path: Path) -> None:
