@@ -225,16 +225,6 @@ def test_shell_lines_are_parsed_by_the_command_line(
     assert not ended.value.code, capsys.readouterr().err
 
 
-def test_shell_lines_of_all_kinds_are_found() -> None:
-    commands = {shlex.split(line, comments=True)[1] for _, line in SHELL_LINES}
-    assert commands >= {"fit", "estimate", "report", "init", *FUNCTION_COMMANDS} - {
-        "parts",
-        "doctor",
-    }  # which take no argument
-    pages = {page for page, _ in SHELL_LINES}
-    assert {"README.md", "recipes.md", "main.py", "grpo_arithmetic.yaml", "generate.py"} <= pages
-
-
 @every_page
 def test_shell_and_yaml_are_well_formed(page: Path) -> None:
     for block in blocks(page, "bash"):
@@ -242,22 +232,6 @@ def test_shell_and_yaml_are_well_formed(page: Path) -> None:
         assert done.returncode == 0, done.stderr
     for block in blocks(page, "yaml"):
         assert [*yaml.safe_load_all(block)] != [None], block
-
-
-GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SENTENCES = re.compile(r"(?<=[.!?:;])[)\"*`]*\s+(?=[A-Z`\[(*])|(?<=\.)\)? +")
-
-
-@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
-def test_sentences_and_cells_of_the_guide_are_short(page: Path) -> None:
-    """At most 40 words a sentence and 20 a cell; facts that need more are in ``reference/``."""
-    lines = FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()
-    cells = [cell for line in lines if line.startswith("|") for cell in line.strip("|").split(" | ")]
-    assert [cell for cell in cells if len(cell.split()) > 20] == []
-    text = "\n".join("" if line.startswith(("|", "#")) else line for line in lines)
-    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text)
-    sentences = [each for paragraph in paragraphs for each in SENTENCES.split(" ".join(paragraph.split()))]
-    assert [each for each in sentences if len(each.split()) > 40] == []
 
 
 @every_page
@@ -296,21 +270,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = (page.parent / file).resolve() if file else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
-
-
-def test_a_call_that_does_not_fit_is_found() -> None:
-    """The checks themselves: arguments of base classes, of nobody, and missing ones."""
-
-    def check(code: str) -> str | None:
-        call = ast.parse(code, mode="eval").body
-        assert isinstance(call, ast.Call)
-        assert isinstance(call.func, ast.Name)
-        return complaint(call, getattr(rlhfkit, call.func.id))
-
-    assert (
-        check("GRPOModule('model', lr=1e-6, clip_low=0.2, lora=LoRA(rank=4), loading={'attention': 'eager'})") is None
-    )
-    assert "learning_rate" in str(check("GRPOModule('model', learning_rate=1e-6)"))
-    assert "missing" in str(check("DistillationModule('model')"))
-    assert check("DistillationModule('model', ...)") is None
-    assert "too many" in str(check("LoRA(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)"))

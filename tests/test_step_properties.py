@@ -34,9 +34,10 @@ def whole(folder: Path, kind: str, setting: int) -> Found:
 
 
 def same(found: Found, expected: Found) -> None:
-    """Losses, weights and metrics agree to the rounding of float32 sums."""
+    """Losses, weights and metrics agree to the rounding of float32 sums; strategies log more."""
     assert found.losses == pytest.approx(expected.losses, rel=2e-4, abs=2e-5)
-    assert found.metrics == pytest.approx(expected.metrics, rel=2e-3, abs=5e-5)
+    own = {name: found.metrics.get(name) for name in expected.metrics}
+    assert own == pytest.approx(expected.metrics, rel=2e-3, abs=5e-5)
     assert found.weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
         text = functools.partial("{}: {}".format, name)
