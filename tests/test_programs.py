@@ -183,7 +183,9 @@ def values(trainer: L.Trainer) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("method", RUNS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(each, marks=[pytest.mark.long] * (each not in ("sft", "grpo"))) for each in RUNS]
+)
 def test_script_and_configuration_are_the_same_run(
     method: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +224,7 @@ def commands(method: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("method", RUNS)
+@pytest.mark.long
 def test_sizes_in_the_comments_can_be(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

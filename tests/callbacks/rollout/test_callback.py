@@ -10,14 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, digits, setup_run, weights
+from rl_runs import digits, setup_run, weights
 from strategies import ranks
 
 from rlhfkit import GRPOModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.report.page import read_page
 from rlhfkit.data import Experience
 from rlhfkit.losses import LossOutput, group_advantages
-from rlhfkit.models import ModelLoading
 
 
 class Recorder(L.Callback):
@@ -109,37 +108,6 @@ def test_micro_batches_share_the_count_of_their_whole_step(watched: tuple[Watche
         assert one.step_micro_batches == 2
 
 
-def trained(folder: Path, **arguments: Any) -> dict[str, torch.Tensor]:
-    trainer, module, data, _ = setup_run(folder, module=PlainGRPO, **arguments)
-    trainer.fit(module, data)
-    return weights(module)
-
-
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean"])
-def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, aggregation: str) -> None:
-    base = {"lr": 0.05, "aggregation": aggregation}
-    runs = [
-        trained(
-            tmp_path,
-            module_arguments=base | {"loading": ModelLoading(attention=attention)},
-            data_arguments={"micro_batch_size": size},
-            accumulate_grad_batches=16 // size,
-        )
-        for size, attention in [(16, None), (8, None), (4, None), (8, "sdpa")]
-    ]
-    start = weights_of(tmp_path / "model")
-    assert any(not torch.allclose(runs[0][name], start[name], atol=1e-5) for name in start)
-    for run in runs[1:]:
-        for name, tensor in run.items():
-            torch.testing.assert_close(tensor, runs[0][name], rtol=1e-4, atol=1e-6)
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    from rlhfkit.models import load_causal_lm
-
-    return load_causal_lm(str(folder)).state_dict()
-
-
 @pytest.mark.distributed
 def test_one_rank_and_two_ranks_train_on_the_same_samples_to_the_same_weights(tmp_path: Path) -> None:
     single = ranks.run("rl_runs:train_on_ranks", 1, tmp_path / "one", strategies=["auto", "auto stream"], world=1)[0]
@@ -175,48 +143,6 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     first, second = ranks.run("rl_runs:fail_on_one_rank", 2, tmp_path)
     assert first == "ArithmeticError: the reward is broken"
     assert second == "RuntimeError: rank 0 failed: ArithmeticError: the reward is broken"
-
-
-class SaveAt(L.Callback):
-    """Saves a checkpoint after a given batch, after all other callbacks."""
-
-    def __init__(self, path: Path, batch: int) -> None:
-        self.path, self.batch, self.count = path, batch, 0
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.count += 1
-        if self.count == self.batch:
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.parametrize("batch", [6, 8, 10], ids=["inside an iteration", "after its last batch", "inside the next"])
-def test_a_resumed_run_is_bitwise_the_straight_one(tmp_path: Path, batch: int) -> None:
-    recorder = Recorder()
-    trainer, module, data, _ = setup_run(
-        tmp_path, callbacks=[recorder, SaveAt(tmp_path / "saved.ckpt", batch)], max_epochs=4
-    )
-    trainer.fit(module, data)
-    again = Recorder()
-    trainer, resumed, data, rollouts = setup_run(tmp_path, callbacks=[again], max_epochs=4)
-    trainer.fit(resumed, data, ckpt_path=str(tmp_path / "saved.ckpt"))
-    assert len(again.batches) == 16 - batch
-    for name, tensor in weights(resumed).items():
-        assert torch.equal(tensor, weights(module)[name]), name
-    assert rollouts.iteration == 4
-    for one, other in zip(recorder.batches[batch:], again.batches, strict=True):
-        assert torch.equal(one.input_ids, other.input_ids)
-
-
-def test_a_run_resumed_at_an_epochs_end_is_bitwise_the_straight_one(tmp_path: Path) -> None:
-    trainer, module, data, _ = setup_run(tmp_path, max_epochs=4)
-    trainer.fit(module, data)
-    trainer, half, data, _ = setup_run(tmp_path, max_epochs=2)
-    trainer.fit(half, data)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    trainer, resumed, data, _ = setup_run(tmp_path, max_epochs=4)
-    trainer.fit(resumed, data, ckpt_path=str(tmp_path / "half.ckpt"))
-    for name, tensor in weights(resumed).items():
-        assert torch.equal(tensor, weights(module)[name]), name
 
 
 def test_unscored_samples_are_not_trained_on(tmp_path: Path) -> None:

@@ -148,10 +148,10 @@ def kl_to_teacher(module: Any, teacher: Path, samples: list[Sample]) -> float:
 @pytest.mark.parametrize(
     ("knobs", "level"),
     [
-        ({}, 1.4),
+        pytest.param({}, 1.4, marks=pytest.mark.long),
         ({"divergence": "reverse_kl"}, 0.6),
-        ({"parts": [DivergenceLoss("jsd", top_k=8)]}, 0.3),
-        ({"divergence": "reverse_kl", "lora": LoRA(rank=8), "lr": 2e-2}, 2.2),
+        pytest.param({"parts": [DivergenceLoss("jsd", top_k=8)]}, 0.3, marks=pytest.mark.long),
+        pytest.param({"divergence": "reverse_kl", "lora": LoRA(rank=8), "lr": 2e-2}, 2.2, marks=pytest.mark.long),
     ],
     ids=["sampled token", "reverse KL", "JSD of eight tokens", "LoRA"],
 )

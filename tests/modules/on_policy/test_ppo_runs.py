@@ -25,7 +25,7 @@ from rlhfkit import (
     SFTDataModule,
     SFTModule,
 )
-from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
+from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.modules.parts import Critic, CriticWarmup, EntropyBonus, RewardModel
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
@@ -114,21 +114,6 @@ def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(
     expected = weights(straight)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
     assert [part.state_dict() for part in resumed.parts] == [part.state_dict() for part in straight.parts]
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["two models", "shared backbone"])
-def test_training_does_not_depend_on_micro_batches_or_packing(tmp_path: Path, shared: bool) -> None:
-    base = {"lr": 0.05, "parts": parts(*STOPS_EARLY, lr=0.05, shared=shared)}
-    made = []
-    for size, attention in [(8, None), (2, None), (4, "sdpa")]:
-        arguments = base | {"loading": ModelLoading(attention=attention)}
-        trainer, module, data, _ = run(tmp_path, arguments, module=PlainPPO, micro_batch_size=size, max_epochs=2)
-        trainer.fit(module, data)
-        made.append(weights(module))
-        assert 0 < trainer.callback_metrics["policy/kl_early_stopped"] < 1
-    for other in made[1:]:
-        for name, tensor in other.items():
-            torch.testing.assert_close(tensor, made[0][name], rtol=1e-4, atol=1e-6)
 
 
 def test_with_adapters_the_reference_is_the_policy_without_them_and_the_critic_has_its_own(tmp_path: Path) -> None:

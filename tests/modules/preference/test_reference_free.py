@@ -98,6 +98,7 @@ G = math.exp(-0.5)
     ],
     ids=["simpo", "cpo"],
 )
+@pytest.mark.long
 def test_the_margin_goes_to_the_optimum(
     folder: Path, tmp_path: Path, module: Callable[[str], PreferenceModule], margin: float
 ) -> None:

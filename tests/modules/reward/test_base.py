@@ -54,6 +54,7 @@ def test_two_ranks_validate_and_save_as_one(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_adapters_and_head_train_and_are_saved_merged(folder: Path, tmp_path: Path, kind: str) -> None:
     lora = LoRA(rank=4, alpha=8)
     straight = scalar_cases.module(folder, kind, lora=lora)

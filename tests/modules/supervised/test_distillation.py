@@ -97,7 +97,7 @@ def test_two_ranks_train_as_one_with_the_teacher_sharded_or_on_disk(folder: Path
 @pytest.mark.parametrize(
     ("arguments", "left"),
     # Adapters leave the output layer as it is, so they cannot say everything that the teacher says.
-    [({"lr": 3e-3}, 0.01), ({"lr": 2e-2, "lora": LoRA(rank=8)}, 0.2)],
+    [({"lr": 3e-3}, 0.01), pytest.param({"lr": 2e-2, "lora": LoRA(rank=8)}, 0.2, marks=pytest.mark.long)],
     ids=["full", "lora"],
 )
 def test_the_student_comes_to_agree_with_its_teacher(tmp_path: Path, arguments: dict[str, Any], left: float) -> None:

@@ -38,9 +38,8 @@ def test_a_child_that_raises_shifts_nobody() -> None:
     one.close()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_each_of_many_hostile_calls_gets_its_own_answer_or_none(reward: SandboxedReward, seed: int) -> None:
-    chosen = random.Random(seed)
+def test_each_of_many_hostile_calls_gets_its_own_answer_or_none(reward: SandboxedReward) -> None:
+    chosen = random.Random(0)
     acts = [act for pair in zip(chosen.choices(sorted(ACTS), k=40), ["nothing"] * 40, strict=True) for act in pair]
     given = reward([sample(act, value) for value, act in enumerate(acts)])
     assert [got for value, got in enumerate(given) if got not in (value, None)] == []

@@ -161,6 +161,7 @@ def test_death_exit_and_exceptions_of_any_kind_come_back_as_text(one: SandboxPoo
     assert one.run(0).status == "ok"
 
 
+@pytest.mark.long
 def test_computing_is_limited_in_each_call() -> None:
     one = sandbox(limits=ResourceLimits(memory_gib=0.5, cpu_seconds=1))
     burnt = one.run("burn")
@@ -221,6 +222,7 @@ def test_forged_answers_are_not_read_as_anything(one: SandboxPool) -> None:
 
 
 @LINUX
+@pytest.mark.long
 def test_a_thousand_calls_leak_no_process_and_no_descriptor() -> None:
     before = len(os.listdir("/dev/fd")), children()
     two = sandbox(workers=2, timeout=0.2, start_timeout=60)
@@ -331,6 +333,7 @@ def test_when_the_trainer_is_killed_everything_inside_ends() -> None:
 
 
 @LINUX
+@pytest.mark.long
 def test_root_in_a_container_becomes_a_user_whose_processes_are_counted() -> None:
     """A container has no right to namespaces, and root no limit on processes."""
     rights = "-all,+chown,+dac_override,+fowner,+kill,+setgid,+setpcap,+setuid"
@@ -349,6 +352,7 @@ def test_root_in_a_container_becomes_a_user_whose_processes_are_counted() -> Non
 
 @LINUX
 @pytest.mark.parametrize("act", ["hide", "eat memory together", "kill supervisor", "nest folders"])
+@pytest.mark.long
 def test_the_whole_tree_is_hunted_down_without_any_layer(act: str) -> None:
     """But for what is left of a worker that kills its supervisor: there the call ends, and that is all."""
     if os.geteuid() != 0 or subprocess.run([*WITHOUT_LANDLOCK, "true"], capture_output=True).returncode != 0:

@@ -55,6 +55,7 @@ def test_values_are_the_rewards_own(reward: SandboxedReward) -> None:
         assert list(threads.map(reward, [samples("1", "2"), samples("3"), []])) == [[1.0, 2.0], [3.0], []]
 
 
+@pytest.mark.long
 def test_rewards_of_the_library_that_call_others_are_there_what_they_are_here() -> None:
     """Values, parts, metrics, progress and answers; those of a call that failed are missing."""
     parts = {"right": exact_match, "cosine": CosineLength(exact_match, 8), "last": LastTurnReward(exact_match)}
