@@ -324,7 +324,6 @@ def test_what_is_cut_or_left_out_is_counted(write_rows: Write, caplog: pytest.Lo
         (ROWS, {"steps_per_epoch": None}, "give steps_per_epoch"),
         (ROWS, {"streaming": False}, "steps_per_epoch=3 is for streaming=True"),
         (ROWS, {"streaming": False, "steps_per_epoch": None, "passes": 2}, "passes=2 ends a run over a stream"),
-        (ROWS, {"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1 or None, got 0"),
         ([{"question": "a"}], {}, "has the columns question, which is none of the kinds"),
         ([{"text": "a", "videos": "b"}], {}, "has a column 'videos'"),
     ],

@@ -73,9 +73,6 @@ class TestTraining:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"rank": 0}, "LoRA.rank must be an integer of at least 1, got 0"),
-            ({"alpha": -1.0}, "LoRA.alpha must be a finite number above 0"),
-            ({"dropout": 1.0}, "LoRA.dropout must be a finite number of at least 0 and below 1"),
             ({"targets": ()}, "LoRA.targets must be 'all-linear' or names of layers"),
             ({"init": "pissa"}, "LoRA.init must be one of kaiming, gaussian, orthogonal, got 'pissa'"),
         ],

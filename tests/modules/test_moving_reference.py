@@ -87,8 +87,6 @@ def test_small_steps_of_a_reference_in_16_bits_add_up(dtype: torch.dtype) -> Non
 def test_a_reference_that_cannot_move_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="moves a reference model that nothing asks"):
         GRPOModule("nobody", parts=[MovingReference(5)])
-    with pytest.raises(ValueError, match="steps must be an integer of at least 1"):
-        MovingReference(0)
     trainer, module, data, _ = setup_run(
         tmp_path, module_arguments={"lora": {"rank": 2}, "kl_coef": 0.1, "parts": [MovingReference(1)]}
     )

@@ -98,7 +98,6 @@ def test_the_launcher_gets_what_the_strategy_and_the_trainer_say() -> None:
     [
         ({"launcher": "slurm"}, "launcher must be 'ray', 'subprocess' or None, got 'slurm'"),
         ({"launcher": "subprocess", "num_nodes": 2}, r"use Trainer\(num_nodes=...\)"),
-        ({"launcher": "ray", "num_nodes": 0}, "num_nodes must be an integer of at least 1 or None, got 0"),
         ({"launcher": "ray", "resources_per_rank": {"CPU": 0}}, "resources_per_rank must name positive amounts"),
         ({"launcher": "ray", "resources_per_rank": {}}, "resources_per_rank must name positive amounts"),
         ({"launcher": "ray", "resources_per_rank": {"GPU": 0.5}}, "whole GPUs"),

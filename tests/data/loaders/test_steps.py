@@ -291,7 +291,6 @@ def test_a_step_among_other_ranks_is_refused_inside_an_epoch() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"micro_batch_size": 0}, "micro_batch_size must be an integer of at least 1 or None, got 0"),
         ({}, "micro_batch_size or as max_tokens_per_micro_batch"),
         ({"micro_batch_size": 1, "max_tokens_per_micro_batch": 9}, "got micro_batch_size=1 and"),
         ({"max_tokens_per_micro_batch": 3}, "does not fit into 3"),

@@ -246,8 +246,6 @@ def test_changed_data_is_noticed_and_a_new_pass_begins(write_rows: Write, caplog
         ({"system": "S"}, "system= is a chat message, but the chat template is not used"),
         ({"apply_chat_template": True}, "apply_chat_template is true, but the tokenizer has no chat template"),
         ({"tokenizer": None}, "no tokenizer"),
-        ({"rollout_batch_size": 0}, r"rollout_batch_size must be an integer of at least 1, got 0"),
-        ({"max_prompt_length": 0}, "max_prompt_length must be an integer of at least 1 or None, got 0"),
         ({"overlong_prompts": "cut"}, "overlong_prompts must be 'error' or 'drop', got 'cut'"),
     ],
 )

@@ -144,8 +144,6 @@ def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.
         ValueError, match=r"pretraining_data is a SFTDataModule with streaming=True, and .* leave streaming=True out"
     ):
         PromptDataModule(path, pretraining_data=text)
-    with pytest.raises(ValueError, match="passes must be an integer of at least 1 or None, got 0"):
-        module(path, passes=0)
     with pytest.raises(ValueError, match="answer='solution' is not a column"):
         module(path, answer="solution")
     data = module(path)

@@ -182,10 +182,8 @@ def made(name: str, **arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"critic_lr": 0.0}, r"critic_lr must be a finite number above 0"),
         ({"lam": 1.1}, "lam"),
         ({"gamma": -0.1}, "gamma"),
-        (made("GAE", length_adaptive_alpha=0.0), r"GAE\.length_adaptive_alpha must be a finite number above 0 or None"),
         ({"value_clip": 0.0}, "clip"),
         (made("Critic", model="elsewhere", shared=True), "starts from no model of its own: leave the model out"),
         ({"parts": [Critic(shared=True), CriticWarmup(1)]}, "leave CriticWarmup out"),

@@ -212,8 +212,6 @@ def test_functions_and_classes_are_given_what_they_take() -> None:
         ({"optimizer": "muon", "optimizer_arguments": {"adjust_lr": "no"}}, "refuses optimizer_arguments"),
         ({"warmup_steps": 2, "warmup_ratio": 0.1}, "give warmup_steps=2 or warmup_ratio=0.1, not both"),
         ({"lr_schedule": "cosinus"}, "lr_schedule must be one of constant, linear, cosine, inverse_sqrt, wsd"),
-        ({"min_lr_ratio": 2.0}, "min_lr_ratio must be a finite number of at least 0 and at most 1"),
-        ({"decay_ratio": 0.0}, "decay_ratio must be a finite number above 0"),
         ({"min_lr_ratio": 0.1}, "min_lr_ratio would have no effect beside lr_schedule='constant'"),
         ({"decay_ratio": 0.1, "lr_schedule": "linear"}, "decay_ratio would have no effect beside lr_schedule='linear'"),
     ],

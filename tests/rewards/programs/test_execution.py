@@ -281,9 +281,5 @@ def test_outputs_agree_but_for_white_space_at_ends() -> None:
     assert not same_output("", "1")
 
 
-def test_mistakes_are_named_and_copies_work() -> None:
-    with pytest.raises(ValueError, match="max_tests must be an integer of at least 1 or None, got 0"):
-        CodeExecution(max_tests=0)
-    with pytest.raises(ValueError, match="timeout must be a finite number above 0"):
-        CodeExecution(timeout=-20)
+def test_copies_work() -> None:
     assert pickle.loads(pickle.dumps(CodeExecution(workers=1)))([sample(ADD, ADDITIONS[:1])]) == [1.0]
