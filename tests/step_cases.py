@@ -38,7 +38,6 @@ from rlhfkit.callbacks import Probe
 from rlhfkit.mesh import SequenceParallel, forward_group_of
 from rlhfkit.models import ModelLoading, unwrap
 from rlhfkit.modules.parts import Critic, EntropyBonus, MaskTruncated
-from rlhfkit.modules.parts.moving_reference import MovingReference
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
 
 STEP, STEPS = 8, 2
@@ -54,8 +53,7 @@ KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
     "dpo": (
         DPOModule,
         "pairs",
-        [{"loss_type": name, "nll_coef": 0.3} for name in ("sigmoid", "ipo", "hinge", "sppo_hard")]
-        + [{"parts": [MovingReference(1, alpha=0.6).plain()]}],
+        [{"loss_type": name, "nll_coef": 0.3} for name in ("sigmoid", "ipo", "hinge", "sppo_hard")],
     ),
     "simpo": (SimPOModule, "pairs", [{"alpha": 0.2}]),
     "cpo": (CPOModule, "pairs", [{"label_smoothing": 0.1}]),
@@ -166,7 +164,7 @@ def train(
         callbacks: More callbacks of the Trainer.
         sequence: Ranks that divide sequences among themselves; ``strategy`` is then a ZeRO stage, ``None``: DDP.
         sharing: How attention sees the tokens of all of them.
-        own: Arguments of the module for its own optimizer.
+        own: More arguments of the module, which then has its own optimizer.
         resume: Checkpoint of a run with the same arguments.
         **more: Of the Trainer.
 
@@ -222,7 +220,7 @@ def train(
 
 
 def on_ranks(folder: Path, place: str, cases: list[Mapping[str, Any]]) -> list[Any]:
-    """Entry point of a rank: its losses and metrics of each case. Rank 0 writes the weights into ``place``.
+    """Entry point of a rank: its share of the losses of each case. Rank 0 writes the weights into ``place``.
 
     Args:
         folder: Of the results of ranks.
@@ -233,8 +231,8 @@ def on_ranks(folder: Path, place: str, cases: list[Mapping[str, Any]]) -> list[A
     found = []
     for number, case in enumerate(cases):
         os.environ["WORLD_SIZE"] = str(world)  # Lightning deletes it when a fit ends
-        losses, weights, metrics = train(Path(place), **case, devices=world)
+        losses, weights, _ = train(Path(place), **case, devices=world)
         if rank == 0:
             torch.save(weights, Path(place) / f"case_{number}.pt")
-        found.append((losses, metrics))
+        found.append(losses)
     return found
