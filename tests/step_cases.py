@@ -164,7 +164,7 @@ def train(
         callbacks: More callbacks of the Trainer.
         sequence: Ranks that divide sequences among themselves; ``strategy`` is then a ZeRO stage, ``None``: DDP.
         sharing: How attention sees the tokens of all of them.
-        own: More arguments of the module, which then has its own optimizer.
+        own: More arguments of the module, which then has its own optimizer; the rows are shuffled.
         resume: Checkpoint of a run with the same arguments.
         **more: Of the Trainer.
 
@@ -197,7 +197,9 @@ def train(
         sampling = SamplingSpec(group_size=2, max_new_tokens=4, stop_token_ids=tuple(range(64, 128)))
         engine: Any = LocalEngine()
         used.insert(0, RolloutCallback(learning.scored, engine=engine, sampling=sampling, parts=[Probe(1e-3)]))
-        source: Any = PromptDataModule(rows[:STEP], rollout_batch_size=STEP, micro_batch_size=size, shuffle=False)
+        source: Any = PromptDataModule(
+            rows[:STEP], rollout_batch_size=STEP, micro_batch_size=size, shuffle=own is not None
+        )
     else:
         types = {
             "texts": SFTDataModule,
@@ -205,7 +207,7 @@ def train(
             "unpaired": UnpairedPreferenceDataModule,
             "steps": StepwiseDataModule,
         }
-        source = types[data](rows, micro_batch_size=size, shuffle=False)
+        source = types[data](rows, micro_batch_size=size, shuffle=own is not None)
     window = STEP // (size * ranks)
     plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_checkpointing": False}
     trainer = L.Trainer(

@@ -3,7 +3,6 @@
 Covers tokenization/examples.py and tokenization/token_examples.py too.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.data import TokenBatch, TokenExample, collate_tokens
@@ -283,25 +282,6 @@ def test_validation_loss_is_the_mean_over_all_validation_tokens(tmp_path: Path) 
         )
         found = trainer.validate(learner, data, verbose=False)[0]["val/loss"]
         assert found == pytest.approx(exact, rel=1e-6)
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 4])
-def test_stopped_and_resumed_run_trains_on_the_same_rows(tmp_path: Path, step: int) -> None:
-    """Three steps per epoch: saved inside the first, at its end, and inside the second."""
-
-    def data() -> SFTDataModule:
-        return SFTDataModule(ROWS, micro_batch_size=2)
-
-    straight, _ = fit(tmp_path, data(), max_epochs=3, accumulate_grad_batches=2)
-    saver = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(tmp_path, data(), saver, max_epochs=3, accumulate_grad_batches=2, enable_checkpointing=True)
-    resumed, _ = fit(
-        tmp_path, data(), max_epochs=3, accumulate_grad_batches=2, ckpt_path=tmp_path / "saved" / f"step={step}.ckpt"
-    )
-    rows_per_step = [4, 4, 3]
-    before = sum(itertools.islice(itertools.cycle(rows_per_step), step))
-    assert resumed.seen == straight.seen[before:]
-    assert torch.equal(resumed.table, straight.table)
 
 
 def test_a_row_may_be_as_long_as_the_ranks_that_divide_it_have_room_for() -> None:

@@ -232,6 +232,7 @@ def test_validation_has_the_engine_to_itself(tmp_path: Path) -> None:
     assert 0.0 < trainer.callback_metrics["rollout_corr/eff_sample_size"] <= 1.0
 
 
+@pytest.mark.long
 def test_reward_rises_with_weights_that_change_in_flight(tmp_path: Path) -> None:
     watch = Watch()
     rollouts = RolloutCallback(digits, sampling=SAMPLING, parts=[Ahead(1, in_flight=True)])

@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lazy_module import LazyModule
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from tiny_models import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -193,7 +193,7 @@ def test_next_prompts_peeks(write_rows: Write) -> None:
     assert drawn == taken(data, [4] * 5)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_resumed_run_gets_the_prompts_of_the_straight_run(write_rows: Write, tmp_path: Path, seed: int) -> None:
     path = write_rows(ROWS)
     generator = random.Random(seed)
@@ -343,27 +343,6 @@ def test_trainer_collects_once_per_epoch_from_current_weights(write_rows: Write,
     assert [step for step, _ in source.collected] == [0, 2, 4, 6, 8]  # two updates per iteration, none of them stale
     assert learner.seen == [index for _, batch in source.collected for index in batch for _ in range(2)]
     assert max(Counter(learner.seen).values()) == 4
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_stopped_and_resumed_run_trains_on_the_same_rows(write_rows: Write, tmp_path: Path, every: int) -> None:
-    """Saved after 1, 2 or 3 updates of iterations of two: inside the first, at its end, and inside the second."""
-    path = write_rows(ROWS)
-
-    def run(*callbacks: Callback, **options: Any) -> Learner:
-        learner = Learner()
-        data = PromptDataModule(path, prompt="question", rollout_batch_size=4)
-        ckpt_path = options.pop("ckpt_path", None)
-        run_trainer = trainer(tmp_path, Source(), *callbacks, **options)
-        run_trainer.fit(learner, data, ckpt_path=ckpt_path, weights_only=True)
-        return learner
-
-    straight = run(max_epochs=4)
-    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=every, save_top_k=-1)
-    run(saver, max_epochs=4, enable_checkpointing=True)
-    resumed = run(max_epochs=4, ckpt_path=tmp_path / f"step={every}.ckpt")
-    assert resumed.seen == straight.seen[every * 4 :]
-    assert torch.equal(resumed.weight, straight.weight)
 
 
 @pytest.mark.parametrize("count", [0, 2])
