@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhfkit.models.attention.families import sees_images
-from rlhfkit.models.load import Quantization, context_length, existing_name, language_model_class, load_config
+from rlhfkit.models.load import Quantization, context_length, empty_model, existing_name, load_config
 from rlhfkit.models.lora import LoRA, adapter_base, adapter_size, saved_adapter_size, vision_parameters
 
 USUAL_UNCERTAINTY = 0.15
@@ -135,7 +135,6 @@ def model_shape(
         ValueError: If the configuration lacks the number of layers, the hidden size or the vocabulary, or the adapters'
             targets are no layers of the model.
     """
-    import torch
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -148,9 +147,7 @@ def model_shape(
             f"the configuration of {name} (model_type {text.model_type!r}) does not say its {', '.join(missing)}, on "
             "which the estimate depends"
         )
-    with torch.device("meta"):
-        network = language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    network.tie_weights()
+    network = empty_model(config, trust_remote_code=trust_remote_code)
     sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}  # tied weights once
     output = network.get_output_embeddings()
     embedding = network.get_input_embeddings().weight

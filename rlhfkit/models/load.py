@@ -146,12 +146,17 @@ def language_model_class(config: Any) -> Any:
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
-def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
-    """Count the parameters of a language model of a configuration, tied ones once; builds it without memory."""
+def empty_model(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """A language model of a configuration on the ``meta`` device, which holds no numbers; its weights are tied."""
     with torch.device("meta"):
         model = language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model
+
+
+def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
+    """Count the parameters of a language model of a configuration, tied ones once; builds it without memory."""
+    return sum(parameter.numel() for parameter in empty_model(config, trust_remote_code=trust_remote_code).parameters())
 
 
 def require_attention(attention: str | None) -> None:

@@ -125,7 +125,8 @@ class RewardInProcesses(RewardWrapper):
         """
         divided = self.divide(samples)
         batches = [[samples[row] for row in rows] for rows in divided]
-        jobs = [([_plain(sample) for sample in batch], self._progress) for batch in batches]
+        # As dictionaries, since unpickling the class would import torch in the child process.
+        jobs = [([sample.plain() for sample in batch], self._progress) for batch in batches]
         outcomes = self.sandbox.map(jobs)
         again = [index for index, one in enumerate(outcomes) if one.status == "died"] if self.retries else []
         for index, outcome in zip(again, self.sandbox.map([jobs[index] for index in again]), strict=True):
@@ -352,11 +353,6 @@ def _work(reward: str | Reward, name: str, timeout: float, **options: Any) -> Wo
         arguments=(reward, timeout, not options.get("confined", True)),
         **options,
     )
-
-
-def _plain(sample: Sample) -> dict[str, Any]:
-    """Return a sample as dictionaries, since unpickling the class would import torch in the child process."""
-    return sample.plain()
 
 
 def _checked(outcome: CallResult, count: int) -> CallResult:

@@ -31,10 +31,9 @@ def zigzag_blocks(layout: PackedLayout, parts: int) -> list[Tensor]:
     end: the zigzag of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2). Returns for each rank the
     ascending indices (n,) of its tokens in the row, int64 on the CPU; some are empty if there are few tokens.
     """
-    counts = [length - prefix for length, prefix in zip(layout.lengths, layout.prefixes, strict=True)]
     pieces: list[list[Tensor]] = [[] for _ in range(parts)]
     sizes = [0] * parts
-    for own in torch.split(torch.arange(sum(counts), device=CPU), counts):
+    for own in torch.split(torch.arange(sum(layout.counts), device=CPU), layout.counts):
         cut = own.tensor_split(2 * parts)
         pairs = sorted((torch.cat([cut[i], cut[-1 - i]]) for i in range(parts)), key=len, reverse=True)
         for rank, pair in zip(sorted(range(parts), key=sizes.__getitem__), pairs, strict=True):
