@@ -24,6 +24,7 @@ from rlhfkit.datamodules.tokenization.sources import (
     FORMATS,
     UNSUPPORTED,
     NoRowsError,
+    PlacedRow,
     RowPreview,
     describe,
     format_of,
@@ -45,11 +46,6 @@ were used."""
 
 _FIRST_ROWS = 16
 """Rows that are read when a source is opened."""
-
-Row = Mapping[str, Any]
-
-PlacedRow = tuple[str, Row]
-"""Where a row stands, for messages (``"corpus.jsonl, row 7,"``), and the row."""
 
 
 class _Part(Protocol):
@@ -128,7 +124,7 @@ class _Dataset:
 class _Function:
     """The rows that a function returns."""
 
-    def __init__(self, name: str, make: Callable[[], Iterable[Row]]) -> None:
+    def __init__(self, name: str, make: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
         self.name = name
         self._make = make
 
@@ -169,7 +165,7 @@ def _files(name: str, split: str, subset: str | None) -> list[str]:
     return splits[split]
 
 
-def _read(part: _Part, first: int) -> Iterator[Row]:
+def _read(part: _Part, first: int) -> Iterator[Mapping[str, Any]]:
     """Yield rows; ValueError with the name and line of one that cannot be read."""
     import pyarrow  # type: ignore[import-untyped]  # it ships none
 

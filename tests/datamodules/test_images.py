@@ -193,6 +193,7 @@ def test_rows_are_never_cut_inside_of_an_image(folder: Path, caplog: pytest.LogC
     for overlong in ("truncate", "split"):
         data = opened(SFTDataModule(rows, max_length=40, overlong=overlong), folder)
         assert set(data.examples.rows) == {1}
+        assert [data.examples[part].attachments for part in range(len(data.examples))] == [()] * len(data.examples)
         assert "1 of 2 rows were dropped" in caplog.text
         caplog.clear()
 

@@ -7,7 +7,7 @@ next iteration. Drawing does not move the saved cursor; it moves once an iterati
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from rlhfkit.data.packing import permutation
 from rlhfkit.data.types import Prompt
@@ -32,6 +32,10 @@ class PromptCursor(NamedTuple):
     recent: tuple[RecentGroup, ...] = ()
     """The latest groups for a curriculum, the newest last."""
 
+    def new_pass(self) -> Self:
+        """The beginning of the next pass."""
+        return type(self)(self.number + 1)
+
     def state_dict(self) -> dict[str, Any]:
         """The cursor as plain values, for a checkpoint."""
         state: dict[str, Any] = {"pass": self.number, "offset": self.offset, "postponed": list(self.postponed)}
@@ -43,7 +47,7 @@ class PromptCursor(NamedTuple):
         return state
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Self:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
         """Inverse of :meth:`state_dict`; ignores other entries of ``state``."""
         saved = state.get("history")
         history = None if saved is None else {row: PromptStats(*stats) for row, *stats in saved}
@@ -154,39 +158,51 @@ class PromptOrder:
         return cached[number]
 
 
+class DrawingOrder(Protocol):
+    """The order in which prompts of a table or of a stream are drawn."""
+
+    total: int
+    """Different prompts."""
+    curriculum: Curriculum | None
+
+    def take(self, count: int, cursor: Any, *, without: Collection[Any] = ()) -> tuple[Sequence[Any], Any]:
+        """Where ``count`` different prompts are, none of them in ``without``, and the cursor after them."""
+        ...
+
+
 class IterationQueue:
     """The queue of prompts of one iteration: none is drawn twice, and those that were not used can be requeued.
 
-    ``prompt`` returns the prompt of a row; ``fingerprint`` is a digest of the data, included in :attr:`after`.
+    ``prompt`` returns the prompt at a place; ``fingerprint`` is a digest of the data, included in :attr:`after`.
     """
 
     def __init__(
-        self, order: PromptOrder, prompt: Callable[[int], Prompt], cursor: PromptCursor, fingerprint: str = ""
+        self, order: DrawingOrder, prompt: Callable[[Any], Prompt], cursor: Any, fingerprint: str = ""
     ) -> None:
         self.cursor = cursor
         """Where the next prompt is drawn."""
         self._order = order
         self._prompt = prompt
         self._fingerprint = fingerprint
-        self._rows: dict[int, int] = {}  # index of a prompt -> its row, in the order of drawing
+        self._drawn: dict[int, Any] = {}  # index of a prompt -> its place, in the order of drawing
 
     @property
     def remaining(self) -> int:
         """Different prompts that can still be drawn."""
-        return self._order.total - len(self._rows)
+        return self._order.total - len(self._drawn)
 
     def take(self, count: int) -> list[Prompt]:
         """Draw the next prompts, at most :attr:`remaining`."""
-        rows, self.cursor = self._order.take(count, self.cursor, without=self._rows.values())
-        prompts = [self._prompt(row) for row in rows]
-        self._rows |= {prompt.index: row for prompt, row in zip(prompts, rows, strict=True)}
+        places, self.cursor = self._order.take(count, self.cursor, without=self._drawn.values())
+        prompts = [self._prompt(place) for place in places]
+        self._drawn |= {prompt.index: place for prompt, place in zip(prompts, places, strict=True)}
         return prompts
 
     def requeue(self, prompts: Iterable[Prompt]) -> None:
         """Put drawn prompts at the front of the next iteration, in the order of drawing."""
         requeued = {prompt.index for prompt in prompts}
-        rows = [row for index, row in self._rows.items() if index in requeued]
-        self.cursor = self.cursor._replace(postponed=(*rows, *self.cursor.postponed))
+        places = [place for index, place in self._drawn.items() if index in requeued]
+        self.cursor = self.cursor._replace(postponed=(*places, *self.cursor.postponed))
 
     def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
         """Remember the rewards of groups, by the index of their prompt; without a curriculum, do nothing."""
@@ -195,7 +211,7 @@ class IterationQueue:
         history, recent = dict(self.cursor.history or {}), list(self.cursor.recent)
         for index, values in rewards.items():
             if values:
-                row = self._rows[index]
+                row = self._drawn[index]
                 history[row] = PromptStats.after(history.get(row), values)
                 recent.append(RecentGroup(row, history[row].reward))
         self.cursor = self.cursor._replace(history=history, recent=tuple(recent[-MAX_RECENT:]))
@@ -204,3 +220,59 @@ class IterationQueue:
     def after(self) -> dict[str, Any]:
         """Cursor after this iteration and the fingerprint, as plain values."""
         return {**self.cursor.state_dict(), "fingerprint": self._fingerprint}
+
+
+class TrainingPrompts:
+    """Prompts that iterations are drawn from, and the cursor: what those of a table and of a stream share.
+
+    Args:
+        cursor: The beginning.
+        description: Of the data, for messages.
+    """
+
+    def __init__(self, cursor: Any, description: str) -> None:
+        self.cursor = cursor
+        """Where the next iteration begins."""
+        self.description = description
+
+    def order(self) -> DrawingOrder:
+        """The order of drawing."""
+        raise NotImplementedError
+
+    def prompt(self, place: Any) -> Prompt:
+        """The prompt at a place of the order."""
+        raise NotImplementedError
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of what places depend on."""
+        raise NotImplementedError
+
+    def changes(self) -> str:
+        """What another fingerprint may come from, for messages."""
+        raise NotImplementedError
+
+    def queue(self, after: Mapping[str, Any] | None) -> IterationQueue:
+        """The queue of an iteration's prompts, from the cursor or from another queue's ``after``."""
+        cursor = self.cursor if after is None else type(self.cursor).from_state_dict(after)
+        return IterationQueue(self.order(), self.prompt, cursor, self.fingerprint)
+
+    def set_cursor(self, after: Mapping[str, Any]) -> None:
+        """Move the cursor to the end of a trained iteration, unless the data differs."""
+        if after["fingerprint"] == self.fingerprint:
+            self.cursor = type(self.cursor).from_state_dict(after)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor and a fingerprint of the data, as plain values."""
+        return {**self.cursor.state_dict(), "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the saved prompt; if the data has changed, warn and begin a new pass."""
+        self.cursor = type(self.cursor).from_state_dict(state)
+        if state["fingerprint"] not in (None, self.fingerprint):
+            log.warning(
+                "The prompts of %s are not those that the checkpoint was saved with (%s); the order cannot be "
+                "continued, so a new pass over them begins",
+                *(self.description, self.changes()),
+            )
+            self.cursor = self.cursor.new_pass()

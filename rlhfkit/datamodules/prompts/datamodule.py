@@ -7,17 +7,18 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import lightning as L
+
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.base import TextDataModule
 from rlhfkit.datamodules.prompts.curriculum import Curriculum, DeclaresHistoryUse
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
-from rlhfkit.datamodules.prompts.iteration_length import IterationLength, check_trainer
 from rlhfkit.datamodules.prompts.pretraining import PretrainingText
-from rlhfkit.datamodules.prompts.rows import MixedPrompts, PromptBatches, PromptColumns, PromptRows
-from rlhfkit.datamodules.prompts.stream import StreamedPrompts, StreamQueue
-from rlhfkit.datamodules.prompts.table import TablePrompts
+from rlhfkit.datamodules.prompts.rows import PromptColumns, PromptRows
+from rlhfkit.datamodules.prompts.stream import StreamedPrompts
+from rlhfkit.datamodules.prompts.table import PromptBatches, TablePrompts
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.chat import SpecialTokensInText
 from rlhfkit.datamodules.tokenization.mixture import Mixture, Sources, as_mixture, list_sources
@@ -34,6 +35,66 @@ def final_answer(answer: Any) -> Any:
     if not isinstance(answer, str) or "####" not in answer:
         return answer
     return re.sub(r"(?<=\d),(?=\d{3})", "", answer.rsplit("####", 1)[1].strip())
+
+
+class IterationLength:
+    """Sets the number of micro-batches of the current iteration in a Trainer, and ``accumulate_grad_batches``.
+
+    With ``max_tokens_per_micro_batch`` the number follows from the samples, so it is unknown when Lightning (2.6.6)
+    asks for the length of the loader. What Lightning derived from it is set again inside the ``next()`` of the first
+    micro-batch, before the fetcher compares its count with the length.
+
+    Every iteration has the same number of optimizer updates, and all updates of an iteration equally many
+    micro-batches; ``global_step``, schedules and ``estimated_stepping_batches`` count updates as ever.
+    """
+
+    def __init__(self, trainer: L.Trainer, updates: int) -> None:
+        """``updates``: optimizer updates of each iteration.
+
+        Raises:
+            ValueError: If the Trainer has a number of micro-batches of its own.
+        """
+        check_trainer(trainer)
+        self._trainer = trainer
+        self._updates = updates
+
+    def set(self, micro_batches: int) -> None:
+        """Set the number of micro-batches of the iteration whose first micro-batch comes next, or whose rest."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        trainer.accumulate_grad_batches = micro_batches // self._updates
+        if loop._combined_loader is not None:
+            loop._combined_loader.limits = [micro_batches]
+        fetcher = loop._data_fetcher
+        if fetcher is None:  # a checkpoint is being restored: Lightning asks the loader again after this
+            return
+        fetcher.length = micro_batches
+        if loop.max_batches == micro_batches:
+            return
+        loop.max_batches = micro_batches
+        if trainer.val_check_batch is not None:  # None: validation by time
+            trainer.val_check_batch = max(1, int(micro_batches * trainer.val_check_interval))
+        bar = trainer.progress_bar_callback
+        if bar is not None:
+            bar.on_train_epoch_start(trainer, trainer.lightning_module)  # reads the number of batches
+
+    def reset(self) -> None:
+        """Give the Trainer its own ``accumulate_grad_batches`` back, for the next run."""
+        self._trainer.accumulate_grad_batches = 1
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Raise ValueError if arguments of the Trainer count micro-batches, whose number differs between iterations."""
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with max_tokens_per_micro_batch the number of "
+            "micro-batches of an update follows from the tokens of its samples. Leave it out, and say how many updates "
+            "an iteration has: PromptDataModule(updates_per_iteration=...)"
+        )
+    if isinstance(trainer.val_check_interval, int):
+        raise ValueError(
+            f"val_check_interval={trainer.val_check_interval} counts micro-batches, whose number differs between "
+            "iterations with max_tokens_per_micro_batch: give a share of an iteration (0.5), or check_val_every_n_epoch"
+        )
 
 
 class PromptDataModule(TextDataModule):
@@ -241,9 +302,22 @@ class PromptDataModule(TextDataModule):
         tokenizer = self._load_tokenizer()
         if self._prompts is not None:
             return
-        prompts = self._open_stream(tokenizer) if self.streaming else self._open_table(tokenizer)
+        prompts: TablePrompts | StreamedPrompts
+        if self.streaming:
+            prompts = self._open_stream(tokenizer)
+        else:
+            prompts = self._open_table(
+                self.data,
+                self.split,
+                tokenizer,
+                batch_size=self.rollout_batch_size,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                curriculum=self.curriculum,
+                description=self._description,
+            )
         if self.validation_data is not None:
-            self._validation = TablePrompts(self._open(self.validation_data, self.validation_split, tokenizer))
+            self._validation = self._open_table(self.validation_data, self.validation_split, tokenizer)
         if self.pretraining_data is not None:
             self.pretraining_data.trainer = trainer
             self.pretraining_data.setup(stage)
@@ -251,15 +325,19 @@ class PromptDataModule(TextDataModule):
             prompts.load_state_dict(self._saved)
         self._prompts = prompts
 
-    def _open_table(self, tokenizer: Any) -> TablePrompts:
-        return TablePrompts(
-            self._open(self.data, self.split, tokenizer),
-            batch_size=self.rollout_batch_size,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            curriculum=self.curriculum,
-            description=self._description,
-        )
+    def _open_table(self, data: Mixture | Source, split: str, tokenizer: Any, **options: Any) -> TablePrompts:
+        columns = self._prompt_columns(tokenizer)
+        parts = [
+            PromptRows(
+                read_rows(source, split=split, subset=self.subset),
+                source,
+                columns,
+                max_length=self.max_prompt_length,
+                overlong=self.overlong_prompts,
+            )
+            for source in list_sources(data)
+        ]
+        return TablePrompts(parts, data if isinstance(data, Mixture) else None, **options)
 
     def _open_stream(self, tokenizer: Any) -> StreamedPrompts:
         return StreamedPrompts(
@@ -267,19 +345,6 @@ class PromptDataModule(TextDataModule):
             self._prompt_columns(tokenizer),
             lambda source, *arguments: self._source_stream(self._reader(source), *arguments),
             description=self._description,
-            max_length=self.max_prompt_length,
-            overlong=self.overlong_prompts,
-        )
-
-    def _open(self, data: Mixture | Source, split: str, tokenizer: Any) -> PromptRows | MixedPrompts:
-        parts = [self._open_source(source, split, tokenizer) for source in list_sources(data)]
-        return MixedPrompts(data, parts) if isinstance(data, Mixture) else parts[0]
-
-    def _open_source(self, source: Source, split: str, tokenizer: Any) -> PromptRows:
-        return PromptRows(
-            read_rows(source, split=split, subset=self.subset),
-            source,
-            self._prompt_columns(tokenizer),
             max_length=self.max_prompt_length,
             overlong=self.overlong_prompts,
         )
@@ -352,14 +417,16 @@ class PromptDataModule(TextDataModule):
         columns = ", ".join(name for name in (self.prompt, self.answer) if name is not None)
         text = f"{self._description} (columns {columns})" if columns else self._description
         text = self._opened.describe(text)
-        return text if self._validation is None else f"{text}; validation on {self._validation.count} prompts"
+        return text if self._validation is None else f"{text}; validation on {len(self._validation)} prompts"
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     @property
     def num_prompts(self) -> int:
         """Number of training prompts; RuntimeError for a stream, of which it is not known."""
-        return self._opened.count
+        if not isinstance(self._opened, TablePrompts):
+            raise RuntimeError("the number of prompts of a stream is not known: leave streaming=True out")
+        return len(self._opened)
 
     @property
     def has_validation_prompts(self) -> bool:
@@ -372,7 +439,7 @@ class PromptDataModule(TextDataModule):
         curriculum = self.curriculum
         return curriculum is not None and (not isinstance(curriculum, DeclaresHistoryUse) or curriculum.uses_rewards)
 
-    def prompt_queue(self, after: dict[str, Any] | None = None) -> IterationQueue | StreamQueue:
+    def prompt_queue(self, after: dict[str, Any] | None = None) -> IterationQueue:
         """Make the queue of an iteration's prompts, without moving the cursor.
 
         Args:
@@ -382,7 +449,12 @@ class PromptDataModule(TextDataModule):
 
     def prompt_column(self, name: str) -> dict[int, Any]:
         """The values of a column of training prompts, by ``index``; ValueError if there is none, or for a stream."""
-        return self._opened.column(name)
+        if not isinstance(self._opened, TablePrompts):
+            raise ValueError(
+                f"the column {name!r} is needed for all prompts before training, which a stream does not know: leave "
+                "streaming=True out"
+            )
+        return self._opened.column_by_index(name)
 
     def set_cursor(self, after: dict[str, Any]) -> None:
         """Move the cursor to :attr:`IterationQueue.after` of a trained iteration, unless the data differs.
@@ -454,7 +526,7 @@ class PromptDataModule(TextDataModule):
             return no_loader()
         trainer = self._attached_trainer()
         return PromptBatches(
-            self._opened_validation.rows, self.validation_batch_size, trainer.global_rank, trainer.world_size
+            self._opened_validation, self.validation_batch_size, trainer.global_rank, trainer.world_size
         )
 
     def teardown(self, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""Rows of data sets as prompts: columns, chat template, length limit, and several sources in proportion."""
+"""Rows of a data set as prompts: columns, chat template and length limit."""
 
 import logging
 import os
@@ -6,15 +6,12 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from rlhfkit.data.packing import permutation
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError
-from rlhfkit.datamodules.tokenization.mixture import Mixture, interleaved
-from rlhfkit.datamodules.tokenization.sources import IMAGES, Source, check_columns, describe
+from rlhfkit.datamodules.tokenization.sources import IMAGES, PlacedRow, Source, check_columns, describe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,22 +39,25 @@ class PromptColumns:
         except SpecialTokenError as error:
             raise ValueError(f"{where} {error}") from None
 
-    def tokenize(self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of the prompts of rows, given their :meth:`text`; some may be texts and others chat messages."""
-        kinds = [self.formatter.templated(row[self.prompt]) for row in rows]
+    def read(self, rows: Sequence[PlacedRow]) -> list[tuple[str, list[int]]]:
+        """:meth:`text` and token ids of the prompts of rows, of which some may be texts and others chat messages.
+
+        Raises ValueError for values of other types and for a prompt without a token.
+        """
+        texts = [self.text(row, where) for where, row in rows]
+        kinds = [self.formatter.templated(row[self.prompt]) for _, row in rows]
         found: dict[bool, Iterator[list[int]]] = {}
         for kind in set(kinds):
             group = [text for text, one in zip(texts, kinds, strict=True) if one is kind]
             found[kind] = iter(self.formatter.tokenize(group, templated=kind))
-        return [next(found[kind]) for kind in kinds]
-
-    def check_tokens(self, row: Mapping[str, Any], where: str, token_ids: Sequence[int]) -> None:
-        """Raise ValueError if a prompt has no token."""
-        if not token_ids:
-            raise ValueError(
-                f"column {self.prompt!r} of {where} is a prompt without a token ({row[self.prompt]!r}); a policy needs "
-                "at least one to begin with: remove such rows"
-            )
+        tokenized = [next(found[kind]) for kind in kinds]
+        for (where, row), token_ids in zip(rows, tokenized, strict=True):
+            if not token_ids:
+                raise ValueError(
+                    f"column {self.prompt!r} of {where} is a prompt without a token ({row[self.prompt]!r}); a policy "
+                    "needs at least one to begin with: remove such rows"
+                )
+        return list(zip(texts, tokenized, strict=True))
 
     def check_token(self, token: int, vocabulary: int | None, where: str) -> None:
         """Raise ValueError if the model has no embedding of a token."""
@@ -88,18 +88,6 @@ log = logging.getLogger(__name__)
 
 _CHUNK = 1000
 """Rows that are tokenised together when all prompts are checked."""
-
-
-class PromptSequence(Protocol):
-    """Prompts by position."""
-
-    def __len__(self) -> int:
-        """Number of prompts."""
-        ...
-
-    def __getitem__(self, position: int) -> Prompt:
-        """One prompt."""
-        ...
 
 
 class PromptRows:
@@ -145,13 +133,8 @@ class PromptRows:
         index = self.kept[position]
         row = self.rows[index]
         where = f"{describe(self.source)}, row {index},"
-        rendered = self.columns.formatter.for_row(row, where).prompt(row[self.columns.prompt])
-        token_ids = self.columns.tokenize([row], [rendered])[0]
-        return self.columns.make(row, index, rendered, token_ids, where)
-
-    def column_by_index(self, name: str) -> dict[int, Any]:
-        """Return the values of a column by the ``index`` of the prompts in use; errors as in :meth:`column`."""
-        return dict(zip(self.kept, self.column(name), strict=True))
+        text, token_ids = self.columns.read([(where, row)])[0]
+        return self.columns.make(row, index, text, token_ids, where)
 
     def column(self, name: str) -> list[Any]:
         """Return the values of a column, by position; ValueError if it does not exist or has missing values."""
@@ -163,13 +146,11 @@ class PromptRows:
         """Tokenise every prompt once, to check it and to record its length."""
         name = describe(self.source)
         for start in range(0, len(self.rows), _CHUNK):
-            chunk = list(self.rows.select(range(start, min(start + _CHUNK, len(self.rows)))))
-            places = [f"{name}, row {row}," for row in range(start, start + len(chunk))]
-            texts = list(map(self.columns.text, chunk, places))
-            for row, token_ids in enumerate(self.columns.tokenize(chunk, texts), start):
-                self.columns.check_tokens(chunk[row - start], places[row - start], token_ids)
+            chunk = self.rows.select(range(start, min(start + _CHUNK, len(self.rows))))
+            placed = [(f"{name}, row {number},", row) for number, row in enumerate(chunk, start)]
+            for number, (_, token_ids) in enumerate(self.columns.read(placed), start):
                 self.lengths.append(len(token_ids))
-                self._largest_token = max(self._largest_token, (max(token_ids), row))
+                self._largest_token = max(self._largest_token, (max(token_ids), number))
 
     def check_vocabulary(self, vocabulary: int | None) -> None:
         """Raise ValueError if a prompt has a token that the model has no embedding of."""
@@ -204,103 +185,6 @@ class PromptRows:
                 digest.update(f"{index}:{self.rows[index][self.columns.prompt]!r}\n".encode())
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
-
-
-class PromptBatches:
-    """Validation prompts in batches over all ranks; each rank takes every ``world_size``-th, so shares may be empty."""
-
-    def __init__(self, prompts: PromptSequence, batch_size: int, rank: int, world_size: int) -> None:
-        self.prompts = prompts
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
-
-    def __len__(self) -> int:
-        """Number of batches, the same on every rank."""
-        return -(-len(self.prompts) // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[Prompt]]:
-        """Yield this rank's share of each batch."""
-        for start in range(0, len(self.prompts), self.batch_size):
-            stop = min(start + self.batch_size, len(self.prompts))
-            yield [self.prompts[position] for position in range(start + self.rank, stop, self.world_size)]
-
-
-class MixedPrompts:
-    """The prompts of several sources, concatenated, with passes that interleave them by weight."""
-
-    def __init__(self, mixture: Mixture, parts: Sequence[PromptRows]) -> None:
-        self.mixture = mixture
-        self.parts = parts
-        self.names = source_names(mixture.sources)
-
-    @property
-    def counts(self) -> list[int]:
-        """Prompts of each source in a pass."""
-        return self.mixture.counts([len(part) for part in self.parts])
-
-    def __len__(self) -> int:
-        """Number of prompts of all sources."""
-        return sum(map(len, self.parts))
-
-    def __getitem__(self, position: int) -> Prompt:
-        """Return a prompt whose ``index`` counts on over the sources; ``metadata["source"]`` is set if missing."""
-        first = 0
-        for name, part in zip(self.names, self.parts, strict=True):
-            if position < len(part):
-                prompt = part[position]
-                prompt.index += first
-                prompt.metadata.setdefault("source", name)
-                return prompt
-            position, first = position - len(part), first + len(part.rows)
-        raise IndexError(f"there are {len(self)} prompts")
-
-    def column_by_index(self, name: str) -> dict[int, Any]:
-        """Return the values of a column by ``index``; ``source`` is the name of a part that does not have it."""
-        found: dict[int, Any] = {}
-        first = 0
-        for part_name, part in zip(self.names, self.parts, strict=True):
-            missing = name == "source" and name not in part.rows.column_names
-            values = dict.fromkeys(part.kept, part_name) if missing else part.column_by_index(name)
-            found |= {first + index: value for index, value in values.items()}
-            first += len(part.rows)
-        return found
-
-    def column(self, name: str) -> list[Any]:
-        """Return the values of a column that every source must have."""
-        return [value for part in self.parts for value in part.column(name)]
-
-    def pass_order(self, number: int, *, seed: int, shuffle: bool) -> list[int]:
-        """Return the positions of one pass: each source's share, evenly spread.
-
-        A source continues where the previous pass left it, so that all of its prompts are used equally often.
-        """
-        counts, firsts = self.counts, list(accumulate((len(part) for part in self.parts), initial=0))
-        orders: dict[tuple[int, int], Sequence[int]] = {}
-        rows = []
-        for source, turn in interleaved(counts):
-            size = len(self.parts[source])
-            times, offset = divmod(number * counts[source] + turn, size)
-            if (source, times) not in orders:
-                shuffled = permutation(size, seed=seed + source, number=times) if shuffle else range(size)
-                orders[source, times] = shuffled
-            rows.append(firsts[source] + orders[source, times][offset])
-        return rows
-
-    def check_share(self, batch_size: int) -> None:
-        """Raise ValueError if a source has fewer prompts than its share of an iteration, which has no prompt twice."""
-        for name, part, count in zip(self.names, self.parts, self.counts, strict=True):
-            share = batch_size * count / sum(self.counts)
-            if share > len(part):
-                raise ValueError(
-                    f"{name} has {len(part)} prompts, and its weight asks for {share:.1f} of the {batch_size} of an "
-                    "iteration, in which a prompt cannot be twice: lower its weight or rollout_batch_size, or add "
-                    "prompts"
-                )
-
-    def fingerprint(self) -> str:
-        """Digest that changes with the prompts and with their shares."""
-        return "/".join(f"{part.fingerprint()}*{count}" for part, count in zip(self.parts, self.counts, strict=True))
 
 
 def source_names(sources: Sequence[Any]) -> list[str]:

@@ -8,14 +8,16 @@ import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 from rlhfkit.data.types import Prompt
+from rlhfkit.datamodules.prompts.curriculum import Curriculum
+from rlhfkit.datamodules.prompts.cursor import TrainingPrompts
 from rlhfkit.datamodules.prompts.rows import PromptColumns, source_names
-from rlhfkit.datamodules.streaming import MixedStream, PlacedRow, Position, SourceStream
+from rlhfkit.datamodules.streaming import MixedStream, Position, SourceStream
 from rlhfkit.datamodules.tokenization.mixture import Mixture, list_sources
-from rlhfkit.datamodules.tokenization.sources import check_columns
+from rlhfkit.datamodules.tokenization.sources import PlacedRow, check_columns
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,10 @@ class StreamCursor(NamedTuple):
     postponed: tuple[Place, ...] = ()
     """Prompts that were drawn and not used, which come first."""
 
+    def new_pass(self) -> Self:
+        """The beginning of the data."""
+        return type(self)((self.next[0], None))
+
     def state_dict(self) -> dict[str, Any]:
         """The cursor as plain values, for a checkpoint."""
         return {"next": list(self.next), "postponed": [list(place) for place in self.postponed]}
@@ -44,6 +50,10 @@ class StreamCursor(NamedTuple):
 
 class PromptReader:
     """Reads a stream of prompts forward, and keeps those that may be drawn again. Safe to use from several threads."""
+
+    total = sys.maxsize
+    """A stream has no end."""
+    curriculum: Curriculum | None = None
 
     def __init__(self, stream: MixedStream[Prompt]) -> None:
         self.stream = stream
@@ -66,6 +76,18 @@ class PromptReader:
             prompt, behind = self._kept[number]
         return dataclasses.replace(prompt, index=number, metadata=dict(prompt.metadata)), (number + 1, behind)
 
+    def take(
+        self, count: int, cursor: StreamCursor, *, without: Collection[Place] = ()
+    ) -> tuple[list[Place], StreamCursor]:
+        """The places of the next ``count`` prompts, none of them in ``without``, and the cursor after them."""
+        drawn = {number for number, _ in without}
+        places, beyond = [place for place in cursor.postponed if place[0] not in drawn][:count], cursor.next
+        used = {number for number, _ in places}
+        while len(places) < count:
+            places.append(beyond)
+            _, beyond = self.read(beyond)
+        return places, StreamCursor(beyond, tuple(place for place in cursor.postponed if place[0] not in used))
+
     def forget(self, cursor: StreamCursor) -> None:
         """Free the prompts that nobody draws again when iterations begin at this cursor."""
         needed = {number for number, _ in cursor.postponed}
@@ -80,52 +102,7 @@ class PromptReader:
             self._kept, self._opened = {}, None
 
 
-class StreamQueue:
-    """The queue of prompts of one iteration: none is drawn twice, and those that were not used can be requeued."""
-
-    def __init__(self, reader: PromptReader, cursor: StreamCursor) -> None:
-        self.cursor = cursor
-        """Where the next prompt is drawn."""
-        self._reader = reader
-        self._drawn: dict[int, Place] = {}  # by number, in the order of drawing
-
-    @property
-    def remaining(self) -> int:
-        """A stream has no end."""
-        return sys.maxsize
-
-    def take(self, count: int) -> list[Prompt]:
-        """Draw the next prompts."""
-        prompts = []
-        waiting = [place for place in self.cursor.postponed if place[0] not in self._drawn]
-        taken, beyond = waiting[:count], self.cursor.next
-        for place in taken:
-            prompts.append(self._reader.read(place)[0])
-        while len(prompts) < count:
-            taken.append(beyond)
-            prompt, beyond = self._reader.read(beyond)
-            prompts.append(prompt)
-        self._drawn |= {place[0]: place for place in taken}
-        used = {number for number, _ in taken}
-        self.cursor = StreamCursor(beyond, tuple(place for place in self.cursor.postponed if place[0] not in used))
-        return prompts
-
-    def requeue(self, prompts: Sequence[Prompt]) -> None:
-        """Put drawn prompts at the front of the next iteration, in the order of drawing."""
-        requeued = {prompt.index for prompt in prompts}
-        places = [place for number, place in self._drawn.items() if number in requeued]
-        self.cursor = self.cursor._replace(postponed=(*places, *self.cursor.postponed))
-
-    def record(self, rewards: Mapping[int, Sequence[float]]) -> None:
-        """Do nothing: there is no curriculum."""
-
-    @property
-    def after(self) -> dict[str, Any]:
-        """Cursor after this iteration and the fingerprint, as plain values."""
-        return {**self.cursor.state_dict(), "fingerprint": self._reader.stream.fingerprint}
-
-
-class StreamedPrompts:
+class StreamedPrompts(TrainingPrompts):
     """Training prompts that are read and tokenised when they are drawn, and the cursor.
 
     The prompts of iterations that were not trained on are in memory, and one block of each source. The ``index`` of a
@@ -154,11 +131,10 @@ class StreamedPrompts:
         max_length: int | None,
         overlong: Literal["error", "drop"],
     ) -> None:
+        super().__init__(StreamCursor(), description)
         self.data = data
         self.columns = columns
-        self.description = description
         self.overlong = overlong
-        self.cursor = StreamCursor()
         self._limits = [] if max_length is None else [(max_length, f"max_prompt_length {max_length}")]
         self._vocabulary: int | None = None
         names = iter(source_names(list_sources(data)) if isinstance(data, Mixture) else [None])
@@ -183,10 +159,7 @@ class StreamedPrompts:
         columns, dropped = self.columns, 0
         for start in range(0, len(rows), self.CHUNK):
             chunk = rows[start : start + self.CHUNK]
-            texts = [columns.text(row, where) for where, row in chunk]
-            tokenized = columns.tokenize([row for _, row in chunk], texts)
-            for (where, row), text, token_ids in zip(chunk, texts, tokenized, strict=True):
-                columns.check_tokens(row, where, token_ids)
+            for (where, row), (text, token_ids) in zip(chunk, columns.read(chunk), strict=True):
                 columns.check_token(max(token_ids), self._vocabulary, where)
                 if not self._fits(len(token_ids), where):
                     dropped += 1
@@ -223,44 +196,30 @@ class StreamedPrompts:
         """``text``, the names of sources and columns, as a description of these prompts."""
         return f"a stream of {text}"
 
+    def order(self) -> PromptReader:
+        """The stream, which has an order of its own."""
+        return self.reader
+
+    def prompt(self, place: Place) -> Prompt:
+        """The prompt at a place of the stream."""
+        return self.reader.read(place)[0]
+
     @property
-    def count(self) -> int:
-        """Raise RuntimeError: the number of prompts of a stream is not known."""
-        raise RuntimeError("the number of prompts of a stream is not known: leave streaming=True out")
+    def fingerprint(self) -> str:
+        """Digest of what places depend on."""
+        return self.stream.fingerprint
 
-    def column(self, name: str) -> dict[int, Any]:
-        """Raise ValueError: the values of prompts that were not read are not known."""
-        raise ValueError(
-            f"the column {name!r} is needed for all prompts before training, which a stream does not know: leave "
-            "streaming=True out"
-        )
+    def changes(self) -> str:
+        """What another fingerprint may come from."""
+        return "other rows, weights, seed or shuffle_buffer_size"
 
-    def queue(self, after: dict[str, Any] | None) -> StreamQueue:
-        """The queue of an iteration's prompts."""
-        return StreamQueue(self.reader, self.cursor if after is None else StreamCursor.from_state_dict(after))
-
-    def set_cursor(self, after: dict[str, Any]) -> None:
-        """Move the cursor to the end of a trained iteration, unless the data differs."""
-        if after["fingerprint"] == self.stream.fingerprint:
-            self.cursor = StreamCursor.from_state_dict(after)
-            self.reader.forget(self.cursor)
+    def set_cursor(self, after: Mapping[str, Any]) -> None:
+        """Move the cursor to the end of a trained iteration, unless the data differs, and free its prompts."""
+        super().set_cursor(after)
+        self.reader.forget(self.cursor)
 
     @property
     def untrained(self) -> Position | None:
         """The position in front of the first prompt that was not trained on; ``None``: the beginning."""
-        return min((self.cursor.next, *self.cursor.postponed), key=lambda place: place[0])[1]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The cursor and a fingerprint of the data, as plain values."""
-        return {**self.cursor.state_dict(), "fingerprint": self.stream.fingerprint}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the saved prompt; if data, weights, seed or block have changed, warn and begin a new pass."""
-        self.cursor = StreamCursor.from_state_dict(state)
-        if state["fingerprint"] not in (None, self.stream.fingerprint):
-            log.warning(
-                "The stream of %s, its weights, seed or shuffle_buffer_size are not those that the checkpoint was "
-                "saved with; the order cannot be continued, so a new pass begins",
-                self.description,
-            )
-            self.cursor = StreamCursor((self.cursor.next[0], None))
+        cursor: StreamCursor = self.cursor
+        return min((cursor.next, *cursor.postponed), key=lambda place: place[0])[1]

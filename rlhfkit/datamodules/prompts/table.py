@@ -1,22 +1,23 @@
-"""``TablePrompts``: training prompts that were all read before training, and the cursor."""
+"""``TablePrompts``: prompts of one or several sources that were all read before training."""
 
-import logging
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
+from rlhfkit.data.packing import permutation
+from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.prompts.curriculum import Curriculum
-from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
-from rlhfkit.datamodules.prompts.rows import MixedPrompts, PromptRows
+from rlhfkit.datamodules.prompts.cursor import PromptCursor, PromptOrder, TrainingPrompts
+from rlhfkit.datamodules.prompts.rows import PromptRows, source_names
+from rlhfkit.datamodules.tokenization.mixture import Mixture, interleaved
 
-log = logging.getLogger(__name__)
 
-
-class TablePrompts:
-    """Prompts of tables, drawn in passes that have each once.
+class TablePrompts(TrainingPrompts):
+    """Prompts of tables, drawn in passes that have each once, or the sources of a mixture by weight.
 
     Args:
-        rows: The prompts.
+        parts: The prompts of each source.
+        mixture: The sources and their weights; ``None``: there is one source.
         batch_size: Prompts per iteration, of which none may be twice; ``None``: they are for validation.
         seed: Of the shuffling.
         shuffle: Shuffle each pass.
@@ -29,7 +30,8 @@ class TablePrompts:
 
     def __init__(
         self,
-        rows: PromptRows | MixedPrompts,
+        parts: Sequence[PromptRows],
+        mixture: Mixture | None = None,
         *,
         batch_size: int | None = None,
         seed: int = 0,
@@ -37,31 +39,56 @@ class TablePrompts:
         curriculum: Curriculum | None = None,
         description: str = "",
     ) -> None:
-        self.rows = rows
+        super().__init__(PromptCursor(), description)
+        self.parts = parts
+        self.mixture = mixture
+        self.names = [] if mixture is None else source_names(mixture.sources)
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.curriculum = curriculum
-        self.description = description
-        self.cursor = PromptCursor()
         self._order: PromptOrder | None = None
         self._check_count()
 
     @property
-    def parts(self) -> list[PromptRows]:
-        """The prompts of each source."""
-        return list(self.rows.parts) if isinstance(self.rows, MixedPrompts) else [self.rows]
+    def counts(self) -> list[int]:
+        """Prompts of each source in a pass."""
+        sizes = [len(part) for part in self.parts]
+        return sizes if self.mixture is None else self.mixture.counts(sizes)
+
+    def __len__(self) -> int:
+        """Number of prompts of all sources."""
+        return sum(map(len, self.parts))
+
+    def prompt(self, place: int) -> Prompt:
+        """Return a prompt whose ``index`` counts on over the sources; that of a mixture has its source's name."""
+        first = 0
+        for number, part in enumerate(self.parts):
+            if place < len(part):
+                prompt = part[place]
+                prompt.index += first
+                if self.names:
+                    prompt.metadata.setdefault("source", self.names[number])
+                return prompt
+            place, first = place - len(part), first + len(part.rows)
+        raise IndexError(f"there are {len(self)} prompts")
 
     def _check_count(self) -> None:
         if self.batch_size is None:
             return
-        if len(self.rows) < self.batch_size:
+        if len(self) < self.batch_size:
             raise ValueError(
-                f"{self.description} has {len(self.rows)} prompts, fewer than rollout_batch_size {self.batch_size}, "
-                "and a prompt cannot be in an iteration twice: lower rollout_batch_size or add prompts"
+                f"{self.description} has {len(self)} prompts, fewer than rollout_batch_size {self.batch_size}, and a "
+                "prompt cannot be in an iteration twice: lower rollout_batch_size or add prompts"
             )
-        if isinstance(self.rows, MixedPrompts):
-            self.rows.check_share(self.batch_size)
+        for name, part, count in zip(self.names, self.parts, self.counts, strict=False):
+            share = self.batch_size * count / sum(self.counts)
+            if share > len(part):
+                raise ValueError(
+                    f"{name} has {len(part)} prompts, and its weight asks for {share:.1f} of the {self.batch_size} of "
+                    "an iteration, in which a prompt cannot be twice: lower its weight or rollout_batch_size, or add "
+                    "prompts"
+                )
 
     def check(self, *, longest: int, reason: str, vocabulary: int | None) -> None:
         """Check the length of all prompts, and that the model knows their tokens.
@@ -77,56 +104,89 @@ class TablePrompts:
 
     def source_columns(self) -> list[tuple[Any, list[str]]]:
         """Each source, with its columns; prompts of a mixture have the name of their source too."""
-        if isinstance(self.rows, MixedPrompts):
-            return [(part.source, sorted({*part.rows.column_names, "source"})) for part in self.parts]
-        return [(self.rows.source, list(self.rows.rows.column_names))]
+        if self.mixture is None:
+            return [(part.source, list(part.rows.column_names)) for part in self.parts]
+        return [(part.source, sorted({*part.rows.column_names, "source"})) for part in self.parts]
 
     def describe(self, text: str) -> str:
         """``text``, the names of sources and columns, as a description of these prompts."""
         out = sum(len(part.rows) - len(part.kept) for part in self.parts)
-        return f"{text}: {len(self.rows)} prompts" + (f", {out} rows left out" if out else "")
+        return f"{text}: {len(self)} prompts" + (f", {out} rows left out" if out else "")
 
-    @property
-    def count(self) -> int:
-        """Number of prompts."""
-        return len(self.rows)
+    def column(self, name: str) -> list[Any]:
+        """The values of a column by place; ValueError if a source does not have it, or it has missing values."""
+        return [value for part in self.parts for value in part.column(name)]
 
-    def column(self, name: str) -> dict[int, Any]:
-        """The values of a column by the prompts' ``index``; ValueError if there is none."""
-        return self.rows.column_by_index(name)
+    def column_by_index(self, name: str) -> dict[int, Any]:
+        """The values of a column by ``index``; ``source`` is the name of a source that does not have it."""
+        found: dict[int, Any] = {}
+        first = 0
+        for number, part in enumerate(self.parts):
+            missing = self.names and name == "source" and name not in part.rows.column_names
+            values = [self.names[number]] * len(part) if missing else part.column(name)
+            found |= {first + index: value for index, value in zip(part.kept, values, strict=True)}
+            first += len(part.rows)
+        return found
 
-    def queue(self, after: dict[str, Any] | None) -> IterationQueue:
-        """The queue of an iteration's prompts."""
+    # ------------------------------------------------------------------ order
+
+    def order(self) -> PromptOrder:
+        """The order of passes."""
         if self._order is None:
-            pass_order = self.rows.pass_order if isinstance(self.rows, MixedPrompts) else None
             self._order = PromptOrder(
-                len(self.rows),
+                len(self),
                 seed=self.seed,
                 shuffle=self.shuffle,
-                base_order=pass_order and partial(pass_order, seed=self.seed, shuffle=self.shuffle),
+                base_order=None if self.mixture is None else self._mixed_pass,
                 curriculum=self.curriculum,
-                column=self.rows.column,
+                column=self.column,
             )
-        cursor = self.cursor if after is None else PromptCursor.from_state_dict(after)
-        return IterationQueue(self._order, self.rows.__getitem__, cursor, self.rows.fingerprint())
+        return self._order
 
-    def set_cursor(self, after: dict[str, Any]) -> None:
-        """Move the cursor to the end of a trained iteration, unless the data differs."""
-        if after["fingerprint"] == self.rows.fingerprint():
-            self.cursor = PromptCursor.from_state_dict(after)
+    def _mixed_pass(self, number: int) -> list[int]:
+        """The places of one pass: each source's share, evenly spread.
 
-    def state_dict(self) -> dict[str, Any]:
-        """The cursor and a fingerprint of the data, as plain values."""
-        return {**self.cursor.state_dict(), "fingerprint": self.rows.fingerprint()}
+        A source continues where the previous pass left it, so that all of its prompts are used equally often.
+        """
+        counts, firsts = self.counts, list(accumulate((len(part) for part in self.parts), initial=0))
+        orders: dict[tuple[int, int], Sequence[int]] = {}
+        places = []
+        for source, turn in interleaved(counts):
+            size = len(self.parts[source])
+            times, offset = divmod(number * counts[source] + turn, size)
+            if (source, times) not in orders:
+                shuffled = permutation(size, seed=self.seed + source, number=times) if self.shuffle else range(size)
+                orders[source, times] = shuffled
+            places.append(firsts[source] + orders[source, times][offset])
+        return places
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the saved prompt; if the data has changed, warn and begin a new pass."""
-        self.cursor = PromptCursor.from_state_dict(dict(state))
-        if state["fingerprint"] not in (None, self.rows.fingerprint()):
-            log.warning(
-                "The prompts of %s are not those that the checkpoint was saved with (%d rows now); the order cannot be "
-                "continued, so a new pass over them begins",
-                self.description,
-                len(self.rows),
-            )
-            self.cursor = PromptCursor(self.cursor.number + 1)
+    def changes(self) -> str:
+        """What another fingerprint may come from."""
+        return f"{len(self)} rows now"
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest that changes with the prompts, and with the shares of a mixture."""
+        if self.mixture is None:
+            return self.parts[0].fingerprint()
+        return "/".join(f"{part.fingerprint()}*{count}" for part, count in zip(self.parts, self.counts, strict=True))
+
+
+class PromptBatches:
+    """Validation prompts in batches over all ranks; each rank takes every ``world_size``-th, so shares may be empty."""
+
+    def __init__(self, prompts: TablePrompts, batch_size: int, rank: int, world_size: int) -> None:
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        """Number of batches, the same on every rank."""
+        return -(-len(self.prompts) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        """Yield this rank's share of each batch."""
+        for start in range(0, len(self.prompts), self.batch_size):
+            stop = min(start + self.batch_size, len(self.prompts))
+            yield [self.prompts.prompt(position) for position in range(start + self.rank, stop, self.world_size)]

@@ -18,6 +18,7 @@ from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix, span_
 from rlhfkit.datamodules.tokenization.cache import CHUNK, TokenCache, fingerprint
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokenError, is_chat
 from rlhfkit.datamodules.tokenization.columns import ATTENTION_MASK
+from rlhfkit.datamodules.tokenization.sources import PlacedRow
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -93,9 +94,6 @@ def _numbers(row: Mapping[str, Any], column: str, where: str, count: int | None 
 
 
 log = logging.getLogger(__name__)
-
-PlacedRow = tuple[str, Mapping[str, Any]]
-"""Where a row stands, for messages (``"corpus.jsonl, row 7,"``), and the row."""
 
 
 class PendingExample(NamedTuple):

@@ -27,6 +27,9 @@ Source = str | Sequence[Mapping[str, Any]] | os.PathLike[str]
 Rows come before paths: a command line would make a path of their text.
 """
 
+PlacedRow = tuple[str, Mapping[str, Any]]
+"""Where a row stands, for messages (``"corpus.jsonl, row 7,"``), and the row."""
+
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """What may be the name of a data set on the hub; nothing else is asked for there."""
 

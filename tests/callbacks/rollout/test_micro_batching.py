@@ -1,6 +1,6 @@
 """Micro-batches with a cap of tokens: their number follows from the samples, and the updates stay the same.
 
-Covers ``callbacks/rollout/micro_batching.py`` and ``datamodules/prompts/iteration_length.py``.
+Covers ``callbacks/rollout/micro_batching.py`` and ``IterationLength`` of ``datamodules/prompts/datamodule.py``.
 """
 
 import itertools

@@ -369,10 +369,10 @@ def test_validation_prompts_come_in_file_order(write_rows: Write, tmp_path: Path
 
 
 def test_validation_batches_are_dealt_to_ranks_and_all_ranks_have_equally_many(write_rows: Write) -> None:
-    from rlhfkit.datamodules.prompts.rows import PromptBatches
+    from rlhfkit.datamodules.prompts.table import PromptBatches
 
     data = module(write_rows(ROWS), validation_data=write_rows(ROWS[:7], "held_out.jsonl"))
-    shares = [PromptBatches(data._validation.rows, 3, rank, 2) for rank in range(2)]
+    shares = [PromptBatches(data._validation, 3, rank, 2) for rank in range(2)]
     assert [len(share) for share in shares] == [3, 3]
     indices = [[[prompt.index for prompt in batch] for batch in share] for share in shares]
     assert indices == [[[0, 2], [3, 5], [6]], [[1], [4], []]]

@@ -43,7 +43,7 @@ def test_iterations_have_the_shares_and_a_source_uses_its_prompts_equally(
 ) -> None:
     pairs = [(rows(size, digit), weight) for digit, (size, weight) in enumerate(zip(sizes, weights, strict=True))]
     data = opened(Mixture(pairs, until=until))
-    counts = data._prompts.rows.counts  # type: ignore[union-attr]
+    counts = data._prompts.counts  # type: ignore[union-attr]
     uses: Counter[int] = Counter()
     per_source = [0, 0, 0]
     for iteration in range(1, 12):

@@ -18,7 +18,7 @@ from tiny_models import tiny_tokenizer
 
 from rlhfkit import DynamicSampling, PromptDataModule, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.datamodules import Mixture, SFTDataModule
-from rlhfkit.datamodules.prompts.stream import StreamQueue
+from rlhfkit.datamodules.prompts.cursor import IterationQueue
 
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}", "level": i % 3} for i in range(25)]
@@ -90,7 +90,7 @@ def test_requeued_prompts_come_first_in_the_order_of_drawing(write_rows: Write) 
     first = data.prompt_queue()
     drawn = first.take(7)
     first.requeue([drawn[2], drawn[0]])
-    later = StreamQueue(first._reader, first.cursor)
+    later = IterationQueue(first._order, first._prompt, first.cursor)
     assert [prompt.index for prompt in later.take(3)] == [0, 2, 7]
     assert [prompt.index for prompt in later.take(1)] == [8]
     later.requeue(later.take(1))
@@ -154,7 +154,7 @@ def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.
     data.advance(7)
     other = module(path, seed=1)
     other.load_state_dict(data.state_dict())
-    assert "the order cannot be continued, so a new pass begins" in caplog.text
+    assert "the order cannot be continued, so a new pass over them begins" in caplog.text
     assert [prompt.index for prompt in other.next_prompts(25)] == [*range(7, 32)]
     assert {prompt.text for prompt in other.next_prompts(25)} == {row["prompt"] for row in ROWS}
 
