@@ -8,15 +8,14 @@ Shapes: B sequences, T tokens (longest sequence of the batch; the rest is padded
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-from rlhfkit.data.host_copies import remember_host_copy
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 def token_field(default: Any = dataclasses.MISSING) -> Any:
@@ -42,6 +41,46 @@ def rows_field() -> Any:
 def steps_field() -> Any:
     """A dictionary of (B, T-1) or (B, T-1, C) tensors on the next-token axis, padded with 0; empty by default."""
     return field(default_factory=dict, metadata={"axis": "step", "by_name": True})
+
+
+class _HostCopy(NamedTuple):
+    """What a tensor on a GPU holds, on the CPU."""
+
+    tensor: Tensor
+    versions: tuple[int, int]
+    """How often both had been changed in place."""
+
+
+# A forward pass needs the lengths of its sequences on the host. To read them from the GPU it would have to wait until
+# the GPU has done all that it was asked to do before; from the batch's tensors on the CPU it does not.
+_copies: MutableMapping[Tensor, _HostCopy] = WeakIdKeyDictionary()
+
+
+def remember_host_copy(tensor: Tensor, source: Tensor) -> Tensor:
+    """Remember that ``tensor`` has been copied from ``source`` on the CPU, as long as it exists; return it."""
+    tracked = not (tensor.is_inference() or source.is_inference())  # others have no version
+    if source.device.type == "cpu" and tensor.device.type != "cpu" and tracked:
+        _copies[tensor] = _HostCopy(source, (tensor._version, source._version))
+    return tensor
+
+
+def host_copy(tensor: Tensor) -> Tensor | None:
+    """A tensor on the CPU with the same values, itself if it is there; ``None`` if they would have to be copied."""
+    if tensor.device.type == "cpu":
+        return tensor
+    known = _copies.get(tensor)
+    if known is None or known.versions != (tensor._version, known.tensor._version):
+        return None
+    return known.tensor
+
+
+def on_both(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``compute(*tensors)``, computed on the host too where all tensors are known there."""
+    result, known = compute(*tensors), [host_copy(tensor) for tensor in tensors]
+    copies = [copy for copy in known if copy is not None]
+    if len(copies) < len(tensors) or result.device.type == "cpu":
+        return result
+    return remember_host_copy(result, compute(*copies))
 
 
 def moved(tensor: Tensor, device: torch.device | str, **kwargs: Any) -> Tensor:

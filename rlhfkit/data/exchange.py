@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhfkit.data.iteration import IterationSummary
 from rlhfkit.data.jagged import JaggedColumn, real_tokens
-from rlhfkit.data.types import Experience
+from rlhfkit.data.types import Experience, IterationSummary
 from rlhfkit.distributed import gather_objects, get_rank, get_world_size
 
 

@@ -1,5 +1,7 @@
 """``TextDataModule``: what all DataModules share: sources, streams, the tokenizer of the run and its chat template."""
 
+import copy
+import os
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -9,10 +11,9 @@ from rlhfkit.argument_names import AnswersNames
 from rlhfkit.datamodules.streaming import MixedStream, RowReader, SourceStream, Transform
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter, SpecialTokensInText, check_special_tokens_in_text
 from rlhfkit.datamodules.tokenization.mixture import Sources, as_mixture, list_sources
-from rlhfkit.datamodules.tokenization.run_tokenizer import RunTokenizer
 from rlhfkit.datamodules.tokenization.sources import describe
 from rlhfkit.mesh import Mesh, mesh_of
-from rlhfkit.protocols import SeesImages
+from rlhfkit.protocols import HasModelLimits, HasTokenizer, SeesImages, TakesTokenizer
 from rlhfkit.validation import check_integer
 
 T = TypeVar("T")
@@ -85,10 +86,58 @@ class TextDataModule(L.LightningDataModule, metaclass=AnswersNames):
         self.streaming = streaming
         self.shuffle_buffer_size = shuffle_buffer_size
         self.passes = passes
-        self._run_tokenizer = RunTokenizer(self)
+        self._tokenized_with: Any = None
+        self._own_tokenizer: Any = None
+
+    # ------------------------------------------------------------------ the one tokenizer of a run
 
     def _load_tokenizer(self) -> Any:
-        return self._run_tokenizer.find(None if self.trainer is None else self.trainer.lightning_module)
+        """Return the tokenizer that data, episodes, engines and exports of the run share.
+
+        The DataModule's own, or one with the chat template that it was given, becomes the LightningModule's; without
+        either it is that of the LightningModule.
+
+        Raises:
+            ValueError: If there is none, the module or an earlier run of this DataModule has another, or it has tokens
+                that the model does not know.
+        """
+        module: Any = None if self.trainer is None else self.trainer.lightning_module
+        name, template = type(self).__name__, self.chat_template_kwargs.get("chat_template")
+        giver = f"{name}({'tokenizer' if template is None else 'chat_template_kwargs'}=...)"
+        if self._own_tokenizer is None:
+            self._own_tokenizer = self._make_own_tokenizer(module, template)
+        own = self._own_tokenizer
+        if own is not None and isinstance(module, TakesTokenizer):
+            module.take_tokenizer(own, giver)
+        found = module.tokenizer if isinstance(module, HasTokenizer) else None
+        found = own if found is None else found
+        if found is None:
+            raise ValueError(
+                "no tokenizer: the LightningModule has none (attribute `tokenizer`), so give the DataModule one, "
+                "tokenizer='folder or hub name'"
+            )
+        where = f"{type(module).__name__}.tokenizer"
+        _check_same(found, own, where, giver)
+        _check_same(found, self._tokenized_with, where, f"an earlier run of this {name}")
+        self._tokenized_with = found
+        _check_vocabulary(found, module.vocabulary_size if isinstance(module, HasModelLimits) else None)
+        return found
+
+    def _make_own_tokenizer(self, module: Any, template: str | None) -> Any:
+        """The DataModule's own tokenizer, with its own template; ``None``: it has neither."""
+        from rlhfkit.models.load import load_tokenizer, with_padding_token
+
+        own = self.tokenizer
+        if isinstance(own, str | os.PathLike):
+            own = load_tokenizer(os.fspath(own), trust_remote_code=getattr(module, "trust_remote_code", False))
+        if template is not None:
+            own = module.tokenizer if own is None and isinstance(module, HasTokenizer) else own
+            if own is not None:
+                own = copy.deepcopy(own)
+                own.chat_template = own.get_chat_template(template)
+        return None if own is None else with_padding_token(own)
+
+    # ------------------------------------------------------------------ what rows become
 
     def _formatter(self, tokenizer: Any) -> PromptFormatter:
         style: dict[str, Any] = {
@@ -143,3 +192,28 @@ class TextDataModule(L.LightningDataModule, metaclass=AnswersNames):
                 f"{type(self).__name__} is not attached to a Trainer: pass it to trainer.fit(module, datamodule)"
             )
         return self.trainer
+
+
+def _check_same(found: Any, other: Any, where: str, elsewhere: str) -> None:
+    """Raise ValueError if there is another tokenizer, and it differs."""
+    from rlhfkit.models.load import tokenizer_differences
+
+    differences = [] if other is None else tokenizer_differences(found, other)
+    if differences:
+        raise ValueError(
+            f"a run has one tokenizer, and those of {where} and {elsewhere} differ in {', '.join(differences)}: give "
+            "both the same, or make a new DataModule without a tokenizer for this module"
+        )
+
+
+def _check_vocabulary(tokenizer: Any, known: int | None) -> None:
+    """Raise ValueError if a tokenizer has tokens that the model has no embedding of."""
+    vocabulary = tokenizer.get_vocab() if known is not None else {}
+    beyond = [token for token, index in vocabulary.items() if index >= (known or 0)]
+    if beyond:
+        raise ValueError(
+            f"the tokenizer has {len(beyond)} tokens that the model does not know, such as {beyond[0]!r} "
+            f"({vocabulary[beyond[0]]}): the model has embeddings of the tokens 0 to {(known or 0) - 1}. Use the "
+            "model's own tokenizer, or resize its embeddings before (model.resize_token_embeddings(len(tokenizer)), "
+            "save_pretrained)"
+        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlhfkit.data.host_copies import host_copy, on_both
+from rlhfkit.data.batch import host_copy, on_both
 from rlhfkit.losses.fused_head.logprobs import (
     linear_logprobs,
     logits_logprobs,

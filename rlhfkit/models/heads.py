@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.host_copies import on_both
+from rlhfkit.data.batch import on_both
 from rlhfkit.distributed import full_parameters
 from rlhfkit.first_lines import without_load_report, without_weights_bar
 from rlhfkit.losses.aggregation import full_precision

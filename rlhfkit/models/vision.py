@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlhfkit.data.batch import moved
-from rlhfkit.data.host_copies import host_copy
+from rlhfkit.data.batch import host_copy, moved
 from rlhfkit.data.images import Image
 from rlhfkit.distributed import all_reduce, get_world_size, is_sharded
 from rlhfkit.mesh import FORWARD

@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from rlhfkit.argument_names import AnswersNames, constructor_arguments
-from rlhfkit.data.batch import PaddedBatch, moved
-from rlhfkit.data.host_copies import on_both
+from rlhfkit.data.batch import PaddedBatch, moved, on_both
 from rlhfkit.data.types import Experience
 from rlhfkit.first_lines import print_run, print_sizes, replace_model_summary, silence_tips
 from rlhfkit.losses import LossOutput, aggregate, sum_losses

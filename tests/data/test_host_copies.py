@@ -5,8 +5,7 @@ import weakref
 
 import torch
 
-from rlhfkit.data.batch import TokenExample, collate_tokens
-from rlhfkit.data.host_copies import host_copy, on_both, remember_host_copy
+from rlhfkit.data.batch import TokenExample, collate_tokens, host_copy, on_both, remember_host_copy
 
 
 def moved(source: torch.Tensor) -> torch.Tensor:

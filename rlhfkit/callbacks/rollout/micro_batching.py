@@ -11,7 +11,6 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from rlhfkit.data.iteration import IterationSummary
 from rlhfkit.data.jagged import JaggedRows
 from rlhfkit.data.packing import (
     IterationShape,
@@ -23,7 +22,7 @@ from rlhfkit.data.packing import (
     split_groups_by_tokens,
 )
 from rlhfkit.data.token_cap import PackedForward, PaddedForward, plan_capped_micro_batches
-from rlhfkit.data.types import Experience
+from rlhfkit.data.types import Experience, IterationSummary
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import mesh_of
 from rlhfkit.trainer_parts import compares_groups, epochs_of, learner_of, prompts_of

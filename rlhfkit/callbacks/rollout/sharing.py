@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlhfkit.callbacks.rollout.micro_batching import IterationPlan
 from rlhfkit.data.exchange import exchange_rows, gather_columns
-from rlhfkit.data.iteration import IterationSummary
-from rlhfkit.data.types import Experience, Sample
+from rlhfkit.data.types import Experience, IterationSummary, Sample
 from rlhfkit.distributed import gather_objects
 from rlhfkit.rollout.collector import CollectedGroups, flatten
 

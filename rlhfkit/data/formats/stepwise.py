@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, step_field
-from rlhfkit.data.host_copies import on_both
+from rlhfkit.data.batch import StepTotals, TokenBatch, TokenExample, collate_tokens, on_both, step_field
 
 
 @dataclass(slots=True)

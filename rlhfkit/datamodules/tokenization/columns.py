@@ -19,62 +19,38 @@ class DataFormat(NamedTuple):
     """Name in messages."""
     columns: Mapping[str, tuple[str, ...]]
     """Usual column names by DataModule argument, the preferred one first."""
-    taken_by: str
-    """The DataModule that reads it."""
 
 
-LANGUAGE_MODELLING = DataFormat("language modelling", {"text": ("text",)}, "SFTDataModule")
-CONVERSATION = DataFormat("conversation", {"messages": ("messages", "conversations", "conversation")}, "SFTDataModule")
-TOKENS = DataFormat("token ids, all learned", {"input_ids": ("input_ids",)}, "SFTDataModule")
-TOKENS_AND_LABELS = DataFormat(
-    "token ids and labels", {"input_ids": ("input_ids",), "labels": ("labels",)}, "SFTDataModule"
+SUPERVISED = (
+    DataFormat("conversation", {"messages": ("messages", "conversations", "conversation")}),
+    DataFormat("prompt and completion", {"prompt": ("prompt",), "completion": ("completion",)}),
+    DataFormat("language modelling", {"text": ("text",)}),
+    DataFormat("token ids, all learned", {"input_ids": ("input_ids",)}),
+    DataFormat("token ids and labels", {"input_ids": ("input_ids",), "labels": ("labels",)}),
+    DataFormat(
+        "token ids and a mask of the learned ones",
+        {"input_ids": ("input_ids",), "loss_mask": ("loss_mask", "completion_mask", "assistant_masks")},
+    ),
 )
-TOKENS_AND_MASK = DataFormat(
-    "token ids and a mask of the learned ones",
-    {"input_ids": ("input_ids",), "loss_mask": ("loss_mask", "completion_mask", "assistant_masks")},
-    "SFTDataModule",
-)
-PROMPT_COMPLETION = DataFormat(
-    "prompt and completion", {"prompt": ("prompt",), "completion": ("completion",)}, "SFTDataModule"
-)
-PREFERENCE = DataFormat(
-    "preference",
-    {"prompt": ("prompt",), "chosen": ("chosen",), "rejected": ("rejected",)},
-    "PreferenceDataModule",
-)
+PREFERENCE = DataFormat("preference", {"prompt": ("prompt",), "chosen": ("chosen",), "rejected": ("rejected",)})
 IMPLICIT_PREFERENCE = DataFormat(
-    "preference with the prompt in both answers",
-    {"chosen": ("chosen",), "rejected": ("rejected",)},
-    "PreferenceDataModule",
+    "preference with the prompt in both answers", {"chosen": ("chosen",), "rejected": ("rejected",)}
 )
 UNPAIRED_PREFERENCE = DataFormat(
-    "unpaired preference",
-    {"prompt": ("prompt",), "completion": ("completion",), "label": ("label",)},
-    "UnpairedPreferenceDataModule",
+    "unpaired preference", {"prompt": ("prompt",), "completion": ("completion",), "label": ("label",)}
 )
 STEPWISE = DataFormat(
-    "stepwise supervision",
-    {"prompt": ("prompt",), "completions": ("completions",), "labels": ("labels",)},
-    "StepwiseDataModule",
+    "stepwise supervision", {"prompt": ("prompt",), "completions": ("completions",), "labels": ("labels",)}
 )
-PROMPTS = DataFormat("prompts", {"prompt": ("prompt",)}, "PromptDataModule")
 
-SUPERVISED = (CONVERSATION, PROMPT_COMPLETION, LANGUAGE_MODELLING, TOKENS, TOKENS_AND_LABELS, TOKENS_AND_MASK)
-"""What :class:`~rlhfkit.SFTDataModule` reads."""
-
-KNOWN_FORMATS = (
-    LANGUAGE_MODELLING,
-    CONVERSATION,
-    PROMPT_COMPLETION,
-    PREFERENCE,
-    IMPLICIT_PREFERENCE,
-    UNPAIRED_PREFERENCE,
-    STEPWISE,
-    PROMPTS,
-    TOKENS,
-    TOKENS_AND_LABELS,
-    TOKENS_AND_MASK,
-)
+READERS: Mapping[str, tuple[DataFormat, ...]] = {
+    "SFTDataModule": SUPERVISED,
+    "PreferenceDataModule": (PREFERENCE, IMPLICIT_PREFERENCE),
+    "UnpairedPreferenceDataModule": (UNPAIRED_PREFERENCE,),
+    "StepwiseDataModule": (STEPWISE,),
+    "PromptDataModule": (DataFormat("prompts", {"prompt": ("prompt",)}),),
+}
+"""What to use for which data, for messages."""
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Column of additional arguments for the chat template, per row."""
@@ -103,11 +79,8 @@ def find_columns(
     """
     check_columns(rows, source, **named)
     given = {argument: column for argument, column in named.items() if column is not None}
-    fitting = [
-        columns
-        for kind in formats
-        if set(given) <= set(kind.columns) and (columns := _fit(kind, rows.column_names, given)) is not None
-    ]
+    kinds = [kind for kind in formats if set(given) <= set(kind.columns)]
+    fitting = [columns for kind in kinds if (columns := _fit(kind, rows.column_names, given)) is not None]
     fitting = [one for one in fitting if not any(set(one) < set(other) for other in fitting)]
     if len(fitting) != 1:
         raise ValueError(_explain(rows.column_names, source, formats, fitting))
@@ -142,7 +115,11 @@ def _explain(
     example = next(iter(max(formats, key=lambda kind: len(kind.columns)).columns))
     message += f", which is none of the kinds it could be ({wanted}). Name columns that are called otherwise, e.g. "
     message += f"{example}='{found[0]}'"
-    others = {kind.taken_by for kind in KNOWN_FORMATS if kind not in formats and _fit(kind, found, {}) is not None}
+    others = [
+        reader
+        for reader, kinds in sorted(READERS.items())
+        if any(kind not in formats and _fit(kind, found, {}) is not None for kind in kinds)
+    ]
     if others:
-        message += f"; or use {' or '.join(sorted(others))}, which reads such columns"
+        message += f"; or use {' or '.join(others)}, which reads such columns"
     return message

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhfkit.data.host_copies import host_copy
+from rlhfkit.data.batch import host_copy
 
 CPU = torch.device("cpu")
 """Named where tensors are made, as the default device may be another."""
