@@ -37,6 +37,7 @@ ELSEWHERE = {
     "estimate": "a model's configuration from the Hub",
     "ExperienceLoader": "a run that samples",
     "StepLoader": "data of a user",
+    "ExampleTable": "data of a user",
     "MCPTools": "a server that is downloaded",
     "OpenAIEndpoint": "an engine that runs",
     "Placement": "Ray: see tests/roles/test_placement.py",
