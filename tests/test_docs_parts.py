@@ -1,4 +1,4 @@
-"""The examples of docs/parts.md and docs/reward_models.md that people ask for most do what they say, in a run too."""
+"""The examples of the docs that people ask for most do what they say, alone and in a run."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rlhfkit import RolloutCallback, SamplingSpec
+from rlhfkit import Ahead, LocalEngine, RolloutCallback, SamplingSpec
 from rlhfkit.models import reward_output
 from rlhfkit.rewards import WeightedSum
 
@@ -116,3 +116,31 @@ def test_several_heads_are_trained_and_their_mean_less_deviation_is_the_reward(t
     with torch.no_grad():
         expected = reward_output(heads, rows, normalized=True)
     torch.testing.assert_close(rows.reward_parts["model"], expected.mean(-1) - expected.std(-1))
+
+
+def test_the_trainer_follows_a_temperature_that_falls(tmp_path: Path) -> None:
+    seen = []
+
+    class Watched(LocalEngine):
+        def generate(self, prompts: Any, sampling: SamplingSpec, *, iteration: int) -> Any:
+            seen.append(sampling.temperature)
+            return super().generate(prompts, sampling, iteration=iteration)
+
+    cooling = examples(PAGE.with_name("engines.md"))["Cooling"](0.5, 2)
+    rollouts = RolloutCallback(
+        digits, engine=Watched(), parts=[cooling], sampling=SamplingSpec(group_size=4, max_new_tokens=8)
+    )
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
+    trainer.fit(module, data)
+    assert seen == [1.0, 0.75]
+    assert rollouts.experience is not None
+    assert rollouts.experience.temperature == 0.75
+    assert float(trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"]) < 1e-5
+
+
+def test_ahead_refuses_a_temperature_that_falls(tmp_path: Path) -> None:
+    cooling = examples(PAGE.with_name("engines.md"))["Cooling"](0.5, 2)
+    rollouts = RolloutCallback(digits, parts=[Ahead(1), cooling], sampling=SamplingSpec(group_size=4, max_new_tokens=8))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
+    with pytest.raises(ValueError, match="a part asks for another SamplingSpec in iteration 1"):
+        trainer.fit(module, data)

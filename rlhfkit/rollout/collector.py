@@ -92,6 +92,8 @@ class CollectedGroups:
     """The prompts by index, as they were drawn; those of samples are as environments have changed them."""
     dropped: Dropped | None = None
     """What the next iteration may continue; ``None``: it is lost."""
+    temperature: float | None = None
+    """At which they were sampled; ``None``: that of the callback's ``SamplingSpec``."""
 
 
 def collect_groups(

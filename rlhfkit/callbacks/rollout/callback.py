@@ -221,12 +221,13 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
     def share(self, collected: CollectedGroups) -> SharedIteration:
         """Share numbers of all samples with all ranks, and move rows to the ranks that train on them. A collective."""
         trainer = self._attached()
+        temperature = self._sampling.temperature if collected.temperature is None else collected.temperature
         with self.timing.record("share", self.iteration):
             shared = share_iteration(
                 collected,
                 lambda summary: self.planner.plan(summary, self.iteration),
                 group_size=self.group_size,
-                temperature=self._sampling.temperature or 1.0,
+                temperature=temperature or 1.0,
                 rank=trainer.global_rank,
                 world_size=trainer.world_size,
                 group=cpu_group(),

@@ -8,7 +8,7 @@ is around it: the parts that a ``RolloutCallback`` was given, from the inside to
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -49,7 +49,7 @@ class Ask:
     wanted: int
     """Groups of all ranks."""
     sampling: SamplingSpec
-    """How to sample."""
+    """How to sample; a source may ask the next one for another temperature."""
 
 
 class Source(Protocol):
@@ -186,7 +186,7 @@ class GroupCollector:
             self.partials[iteration + 1] = collected.dropped
         if self.complete is not None:
             self.complete(ask, collected, rank_log)
-        return collected
+        return replace(collected, temperature=sampling.temperature)
 
     def sample(
         self, trainer: L.Trainer, prompts: Sequence[Prompt], sampling: SamplingSpec, iteration: int

@@ -15,6 +15,7 @@ from rlhfkit.callbacks.rollout.sharing import SharedIteration, staleness_metrics
 from rlhfkit.callbacks.rollout.source import Ask, Source
 from rlhfkit.distributed import gather_objects
 from rlhfkit.rollout.collector import CollectedGroups
+from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.rollout.prompt_stream import PromptStream
 from rlhfkit.trainer_parts import prompts_of
@@ -67,6 +68,7 @@ class Ahead(RolloutPart):
         self._place: dict[str, Any] = {}  # where the next job's prompts begin
         self._prompts: PromptStream | None = None  # groups of later jobs, if they may be in flight
         self._positions: dict[int, int] = {}  # of the first prompt of iterations among all of the run
+        self._sampling: SamplingSpec | None = None  # of the iterations since it began
         self._failure: BaseException | None = None  # of a job; later ones would have other prompts without it
 
     def attach(self, rollouts: Rollouts) -> None:
@@ -94,6 +96,11 @@ class Ahead(RolloutPart):
         trainer, iteration = ask.trainer, ask.iteration
         if self._submitted < iteration:
             self._begin(ask)
+        if ask.sampling != self._sampling:
+            raise ValueError(
+                "Ahead samples several iterations at once, all in one way, and a part asks for another SamplingSpec in "
+                f"iteration {iteration}: leave one of the two out"
+            )
         last = iteration + self.max_staleness
         if trainer.max_epochs not in (None, -1):
             last = min(last, iteration + trainer.max_epochs - trainer.current_epoch - 1)
@@ -111,7 +118,7 @@ class Ahead(RolloutPart):
         """Begin at the DataModule's cursor, at the start of a run or after a resume."""
         trainer, iteration = ask.trainer, ask.iteration
         data = prompts_of(trainer)
-        self._submitted, self._failure = iteration - 1, None
+        self._submitted, self._failure, self._sampling = iteration - 1, None, ask.sampling
         self._place = data.prompt_queue().after
         self._prompts = None
         if self.collector.starts_ahead(trainer):
