@@ -37,7 +37,6 @@ ORDER += (
     "preference.reward_model",
 )
 ORDER += ("fused_head.logprobs", "policy.base", "aggregation", "metrics")
-OMITTED_ARGUMENTS = {"denominator", "mask", "max_length"}
 
 HEADER = """\
 # Losses
@@ -72,7 +71,7 @@ What they have in common:
   the loss counts is a `Metric`, a scalar that says how it reduces over micro-batches and ranks.
 - Wrong shapes and arguments raise `ValueError` at once.
 
-Arguments that are `None` by default, and `mask`, `denominator` and `max_length`, are left out of the tables.
+The site has a page for each function, with its arguments and their defaults.
 """
 
 DIVISORS = """\
@@ -104,7 +103,7 @@ def render() -> str:
         members = [name for name, value in functions.items() if value.__module__ == module.__name__]
         parts.append(f"## {_heading(module)}\n\n{_markdown(_first_line(module))}\n")
         rows = [_function_row(name, functions[name]) for name in vars(module) if name in members]
-        parts.append(_table(["Function", "Formula", "Defaults", "Papers"], rows))
+        parts.append(_table(["Function", "Formula", "Papers"], rows))
         if "dpo_loss" in members:
             parts.append("### Loss types of `dpo_loss`\n\n" + _notation() + "\n")
             rows = [_pair_loss_row(name, loss) for name, loss in rlhfkit.losses.PAIR_LOSSES.items()]
@@ -124,11 +123,8 @@ def _divisors() -> str:
         using = [loss for loss in of_policies if _parameters(loss)["aggregation"].default == aggregation]
         named = ", ".join(f"`{loss.__name__}`" for loss in using)
         of_presets = ", ".join(f"`{name}`" for name, loss in presets.items() if loss in using)
-        links = ", ".join(dict.fromkeys(_links(loss).split(", ")[0] for loss in using if _links(loss)))
-        rows.append([f"`{aggregation}`", divisor, untrained, named, of_presets, links])
-    return _table(
-        ["`aggregation`", "Divides by", "A row without a trained token", "Default of", "Presets", "Papers"], rows
-    )
+        rows.append([f"`{aggregation}`", divisor, untrained, named, of_presets])
+    return _table(["`aggregation`", "Divides by", "A row without a trained token", "Default of", "Presets"], rows)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -163,15 +159,6 @@ def citations(function: Callable[..., Any]) -> list[str]:
     """Sources that have no arXiv number, as ``Williams (1992)``."""
     names = r"[A-Z]\w+(?: and [A-Z]\w+| et al\.)? \(\d{4}\)"
     return list(dict.fromkeys(re.findall(names, inspect.getdoc(function) or "")))
-
-
-def defaults(function: Callable[..., Any]) -> list[str]:
-    """Keyword-only arguments with their defaults, as code."""
-    parameters = inspect.signature(function).parameters.values()
-    keywords = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
-    required = [f"`{one.name}` (required)" for one in keywords if one.default is one.empty]
-    optional = [one for one in keywords if one.name not in OMITTED_ARGUMENTS and one.default not in (one.empty, None)]
-    return required + [f"`{one.name}={one.default!r}`" for one in optional]
 
 
 def _modules(functions: dict[str, Any]) -> list[ModuleType]:
@@ -227,7 +214,7 @@ def _markdown(text: str) -> str:
 
 def _function_row(name: str, function: Callable[..., Any]) -> list[str]:
     head = f"**`{name}`**<br>{_summary(function)}"
-    return [head, formula(function), ", ".join(defaults(function)), _links(function)]
+    return [head, formula(function), _links(function)]
 
 
 def _pair_loss_row(name: str, loss: Callable[..., Any]) -> list[str]:
