@@ -45,8 +45,8 @@ def reports(request: Any, tmp_path_factory: Any, model_folder: str, tied_model_f
 
 
 def runs() -> Iterator[Any]:
-    for number in (1, 2):
-        for case in CASES:
+    for number, cases in ((1, ["two engines, reference"]), (2, CASES)):
+        for case in cases:
             for stage in STAGES:
                 smoke = number == 2 and case == "two engines, reference" and stage >= 2
                 yield pytest.param(number, case, stage, marks=[pytest.mark.smoke] if smoke else [])

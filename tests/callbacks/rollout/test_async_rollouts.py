@@ -57,7 +57,7 @@ def run(folder: Path, staleness: int, **arguments: Any) -> tuple[Any, Any, Rollo
     return trainer, module, rollouts, watch
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_path: Path, staleness: int) -> None:
     _, _, _, turns = run(tmp_path, 0)
     trainer, _, rollouts, ahead = run(tmp_path, staleness)

@@ -30,7 +30,7 @@ def plain(folder: Path) -> dict[str, Any]:
     return run(folder, offload=False)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_phases_follow_one_another_and_the_run_is_the_same(folder: Path, plain: dict[str, Any], level: int) -> None:
     found = run(folder, offload=True, engine=Tenant(level=level))
     assert all(found[name] == plain[name] for name in SAME)
@@ -124,6 +124,7 @@ def test_a_reward_that_calls_the_policy_gets_its_answer(
     assert "a forward pass needed training states" in caplog.text
 
 
+@pytest.mark.long
 def test_adapters_and_a_reward_model_that_scores(folder: Path) -> None:
     """PPO with LoRA on one device: policy and critic are trained, reference and reward model are not."""
     arguments = {

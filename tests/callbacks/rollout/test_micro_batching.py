@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.long] * (each != "GRPO")) for each in CASES])
 def test_weights_updates_and_rates_are_those_of_the_run_without_a_cap(tmp_path: Path, case: str) -> None:
     trainer, module, without = fit(tmp_path, **CASES[case])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("time/")}
@@ -137,6 +137,7 @@ def test_a_longer_sequence_is_trained_alone_with_one_warning(tmp_path: Path, cap
         torch.testing.assert_close(tensor, weights(without)[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_loader_that_lightning_makes_anew_each_epoch_adapts_too(tmp_path: Path) -> None:
     _, module, once = fit(tmp_path, **capped(30))
     _, other, watch = fit(tmp_path, **capped(30), reload_dataloaders_every_n_epochs=1)

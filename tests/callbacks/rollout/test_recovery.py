@@ -92,7 +92,9 @@ def test_a_run_that_takes_turns_is_bitwise_the_undisturbed_one(tmp_path: Path, c
     assert disturbed.calls > calm.calls
 
 
-@pytest.mark.parametrize(("loses_at", "in_flight"), [(1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("loses_at", "in_flight"), [pytest.param(1, True, marks=pytest.mark.long), (2, False), (3, True)]
+)
 def test_sampling_ahead_begins_anew_with_the_same_prompts(tmp_path: Path, loses_at: int, in_flight: bool) -> None:
     options: dict[str, Any] = {"parts": [Ahead(1, in_flight=in_flight)]}
     seen, *_ = run(tmp_path, Forgetful(), **options)
