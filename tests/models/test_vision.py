@@ -36,7 +36,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vision")
 
 
-@pytest.fixture(params=sorted(VISION_FAMILIES))
+COMMON = {"gemma3", "qwen2_5_vl", "qwen3_vl"}
+"""Of ``make test``."""
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name not in COMMON)) for name in sorted(VISION_FAMILIES)]
+)
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if processing_smolvlm.num2words is None:
         monkeypatch.setattr(processing_smolvlm, "num2words", str)  # it writes times of videos
