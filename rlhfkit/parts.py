@@ -363,6 +363,9 @@ def named_part(given: Any) -> tuple[Any, dict[str, Any]]:
         if unknown or not isinstance(given.get("class_path"), str):
             raise ValueError(f"a part is {{class_path: ..., init_args: {{...}}}}, got {dict(given)}")
         return resolve_function(given["class_path"], "class_path"), dict(given.get("init_args") or {})
+    if isinstance(given, Configured):
+        where = "a Part belongs to a module, a RolloutPart to RolloutCallback(parts=[...])"
+        raise TypeError(f"{given!r} is in the wrong place: {where}")
     if not callable(given):
         raise TypeError(f"a part is a Part, a function of the rows, or their dotted name, got {given!r}")
     return given, {}

@@ -12,7 +12,18 @@ from rl_runs import setup_run, weights
 from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import Experience, GRPOModule, LossOutput, OnlineDPOModule, Part, PPOModule, Prepare, Stage, local_rows
+from rlhfkit import (
+    DynamicSampling,
+    Experience,
+    GRPOModule,
+    LossOutput,
+    OnlineDPOModule,
+    Part,
+    PPOModule,
+    Prepare,
+    Stage,
+    local_rows,
+)
 from rlhfkit.losses import aggregate, group_advantages
 from rlhfkit.modules.parts import EntropyBonus, KLInReward, KLPenalty, KLTarget, MaskTruncated
 from rlhfkit.modules.parts.old_policy import LogLinear
@@ -180,6 +191,7 @@ def test_functions_and_classes_are_found_by_name() -> None:
     ("given", "error", "message"),
     [
         (3, TypeError, "a part is a Part, a function of the rows, or their dotted name, got 3"),
+        (DynamicSampling(), TypeError, r"^DynamicSampling\(\) is in the wrong place: .* to RolloutCallback"),
         ({"class": "Counter"}, ValueError, "a part is {class_path: ..., init_args: {...}}, got"),
         ({"class_path": "test_parts.Count"}, ValueError, "class_path='test_parts.Count' cannot be imported"),
         ("pathlib.Path", TypeError, "Path is no Part: derive it from rlhfkit.Part"),

@@ -345,6 +345,8 @@ def _call_with_context(name: str, reward: Reward, samples: list[Sample]) -> Any:
         ) from error
     except Exception as error:
         error.add_note(f"raised by reward {name!r}, scoring {len(samples)} samples")
+        if isinstance(error, TypeError | AttributeError) and all(one.prompt.answer is None for one in samples):
+            error.add_note("no prompt has an answer: PromptDataModule(answer=...) names the column that holds it")
         raise
 
 

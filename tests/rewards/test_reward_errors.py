@@ -97,6 +97,15 @@ def test_any_other_error_stays_what_it_is_and_says_whose_it_is() -> None:
     assert caught.value.__notes__ == ["raised by reward 'broken', scoring 3 samples"]
 
 
+def test_a_reward_that_reads_answers_which_are_not_there_is_told_so() -> None:
+    given = samples()
+    for one in given:
+        one.prompt.answer = None
+    with pytest.raises(TypeError) as caught:
+        score_samples(lambda given: [len(one.prompt.answer) for one in given], given)
+    assert "PromptDataModule(answer=...)" in caught.value.__notes__[-1]
+
+
 def test_what_a_reward_does_to_its_list_moves_nobodys_reward() -> None:
     def sorting(given: list[Sample]) -> list[float]:
         values = [float(sample.sample_index) for sample in given]
