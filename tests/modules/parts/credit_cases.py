@@ -96,7 +96,7 @@ def credit_formula(folder: Path) -> None:
     mask = rows.action_mask
     earned = torch.where(mask, torch.arange(36.0).view(6, 6) / 10, 0.0)
     for part, given in ((TokenCredit(0.5), None), (TokenCredit(0.5, earned=True), earned)):
-        found = prepared(part, dataclasses.replace(rows, token_rewards=earned)).advantages
+        found = prepared(part, dataclasses.replace(rows, token_rewards=earned), advantage_scale="none").advantages
         for row in range(6):
             steps = mask[row].nonzero()[:, 0].tolist()
             rewards = {step: 0.0 if given is None else float(given[row, step]) for step in steps}
@@ -108,6 +108,8 @@ def credit_formula(folder: Path) -> None:
         TokenCredit(1.5)
     with pytest.raises(ValueError, match="those before it differ between tokens"):
         GRPOModule("no/model", parts=[AdvantagesBy(by_surprise), TokenCredit(0.5)])
+    with pytest.raises(ValueError, match="units of the reward"):
+        GRPOModule("no/model", parts=[TokenCredit(0.5, earned=True)])
 
 
 def by_surprise(experience: Experience) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modules.on_policy.ppo_cases import logprobs_of
 from modules.on_policy.test_base import experience
-from rlhfkit import GRPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, OnPolicyModule, PPOModule, RolloutCallback, SamplingSpec
 from rlhfkit.losses import kl_estimate
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.parts.advantages import GroupAdvantages
@@ -180,4 +180,4 @@ def kl_in_reward_formula(folder: Path) -> None:
     assert found.rewards is rows.rewards
     torch.testing.assert_close(found.columns["token_penalty"], 0.5 * kl)
     with pytest.raises(ValueError, match="no part gives tokens what each has earned"):
-        GRPOModule("no/model", parts=[KLInReward(0.5, place="token"), GroupAdvantages()])
+        OnPolicyModule("no/model", parts=[KLInReward(0.5, place="token"), GroupAdvantages()])
