@@ -12,7 +12,6 @@ from rlhfkit.losses.advantages.gae import (
     turn_advantages,
 )
 from rlhfkit.losses.advantages.group import (
-    AdvantageScale,
     best_of_group_advantages,
     gdpo_advantages,
     gpg_advantages,
@@ -24,10 +23,7 @@ from rlhfkit.losses.advantages.group import (
 )
 from rlhfkit.losses.advantages.rewards import (
     RewardMoments,
-    clip_rewards,
-    missing_eos_penalty,
     normalize_rewards,
-    stop_properly_penalty,
     token_rewards,
 )
 from rlhfkit.losses.aggregation import (
@@ -54,7 +50,7 @@ from rlhfkit.losses.importance_sampling import (
     off_policy_sequence_mask,
     rejection_mask,
 )
-from rlhfkit.losses.kl import KLEstimator, kl_estimate, kl_loss
+from rlhfkit.losses.kl import kl_estimate, kl_loss
 from rlhfkit.losses.metrics import (
     Metric,
     exp_mean_metric,
@@ -108,9 +104,7 @@ from rlhfkit.losses.value import value_loss
 __all__ = [
     "CORRECTION_PRESETS",
     "PAIR_LOSSES",
-    "AdvantageScale",
     "Aggregation",
-    "KLEstimator",
     "LossOutput",
     "Metric",
     "PreferencePairs",
@@ -123,7 +117,6 @@ __all__ = [
     "bradley_terry_loss",
     "cispo_loss",
     "clip_cov_loss",
-    "clip_rewards",
     "clipped_surrogate",
     "cpo_loss",
     "cross_entropy_loss",
@@ -168,7 +161,6 @@ __all__ = [
     "mean_metric",
     "min_metric",
     "mismatch_metrics",
-    "missing_eos_penalty",
     "normalize_rewards",
     "off_policy_sequence_mask",
     "on_policy_distillation_advantages",
@@ -191,7 +183,6 @@ __all__ = [
     "select",
     "sequence_logprobs",
     "simpo_loss",
-    "stop_properly_penalty",
     "sum_losses",
     "sum_metric",
     "sums_metric",

@@ -1,9 +1,4 @@
-"""Reward shaping: penalties, clipping, normalisation, and rewards per token.
-
-The usual order, OpenRLHF's: :func:`stop_properly_penalty` or
-:func:`missing_eos_penalty`, baseline (:mod:`rlhfkit.losses.advantages.group`), :func:`clip_rewards`,
-:func:`token_rewards`.
-"""
+"""Normalisation of rewards, and rewards per token; penalties and limits are parts (``modules/parts/rewards.py``)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -75,78 +70,6 @@ def _by_action(earned: Tensor, mask: Tensor) -> Tensor:
     number = mask.long().cumsum(-1)  # 0 in front of the first action
     sums = earned.new_zeros(mask.shape[0], mask.shape[1] + 1).scatter_add(-1, number, earned)
     return select(sums.gather(-1, number), mask)
-
-
-def clip_rewards(rewards: Tensor, *, low: float = -10.0, high: float = 10.0) -> Tensor:
-    """Clip rewards to ``[low, high]``; missing ones (NaN) stay missing.
-
-    Args:
-        rewards: Any shape.
-        low: OpenRLHF's -10.
-        high: OpenRLHF's 10.
-
-    Returns:
-        Tensor of the same shape.
-
-    Raises:
-        ValueError: Unless ``low < high``.
-    """
-    if not low < high:
-        raise ValueError(f"need low < high, got low={low} and high={high}")
-    return rewards.clamp(low, high)
-
-
-def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) -> Tensor:
-    """Reward of answers cut off by the length limit, as in ProRL v2.
-
-    ``coef`` in [0, 1]: a positive reward is multiplied by it; ``coef < 0``: the reward becomes ``coef``.
-
-    Hu et al. (ProRL v2, 2025) as OpenRLHF's ``stop_properly_penalty_coef``, which multiplies negative rewards too and
-    so *improves* them; they stay the same here.
-
-    Args:
-        rewards: (B,), NaN where missing, which stays.
-        truncated: (B,) bool, true when generation stopped at the length limit.
-        coef: At most 1; 1 changes nothing.
-
-    Returns:
-        (B,).
-
-    Raises:
-        ValueError: If shapes differ or ``coef`` is more than 1.
-    """
-    check_same_shape(rewards=rewards, truncated=truncated)
-    if not coef <= 1.0:
-        raise ValueError(f"coef must be at most 1 (it is a penalty), got {coef}")
-    if coef < 0.0:
-        punished = torch.where(rewards.isnan(), rewards, torch.full_like(rewards, coef))
-    else:
-        punished = torch.where(rewards > 0.0, rewards * coef, rewards)
-    return torch.where(truncated.bool(), punished, rewards)
-
-
-def missing_eos_penalty(rewards: Tensor, truncated: Tensor, *, penalty: float = 1.0) -> Tensor:
-    """Subtract a penalty from the reward of answers that were cut off before they ended.
-
-    ``r - penalty 1[truncated]``
-
-    ``missing_eos_penalty`` of TRL's former PPO trainer: 1 in its examples, ``None`` by default.
-
-    Args:
-        rewards: (B,), NaN where missing, which stays.
-        truncated: (B,) bool, true when generation stopped at the length limit.
-        penalty: 0 or more; 0 changes nothing.
-
-    Returns:
-        (B,).
-
-    Raises:
-        ValueError: If shapes differ or the penalty is negative.
-    """
-    check_same_shape(rewards=rewards, truncated=truncated)
-    if not penalty >= 0.0:
-        raise ValueError(f"penalty must not be negative (it is subtracted here), got {penalty}")
-    return rewards - penalty * truncated.to(rewards.dtype)
 
 
 class RewardMoments(NamedTuple):

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from rlhfkit.losses import AdvantageScale, Aggregation, LossOutput, dapo_loss
+from rlhfkit.losses import Aggregation, LossOutput, dapo_loss
+from rlhfkit.losses.advantages.group import AdvantageScale
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages

@@ -10,8 +10,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import RewardMoments, clip_rewards, missing_eos_penalty, normalize_rewards, stop_properly_penalty
+from rlhfkit.losses import RewardMoments, normalize_rewards
 from rlhfkit.parts import Part, Stage
 from rlhfkit.validation import check_number
 
@@ -19,7 +21,8 @@ from rlhfkit.validation import check_number
 class StopProperly(Part):
     """Scales the rewards of answers that the length limit cut off (ProRL v2; DAPO's overlong filter with 0).
 
-    See :func:`~rlhfkit.losses.stop_properly_penalty`.
+    Hu et al. (ProRL v2, 2025) as OpenRLHF's ``stop_properly_penalty_coef``, which multiplies negative rewards too and
+    so *improves* them; they stay the same here.
 
     Args:
         coef: In [0, 1]: positive rewards of such answers are multiplied by it, so that with 0 only finished answers are
@@ -36,15 +39,20 @@ class StopProperly(Part):
         self.coef = coef
 
     def prepare(self, rows: Experience) -> Experience:
-        """Scale them."""
-        return dataclasses.replace(rows, rewards=stop_properly_penalty(rows.rewards, rows.truncated, coef=self.coef))
+        """Scale them; missing ones (NaN) stay missing."""
+        rewards, coef = rows.rewards, self.coef
+        if coef < 0.0:
+            punished = rewards.where(rewards.isnan(), torch.full_like(rewards, coef))
+        else:
+            punished = torch.where(rewards > 0.0, rewards * coef, rewards)
+        return dataclasses.replace(rows, rewards=punished.where(rows.truncated, rewards))
 
 
 class MissingEndPenalty(Part):
-    """Subtracts a number from the rewards of answers that the length limit cut off (TRL's former PPO).
+    """Subtracts a number from the rewards of answers that the length limit cut off, as TRL's former PPO.
 
     Args:
-        penalty: What is subtracted, in units of the reward at this place.
+        penalty: What is subtracted, in units of the reward at this place (1 in TRL's examples).
 
     Raises:
         ValueError: If ``penalty`` is not positive.
@@ -58,8 +66,7 @@ class MissingEndPenalty(Part):
 
     def prepare(self, rows: Experience) -> Experience:
         """Subtract it."""
-        rewards = missing_eos_penalty(rows.rewards, rows.truncated, penalty=self.penalty)
-        return dataclasses.replace(rows, rewards=rewards)
+        return dataclasses.replace(rows, rewards=rows.rewards - self.penalty * rows.truncated.to(rows.rewards.dtype))
 
 
 class NormalizeRewards(Part):
@@ -110,7 +117,7 @@ class ClipRewards(Part):
 
     def prepare(self, rows: Experience) -> Experience:
         """Clip them."""
-        return dataclasses.replace(rows, rewards=clip_rewards(rows.rewards, low=-self.limit, high=self.limit))
+        return dataclasses.replace(rows, rewards=rows.rewards.clamp(-self.limit, self.limit))
 
 
 class MaskTruncated(Part):

@@ -4,7 +4,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit.losses import (
-    clip_rewards,
     discounted_returns,
     gae,
     group_advantages,
@@ -39,7 +38,7 @@ def openrlhf_advantages(name):
         return whiten(advantages, mask), returns
     if name.startswith("group_norm"):
         rewards = group_advantages(rewards, GROUP, eps=1e-9)
-        rewards = clip_rewards(rewards, low=-0.5, high=0.5) if name.endswith("clip.5") else clip_rewards(rewards)
+        rewards = rewards.clamp(-0.5, 0.5) if name.endswith("clip.5") else rewards.clamp(-10.0, 10.0)
     else:
         centred = group_advantages(rewards, GROUP, scale="none")
         if name.startswith("reinforce_baseline"):
