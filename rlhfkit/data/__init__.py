@@ -1,14 +1,18 @@
 """Records and batching: prompts, samples, experience, micro-batches and loaders; loads torch and NumPy, nothing else.
 
 May import: torch, NumPy, ``validation.py``.
-Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing/`` and ``loaders/``.
+Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing.py`` and ``loaders/``.
 """
 
 from rlhfkit.data.batch import TokenBatch, TokenExample, collate_tokens
-from rlhfkit.data.formats.distilled import DistilledBatch
-from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
-from rlhfkit.data.formats.stepwise import StepwiseBatch
-from rlhfkit.data.formats.unpaired import UnpairedBatch
+from rlhfkit.data.formats import (
+    DistilledBatch,
+    PreferenceBatch,
+    PreferenceExample,
+    StepwiseBatch,
+    UnpairedBatch,
+    collate_preferences,
+)
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.loaders.steps import ExampleTable, StepLoader
 from rlhfkit.data.packing import IterationShape

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats.preferences import PreferenceExample, collate_preferences
+from rlhfkit.data.formats import PreferenceExample, collate_preferences
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.chat import is_chat

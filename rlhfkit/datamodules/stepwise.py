@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats.stepwise import StepwiseExample, collate_stepwise
+from rlhfkit.data.formats import StepwiseExample, collate_stepwise
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.assistant_mask import common_prefix
 from rlhfkit.datamodules.tokenization.columns import STEPWISE, find_columns

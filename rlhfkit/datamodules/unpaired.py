@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from rlhfkit.data.formats.unpaired import UnpairedExample, UnpairedLoader, add_mismatched, collate_unpaired
+from rlhfkit.data.formats import UnpairedExample, UnpairedLoader, add_mismatched, collate_unpaired
 from rlhfkit.data.loaders.steps import ExampleTable, TokenizedDataset
 from rlhfkit.datamodules.sft import SFTDataModule
 from rlhfkit.datamodules.tokenization.columns import PREFERENCE, UNPAIRED_PREFERENCE, find_columns

@@ -1,6 +1,6 @@
 """Properties of equal-token bins and of the plan of an iteration.
 
-Covers packing/micro_batches.py, packing/order.py, packing/partition.py, packing/shared_prompts.py and packing/sizes.py.
+Covers packing.py.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfkit.data import packing
 from rlhfkit.data.packing import (
     IterationShape,
     balanced_partition,
@@ -20,7 +21,6 @@ from rlhfkit.data.packing import (
     deal_to_members,
     iteration_shape,
     packed_tokens,
-    partition,
     plan_micro_batches,
     split_by_tokens,
     split_groups_by_tokens,
@@ -105,7 +105,7 @@ def differencing_by_hand(lengths: list[int], num_bins: int) -> list[list[int]]:
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=30), st.integers(1, 8))
 def test_the_fast_differencing_gives_the_partitions_of_the_plain_one(lengths: list[int], num_bins: int) -> None:
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    fast = partition._differencing(lengths, order, num_bins)
+    fast = packing._differencing(lengths, order, num_bins)
     assert list(map(sorted, fast)) == list(map(sorted, differencing_by_hand(lengths, num_bins)))
 
 

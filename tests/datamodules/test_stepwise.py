@@ -1,6 +1,6 @@
 """Properties of stepwise data: where steps are judged, which labels they get, what is cut and what is refused.
 
-Covers data/formats/stepwise.py too.
+Covers data/formats.py too.
 """
 
 import logging
@@ -14,7 +14,7 @@ import torch
 from tiny_models import tiny_tokenizer
 
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats.stepwise import StepwiseExample, collate_stepwise
+from rlhfkit.data.formats import StepwiseExample, collate_stepwise
 from rlhfkit.datamodules import StepwiseDataModule
 
 Write = Callable[..., str]

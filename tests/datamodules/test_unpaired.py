@@ -9,7 +9,7 @@ from tiny_models import tiny_tokenizer
 
 from rlhfkit import UnpairedPreferenceDataModule
 from rlhfkit.data import ExampleTable
-from rlhfkit.data.formats.unpaired import UnpairedExample
+from rlhfkit.data.formats import UnpairedExample
 
 ROWS = [{"prompt": f"{i}+{i}=", "completion": f"x{2 * i}", "label": i % 3 == 0} for i in range(6)]
 

@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_cross_entropy_of_two_words_at_the_step_tokens(
     module.configure_model()
     data = made(tokenizer=tiny_tokenizer())
     data.setup()
-    from rlhfkit.data.formats.stepwise import collate_stepwise
+    from rlhfkit.data.formats import collate_stepwise
 
     batch = collate_stepwise([data.examples[row] for row in range(3)])
     result = module.loss(batch, module.scores(batch))

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
-from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedExample
+from rlhfkit.data.formats import (
+    PreferenceBatch,
+    PreferenceExample,
+    ReferencedBatch,
+    UnpairedExample,
+    collate_preferences,
+)
 from rlhfkit.data.loaders.steps import ExampleTable
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import Mesh, forward_group_of

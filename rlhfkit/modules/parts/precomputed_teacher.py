@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import collate_tokens
-from rlhfkit.data.formats.distilled import collate_distilled, distilled_examples
+from rlhfkit.data.formats import collate_distilled, distilled_examples
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.distributed import all_reduce, exchange_errors
 from rlhfkit.models import unwrap

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.formats.preferences import PreferenceBatch
+from rlhfkit.data.formats import PreferenceBatch
 from rlhfkit.losses import LossOutput, sequence_logprobs
 from rlhfkit.losses.metrics import share_metric
 from rlhfkit.models import PolicyOutput, policy_output

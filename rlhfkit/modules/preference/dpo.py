@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.data.formats.preferences import PreferenceBatch
+from rlhfkit.data.formats import PreferenceBatch
 from rlhfkit.losses import (
     LossOutput,
     dpo_loss,

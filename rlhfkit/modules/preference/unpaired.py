@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.data.formats.unpaired import ReferencedBatch, UnpairedBatch, UnpairedExample, prompt_tokens
+from rlhfkit.data.formats import ReferencedBatch, UnpairedBatch, UnpairedExample, prompt_tokens
 from rlhfkit.data.loaders.steps import ExampleTable
 from rlhfkit.distributed import all_reduce, full_parameters
 from rlhfkit.losses import (

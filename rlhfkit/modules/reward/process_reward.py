@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.data.formats.stepwise import StepwiseBatch
+from rlhfkit.data.formats import StepwiseBatch
 from rlhfkit.losses import LossOutput, process_reward_loss
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.models.distillation import word_log_odds, word_token

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.data.formats.preferences import PreferenceBatch
+from rlhfkit.data.formats import PreferenceBatch
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, bradley_terry_loss
 from rlhfkit.models import LoRA, ModelLoading, reward_output, unwrap

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.batch import TokenBatch
-from rlhfkit.data.formats.distilled import DistilledBatch
+from rlhfkit.data.formats import DistilledBatch
 from rlhfkit.losses import LossOutput, cross_entropy_loss, distillation_loss, logits_logprobs
 from rlhfkit.losses.distillation import Divergence, Remainder
 from rlhfkit.losses.metrics import share_metric

@@ -7,7 +7,7 @@ import pytest
 
 from rlhfkit.data import ExampleTable
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats.unpaired import (
+from rlhfkit.data.formats import (
     UnpairedExample,
     UnpairedLoader,
     add_mismatched,

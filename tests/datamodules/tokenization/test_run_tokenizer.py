@@ -245,8 +245,8 @@ def test_episodes_take_the_template_arguments_of_the_data(model: str) -> None:
     arguments = {"mark": "#", "tools": [{"name": "search"}]}
     group = Episodes(Game)
     group.configure_tokenizer(templated(), arguments)
-    assert group._observations is not None
-    assert group._observations.formatter.arguments == arguments
+    assert group.observations is not None
+    assert group.observations.formatter.arguments == arguments
     with pytest.raises(ValueError, match=r"other chat_template_kwargs \(mark\).*give them to the DataModule alone"):
         Episodes(Game, chat_template_kwargs={}).configure_tokenizer(templated(), arguments)
     Episodes(Game, chat_template_kwargs={"mark": "#"}).configure_tokenizer(templated(), arguments)

@@ -10,7 +10,7 @@ from tiny_models import tiny_tokenizer
 
 from modules import kto_cases
 from rlhfkit import BCOModule
-from rlhfkit.data.formats.unpaired import prompt_tokens
+from rlhfkit.data.formats import prompt_tokens
 from rlhfkit.data.packing import permutation
 from rlhfkit.losses import density_ratio_weights
 from rlhfkit.models import ModelLoading, load_causal_lm

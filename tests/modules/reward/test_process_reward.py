@@ -10,7 +10,7 @@ import torch
 from modules import scalar_cases
 from rlhfkit import ProcessRewardModule, StepwiseDataModule
 from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats.stepwise import StepwiseExample, collate_stepwise
+from rlhfkit.data.formats import StepwiseExample, collate_stepwise
 from rlhfkit.models import unwrap
 
 

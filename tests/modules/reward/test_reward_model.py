@@ -9,7 +9,7 @@ import torch
 
 from modules import scalar_cases
 from rlhfkit import PreferenceDataModule, RewardModule
-from rlhfkit.data.formats.preferences import PreferenceBatch, PreferenceExample, collate_preferences
+from rlhfkit.data.formats import PreferenceBatch, PreferenceExample, collate_preferences
 from rlhfkit.modules.reward.base import Calibration
 
 

@@ -1,6 +1,6 @@
 """DistillationModule against a loop written by hand, and itself with cached and sharded teachers.
 
-Covers ``teachers.py`` and ``data/formats/distilled.py`` too.
+Covers ``teachers.py`` and ``data/formats.py`` too.
 """
 
 import math
