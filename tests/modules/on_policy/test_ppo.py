@@ -182,9 +182,6 @@ def made(name: str, **arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lam": 1.1}, "lam"),
-        ({"gamma": -0.1}, "gamma"),
-        ({"value_clip": 0.0}, "clip"),
         (made("Critic", model="elsewhere", shared=True), "starts from no model of its own: leave the model out"),
         ({"parts": [Critic(shared=True), CriticWarmup(1)]}, "leave CriticWarmup out"),
         ({"parts": [Critic(shared=True), LogLinear()], "kl_coef": 0.0}, r"LogLinear .* effect beside Critic\(shared"),

@@ -164,17 +164,6 @@ def test_a_policy_is_its_own_reference_at_the_first_step(folder: Path) -> None:
     assert run.margins[0] == 0.0
 
 
-def test_a_reference_that_moves_follows_the_policy_every_so_many_steps(folder: Path) -> None:
-    straight = dpo_cases.fit(folder, module=FOLLOWING, max_steps=4, max_epochs=-1)
-    after_two = dpo_cases.fit(
-        folder, module=FOLLOWING | {"parts": dpo_cases.moving(2, 0.0)}, max_steps=2, max_epochs=-1
-    )
-    for name, start in after_two.reference.items():
-        middle = start + 0.75 * (after_two.weights[name] - start)
-        end = middle + 0.75 * (straight.weights[name] - middle)
-        torch.testing.assert_close(straight.reference[name], end, rtol=1e-5, atol=1e-7)
-
-
 def test_a_stopped_run_goes_on_bit_for_bit_without_the_log_probs_that_were_computed_before(
     folder: Path, tmp_path: Path
 ) -> None:
