@@ -172,7 +172,6 @@ def test_teacher_carries_no_gradient_and_half_precision_is_computed_in_float32()
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"divergence": "kl"}, "divergence must be a function or one of"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"teacher_weight": 1.0}, "teacher_weight must lie"),
         ({"top_k": 0}, "top_k must lie"),

@@ -1,6 +1,8 @@
-"""Every public function of ``rlhfkit.losses``: compiled whole it is the same, and halves are computed in float32."""
+"""Every public function of ``rlhfkit.losses``: compiled whole, in half precision, and with knobs that cannot be."""
 
 import inspect
+import math
+import re
 from typing import Any
 
 import pytest
@@ -59,3 +61,42 @@ def test_half_precision_is_computed_in_float32(name: str) -> None:
     halves, floats = getattr(losses, name)(**given), getattr(losses, name)(**widened)
     assert halves.loss.dtype == torch.float32
     torch.testing.assert_close(halves.loss, floats.loss, rtol=1e-5, atol=1e-6)
+
+
+OF_DATA = {"margin", "mean_chosen_length", "empty", "weights", "denominator"}
+SEEN_IN_THE_LOSS = {"nll_coef", "alpha", "coef"}
+"""Factors of terms, with which the loss is NaN."""
+UNCHECKED = {"clipped_surrogate", "whiten", "normalize_rewards", "off_policy_sequence_mask", "top_entropy_mask"}
+"""Their callers check what they give."""
+FLOATS = [
+    (name, one.name)
+    for name in NAMES
+    if name not in UNCHECKED | ON_HOST
+    for one in inspect.signature(getattr(losses, name)).parameters.values()
+    if one.kind is one.KEYWORD_ONLY and "float" in str(one.annotation) and one.name not in OF_DATA | SEEN_IN_THE_LOSS
+]
+
+
+@pytest.mark.parametrize(("name", "knob"), FLOATS)
+def test_a_knob_that_is_nan_is_refused(name: str, knob: str) -> None:
+    """NaN passes checks of the form ``x <= 0`` and makes every gradient NaN."""
+    with pytest.raises(ValueError, match="nan"):
+        getattr(losses, name)(**arguments_of(name) | {knob: math.nan})
+
+
+CHOICES = [
+    (name, one.name)
+    for name in NAMES
+    if name not in ON_HOST
+    for one in inspect.signature(getattr(losses, name)).parameters.values()
+    if one.kind is one.KEYWORD_ONLY and "Literal" in str(one.annotation)
+]
+
+
+@pytest.mark.parametrize(("name", "knob"), CHOICES)
+def test_a_choice_that_is_none_is_refused_with_what_there_is(name: str, knob: str) -> None:
+    function = getattr(losses, name)
+    choices = re.findall("'([a-z_0-9-]+)'", str(inspect.signature(function).parameters[knob].annotation))
+    with pytest.raises(ValueError, match="no such") as caught:
+        function(**arguments_of(name) | {knob: "no such"})
+    assert [one for one in choices if one not in str(caught.value)] == []

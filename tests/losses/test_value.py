@@ -48,12 +48,9 @@ def test_without_old_values_the_clip_cannot_bind():
     torch.testing.assert_close(gradient(got.loss, values), gradient(same.loss, values))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), [({"clip": 0.0}, "clip must be positive"), ({"aggregation": "sum"}, "token-mean")]
-)
-def test_bad_arguments_raise(change, message):
-    with pytest.raises(ValueError, match=message):
-        value_loss(*arguments(), **change)
+def test_a_clip_of_zero_is_refused():
+    with pytest.raises(ValueError, match="clip must be positive"):
+        value_loss(*arguments(), clip=0.0)
 
 
 def test_shapes_that_do_not_fit_raise():

@@ -107,7 +107,6 @@ def test_estimate_over_ranks_clamps_after_the_sum():
     [
         ({"kl": None}, "kl is needed"),
         ({"loss_type": "apo_zero_unpaired"}, "has no meaning"),
-        ({"loss_type": "bco"}, "loss_type must be one of"),
         ({"beta": -0.1}, "beta must be positive"),
         ({"desirable_weight": -1.0}, "weights must not be negative"),
         ({"mask": torch.ones(4)}, "same shape"),
