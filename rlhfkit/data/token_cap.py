@@ -6,7 +6,7 @@ and only a single sequence can exceed the limit.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -47,12 +47,21 @@ class PackedForward:
 
         By best fit of whole groups, halves of groups, and so on; the division into the fewest bins.
         """
-        divisions = []
-        for pieces in group_pieces(rows, self.groups):
-            fitting = [part for piece in pieces for part in self._fitting(piece, max_tokens)]
-            bins = best_fit_decreasing([self.tokens(piece) for piece in fitting], max_tokens)
-            divisions.append([sorted(row for index in chosen for row in fitting[index]) for chosen in bins])
+        divisions = [
+            self._rows(pieces, best_fit_decreasing([self.tokens(piece) for piece in pieces], max_tokens))
+            for pieces in self._divisions(rows, max_tokens)
+        ]
         return min(divisions, key=len)
+
+    def _divisions(self, rows: Sequence[int], max_tokens: int) -> Iterator[Bins]:
+        """Divisions into pieces of groups that fit: whole groups where they do, halves, and so on."""
+        for pieces in group_pieces(rows, self.groups):
+            yield [part for piece in pieces for part in self._fitting(piece, max_tokens)]
+
+    @staticmethod
+    def _rows(pieces: Bins, bins: Bins) -> Bins:
+        """The rows of bins of pieces."""
+        return [sorted(row for index in chosen for row in pieces[index]) for chosen in bins]
 
     def _fitting(self, piece: list[int], max_tokens: int) -> Bins:
         """Halve a piece of a group until its parts fit."""
@@ -66,13 +75,11 @@ class PackedForward:
 
         Some may exceed ``max_tokens``, or there is none.
         """
-        divisions = []
-        for pieces in group_pieces(rows, self.groups):
-            fitting = [part for piece in pieces for part in self._fitting(piece, max_tokens)]
-            if len(fitting) >= num_bins:
-                bins = split_by_tokens([self.tokens(piece) for piece in fitting], num_bins)
-                divisions.append([sorted(row for index in chosen for row in fitting[index]) for chosen in bins])
-        return divisions
+        return [
+            self._rows(pieces, split_by_tokens([self.tokens(piece) for piece in pieces], num_bins))
+            for pieces in self._divisions(rows, max_tokens)
+            if len(pieces) >= num_bins
+        ]
 
     def halve(self, rows: Sequence[int]) -> Bins:
         """Between groups or inside one, whichever is better balanced."""

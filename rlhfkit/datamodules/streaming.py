@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import lightning as L
 
@@ -48,20 +48,6 @@ _FIRST_ROWS = 16
 """Rows that are read when a source is opened."""
 
 
-class _Part(Protocol):
-    """Rows that have a name together: of a file, for example."""
-
-    name: str
-
-    def rows(self, first: int) -> Iterable[Any]:
-        """The rows from ``first`` on."""
-        ...
-
-    def count(self) -> int:
-        """Number of rows, by reading them."""
-        ...
-
-
 class RowReader:
     """Reads a source forward from any of its rows.
 
@@ -77,13 +63,12 @@ class RowReader:
 
     def __init__(self, source: Any, *, split: str = "train", subset: str | None = None) -> None:
         self.name = describe(source)
-        self._parts: list[_Part]
         if isinstance(source, str | Path) and (files := _files(str(source), split, subset)):
             self._parts = [part for file in files for part in _opened(file)]
         elif callable(source):
-            self._parts = [_Function(self.name, source)]
+            self._parts = [_Part(self.name, source)]
         else:
-            self._parts = [_Dataset(self.name, stream_rows(source, split=split, subset=subset))]
+            self._parts = [_Part(self.name, stream_rows(source, split=split, subset=subset))]
         self.first_rows = [row for _, row in itertools.islice(self.read(0), _FIRST_ROWS)]
         """The rows by which a source is told from another."""
         if not self.first_rows:
@@ -94,7 +79,7 @@ class RowReader:
     def read(self, first: int) -> Iterator[PlacedRow]:
         """Yield the rows from ``first`` on, counted over all files."""
         for number, part in enumerate(self._parts):
-            if first and number < len(self._parts) - 1 and first >= (count := part.count()):
+            if first and number < len(self._parts) - 1 and first >= (count := part.count):
                 first -= count
                 continue
             for place, row in enumerate(_read(part, first), first):
@@ -102,43 +87,35 @@ class RowReader:
             first = 0
 
 
-class _Dataset:
-    """The rows of a ``datasets.IterableDataset``, which skips without converting rows to Python (datasets 5.2)."""
+class _Part:
+    """Rows that have a name together, such as those of a file.
 
-    def __init__(self, name: str, dataset: Any) -> None:
+    ``source`` is a ``datasets.IterableDataset``, which skips without converting rows to Python (datasets 5.2), or a
+    function that returns rows.
+    """
+
+    def __init__(self, name: str, source: Any) -> None:
         self.name = name
-        self._dataset = dataset
-        self._count: int | None = None
+        self.source = source
 
     def rows(self, first: int) -> Iterable[Any]:
-        rows: Iterable[Any] = self._dataset.skip(first) if first else self._dataset
+        """The rows from ``first`` on."""
+        if callable(self.source):
+            return itertools.islice(self.source(), first, None)
+        rows: Iterable[Any] = self.source.skip(first) if first else self.source
         return rows
 
+    @cached_property
     def count(self) -> int:
-        if self._count is None:
-            with readable(self.name):
-                self._count = sum(len(table) for table in self._dataset.with_format("arrow").iter(batch_size=10_000))
-        return self._count
-
-
-class _Function:
-    """The rows that a function returns."""
-
-    def __init__(self, name: str, make: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        self.name = name
-        self._make = make
-
-    def rows(self, first: int) -> Iterable[Any]:
-        return itertools.islice(self._make(), first, None)
-
-    def count(self) -> int:
-        return sum(1 for _ in self._make())
+        """Number of rows of a file, by reading them."""
+        with readable(self.name):
+            return sum(len(table) for table in self.source.with_format("arrow").iter(batch_size=10_000))
 
 
 def _opened(file: str) -> list[_Part]:
     """The rows of a file of several; none if it is empty."""
     try:
-        return [_Dataset(file, stream_rows(file))]
+        return [_Part(file, stream_rows(file))]
     except NoRowsError:
         log.warning("%s is empty", file)
         return []

@@ -2,6 +2,8 @@
 
 import base64
 import io
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +81,7 @@ def answer(text: str) -> dict[str, Any]:
 
 
 IMAGE = {"type": "image"}
+CONFIGS = ("processor_config.json", "preprocessor_config.json")
 
 
 def data_url(seed: int) -> str:
@@ -123,6 +126,19 @@ def test_conversations_have_the_tokens_of_the_processor(folder: Path, tmp_path: 
             data.examples[index].input_ids,
             data.examples[index].attachments,
         )
+
+
+def test_a_processor_of_another_size_finds_no_cached_tokens(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "colour?", "completion": "red", "image": picture(1)}]
+    changed = tmp_path / "changed"
+    shutil.copytree(folder, changed)
+    config = next(one for one in map(changed.joinpath, CONFIGS) if one.exists())
+    settings = json.loads(config.read_text())
+    settings.get("image_processor", settings)["image_mean"] = [0.1, 0.2, 0.3]
+    config.write_text(json.dumps(settings))
+    for model, files in ((folder, 1), (folder, 1), (changed, 2)):
+        opened(SFTDataModule(rows, cache_dir=tmp_path / "cache"), model)
+        assert len(list((tmp_path / "cache").iterdir())) == files
 
 
 def test_log_probs_of_a_batch_are_those_of_transformers(folder: Path) -> None:

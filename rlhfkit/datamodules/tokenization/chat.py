@@ -249,6 +249,10 @@ class PromptFormatter:
         """Matches the first special token in a text."""
         return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
 
+    def style(self) -> list[Any]:
+        """What texts depend on besides the tokenizer, as plain values."""
+        return [self.wraps_text, self.system, self.arguments, self.special_tokens_in_text]
+
     def _require_template(self, reason: str) -> None:
         if self.tokenizer.chat_template is None:
             raise ValueError(f"{reason}, but the tokenizer has no chat template: use the tokenizer of a chat model")

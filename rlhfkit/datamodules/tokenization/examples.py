@@ -281,18 +281,12 @@ class ExampleBuilder:
 
     def settings(self) -> dict[str, Any]:
         """Everything besides rows and tokenizer that answers depend on, as plain values."""
-        formatter = self.formatter
         return {
             "builder": type(self).__name__,
             "columns": dict(self.columns),
             "max_length": self.max_length,
             "overlong": self.overlong,
-            "style": [
-                formatter.wraps_text,
-                formatter.system,
-                formatter.arguments,
-                formatter.special_tokens_in_text,
-            ],
+            "style": self.formatter.style(),
         }
 
     def report(self, rows: int, counts: Mapping[str, int], targets: int) -> None:

@@ -45,6 +45,10 @@ class VisionFormatter(PromptFormatter):
         self._where = "the row"
         self._takes_texts: dict[str, bool] = {}  # by template
 
+    def style(self) -> list[Any]:
+        """What texts depend on besides the tokenizer: the sizes to which images are brought, too."""
+        return [*super().style(), self.processor.processor.image_processor.to_dict()]
+
     def for_row(self, row: Mapping[str, Any], where: str = "the row") -> Self:
         """Return the formatter for one row, with the images of its columns.
 
