@@ -1,4 +1,4 @@
-"""Every numeric argument of every public constructor refuses what is no number of its range, by name and value.
+"""Every argument of a public constructor that is a number or a choice refuses what it cannot be, by name and value.
 
 The arguments are found by their annotations, through ``**kwargs`` up the classes, so a new one is covered as it is
 written. What is allowed beyond the rule stands below with its reason.
@@ -243,6 +243,30 @@ def test_what_is_no_number_of_the_range_is_refused_by_name_and_value(
             taken.append(value)
     assert not taken, f"{name}({argument}=...) takes {taken}"
     assert not unclear, f"{name}({argument}=...): " + "; ".join(unclear)
+
+
+CHOICES = [
+    (name, argument, [choice for one in kinds for choice in typing.get_args(one) if isinstance(choice, str)])
+    for name, kind in sorted(CLASSES.items())
+    for argument, kinds in arguments_of(kind)
+    if any(typing.get_origin(one) is typing.Literal for one in kinds) and str not in kinds
+]
+BESIDE = {"remainder": {"top_k": 4}, "until": {"weights": {"a.jsonl": 1.0}}}
+"""Arguments that others mean something beside."""
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "choices"), CHOICES, ids=[f"{name}-{argument}" for name, argument, _ in CHOICES]
+)
+def test_what_is_no_choice_is_refused_with_what_there_is(name: str, argument: str, choices: list[str]) -> None:
+    kind = CLASSES[name]
+    if argument == "quantization":
+        return  # of which a model's loading knows
+    with pytest.raises((ValueError, TypeError), match="no such") as caught:
+        kind(**(required(kind) | BESIDE.get(argument, {}) | {argument: "no such"}))
+    assert argument.rpartition("_")[2] in str(caught.value)
+    missing = {choice for choice in choices if choice not in str(caught.value)}
+    assert missing <= {"split"}  # which texts alone can be
 
 
 def test_exceptions_are_still_needed() -> None:

@@ -74,7 +74,6 @@ class TestTraining:
         ("values", "message"),
         [
             ({"targets": ()}, "LoRA.targets must be 'all-linear' or names of layers"),
-            ({"init": "pissa"}, "LoRA.init must be one of kaiming, gaussian, orthogonal, got 'pissa'"),
         ],
     )
     def test_settings_are_checked_where_they_are_written(self, values: dict[str, Any], message: str) -> None:

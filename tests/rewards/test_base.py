@@ -231,7 +231,6 @@ def test_wrong_part_is_named() -> None:
         ({}, ValueError, "at least one part"),
         ({"a": 3}, TypeError, "part 'a' must be a callable"),
         ({"a": (by_index, math.nan)}, ValueError, "weight of part 'a' must be a finite number, got nan"),
-        ({"a": by_index, "missing": "zero"}, ValueError, "missing must be 'none' or 'skip', got 'zero'"),
     ],
 )
 def test_bad_weighted_sums_are_rejected(arguments: dict[str, object], error: type[Exception], message: str) -> None:

@@ -61,8 +61,6 @@ def test_numbers_of_a_reward_inside_are_logged() -> None:
 
 
 def test_what_is_wrong_is_named() -> None:
-    with pytest.raises(ValueError, match="truncated must be 'keep' or 'mask', got 'drop'"):
-        EnvironmentReward(truncated="drop")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="reward must be callable"):
         LastTurnReward(3.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give RolloutCallback"):

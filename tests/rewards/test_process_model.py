@@ -69,7 +69,5 @@ def test_a_separator_of_several_tokens_or_within_one_ends_a_step(folder: str) ->
 
 
 def test_mistakes_are_named(folder: str) -> None:
-    with pytest.raises(ValueError, match="reduction must be one of min, prod, mean, last, got 'max'"):
-        ProcessModelReward(folder, reduction="max")  # type: ignore[arg-type] # the mistake
     with pytest.raises(ValueError, match="separator must have at least one character"):
         ProcessModelReward(folder, separator="")

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfkit.mesh import FORWARD_GROUP, ForwardGroup, Mesh, SequenceParallel, forward_group_of, mesh_of
 from rlhfkit.models.attention.families import use_packed_attention
-from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
+from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.strategies.forward_groups import check_model, hugging_face_models
 
 
@@ -23,19 +23,6 @@ def model(*, heads: int = 4, packed: bool = True) -> LlamaForCausalLM:
 
 def group(sequence: int, kind: SequenceParallel = "ulysses") -> ForwardGroup:
     return ForwardGroup(Mesh(0, sequence, sequence=sequence), None, None, None, kind)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sequence_parallel": "megatron"}, r"sequence_parallel must be one of \('ulysses', .*\), got 'megatron'"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RLHFDeepSpeedStrategy(**arguments)
-    with pytest.raises(ValueError, match=message):
-        SequenceParallelDDPStrategy(**{"sequence_parallel_size": 2} | arguments)
 
 
 def test_the_mesh_is_known_and_checked_when_the_trainer_is_made() -> None:

@@ -96,7 +96,6 @@ def test_the_launcher_gets_what_the_strategy_and_the_trainer_say() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"launcher": "slurm"}, "launcher must be 'ray', 'subprocess' or None, got 'slurm'"),
         ({"launcher": "subprocess", "num_nodes": 2}, r"use Trainer\(num_nodes=...\)"),
         ({"launcher": "ray", "resources_per_rank": {"CPU": 0}}, "resources_per_rank must name positive amounts"),
         ({"launcher": "ray", "resources_per_rank": {}}, "resources_per_rank must name positive amounts"),

@@ -223,21 +223,3 @@ def test_things_that_are_not_what_they_should_be() -> None:
         RolloutCallback("exact_match")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"engine must implement rlhfkit\.rollout\.RolloutEngine, got dict"):
         RolloutCallback(digits, engine={})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (
-            {"optimization": {"lr_schedule": "cosinus"}},
-            "constant, linear, cosine, inverse_sqrt, wsd, got 'cosinus'",
-        ),
-        ({"clip_low": 1.5}, "clip_low"),
-        ({"aggregation": "mean"}, "got 'mean'"),
-        ({"advantage_scale": "std"}, "got 'std'"),
-        ({"aggregation": "constant-length"}, "max_length"),
-    ],
-)
-def test_knobs_are_checked_when_the_module_is_made(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        GRPOModule("anywhere", **arguments)

@@ -246,7 +246,6 @@ def test_changed_data_is_noticed_and_a_new_pass_begins(write_rows: Write, caplog
         ({"system": "S"}, "system= is a chat message, but the chat template is not used"),
         ({"apply_chat_template": True}, "apply_chat_template is true, but the tokenizer has no chat template"),
         ({"tokenizer": None}, "no tokenizer"),
-        ({"overlong_prompts": "cut"}, "overlong_prompts must be 'error' or 'drop', got 'cut'"),
     ],
 )
 def test_bad_arguments_name_the_value_and_the_cure(write_rows: Write, options: dict[str, Any], message: str) -> None:

@@ -123,7 +123,6 @@ def test_shares_are_logged(write_rows: Write, caplog: pytest.LogCaptureFixture) 
     [
         ({}, {}, "at least one source"),
         ({"a.jsonl": 0.0}, {}, "weight of a.jsonl must be a finite number above 0, got 0.0"),
-        ({"a.jsonl": 1}, {"until": "last"}, "until must be 'all' or 'first', got 'last'"),
     ],
 )
 def test_bad_mixtures_are_refused(weights: Any, options: Any, message: str) -> None:

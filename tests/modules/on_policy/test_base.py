@@ -550,7 +550,6 @@ def penalty(name: str, **arguments: Any) -> dict[str, Any]:
             {"advantages": shorter_is_better, "parts": [TokenCredit(0.9).plain()]},
             "spreads the advantage of a sample over its tokens, and those before it differ",
         ),
-        ({"parts": [penalty("KLInReward", coef=0.1, place="answer")]}, "'sequence' or 'token', got 'answer'"),
         ({"parts": [penalty("KLPenalty", coef=0.1, estimator="k1")]}, "gradient of mean 0.*'k3', or importance_weight"),
         ({"parts": [penalty("KLPenalty", coef=0.1), penalty("KLInReward", coef=0.1)]}, "a module has one KL penalty"),
         ({"parts": [Reference(ModelPool("elsewhere"))]}, r"Reference\(ModelPool\(...\)\) is a model that nothing asks"),
@@ -559,9 +558,7 @@ def penalty(name: str, **arguments: Any) -> dict[str, Any]:
             "correction must be one of tis",
         ),
         ({"clip_low": -1.0}, "clip_low"),
-        ({"aggregation": "mean"}, "mean"),
         ({"aggregation": "constant-length"}, "max_length"),
-        ({"parts": [penalty("KLPenalty", coef=0.1, estimator="k9")]}, "k9"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

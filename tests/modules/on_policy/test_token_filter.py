@@ -222,7 +222,6 @@ def penalizing_loss(
     [
         ({"parts": [filtering("TopEntropy", fraction=1.5)]}, "TopEntropy.fraction"),
         ({"parts": [filtering("OffPolicyMask", threshold=-1.0)]}, "OffPolicyMask.threshold"),
-        ({"parts": [filtering("Rejection", level="word", high=1.0)]}, "level must be one of"),
         ({"policy_loss_arguments": {"kl_clamp": 10.0}}, "dapo_loss does not take kl_clamp"),
         ({"policy_loss": penalizing_loss}, "does not take what it is given.*ref_logprobs"),
         (

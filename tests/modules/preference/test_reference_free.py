@@ -121,8 +121,3 @@ def test_orpo_learns_to_write_the_chosen_answer_and_prefers_it(folder: Path, tmp
     assert float(run.callback_metrics["val/log_odds_chosen"]) > 2
     (predicted,) = run.predict(module, source.val_dataloader())
     assert float(predicted["logps/chosen"]) > -0.2 > float(predicted["logps/rejected"]) + 2
-
-
-def test_a_loss_of_the_other_class_is_refused() -> None:
-    with pytest.raises(ValueError, match="loss_type must be one of sigmoid, hinge, ipo"):
-        CPOModule("nobody", loss_type="simpo")

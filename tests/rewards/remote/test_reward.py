@@ -416,7 +416,6 @@ def test_arguments_are_checked(caplog: pytest.LogCaptureFixture) -> None:
             RemoteReward(urls)
         assert "password@" not in str(caught.value)
     for arguments, message in [
-        ({"on_failure": "ignore"}, "on_failure must be 'mask'"),
         ({"on_failure": math.nan}, "on_failure must be 'mask'"),
         ({"on_failure": True}, "on_failure must be 'mask'"),
         ({"token": "a", "token_variable": "B"}, "either the token or"),

@@ -126,8 +126,6 @@ def test_without_an_adapter_or_with_merge_nothing_is_decided(folder: Path, caplo
 
 
 def test_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match="must be 'auto', 'adapter' or 'merge', got 'both'"):
-        VLLMPool(lora="both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must leave enable_lora out: .* see VLLMPool\(lora=\.\.\.\)"):
         VLLMPool(engine_arguments={"enable_lora": True})
     with pytest.raises(ValueError, match="cannot be combined with colocate=True"):
