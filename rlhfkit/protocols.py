@@ -55,7 +55,7 @@ class GenerativeModule(Protocol):
         """Whether Python code that comes with the model may run."""
         ...
 
-    def token_logprobs(self, token_ids: Tensor) -> Tensor:
+    def token_logprobs(self, token_ids: Tensor, images: Sequence[tuple[Any, ...]] | None = None) -> Tensor:
         """(B, T-1) float32 log-probs at temperature 1 of (B, T) token ids without padding. A collective."""
         ...
 

@@ -6,6 +6,7 @@ stand for an image are in the text already, as many as the processor says (:meth
 Shapes: B sequences, T tokens (longest sequence), N tokens of a packed row.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from rlhfkit.distributed import all_reduce, get_world_size, is_sharded
 from rlhfkit.mesh import FORWARD
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import has_packed_attention
-from rlhfkit.models.forward import PackedForward, PaddedForward, TokenizedBatch, UnpaddedBatch
+from rlhfkit.models.forward import PackedForward, PaddedForward, TokenizedBatch, UnpaddedBatch, forward_of, unwrap
 from rlhfkit.models.lora import vision_parameters
 
 CACHED_BYTES = 2**28
@@ -103,10 +104,11 @@ class VisionProcessor:
         Raises:
             ValueError: With its place, if it cannot be read.
         """
-        found = self._read.get(image.key)
-        if found is not None:
-            self._read.move_to_end(image.key)
-            return found
+        with _CACHE:
+            found = self._read.get(image.key)
+            if found is not None:
+                self._read.move_to_end(image.key)
+                return found
         picture = image.open()
         try:
             out = self.processor(
@@ -120,11 +122,28 @@ class VisionProcessor:
         inputs = {name: torch.as_tensor(value) for name, value in out.items() if name not in _TEXT_INPUTS}
         if self.family.row_axis:
             inputs = {name: value[0] for name, value in inputs.items()}
-        found = self._read[image.key] = ReadImage(text, count, inputs)
-        self._bytes += _size(found)
-        while self._bytes > CACHED_BYTES and len(self._read) > 1:
-            self._bytes -= _size(self._read.popitem(last=False)[1])
+        found = ReadImage(text, count, inputs)
+        with _CACHE:
+            if image.key not in self._read:  # another thread may have read it meanwhile
+                self._read[image.key] = found
+                self._bytes += _size(found)
+            while self._bytes > CACHED_BYTES and len(self._read) > 1:
+                self._bytes -= _size(self._read.popitem(last=False)[1])
         return found
+
+    def probe(self, tokens: list[int], tokenizer: Any, model: nn.Module | None) -> tuple[list[int], tuple[Image, ...]]:
+        """Tokens to compare a model and an engine on: these, without tokens of images, and a picture among them.
+
+        There is none if the model was not loaded for images, or is ``None``.
+        """
+        texts = [token - (token == self.token_id) for token in tokens]
+        if model is None or not isinstance(forward_of(unwrap(model)), _Seeing):
+            return texts, ()
+        import PIL.Image
+
+        image = Image.of(PIL.Image.linear_gradient("L").resize((64, 64)).convert("RGB"), "the image of a probe")
+        seen: list[int] = tokenizer(self.read(image).text, add_special_tokens=False).input_ids
+        return [*texts[:1], *seen, *texts[1:]], (image,)
 
     def arguments(self, images: Sequence[Image], device: torch.device) -> dict[str, Any]:
         """The model's arguments for some images in the order of their tokens; empty for none."""
@@ -137,6 +156,8 @@ class VisionProcessor:
         return {name: moved(value, device) for name, value in joined.items()}
 
 
+_CACHE = threading.Lock()
+"""Held while the images that a processor keeps change: training, engines and episodes read them in several threads."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 

@@ -469,12 +469,12 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
         return aggregate(values, batch.action_mask, "token-mean", batch.token_denominator)
 
     @torch.no_grad()
-    def token_logprobs(self, token_ids: Tensor) -> Tensor:
+    def token_logprobs(self, token_ids: Tensor, images: Sequence[tuple[Any, ...]] | None = None) -> Tensor:
         """(B, T-1) float32 log-probs on the CPU, at temperature 1, of sequences (B, T) int64 without padding.
 
-        A collective under sharded strategies.
+        ``images``: those of each sequence, for a model that sees them. A collective under sharded strategies.
         """
-        batch = UnpaddedBatch(moved(token_ids, self.device))
+        batch = UnpaddedBatch(moved(token_ids, self.device), images)
         mask = on_both(lambda real: real[:, 1:], batch.attention_mask)
         training = self.policy.training
         self.policy.eval()  # engines have no dropout

@@ -294,6 +294,14 @@ class RolloutEngine(Protocol):
         return False
 
     @property
+    def image_processor(self) -> Any:
+        """The :class:`~rlhfkit.models.vision.VisionProcessor` of a model that sees, whose prompts may have images.
+
+        ``None``: it reads text only.
+        """
+        return None
+
+    @property
     def max_model_len(self) -> int | None:
         """Maximum tokens of prompt and completion; ``None``: the model's context."""
         return None
@@ -387,17 +395,20 @@ class RolloutEngine(Protocol):
         ...
 
     @abstractmethod
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Any, ...]] = ()) -> list[list[float]]:
         """Return the log-probs (temperature 1, nothing truncated) of each token after the first.
 
         Args:
             sequences: Token ids, at least two each; n tokens give n - 1 numbers.
+            images: Those of each sequence, for an engine that sees them (:attr:`image_processor`); empty: none has any.
         """
         ...
 
-    def scores(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
+    def scores(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Any, ...]] = ()
+    ) -> Mapping[str, list[list[float]]]:
         """Return :meth:`score` of every engine that there is, by what messages call it: what a probe compares."""
-        return {"the engine": self.score(sequences)}
+        return {"the engine": self.score(sequences, images) if images else self.score(sequences)}
 
     @abstractmethod
     def load(self, weights: WeightSource, version: int) -> None:
@@ -477,8 +488,8 @@ def check_requests(
     seeing = next((prompt.index for prompt in prompts if prompt.attachments), None)
     if seeing is not None and not sees_images:
         raise RequestError(
-            f"prompt {seeing} has images, which this engine does not give to its model: sample with LocalEngine() from "
-            "a model that sees them"
+            f"prompt {seeing} has images, which this engine does not give to its model: sample with LocalEngine() or "
+            "VLLMPool() from a model that sees them"
         )
     check_tokens("SamplingSpec.stop_token_ids", sampling.stop_token_ids, vocabulary)
     check_context(prompts, sampling.max_new_tokens, context)

@@ -153,10 +153,11 @@ class ReplayEngine(RolloutEngine):
     def _recorded(sample: Sample, prompt: Prompt) -> Sample:
         """Copy a sample without what scoring added; rewards of an environment are kept."""
         earned = sample.token_rewards if _is_episode(sample) else None
-        begun = dataclasses.replace(prompt, token_ids=sample.prompt.token_ids)
+        own = sample.prompt
+        begun = dataclasses.replace(prompt, token_ids=own.token_ids, attachments=own.attachments)
         return dataclasses.replace(sample, prompt=begun, text="", reward=None, reward_parts={}, token_rewards=earned)
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Any, ...]] = ()) -> list[list[float]]:
         """Raise RuntimeError, as there is no model."""
         raise RuntimeError("a ReplayEngine has no model that could score")
 

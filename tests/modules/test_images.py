@@ -135,10 +135,18 @@ def test_grpo_learns_by_reward_what_it_sees(folder: Path, tmp_path: Path) -> Non
             found = {name: float(value) for name, value in trainer.callback_metrics.items() if "mismatch" in name}
             mismatch.extend(value for name, value in found.items() if name.endswith("kl"))
 
+    asked: list[int] = []
+
+    class Probed(LocalEngine):
+        def score(self, sequences: Any, images: Any = ()) -> list[list[float]]:
+            asked.extend(len(one) for one in images)
+            return super().score(sequences, images)
+
     rollouts = RolloutCallback(
-        right, engine=LocalEngine(), sampling=SamplingSpec(group_size=8, max_new_tokens=1, stop_token_ids=(69,))
+        right, engine=Probed(), sampling=SamplingSpec(group_size=8, max_new_tokens=1, stop_token_ids=(69,))
     )
     module = GRPOModule(str(begin), lr=1e-3, loading=SEEING)
     trained(module, data, tmp_path, max_epochs=25, callbacks=[rollouts, Watch()], limit_val_batches=0)
     assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2 + 0.3, rewards
     assert all(abs(value) < 1e-4 for value in mismatch)
+    assert asked == [1] * 26  # after each sync the probe has a picture

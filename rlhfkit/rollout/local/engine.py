@@ -228,8 +228,8 @@ class LocalEngine(RolloutEngine):
             )
 
     @property
-    def sees_images(self) -> bool:
-        return sees_images(self._config)
+    def image_processor(self) -> Any:
+        return None if self._vision is None else self._vision.processor
 
     @property
     def context(self) -> int:
@@ -290,15 +290,16 @@ class LocalEngine(RolloutEngine):
         )
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Any, ...]] = ()) -> list[list[float]]:
         scores = []
         for sequence in sequences:
             check_tokens("a sequence to be scored", sequence, self.vocabulary)
         with self.weights() as (model, _):
             self._check_unchanged()
-            for sequence in sequences:
+            for row, sequence in enumerate(sequences):
                 ids = torch.tensor([list(sequence)], device=self.device)
-                logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+                seen = self._vision.of([images[row]]).arguments(model, ids, torch.ones_like(ids)) if images else {}
+                logprobs = model(input_ids=ids, use_cache=False, **seen).logits[0, :-1].float().log_softmax(-1)
                 scores.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())
         return scores
 
@@ -351,7 +352,7 @@ class LocalStream:
         """
         engine = self._engine
         limits: dict[str, Any] = {"context": engine.context, "vocabulary": engine.vocabulary}
-        check_requests(prompts, self._sampling, **limits, sees_images=engine.sees_images)
+        check_requests(prompts, self._sampling, **limits, sees_images=engine.image_processor is not None)
         places = range(len(self._prompts), len(self._prompts) + len(prompts))
         self._prompts += prompts
         self._iterations += [self._iteration if iteration is None else iteration] * len(prompts)

@@ -463,13 +463,20 @@ class RemoteEnginePool(RolloutEngine):
             self.generate_timeout,
             iteration=iteration,
             knows_logprobs=self.knows_logprobs(sampling),
+            sees_images=self.image_processor is not None,
         )
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probs of given tokens by the first engine; see :meth:`scores`."""
-        return next(iter(self.scores(sequences).values()))
+    def sent_images(self, sequence: Sequence[int], images: Sequence[Any]) -> Any:
+        """What the engines' ``score`` is given for a sequence with images, if they see them."""
+        raise NotImplementedError(f"{type(self).__name__} sees no images")
 
-    def scores(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
+    def score(self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Any, ...]] = ()) -> list[list[float]]:
+        """Return the log-probs of given tokens by the first engine; see :meth:`scores`."""
+        return next(iter(self.scores(sequences, images).values()))
+
+    def scores(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Any, ...]] = ()
+    ) -> Mapping[str, list[list[float]]]:
         """Return the log-probs of given tokens, by engine, asked for by this rank alone. Any thread.
 
         Raises:
@@ -478,8 +485,10 @@ class RemoteEnginePool(RolloutEngine):
         """
         engines = self._serving()
         check_scored(sequences, context=engines.max_model_len, vocabulary=engines.vocabulary)
-        rows = [list(sequence) for sequence in sequences]
-        scores = engines.call(State.SERVING, "score", rows, doing="scoring sequences", timeout=self.generate_timeout)
+        asked: list[Any] = [[list(sequence) for sequence in sequences]]
+        if images:
+            asked.append([self.sent_images(row, seen) for row, seen in zip(asked[0], images, strict=True)])
+        scores = engines.call(State.SERVING, "score", *asked, doing="scoring sequences", timeout=self.generate_timeout)
         if not scores:
             raise EngineError(f"no {engines.engine_name} serves:\n{engines.report()}")
         return {f"engine {number}": found for number, found in scores.items()}

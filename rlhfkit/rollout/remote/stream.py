@@ -25,7 +25,8 @@ class PoolStream:
     It is a :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream` too, if the engines can be cut. Several may be
     open at once. ``make_request`` makes the request for one sample, given prompt, position in the group, ``iteration``
     and, if it continues one, ``begun``. ``iteration`` is that of prompts submitted without one; ``timeout`` is in
-    seconds without a finished request. Without ``knows_logprobs`` the samples' log-probs are NaN.
+    seconds without a finished request. Without ``knows_logprobs`` the samples' log-probs are NaN; without
+    ``sees_images`` prompts with images are refused.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class PoolStream:
         *,
         iteration: int,
         knows_logprobs: bool,
+        sees_images: bool = False,
     ) -> None:
         self.scheduler = RequestScheduler(engines, timeout)
         self._engines = engines
@@ -44,6 +46,7 @@ class PoolStream:
         self._make_request = make_request
         self._iteration = iteration
         self._knows_logprobs = knows_logprobs
+        self._sees_images = sees_images
         self._num_rows = 0  # prompts that were submitted
         self._prompts: dict[int, Prompt] = {}  # by row, until the group is complete
         self._parts: dict[int, tuple[int, Sequence[int]]] = {}  # job -> row of the prompt and positions in its group
@@ -55,18 +58,22 @@ class PoolStream:
         """Start these groups too; RequestError, before anything is sent, if a prompt cannot be sampled."""
         engines, group_size, first = self._engines, self._sampling.group_size, self._num_rows
         iteration = self._iteration if iteration is None else iteration
-        check_requests(prompts, self._sampling, context=engines.max_model_len, vocabulary=engines.vocabulary)
+        self._check(prompts)
         self._prompts |= dict(enumerate(prompts, first))
         self._num_rows += len(prompts)
         for row, indices in split_into_jobs(len(prompts), group_size, engines.engines_per_rank):
             requests = [self._make_request(prompts[row], index, iteration=iteration) for index in indices]
             self._parts[self.scheduler.submit(requests)] = (first + row, indices)
 
+    def _check(self, prompts: Sequence[Prompt]) -> None:
+        limits = {"context": self._engines.max_model_len, "vocabulary": self._engines.vocabulary}
+        check_requests(prompts, self._sampling, **limits, sees_images=self._sees_images)
+
     def resume(self, groups: Sequence[list[Sample]], *, iteration: int | None = None) -> None:
         """Continue these groups; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
-        engines, iteration = self._engines, self._iteration if iteration is None else iteration
+        iteration = self._iteration if iteration is None else iteration
         prompts = [group[0].prompt for group in groups]
-        check_requests(prompts, self._sampling, context=engines.max_model_len, vocabulary=engines.vocabulary)
+        self._check(prompts)
         for row, group in enumerate(groups, self._num_rows):
             begun = {sample.sample_index: sample for sample in group if is_usable(sample, self._sampling)}
             finished = [sample for sample in begun.values() if sample.finish_reason != CUT]

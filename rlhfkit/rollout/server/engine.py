@@ -349,7 +349,7 @@ class VLLMServer(RolloutEngine):
             versions=np.full(len(token_ids), version),
         )
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Any, ...]] = ()) -> list[list[float]]:
         """Return the log-probs of given tokens, of the servers in turn; see :meth:`RolloutEngine.score`. Any thread."""
         connections = self._serving()
         check_scored(sequences, context=self._context, vocabulary=self._vocabulary)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 Request = tuple[list[int], dict[str, Any]]
-"""Prompt token ids and the engine's own sampling parameters; ``priority`` among them, of which the lowest is next."""
+"""Prompt token ids and the engine's own sampling parameters; ``priority`` among them, of which the lowest is next, and
+``images``, what a model that sees is given of them."""
 
 
 class Completion(NamedTuple):

@@ -304,12 +304,17 @@ class VLLMActor:
             return []
 
     @plain_errors
-    async def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Return the log-probs of every token after the first, at temperature 1."""
+    async def score(self, sequences: Sequence[list[int]], images: Sequence[Any] = ()) -> list[list[float]]:
+        """Return the log-probs of every token after the first, at temperature 1.
+
+        ``images``: the :class:`~rlhfkit.rollout.vllm.images.SentImages` of each sequence; empty: none has any.
+        """
         # vLLM computes prompt log-probs when it samples the first token, so one is requested and dropped.
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         key = f"score-{next(self._numbers)}"
-        outputs = await self._run(key, [(list(sequence), params) for sequence in sequences])
+        seen = [{"images": each} for each in images] or [{}] * len(sequences)
+        asked = [(list(sequence), params | more) for sequence, more in zip(sequences, seen, strict=True)]
+        outputs = await self._run(key, asked)
         return [
             [
                 entry[token].logprob
@@ -323,7 +328,7 @@ class VLLMActor:
         if not self._has_weights:  # asked for the process before this one
             raise RuntimeError("the engine was started again and has no weights yet")
         checked = [
-            (list(token_ids), _sampling_params(arguments), arguments.get("priority", 0))
+            (list(token_ids), _sampling_params(arguments), arguments.get("priority", 0), arguments.get("images"))
             for token_ids, arguments in requests
         ]
         names = [f"request-{next(self._numbers)}" for _ in checked]
@@ -337,10 +342,15 @@ class VLLMActor:
             for task in tasks:  # if one has failed, the others are not needed
                 task.cancel()
 
-    async def _generate(self, name: str, token_ids: list[int], params: Any, priority: int) -> Any:
+    async def _generate(self, name: str, token_ids: list[int], params: Any, priority: int, images: Any) -> Any:
         """Run one request and return its ``RequestOutput``; RefusedRequest if it cannot be run."""
-        last, prompt = None, {"prompt_token_ids": token_ids}
+        last: Any = None
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
         try:
+            if images is not None:
+                from rlhfkit.rollout.vllm.images import check_read, vllm_prompt
+
+                prompt = vllm_prompt(images)
             outputs = self._engine.generate(prompt, params, name, lora_request=self._adapter, priority=priority)
             async for output in outputs:
                 last = output
@@ -349,6 +359,8 @@ class VLLMActor:
                 raise
             cause = error.__cause__ or error  # vLLM wraps unexpected exceptions
             raise RefusedRequest(f"{type(cause).__name__}: {cause}") from None
+        if images is not None:
+            check_read(token_ids, last.prompt_token_ids)
         return last
 
     @plain_errors
@@ -439,7 +451,7 @@ def _sampling_params(arguments: dict[str, Any]) -> Any:
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     try:
-        named = {name: value for name, value in arguments.items() if name != "priority"}
+        named = {name: value for name, value in arguments.items() if name not in ("priority", "images")}
         if "structured_outputs" in named:
             named["structured_outputs"] = StructuredOutputsParams(**named["structured_outputs"])
         return SamplingParams(**named, output_kind=RequestOutputKind.FINAL_ONLY)

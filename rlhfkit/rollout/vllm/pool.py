@@ -2,9 +2,9 @@
 
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -34,6 +34,9 @@ from rlhfkit.rollout.vllm.arguments import (
 from rlhfkit.rollout.vllm.parallelism import Parallelism
 from rlhfkit.rollout.weight_sync.transfers import make_sender
 from rlhfkit.validation import check_integer, check_number
+
+if TYPE_CHECKING:
+    from rlhfkit.rollout.vllm.images import ImageRequests
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +169,8 @@ class VLLMPool(RemoteEnginePool, metaclass=_EngineNames):
         self._stop_token_ids: tuple[int, ...] = ()  # end-of-sequence tokens of the model
         self._same_vocabulary = True  # of the run's tokenizer and the model's own, which vLLM has
         self._logprobs_mode = self.engine_arguments.get("logprobs_mode", "processed_logprobs")
+        self._unscaled = False  # whether samples are drawn at temperature 1, or greedily
+        self._images: ImageRequests | None = None  # None: the model reads text only
 
     @property
     def spans_machines(self) -> bool:
@@ -264,6 +269,8 @@ class VLLMPool(RemoteEnginePool, metaclass=_EngineNames):
             self._merge_adapter("vLLM's own ipc transfer takes weights only")
         if self.adapter is not None:
             arguments |= adapter_arguments(self.adapter)
+        if self._images is not None:
+            arguments |= self._images.engine_arguments
         arguments |= self.engine_arguments
         create_actor = ActorLauncher(
             self.placements(device, ranks),
@@ -299,18 +306,38 @@ class VLLMPool(RemoteEnginePool, metaclass=_EngineNames):
     def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
         """Check the model, see :meth:`check_model`, and read its end-of-sequence tokens."""
         self.check_model(model, trust_remote_code=trust_remote_code)
-        from rlhfkit.models.load import load_tokenizer, stop_token_ids
+        from rlhfkit.models.attention.families import sees_images
+        from rlhfkit.models.load import load_config, load_tokenizer, stop_token_ids
 
         own = load_tokenizer(model, trust_remote_code=trust_remote_code)
         tokenizer = own if self.given_tokenizer is None else self.given_tokenizer
         self.tokenizer, self._same_vocabulary = tokenizer, own.get_vocab() == tokenizer.get_vocab()
         self._stop_token_ids = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
+        config = load_config(model, trust_remote_code=trust_remote_code)
+        if sees_images(config):
+            from rlhfkit.models.vision import vision_processor
+            from rlhfkit.rollout.vllm.images import ImageRequests
+
+            processor = vision_processor(model, config, trust_remote_code=trust_remote_code)
+            self._images = ImageRequests(processor, tokenizer)
+            if self._unscaled and "logprobs_mode" not in self.engine_arguments:
+                self._logprobs_mode = "raw_logprobs"  # before the token that stands for images is taken out
 
     def make_request(
         self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int, begun: Sample | None = None
     ) -> Request:
         """Return the request for one sample, with arguments of ``vllm.SamplingParams``."""
-        return sample_request(prompt, index, sampling, iteration, self._stop_token_ids, begun)
+        request = sample_request(prompt, index, sampling, iteration, self._stop_token_ids, begun)
+        return request if self._images is None else self._images.request(request, prompt.attachments)
+
+    @property
+    def image_processor(self) -> Any:
+        return None if self._images is None else self._images.processor
+
+    def sent_images(self, sequence: Sequence[int], images: Sequence[Any]) -> Any:
+        """What the engines' ``score`` is given for a sequence with images."""
+        assert self._images is not None
+        return self._images.sent(sequence, images)
 
     def resume_problem(self, sampling: SamplingSpec) -> str | None:
         """Why vLLM cannot continue samples of this kind; see :meth:`RolloutEngine.resume_problem`."""
@@ -337,7 +364,8 @@ class VLLMPool(RemoteEnginePool, metaclass=_EngineNames):
         truncated samples are known only at temperature 1 (or 0), and only if this was called before :meth:`start`.
         """
         if not self._started and "logprobs_mode" not in self.engine_arguments:
-            raw = sampling.truncates and sampling.temperature in (0.0, 1.0)
+            self._unscaled = sampling.temperature in (0.0, 1.0)
+            raw = sampling.truncates and self._unscaled
             self._logprobs_mode = "raw_logprobs" if raw else "processed_logprobs"
         return self.knows_logprobs(sampling)
 

@@ -14,7 +14,7 @@ Weights of another model differ by several nats, a single layer that kept old we
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -89,13 +89,16 @@ class _Question(NamedTuple):
     expected: Tensor
     """(T-1,) the trainer's log-probs of all tokens after the first."""
     bounds: ProbeBounds
+    images: tuple[Sequence[tuple[Any, ...]], ...]
+    """What both are given beside the tokens: the images of the one sequence, or nothing if it has none."""
 
 
 class Probe(RolloutPart):
     """Compares log-probs of every engine after each sync, as equal parameters do not prove equal models.
 
-    In float32 those of a fixed sequence of random tokens, in 16 bits those of a sample of the last iteration where
-    there is one, as improbable tokens are far less exact. A ``RolloutCallback`` has a probe by default.
+    In float32 those of a fixed sequence of random tokens, with a picture if model and engine see them, in 16 bits those
+    of a sample of the last iteration where there is one, as improbable tokens are far less exact. A ``RolloutCallback``
+    has a probe by default.
 
     Args:
         tolerance: Largest difference that is accepted; in 16-bit types (and TF32) of the mean difference. ``None``:
@@ -111,7 +114,8 @@ class Probe(RolloutPart):
         self.tolerance = tolerance
         self.difference = 0.0
         """Largest difference of log-probs in the last probe, of all engines; in 16 bits the mean difference."""
-        self._sampled: tuple[list[int], int] | None = None  # tokens of a sample, and how many of them are its prompt
+        # Tokens of a sample, how many of them are its prompt, and its images.
+        self._sampled: tuple[list[int], int, tuple[Any, ...]] | None = None
         self._question: _Question | None = None
 
     def metrics(self, shared: SharedIteration, version: int) -> Mapping[str, float]:
@@ -122,8 +126,8 @@ class Probe(RolloutPart):
         for sample in samples:
             prompt = sample.prompt.num_tokens
             fits = sample.num_tokens >= _PROBE_LENGTH and prompt + sample.num_tokens <= _SAMPLED_LENGTH
-            if fits and not sample.prompt.attachments:  # probes are texts
-                self._sampled = (sample.all_token_ids.tolist(), prompt)
+            if fits:
+                self._sampled = (sample.all_token_ids.tolist(), prompt, sample.prompt.attachments)
                 return
 
     def after_load(self, trainer: L.Trainer) -> None:
@@ -134,14 +138,17 @@ class Probe(RolloutPart):
         tf32 = trainer.strategy.root_device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
         dtype = precision_dtype(trainer.precision, compute=True)
         bounds = ProbeBounds.of(dtype, self.tolerance, tf32=tf32, quantized=engine.quantized)
-        tokens, start = _random_tokens(len(module.tokenizer)), 1
+        question: tuple[list[int], int, tuple[Any, ...]] = (_random_tokens(len(module.tokenizer)), 1, ())
         processor = module.image_processor if isinstance(module, SeesImages) else None
-        if processor is not None:  # its token stands for an image that there is none of
-            tokens = [token - (token == processor.token_id) for token in tokens]
+        if processor is not None:
+            model = None if engine.image_processor is None else module.policy
+            tokens, images = processor.probe(question[0], module.tokenizer, model)
+            question = (tokens, 1, images)
         if bounds.statistic == "mean":  # all ranks take the same, as they may compute one forward pass together
-            tokens, start = next((one for one in gather_objects(self._sampled) if one is not None), (tokens, start))
-        ids = torch.tensor([tokens])
-        self._question = _Question(ids, max(start, 1), module.token_logprobs(ids)[0], bounds)
+            question = next((one for one in gather_objects(self._sampled) if one is not None), question)
+        tokens, start, images = question
+        ids, seen = torch.tensor([tokens]), ([images],) if images else ()
+        self._question = _Question(ids, max(start, 1), module.token_logprobs(ids, *seen)[0], bounds, seen)
 
     def after_sync(self, trainer: L.Trainer) -> None:
         """Compare the engine's log-probs; raises RuntimeError if they differ too much."""
@@ -152,7 +159,8 @@ class Probe(RolloutPart):
         def differences() -> dict[str, float]:
             if engine.shared and trainer.global_rank > 0:
                 return {}
-            found = {name: torch.tensor(scores[0]) for name, scores in engine.scores(asked.ids.tolist()).items()}
+            scores = engine.scores(asked.ids.tolist(), *asked.images)
+            found = {name: torch.tensor(rows[0]) for name, rows in scores.items()}
             first = asked.start - 1
             return {name: asked.bounds.measure((each - asked.expected)[first:]) for name, each in found.items()}
 

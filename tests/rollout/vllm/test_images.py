@@ -1,0 +1,145 @@
+"""``VLLMPool`` with images: vLLM reads the tokens and the pictures that the trainer has, after every sync."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.vision_families import VISION_FAMILIES, prompts, save_vision_model
+from shared_pool import SharedPool
+from transformers.models.smolvlm import processing_smolvlm
+
+from rlhfkit.data.types import Experience, Sample
+from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models.forward import UnpaddedBatch
+from rlhfkit.models.load import load_config, load_tokenizer
+from rlhfkit.models.vision import VISION_FAMILIES as KNOWN
+from rlhfkit.models.vision import image_token_id, vision_processor
+from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.errors import RequestError
+from rlhfkit.rollout.vllm.images import ImageRequests, SentImages
+from rlhfkit.rollout.weight_sync.source import ModuleWeights
+
+EXACT = 5e-5  # float32 on both sides; what is left is the order of summation, at logits of 50 here
+SPEC = SamplingSpec(group_size=3, max_new_tokens=8, min_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Idefics3, the one family that vLLM's build for CPUs computes without torchvision."""
+    return save_vision_model("idefics3", tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
+def test_vllm_is_sent_one_token_for_each_image(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    if processing_smolvlm.num2words is None:
+        monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    path = folder if family == "idefics3" else save_vision_model(family, tmp_path)
+    tokenizer, config = load_tokenizer(str(path)), load_config(str(path))
+    requests = ImageRequests(vision_processor(str(path), config), tokenizer)
+    for prompt in prompts(path, several=KNOWN[family].several):
+        written = " ".join(requests.processor.image_token for _ in prompt.attachments)
+        sent = requests.sent(prompt.token_ids.tolist(), prompt.attachments)
+        assert sent.token_ids == tokenizer(f"which colour? {written}").input_ids
+        assert sent.encoded == [image.encoded() for image in prompt.attachments]
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path, ray_session: None) -> Iterator[SharedPool]:
+    pool = SharedPool(
+        device="cpu",
+        kv_cache_gib=1 / 16,
+        engine_arguments={"block_size": 32},
+        start_timeout=600,
+        generate_timeout=120,
+        sync_timeout=60,
+        bucket_bytes=2**15,
+    )
+    pool.configure_logprobs(SPEC)
+    pool.start(str(folder), dtype=torch.float32)
+    yield pool
+    pool.really_close()
+
+
+@pytest.mark.vllm
+def test_sampled_and_scored_logprobs_are_the_trainers_after_each_of_three_syncs(pool: SharedPool, folder: Path) -> None:
+    model = load_causal_lm(str(folder)).eval()
+    forbidden = image_token_id(model.config)
+    given = prompts(folder, several=True)  # the same pictures each time: what the encoder keeps of them would show
+    for version in (1, 2, 3):
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():  # vision and language parts alike
+            for parameter in model.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            model.get_output_embeddings().weight[forbidden] *= 3  # sampled, if it could be
+        pool.load(ModuleWeights(model), version)
+        samples = pool.generate(given, SPEC, iteration=version)
+        assert all(forbidden not in sample.token_ids for sample in samples)
+        batch = Experience.from_samples(samples, before_rewards=True)
+        with torch.no_grad():
+            found = policy_output(model, batch, batch.action_mask).logprobs
+        torch.testing.assert_close(found, batch.rollout_logprobs, atol=EXACT, rtol=0)
+        for sample in samples[::3]:
+            ids, images = torch.tensor([sample.all_token_ids.tolist()]), [sample.prompt.attachments]
+            with torch.no_grad():
+                mask = torch.ones(1, ids.shape[1] - 1, dtype=torch.bool)
+                expected = policy_output(model, UnpaddedBatch(ids, images), mask).logprobs[0]
+            torch.testing.assert_close(torch.tensor(pool.score(ids.tolist(), images)[0]), expected, atol=EXACT, rtol=0)
+    texts = [sample.token_ids.tolist() for sample in samples]
+    assert texts[:3] != texts[3:6]  # one text, two pictures
+
+
+def logprobs_of(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
+    """(T,) the trainer's log-probs of a sample's tokens."""
+    batch = Experience.from_samples([sample], before_rewards=True)
+    with torch.no_grad():
+        return policy_output(model, batch, batch.action_mask).logprobs[batch.action_mask]
+
+
+@pytest.mark.vllm
+def test_samples_that_run_through_a_sync_continue_with_the_new_weights_and_pictures(
+    pool: SharedPool, folder: Path
+) -> None:
+    models = {version: load_causal_lm(str(folder)).eval() for version in (4, 5)}
+    with torch.no_grad():
+        for parameter in models[5].parameters():
+            parameter *= 1.1
+    pool.load(ModuleWeights(models[4]), 4)
+    stream = pool.stream(dataclasses.replace(SPEC, max_new_tokens=400, min_new_tokens=400), iteration=4)
+    stream.submit(prompts(folder, several=True))
+    time.sleep(0.2)
+    pool.load(ModuleWeights(models[5]), 5)
+    samples = []
+    while groups := stream.collect(8):
+        samples += [sample for group in groups for sample in group]
+    assert {version for sample in samples for version in sample.versions.tolist()} == {4, 5}
+    for sample in samples:
+        found, versions = torch.tensor(sample.logprobs.tolist()), torch.tensor(sample.versions.tolist())
+        for version, model in models.items():
+            own = versions == version
+            torch.testing.assert_close(found[own], logprobs_of(model, sample)[own], atol=EXACT, rtol=0)
+
+
+@pytest.mark.vllm
+def test_tokens_that_another_processor_wrote_are_refused(pool: SharedPool, folder: Path) -> None:
+    pool.load(ModuleWeights(load_causal_lm(str(folder))), 6)
+    whole = prompts(folder, several=False)[0]
+    token = image_token_id(load_causal_lm(str(folder)).config)
+    ids = whole.token_ids.tolist()
+    ids.remove(token)
+    with pytest.raises(RequestError, match=r"image 0 \(.*\) has 7 tokens, which are not where they belong"):
+        pool.generate([dataclasses.replace(whole, token_ids=ids)], SPEC, iteration=0)
+    right = ImageRequests.sent
+
+    def written_twice(self: ImageRequests, token_ids: Sequence[int], images: Sequence[Any]) -> SentImages:
+        return SentImages(list(token_ids), right(self, token_ids, images).encoded)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageRequests, "sent", written_twice)
+        with pytest.raises(RequestError, match=r"vLLM has read \d+ tokens of a prompt with images, where the trainer"):
+            pool.generate([whole], SPEC, iteration=0)
