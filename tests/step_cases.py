@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from arguments import learning
+from models.vision_families import picture
 
 from rlhfkit import (
     BCOModule,
@@ -114,8 +115,8 @@ class Steps(L.Callback):
         self.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("time/")}
 
 
-def rows_of(data: str, order: int | None) -> list[dict[str, Any]]:
-    """Rows of uneven lengths; ``order`` mixes those of each step."""
+def rows_of(data: str, order: int | None, *, images: bool = False) -> list[dict[str, Any]]:
+    """Rows of uneven lengths; ``order`` mixes those of each step. With ``images`` each has one or two."""
     rows: list[dict[str, Any]] = []
     for i in range(STEP * STEPS):
         asked, said, other = f"{i}+{i % 3}=", "x" * (i % 4) + str(i), "y" * (i % 3 + 1)
@@ -127,6 +128,7 @@ def rows_of(data: str, order: int | None) -> list[dict[str, Any]]:
                 "steps": {"prompt": asked, "completions": [said, other], "labels": [i % 2, 1]},
                 "prompts": {"prompt": asked},
             }[data]
+            | ({"images": [picture(number).plain() for number in range(i, i + 1 + i % 2)]} if images else {})
         )
     if order is None:
         return rows
@@ -144,6 +146,7 @@ def train(
     size: int,
     attention: str | None,
     order: int | None,
+    images: str | None = None,
     callbacks: Sequence[L.Callback] = (),
     sequence: int = 1,
     sharing: SequenceParallel = "ulysses",
@@ -161,6 +164,7 @@ def train(
         attention: Packed (``None``) or padded.
         order: Mixes the rows of each step; not of prompts, whose samples are drawn by their place, nor where the
             reference point of KTO pairs neighbours.
+        images: Folder of a model that sees, whose rows have images; its vision part is trained.
         callbacks: More callbacks of the Trainer.
         sequence: Ranks that divide sequences among themselves; ``strategy`` is then a ZeRO stage, ``None``: DDP.
         sharing: How attention sees the tokens of all of them.
@@ -182,11 +186,12 @@ def train(
     ranks = more.get("devices", 1) // sequence
     size = max(size, 2) if kind in PAIRS else size
     chosen = dict(settings[setting])
-    loading = ModelLoading(attention=attention, **chosen.pop("loading", {}))
-    arguments: dict[str, Any] = {"model": str(folder / "model"), "loading": loading, **chosen, **(own or {})}
+    loading = ModelLoading(attention=attention, train_vision=images is not None, **chosen.pop("loading", {}))
+    model = str(folder / (images or "model"))
+    arguments: dict[str, Any] = {"model": model, "loading": loading, **chosen, **(own or {})}
     arguments |= {"teacher": str(folder / "other")} if kind == "distillation" else {}
     fixed = data == "prompts" or (kind == "kto" and setting == 0)
-    rows, steps = rows_of(data, None if fixed else order), Steps()
+    rows, steps = rows_of(data, None if fixed else order, images=images is not None), Steps()
     if sequence > 1:
         stage, sizes = more.pop("strategy"), {"sequence_parallel_size": sequence, "sequence_parallel": sharing}
         more["strategy"] = (

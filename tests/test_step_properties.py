@@ -11,8 +11,10 @@ from arguments import learning
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Checkpoint
+from models.vision_families import save_vision_model
 from step_cases import KINDS, STEP, Found, train
 from strategies import ranks
+from transformers import AutoModelForImageTextToText
 
 from rlhfkit import Optimization
 from rlhfkit.modules.parts.moving_reference import MovingReference
@@ -128,6 +130,59 @@ def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
     reports = ranks.run("step_cases:on_ranks", 2, tmp_path, place=str(folder), cases=cases)
     for number, case in enumerate(cases):
         same(together(reports, number, folder), whole(folder, case["kind"], case["setting"]))
+
+
+SEEING: list[dict[str, Any]] = [
+    {"kind": "sft", "images": "idefics3"},
+    {"kind": "dpo", "images": "qwen3_vl"},
+    {"kind": "kto", "images": "idefics3"},
+    {"kind": "reward", "images": "qwen3_vl"},
+    {"kind": "grpo", "images": "qwen3_vl"},
+    {"kind": "ppo", "images": "idefics3"},
+    {"kind": "ppo", "images": "qwen3_vl", "setting": 1},
+]
+
+
+def whole_with_images(folder: Path, case: dict[str, Any]) -> Found:
+    return train(folder, **{"setting": 0} | case, size=STEP, attention="sdpa", order=None)
+
+
+@pytest.fixture(scope="module")
+def seeing(folder: Path) -> Path:
+    for name in {case["images"] for case in SEEING}:
+        save_vision_model(name, folder / name)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", SEEING, ids=lambda case: f"{case['kind']}-{case['images']}")
+def test_a_step_with_images_does_not_depend_on_micro_batches_and_packing(seeing: Path, case: dict[str, Any]) -> None:
+    found = train(seeing, **{"setting": 0} | case, size=2, attention=None, order=3)
+    expected = whole_with_images(seeing, case)
+    same(found, expected)
+    start = AutoModelForImageTextToText.from_pretrained(seeing / case["images"]).state_dict()
+    vision = [name for name in start if ("vision" in name or "visual" in name) and name.endswith("weight")]
+    moved = {
+        name.partition(".")[0]
+        for name, value in expected.weights.items()
+        for end in vision
+        if name.endswith(end) and not torch.equal(value, start[end])
+    }
+    assert moved == ({"policy", "critic"} & {name.partition(".")[0] for name in expected.weights})
+
+
+@pytest.mark.distributed
+def test_a_step_with_images_does_not_depend_on_ranks(seeing: Path, tmp_path: Path) -> None:
+    strategies = ["ddp", "rlhf_zero1", "rlhf_zero2", "rlhf_zero3"]
+    cases = [
+        {"setting": 0, "size": 2, "attention": (None, "sdpa")[number % 2], "order": number}
+        | {"strategy": strategies[(number + 3) % 4]}
+        | case
+        for number, case in enumerate(SEEING)
+    ]
+    reports = ranks.run("step_cases:on_ranks", 2, tmp_path, place=str(seeing), cases=cases)
+    for number, case in enumerate(SEEING):
+        same(together(reports, number, seeing), whole_with_images(seeing, case))
 
 
 @pytest.mark.distributed
