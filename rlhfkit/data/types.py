@@ -154,7 +154,7 @@ class Prompt(Record):
         answer: The reference answer, if the data has one.
         metadata: All other columns of the row, by name.
         attachments: Its images, :class:`~rlhfkit.data.images.Image`, in the order of their tokens, which are among
-            ``token_ids``.
+            ``token_ids``. In the sample of an episode those of its observations come behind them.
     """
 
     index: int

@@ -12,7 +12,9 @@ from typing import Any
 from rlhfkit.data.types import FinishReason, Prompt
 
 Message = Mapping[str, Any]
-"""A chat message: ``{"role": "tool", "content": "42"}``."""
+"""A chat message: ``{"role": "tool", "content": "42"}``. The content may be a list of parts, for a model that sees also
+images: ``{"type": "image", "image": path, bytes, data: URL or Pillow image}``.
+"""
 
 Observation = str | Sequence[Message] | Sequence[int]
 """What the policy reads next: text, chat messages (formatted by the model's chat template), or token ids."""

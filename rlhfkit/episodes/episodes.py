@@ -145,6 +145,8 @@ class Episodes(EpisodeGroups):
     def episode(self, prompt: Prompt, sample_index: int, sampler: GroupSampler) -> "Episode":
         """Return an episode; raises ValueError if the prompt leaves no room for a completion."""
         check_context([prompt], 1, sampler.max_tokens)
+        if self.observations is not None:
+            self.observations.use_images(sampler.engine.image_processor)
         return Episode(prompt, sample_index, self, sampler)
 
 
@@ -235,8 +237,10 @@ class Episode:
         if observation is None:
             return
         if is_conversation(observation):
+            observation = self.observations.opened(observation)
             token_ids = self.observations.encode_conversation(observation, **self._arguments)  # type: ignore[arg-type]  # checked
-            self._trajectory.prompt = dataclasses.replace(self.prompt, token_ids=token_ids, attachments=())
+            images = self.observations.images_of(observation)
+            self._trajectory.prompt = dataclasses.replace(self.prompt, token_ids=token_ids, attachments=images)
         else:
             self._trajectory.add_observation(self.observations.encode_observation(observation), self.sampler.version)
 
@@ -247,7 +251,7 @@ class Episode:
         if most < spec.max_new_tokens:
             spec = dataclasses.replace(spec, max_new_tokens=most, min_new_tokens=min(spec.min_new_tokens, most))
         index = request_index(self.prompt.index, self.sample_index, turn)
-        request = Prompt(index, self._trajectory.context, attachments=self._trajectory.prompt.attachments)
+        request = Prompt(index, self._trajectory.context, attachments=self._trajectory.attachments)
         (sampled,) = await call_with_timeout(
             partial(self.sampler.ask, request, spec),
             timeout=self._seconds_left(),
@@ -273,12 +277,13 @@ class Episode:
                 "step() returned neither an observation nor done=True: return one of them (an observation may be "
                 "an empty text)"
             )
-        last = self._trajectory.last_action
+        last, observation = self._trajectory.last_action, self.observations.opened(observation)
         token_ids = self.observations.encode_observation(observation, last, **self._arguments)
         if len(self._trajectory.context) + len(token_ids) >= self.sampler.max_tokens:
             return False
         versions = self._trajectory.versions
-        self._trajectory.add_observation(token_ids, versions[-1] if versions else 0)
+        images = self.observations.images_of(observation)
+        self._trajectory.add_observation(token_ids, versions[-1] if versions else 0, images)
         return True
 
     async def _call_environment(self, function: Callable[..., Any], name: str, *arguments: Any) -> Any:

@@ -8,7 +8,7 @@ say).
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter
@@ -31,12 +31,38 @@ class ObservationTokenizer:
 
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
-        self.formatter = PromptFormatter(
-            tokenizer,
-            apply_chat_template=False,
-            chat_template_kwargs=template_arguments,
-            special_tokens_in_text="escape",
-        )
+        self._options: dict[str, Any] = {
+            "apply_chat_template": False,
+            "chat_template_kwargs": template_arguments,
+            "special_tokens_in_text": "escape",
+        }
+        self.formatter = PromptFormatter(tokenizer, **self._options)
+
+    def use_images(self, processor: Any) -> None:
+        """Let messages have images, which a model's processor reads; ``None``: the model reads text only."""
+        if processor is not None and not self.formatter.sees_images:
+            from rlhfkit.datamodules.tokenization.images import VisionFormatter
+
+            self.formatter = VisionFormatter(self.tokenizer, processor, **self._options).for_row({}, "an observation")
+
+    def opened(self, observation: Observation) -> Observation:
+        """Return the observation with the parts of its messages as the data's: texts joined, images as references.
+
+        Raises ValueError for images if the model reads text only.
+        """
+        if not is_conversation(observation):
+            return observation
+        messages = cast(Sequence[Message], observation)
+        return [
+            self.formatter.as_messages([message])[0] if isinstance(message.get("content"), list) else message
+            for message in messages
+        ]
+
+    def images_of(self, observation: Observation) -> tuple[Any, ...]:
+        """Return the images of an observation of :meth:`opened`, in the order of their tokens."""
+        if not is_conversation(observation):
+            return ()
+        return self.formatter.attachments(cast(Sequence[Message], observation))
 
     def row_arguments(self, prompt: Prompt) -> dict[str, Any]:
         """Return what the template is given for the row of a prompt, beside what it is given for all rows."""

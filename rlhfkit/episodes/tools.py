@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
+from rlhfkit.data.images import Image
 from rlhfkit.episodes.environment import Action, Environment, Message, Step
 from rlhfkit.episodes.tool_calls import ToolCall, ToolCallParser, template_parser
 from rlhfkit.episodes.tool_calls import tool_call_parser as find_parser
@@ -47,7 +48,8 @@ class ToolEnvironment(Environment):
     """Runs the tools that an action calls and returns their results as messages; an action without calls is the answer.
 
     If a tool raises, times out, does not exist or gets wrong arguments, a message to the policy says so. Subclass it
-    for a reward, or for tools with state (bound methods can be tools).
+    for a reward, or for tools with state (bound methods can be tools). A tool for a model that sees may return a Pillow
+    image, an :class:`~rlhfkit.data.images.Image`, or a list of texts and images.
 
     Tools run in this process. To run code that the policy has written, use a function that runs it in a sandbox.
 
@@ -98,8 +100,8 @@ class ToolEnvironment(Environment):
             return Step(reward=await reward if inspect.isawaitable(reward) else reward, done=True)
         outcomes = await asyncio.gather(*map(self._run, calls))
         messages: list[Message] = [
-            {"role": self.role, "name": wanted.name, "content": text}
-            for wanted, (text, _) in zip(calls, outcomes, strict=True)
+            {"role": self.role, "name": wanted.name, "content": content}
+            for wanted, (content, _) in zip(calls, outcomes, strict=True)
         ]
         failed = sum(not worked for _, worked in outcomes)
         return Step(messages, info={"tool_calls": len(calls), "tool_errors": failed})
@@ -108,8 +110,8 @@ class ToolEnvironment(Environment):
         """Return the reward of an answer, an action without calls: 0. Override it, with an async method if needed."""
         return 0.0
 
-    async def _run(self, wanted: ToolCall) -> tuple[str, bool]:
-        """Return the result of one call as text, and whether it succeeded."""
+    async def _run(self, wanted: ToolCall) -> tuple[str | list[dict[str, Any]], bool]:
+        """Return the result of one call, a text or its parts with images, and whether it succeeded."""
         tool = self.tools.get(wanted.name)
         if wanted.error:
             return f"Error: {wanted.error}", False
@@ -125,11 +127,27 @@ class ToolEnvironment(Environment):
             result = await call_with_timeout(bound, timeout=self.timeout, description=f"tool {wanted.name}")
         except Exception as error:
             return self._short(f"Error: {type(error).__name__}: {error}"), False
-        return self._short(result if isinstance(result, str) else json.dumps(result, default=str)), True
+        parts = result if isinstance(result, list | tuple) else [result]
+        if any(map(_is_image, parts)):
+            return [self._part(one) for one in parts], True
+        return self._text(result), True
+
+    def _part(self, value: Any) -> dict[str, Any]:
+        if _is_image(value):
+            return {"type": "image", "image": value}
+        return {"type": "text", "text": self._text(value)}
+
+    def _text(self, result: Any) -> str:
+        return self._short(result if isinstance(result, str) else json.dumps(result, default=str))
 
     def _short(self, text: str) -> str:
         limit = self.max_result_characters
         return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
+
+
+def _is_image(value: Any) -> bool:
+    """Whether a value is an image of ours or of Pillow, which may not be installed."""
+    return isinstance(value, Image) or (callable(getattr(value, "save", None)) and hasattr(value, "mode"))
 
 
 _JSON_TYPES: Mapping[Any, str] = {

@@ -1,5 +1,6 @@
 """``Trajectory``: the tokens of an unfinished episode, as the engine sampled and read them."""
 
+import dataclasses
 import math
 from typing import Any, Self
 
@@ -18,6 +19,8 @@ class Trajectory:
         self.action_mask: list[bool] = []
         self.rewards: dict[int, float] = {}
         """Rewards by the position of the token that earned them."""
+        self.observed: tuple[Any, ...] = ()
+        """Images of observations, in the order of their tokens."""
         self.turns = 0
         self.last_action: Sample | None = None
         """The last action, as sampled."""
@@ -26,6 +29,11 @@ class Trajectory:
     def context(self) -> list[int]:
         """All token ids, prompt included, that the engine reads next."""
         return [*self.prompt.token_ids.tolist(), *self.token_ids]
+
+    @property
+    def attachments(self) -> tuple[Any, ...]:
+        """The images of all tokens, prompt included."""
+        return (*self.prompt.attachments, *self.observed)
 
     @property
     def num_action_tokens(self) -> int:
@@ -41,8 +49,9 @@ class Trajectory:
         self.turns += 1
         self.last_action = sampled
 
-    def add_observation(self, token_ids: list[int], version: int) -> None:
-        """Append tokens that the policy reads but does not learn; ``version`` is the current policy version."""
+    def add_observation(self, token_ids: list[int], version: int, images: tuple[Any, ...] = ()) -> None:
+        """Append tokens that the policy reads but does not learn, with their images; ``version`` is the policy's."""
+        self.observed += images
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.versions += [version] * len(token_ids)
@@ -65,12 +74,13 @@ class Trajectory:
         for name in ("token_ids", "logprobs", "versions", "action_mask"):
             setattr(other, name, list(getattr(self, name)))
         other.rewards, other.turns, other.last_action = dict(self.rewards), self.turns, self.last_action
+        other.observed = self.observed
         return other
 
     def sample(self, finish_reason: FinishReason, info: dict[str, Any]) -> Sample:
-        """Return the trajectory as a sample."""
+        """Return the trajectory as a sample, whose prompt has the images of observations behind its own."""
         return Sample(
-            self.prompt,
+            dataclasses.replace(self.prompt, attachments=self.attachments) if self.observed else self.prompt,
             self.sample_index,
             self.token_ids,
             self.logprobs,

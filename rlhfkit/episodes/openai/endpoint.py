@@ -215,6 +215,7 @@ class OpenAIEndpoint:
         return app
 
     def _session(self, name: str | None) -> ChatSession:
+        self.observations.use_images(self.engine.image_processor)
         if name is None:
             number = next(self._numbers)
             return ChatSession(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rlhfkit.data.images import Image
 from rlhfkit.episodes.environment import Message
 from rlhfkit.episodes.tool_calls import ToolCall, check_json, parse_json
 
@@ -81,16 +82,25 @@ class ChatRequest(BaseModel):
         return self.max_completion_tokens or self.max_tokens
 
 
-def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates take it: content as text, arguments as objects; raises :class:`ChatError`."""
+def normalize_message(message: Mapping[str, Any], *, images: bool = False) -> dict[str, Any]:
+    """Return a message as chat templates take it: content as text, arguments as objects; raises :class:`ChatError`.
+
+    With ``images``, as a model sees them, content with pictures is a list of parts. They come in ``data:`` URLs; files
+    and addresses that a client names are not read.
+    """
     if not isinstance(message.get("role"), str):
         raise ChatError(f"a message needs a role: {str(dict(message))[:80]}")
     content = message.get("content")
     if isinstance(content, list):
-        if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
-            raise ChatError("the content of a message must be text; pictures and sound cannot be read")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is not None and not isinstance(content, str):
+        kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
+        if any(kind not in (("text", "image_url") if images else ("text",)) for kind in kinds):
+            can = "text or pictures; sound" if images else "text; pictures and sound"
+            raise ChatError(f"the content of a message must be {can} cannot be read")
+        if "image_url" not in kinds:
+            content = "".join(str(part.get("text", "")) for part in content)
+        else:
+            content = [_normalize_part(part) for part in content]
+    if content is not None and not isinstance(content, str | list):
         raise ChatError(f"the content of a message must be text, got {type(content).__name__}")
     plain = {"role": message["role"], "content": content or ""}
     if plain["role"] == "developer":  # the name for newer models of OpenAI
@@ -106,6 +116,19 @@ def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if calls:
         plain["tool_calls"] = [_normalize_tool_call(one) for one in calls]
     return plain
+
+
+def _normalize_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": "text", "text": str(part.get("text", ""))}
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise ChatError(f"a picture must come in a data: URL, got {str(url)[:80]!r}")
+    try:
+        return {"type": "image", "image": Image.of(url, "a picture of a message")}
+    except ValueError as error:
+        raise ChatError(str(error)) from error
 
 
 def _normalize_tool_call(wanted: Any) -> dict[str, Any]:
@@ -134,7 +157,10 @@ def same_message(one: Message, other: Message) -> bool:
 
 def _message_key(message: Message) -> tuple[Any, ...]:
     calls = [json.dumps(one["function"], sort_keys=True) for one in message.get("tool_calls", ())]
-    return message["role"], message["content"].strip(), calls
+    content = message["content"]
+    if isinstance(content, str):
+        return message["role"], content.strip(), calls
+    return message["role"], [part["image"] if part["type"] == "image" else part["text"] for part in content], calls
 
 
 def assistant_message(text: str, calls: Sequence[ToolCall], request_id: str, *, before: str = "") -> dict[str, Any]:

@@ -89,17 +89,21 @@ class ChatSession:
         if len(self.turns) + self._answering >= self.max_turns:
             self.limit = self.limit or "turns"
             raise ChatError(f"the episode has used its {self.max_turns} turns", code="turn_limit_exceeded")
-        messages = [normalize_message(message) for message in request.messages]
+        sees = self.observations.formatter.sees_images
+        messages = [normalize_message(message, images=sees) for message in request.messages]
         parent, trajectory = await self._context_of(messages, request.offered_tools)
         context = trajectory.context
         spec = self._sampling(request, len(context))
-        digest = hashlib.blake2b(repr(context).encode(), digest_size=8).digest()
+        seen = [image.key for image in trajectory.attachments]
+        digest = hashlib.blake2b(repr((context, seen) if seen else context).encode(), digest_size=8).digest()
         repeat = self._asked[digest] = self._asked.get(digest, -1) + 1
         # Not the number of the request: the order of concurrent requests is not deterministic.
         index = request_index(self.prompt.index, self.sample_index, f"{digest.hex()}/{repeat}")
         self._answering += 1
         try:
-            (sampled,) = await sampler.ask(Prompt(index, context), spec, iteration=self.iteration)
+            (sampled,) = await sampler.ask(
+                Prompt(index, context, attachments=trajectory.attachments), spec, iteration=self.iteration
+            )
         except RequestError as error:
             raise ChatError(str(error), code="refused") from error
         except EngineFailedError as failure:
@@ -116,8 +120,9 @@ class ChatSession:
         return turn
 
     async def _context_of(self, messages: list[dict[str, Any]], tools: Any) -> tuple[ChatTurn | None, Trajectory]:
-        """Return parent and context; long conversations are tokenised in a thread, off the event loop."""
-        if sum(len(str(message["content"])) for message in messages) <= _LONG:
+        """Return parent and context; what is long or has images is tokenised in a thread, off the event loop."""
+        contents = [message["content"] for message in messages]
+        if all(isinstance(content, str) for content in contents) and sum(map(len, contents)) <= _LONG:
             return self._build_context(messages, tools)
         self._answering += 1  # other requests of the session may arrive meanwhile
         try:
@@ -140,7 +145,9 @@ class ChatSession:
             if parent is None:
                 self._warn_of_changes(messages)
                 token_ids = self.observations.encode_conversation(messages, **arguments)
-                return None, Trajectory(dataclasses.replace(self.prompt, token_ids=token_ids), self.sample_index)
+                images = self.observations.images_of(messages)
+                prompt = dataclasses.replace(self.prompt, token_ids=token_ids, attachments=images)
+                return None, Trajectory(prompt, self.sample_index)
             known = len(parent.messages)
             trajectory = parent.trajectory.copy()
             new = self.observations.encode_observation(
@@ -148,7 +155,7 @@ class ChatSession:
             )
         except Exception as error:  # a template may raise any error over what a client has sent
             raise ChatError(f"{type(error).__name__}: {error}", code="template_error") from error
-        trajectory.add_observation(new, trajectory.versions[-1])
+        trajectory.add_observation(new, trajectory.versions[-1], self.observations.images_of(messages[known:]))
         return parent, trajectory
 
     def _warn_of_changes(self, messages: Sequence[dict[str, Any]]) -> None:
