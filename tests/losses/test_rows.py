@@ -49,6 +49,7 @@ CASES: dict[str, Case] = {
         for mode in ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum")
     },
     "value": Case(losses.value_loss),
+    **{f"kl {name}": Case(losses.kl_loss, {"estimator": name, "clamp": 10.0}) for name in ("k1", "k2", "k3")},
     **{
         f"{divergence} {form}": Case(losses.distillation_loss, {"divergence": divergence, **form})
         for divergence in ("forward_kl", "reverse_kl", "jsd")

@@ -23,7 +23,7 @@ def sample(answer: object, text: str) -> Sample:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[MathMatch]:
-    made = MathMatch(timeout=2, workers=1)
+    made = MathMatch(timeout=3, workers=1)
     yield made
     made.close()
 
