@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lightning.pytorch.callbacks import Callback
@@ -221,6 +222,14 @@ class Part(Configured, Callback):
         raise NotImplementedError
 
     # ------------------------------------------------------------------ saving
+
+    def export(self, child: str, folder: Path, **options: Any) -> bool:
+        """Write a child that is on machines of its own, see :meth:`PolicyModule.save_pretrained`. A collective.
+
+        Returns:
+            Whether it has; else the module writes it.
+        """
+        return False
 
     def save_weights(self, checkpoint: dict[str, Any]) -> None:
         """Put weights into a checkpoint that it changes beside those that are trained. A collective.

@@ -1,7 +1,7 @@
 """``CheckpointMixin``: contents of a module's checkpoints, and saving its models as Hugging Face folders."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rlhfkit.models import ScalarModel, unwrap
 from rlhfkit.models.load import tokenizer_files, tokenizer_of_files
 from rlhfkit.models.lora import frozen_weight_names, save_adapter
 from rlhfkit.models.weights.files import save_weights
+from rlhfkit.parts import Part
 from rlhfkit.protocols import SeesImages
 from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
 from rlhfkit.trainer_parts import callbacks_of
@@ -78,6 +79,9 @@ class CheckpointMixin(L.LightningModule):
         Raises:
             ValueError: If there is no such child, or its adapter is missing or not all that was trained.
         """
+        parts: Sequence[Part] = getattr(self, "parts", ())
+        if any(part.export(child, Path(folder), adapter=adapter, dtype=dtype) for part in parts):
+            return Path(folder)
         model = getattr(self, child, None)
         if not isinstance(model, nn.Module):
             raise ValueError(

@@ -230,9 +230,9 @@ def test_a_module_that_changes_the_critic_or_shares_its_backbone_is_refused() ->
         PPOModule("anywhere", parts=[Critic(CriticPool(), shared=True)])
     module = PPOModule("anywhere", critic=CriticPool("folder", num_ranks=3, resources={"GPU": 1}))
     restored = PPOModule(**dict(module.hparams))
-    assert restored.remote_critic is not None
-    assert module.remote_critic is not None
-    assert restored.remote_critic.pool.plain() == module.remote_critic.pool.plain()
+    assert restored.critic_part.elsewhere is not None
+    assert module.critic_part.elsewhere is not None
+    assert restored.critic_part.elsewhere.pool.plain() == module.critic_part.elsewhere.pool.plain()
 
 
 @pytest.mark.parametrize("receivers", [1, 2, 3, 4, 5])

@@ -1,10 +1,7 @@
 """``PPOModule``: proximal policy optimization with a critic (Schulman et al., 2017; Ouyang et al., 2022)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from rlhfkit.losses import Aggregation, LossOutput, ppo_loss
 from rlhfkit.models import LoRA, ModelLoading
@@ -137,29 +134,8 @@ class PPOModule(OnPolicyModule):
 
         return critic_of(self)
 
-    @property
-    def remote_critic(self) -> Any:
-        """What asks the critic's ranks; ``None``: it has none of its own."""
-        return self.critic_part.elsewhere if self.critic_part.trained_elsewhere else None
-
     def on_train_end(self) -> None:
         """End the critic's ranks, after all callbacks: checkpoints need them."""
         super().on_train_end()
-        if self.remote_critic is not None:
-            self.remote_critic.pool.stop()
-
-    def save_pretrained(
-        self, folder: str | Path, *, child: str = "policy", adapter: bool = False, dtype: torch.dtype | None = None
-    ) -> Path:
-        """Save a child, see :class:`PolicyModule`; a critic with ranks of its own is written by these.
-
-        Raises:
-            ValueError: If a critic is asked for that is frozen.
-        """
-        model = self.critic_part.model
-        if child == "critic" and isinstance(model, ModelPool):
-            raise ValueError(f"the critic is frozen: it is still that of {model.model}")
-        if child != "critic" or self.remote_critic is None:
-            return super().save_pretrained(folder, child=child, adapter=adapter, dtype=dtype)
-        self.remote_critic.export(self, Path(folder), adapter=adapter, dtype=dtype)
-        return Path(folder)
+        if self.critic_part.trained_elsewhere:
+            self.critic_part.elsewhere.pool.stop()

@@ -273,6 +273,19 @@ class Critic(Part):
         if self.trained_elsewhere:
             self.elsewhere.pool.close()
 
+    def export(self, child: str, folder: Path, **options: Any) -> bool:
+        """Have its ranks write it.
+
+        Raises:
+            ValueError: If it is frozen.
+        """
+        if child == "critic" and isinstance(self.model, ModelPool):
+            raise ValueError(f"the critic is frozen: it is still that of {self.model.model}")
+        if child != "critic" or not self.trained_elsewhere:
+            return False
+        self.elsewhere.export(self.module, folder, **options)
+        return True
+
     def work_elsewhere(self) -> list[tuple[str, str, float, float]]:
         """When its ranks have worked lately."""
         return cast(Any, self.elsewhere.pool.work()) if self.trained_elsewhere else []
