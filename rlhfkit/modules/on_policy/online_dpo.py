@@ -1,10 +1,10 @@
 """``OnlineDPOModule``: direct preference optimization of pairs that are sampled and judged during training."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
@@ -106,9 +106,14 @@ class OnlineDPOModule(OnPolicyModule):
             },
             loss_arguments=plain_value(self.loss_arguments, "loss_arguments"),
         )
+        chosen: dict[str, Any] = {"beta": beta, "loss_type": self.loss_types, "nll_coef": nll_coef}
         zero, one = torch.zeros(1), torch.ones(1)
         try:
-            self._pair_loss(zero, zero, zero, zero, chosen_lengths=one, rejected_lengths=one)
+            self.pair_loss: Callable[..., LossOutput] = functools.partial(
+                cast(Any, dpo_loss), **chosen, **self.loss_arguments
+            )
+            """The loss of pairs with the arguments that were chosen."""
+            self.pair_loss(zero, zero, zero, zero, chosen_lengths=one, rejected_lengths=one)
         except TypeError as error:
             raise ValueError(f"loss_arguments are more arguments of dpo_loss: {error}") from error
 
@@ -125,7 +130,7 @@ class OnlineDPOModule(OnPolicyModule):
         # At the rows of the chosen answers; others are masked. Ranks without rows have a batch without pairs.
         partners, pairs = pair_partners(batch.advantages.sum(-1).sign() * mask.any(-1), batch.group)
         lengths, counted = mask.sum(-1), batch.sequence_denominator
-        result = self._pair_loss(
+        result = self.pair_loss(
             logps,
             rejected_values(partners, logps),
             reference,
@@ -139,18 +144,3 @@ class OnlineDPOModule(OnPolicyModule):
         metrics = {name: weighted_metric(mean, number) for name, mean in result.metrics.items()}
         old = self.old_logprobs(batch, out)
         return sum_losses(LossOutput(result.loss, metrics), *(term(batch, out, old) for term in self.terms))
-
-    def _pair_loss(
-        self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, **arguments: Any
-    ) -> LossOutput:
-        return dpo_loss(
-            chosen,
-            rejected,
-            ref_chosen,
-            ref_rejected,
-            beta=self.beta,
-            loss_type=self.loss_types,
-            nll_coef=self.nll_coef,
-            **self.loss_arguments,
-            **arguments,
-        )

@@ -144,6 +144,9 @@ def test_what_has_no_effect_or_no_meaning_is_refused(tmp_path: Path) -> None:
         ({"loss_type": "aot"}, "equally good"),
         ({"loss_type": {"sigmoid": 1.0, "sft": 0.1}}, "nll_coef"),
         ({"loss_type": "sigmoidal"}, "loss_type must be"),
+        ({"loss_arguments": {"divergense": "js"}}, "loss_arguments are more arguments of dpo_loss.*divergense"),
+        ({"loss_arguments": {"beta": 0.2}}, "loss_arguments are more arguments of dpo_loss.*beta"),
+        ({"loss_arguments": {"discopop_temperature": -1.0}}, "discopop_temperature must be positive"),
         ({"parts": [KLTarget(0.1)]}, "moves the weight of a KL penalty, and .* has none here"),
     ):
         with pytest.raises(ValueError, match=message):
