@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from models.vision_families import save_vision_model
 from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MambaConfig, MixtralConfig, PreTrainedConfig
 
 from rlhfkit.costs.model_shape import model_shape
@@ -20,6 +21,16 @@ def test_parameters_are_those_of_the_real_model(name: str) -> None:
     assert shape.embedding == model.get_input_embeddings().weight.numel()
     assert shape.tied == (name == "tied llama")
     assert shape.head == (0 if shape.tied else model.get_output_embeddings().weight.numel())
+
+
+@pytest.mark.parametrize("seeing", [True, False])
+def test_the_vision_part_is_trained_or_not(seeing: bool, tmp_path: Path) -> None:
+    folder = str(save_vision_model("qwen3_vl", tmp_path))
+    model = load_causal_lm(folder, loading=ModelLoading(train_vision=seeing))
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    shape = model_shape(folder, train_vision=seeing)
+    assert shape.parameters == sum(size for size, _ in sizes)
+    assert shape.trained == shape.trained_on_rank(1) == sum(size for size, trained in sizes if trained)
 
 
 @pytest.mark.parametrize(
