@@ -336,9 +336,9 @@ class DedicatedPlacement:
         if machines is None:
             raise EngineError(_too_large(bundle, nodes, processes))
         self._machines = machines
-        self._bundle = {name: float(math.ceil(each / machines)) for name, each in bundle.items()}  # Ray takes no 1.5
+        part = {name: float(math.ceil(each / machines)) for name, each in bundle.items()}  # Ray takes no 1.5
         self._group = hold_bundles(
-            self._bundle,
+            part,
             num_engines * machines,
             strategy="SPREAD",
             timeout=timeout,
@@ -346,42 +346,25 @@ class DedicatedPlacement:
             cure="End what else uses the cluster, or add machines",
             error_type=EngineError,
         )
+        self._resources = ReservedResources(part, self._group.id.hex(), range(self._group.bundle_count))
 
     def placements(self) -> list[ActorPlacement]:
-        first = range(0, self._group.bundle_count, self._machines)
-        return [
-            ActorPlacement(
-                self._options(bundle),
-                excluded=self._ranks,
-                others=tuple(self._options(bundle + number) for number in range(1, self._machines)),
-            )
-            for bundle in first
-        ]
-
-    def _options(self, bundle: int) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        return {
-            "num_cpus": self._bundle["CPU"],
-            "num_gpus": self._bundle.get("GPU", 0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
-        }
+        return held_placements(self._resources, self._ranks, self._machines)
 
     def close(self) -> None:
         release_bundles(self._group)
 
 
-def reserved_placements(
-    resources: ReservedResources, num_engines: int, ranks: Sequence[RankLocation]
+def held_placements(
+    resources: ReservedResources, ranks: Sequence[RankLocation], machines: int = 1
 ) -> list[ActorPlacement]:
-    """Return the placements of engines whose devices a :class:`~rlhfkit.Placement` holds.
-
-    Raises:
-        PlacementError: If it holds them for another number of engines.
-    """
-    resources.check_processes(num_engines, "engine(s)")
+    """Return the placements of engines whose devices are held, each in as many bundles as it has ``machines``."""
     excluded = tuple(rank for rank in ranks if rank.gpu is not None)
-    return [ActorPlacement(actor_options(resources, number), excluded=excluded) for number in range(num_engines)]
+    options = [actor_options(resources, number) for number in range(len(resources.bundles))]
+    return [
+        ActorPlacement(options[first], excluded=excluded, others=tuple(options[first + 1 : first + machines]))
+        for first in range(0, len(options), machines)
+    ]
 
 
 def _resources_for_engines(of_ranks: Sequence[RankLocation]) -> list[dict[str, float]]:

@@ -29,8 +29,8 @@ from rlhfkit.rollout.remote.placement import (
     RankLocation,
     check_locations,
     colocated_placements,
+    held_placements,
     locate_rank,
-    reserved_placements,
     start_ray_for_engines,
     why_ray_has_few_gpus,
 )
@@ -283,7 +283,8 @@ class RemoteEnginePool(RolloutEngine):
         if self.colocate:
             return colocated_placements(ranks, self.num_engines, self.processes_per_engine)
         if self.reserved is not None:
-            return reserved_placements(self.reserved, self.num_engines, ranks)
+            self.reserved.check_processes(self.num_engines, "engine(s)")
+            return held_placements(self.reserved, ranks)
         processes = self.processes_per_engine
         self._dedicated = DedicatedPlacement(
             self.num_engines,
