@@ -17,7 +17,7 @@ import numpy as np
 
 from rlhfkit.gpus import VARIABLE, ask_driver, weights_do_not_fit
 from rlhfkit.rollout.errors import RefusedRequest
-from rlhfkit.rollout.remote.placement import ActorPlacement, RankLocation, assigned_gpus
+from rlhfkit.rollout.remote.placement import ActorPlacement, assigned_gpus
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.table import this_process
@@ -111,41 +111,27 @@ class ActorLauncher:
             max_concurrency=10_000,
             runtime_env={"env_vars": self.environment},
         )
-        return actor_class.remote(
-            self.arguments,
-            self.in_process,
-            placement.environment,
-            placement.excluded,
-            placement.shared,
-            self.weight_bytes,
-            placement.others,
-        )
+        return actor_class.remote(self.arguments, self.in_process, placement, self.weight_bytes)
 
 
 class VLLMActor:
     """One vLLM engine in a process of its own, as it changes global state of torch.
 
-    ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` overrides variables set by Ray; ``excluded`` are
-    training ranks whose GPUs this engine must not have, ``shared`` those whose GPUs it must have; ``weight_bytes``, if
-    known, each of its GPUs must hold; ``others`` are the options of the actors of its other machines.
+    ``arguments`` are those of ``vllm.EngineArgs``; the environment of ``placement`` overrides variables set by Ray;
+    ``weight_bytes``, if known, each of its GPUs must hold.
     """
 
     def __init__(
         self,
         arguments: dict[str, Any],
         in_process: bool,
-        environment: dict[str, str] | None = None,
-        excluded: Sequence[RankLocation] = (),
-        shared: Sequence[RankLocation] = (),
+        placement: ActorPlacement | None = None,
         weight_bytes: float = 0.0,
-        others: Sequence[dict[str, Any]] = (),
     ) -> None:
-        os.environ.update(environment or {})
-        self._excluded = tuple(excluded)
-        self._shared = tuple(shared)
+        self._placement = placement or ActorPlacement({})
+        os.environ.update(self._placement.environment)
         self._weight_bytes = weight_bytes
         self._arguments = arguments
-        self._others = tuple(others)
         self._machines: WorkerMachines | None = None
         self.in_process = in_process
         self._engine: Any = None  # vLLM's AsyncLLM, or an InProcessLLM
@@ -193,7 +179,7 @@ class VLLMActor:
             "max_model_len": int(config.model_config.max_model_len),
             "vocabulary": int(config.model_config.get_vocab_size()),
             "gpus": gpus,
-            "machines": 1 + len(self._others),
+            "machines": 1 + len(self._placement.others),
             "processes": [(one.pid, one.create_time()) for one in (this, *this.children(recursive=True))],
         }
 
@@ -214,14 +200,14 @@ class VLLMActor:
         """Start the workers of the engine's other machines, which wait for those of this one."""
         import ray
 
-        if not self._others:
+        if not self._placement.others:
             return
-        self._arguments |= node_arguments(1 + len(self._others))
+        self._arguments |= node_arguments(1 + len(self._placement.others))
         kind = ray.remote(VLLMActor)
-        rest = (False, None, self._excluded, (), self._weight_bytes)
+        there = ActorPlacement({}, excluded=self._placement.excluded)
         actors = [
-            kind.options(**options).remote(self._arguments | {"node_rank": number}, *rest)
-            for number, options in enumerate(self._others, 1)
+            kind.options(**options).remote(self._arguments | {"node_rank": number}, False, there, self._weight_bytes)
+            for number, options in enumerate(self._placement.others, 1)
         ]
         self._machines = WorkerMachines(actors, [actor.run_workers.remote() for actor in actors])
 
@@ -243,21 +229,21 @@ class VLLMActor:
         """
         assigned = assigned_gpus()
         for mine in assigned:
-            for rank, location in enumerate(self._excluded):
+            for rank, location in enumerate(self._placement.excluded):
                 if mine.has_same_gpu(location):
                     raise RuntimeError(
                         f"Ray gave this engine {mine}, which training rank {rank} of those on GPUs uses: start Ray on "
                         "the ranks' machines with the GPUs that they leave free (CUDA_VISIBLE_DEVICES=... ray start), "
                         "let Ray start the ranks (launcher='ray'), or share GPUs with VLLMPool(colocate=True)"
                     )
-        shared = ask_driver().gpus if self._shared else ()
+        shared = ask_driver().gpus if self._placement.shared else ()
         seen = [gpu.uuid for gpu in shared]
-        wanted = [rank.uuid for rank in self._shared]
+        wanted = [rank.uuid for rank in self._placement.shared]
         if seen and all(wanted) and set(seen) != set(wanted):
             raise RuntimeError(
-                f"this engine shares {', '.join(map(str, self._shared))} with training ranks (UUIDs {wanted}), but "
-                f"with CUDA_VISIBLE_DEVICES={os.environ.get(VARIABLE)} it sees {seen}: Ray on that machine must be "
-                "started where all of its GPUs are visible, in the same container as the ranks"
+                f"this engine shares {', '.join(map(str, self._placement.shared))} with training ranks (UUIDs "
+                f"{wanted}), but with CUDA_VISIBLE_DEVICES={os.environ.get(VARIABLE)} it sees {seen}: Ray on that "
+                "machine must be started where all of its GPUs are visible, in the same container as the ranks"
             )
         gpus = [(gpu.kind, gpu.memory) for gpu in assigned] + [(gpu.name, gpu.memory) for gpu in shared]
         self._check_memory([(name, memory) for name, memory in gpus if memory])

@@ -74,7 +74,7 @@ def refusal(place: Any) -> str:
     from rlhfkit.rollout.vllm.actor import VLLMActor
 
     kind = ray.remote(VLLMActor).options(**place.options)
-    engine = kind.remote({}, True, place.environment, place.excluded, place.shared)
+    engine = kind.remote({}, True, place)
     try:
         ray.get(engine.start.remote(True), timeout=100)
     except ray.exceptions.RayTaskError as error:
