@@ -11,6 +11,7 @@ import stat
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,27 +75,18 @@ def last_lines(count: int = 12, most_bytes: int = 8192) -> str:
     return "".join(f"\n{one}" for one in written)
 
 
+@dataclass(eq=False)
 class ActorLauncher:
-    """Creates the Ray actors of vLLM engines; an :data:`~rlhfkit.rollout.supervision.engines.ActorFactory`.
+    """Creates the Ray actors of vLLM engines; an :data:`~rlhfkit.rollout.supervision.engines.ActorFactory`."""
 
-    ``arguments`` are those of ``vllm.EngineArgs``; ``environment`` is set in all engines before they import torch;
-    ``weight_bytes`` are those of each of an engine's processes, 0 if unknown.
-    """
-
-    def __init__(
-        self,
-        placements: Sequence[ActorPlacement],
-        arguments: dict[str, Any],
-        *,
-        in_process: bool,
-        environment: dict[str, str],
-        weight_bytes: float = 0.0,
-    ) -> None:
-        self.placements = list(placements)
-        self.arguments = arguments
-        self.in_process = in_process
-        self.environment = environment
-        self.weight_bytes = weight_bytes
+    placements: Sequence[ActorPlacement]
+    arguments: dict[str, Any]
+    """Those of ``vllm.EngineArgs``."""
+    in_process: bool
+    environment: dict[str, str]
+    """Set in all engines before they import torch."""
+    weight_bytes: float = 0.0
+    """Of each of an engine's processes; 0: unknown."""
 
     def __call__(self, number: int, name: str) -> Any:
         """Create the actor of an engine, with this name in Ray."""
