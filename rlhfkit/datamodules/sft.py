@@ -338,7 +338,7 @@ class SFTDataModule(TextDataModule):
         trainer = self._attached_trainer()
         if self.streaming:
             return self._train_stream(trainer)
-        return self._loader(
+        return self.loader(
             self.examples,
             accumulate=trainer.accumulate_grad_batches,
             shuffle=self.shuffle,
@@ -351,7 +351,7 @@ class SFTDataModule(TextDataModule):
         if self._stream_loader is not None and trainer.fit_loop._combined_loader is not None:
             self._loader_state = self._stream_loader.state_dict()  # Trainer(reload_dataloaders_every_n_epochs)
         stream = self.stream
-        self._stream_loader = loader = self._loader(
+        self._stream_loader = loader = self.loader(
             stream,
             steps_per_epoch=self.steps_per_epoch,
             accumulate=trainer.accumulate_grad_batches,
@@ -370,7 +370,7 @@ class SFTDataModule(TextDataModule):
         """Validation micro-batches, normalised so that the plain mean of their losses is the mean over all tokens."""
         if self.validation_data is None:
             return no_loader()
-        return self._loader(self.validation_examples, accumulate=1, shuffle=False, normalize_over_epoch=True)
+        return self.loader(self.validation_examples, accumulate=1, shuffle=False, normalize_over_epoch=True)
 
     def predict_dataloader(self) -> StepLoader[Any]:
         """Micro-batches of ``data``; in the order of its rows on one rank without a token budget.
@@ -380,9 +380,10 @@ class SFTDataModule(TextDataModule):
         """
         if self.streaming:
             raise RuntimeError("a stream has no end and no order to predict in: leave streaming=True out")
-        return self._loader(self.examples, accumulate=1, shuffle=False)
+        return self.loader(self.examples, accumulate=1, shuffle=False)
 
-    def _loader(self, examples: TokenizedDataset | MixedStream[Any] | None, **arguments: Any) -> StepLoader[Any]:
+    def loader(self, examples: TokenizedDataset | MixedStream[Any] | None, **arguments: Any) -> StepLoader[Any]:
+        """This rank's loader of examples; ``arguments`` are further ones of :class:`StepLoader`."""
         trainer = self._attached_trainer()
         if examples is None:
             raise RuntimeError(f"the data is not open yet: call {type(self).__name__}.setup() first (the Trainer does)")

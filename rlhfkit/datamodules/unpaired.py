@@ -126,8 +126,8 @@ class UnpairedPreferenceDataModule(SFTDataModule):
         """All validation micro-batches as one step, so that one KL estimate covers all of them."""
         if self.validation_examples is None:
             return no_loader()
-        micro_batches = len(self._loader(self.validation_examples, accumulate=1, shuffle=False))
-        return self._loader(self.validation_examples, accumulate=micro_batches, shuffle=False)
+        micro_batches = len(self.loader(self.validation_examples, accumulate=1, shuffle=False))
+        return self.loader(self.validation_examples, accumulate=micro_batches, shuffle=False)
 
     def _step_loader(self, *args: Any, **arguments: Any) -> UnpairedLoader:
         return UnpairedLoader(*args, max_length=self._longest_mismatched, **arguments)

@@ -245,6 +245,11 @@ class PromptDataModule(TextDataModule):
         check_integer("max_prompt_length", max_prompt_length, minimum=1, optional=True)
         if overlong_prompts not in ("error", "drop"):
             raise ValueError(f"overlong_prompts must be 'error' or 'drop', got {overlong_prompts!r}")
+        if pretraining_data is not None and pretraining_data.builder.example is not None:
+            raise ValueError(
+                f"pretraining_data is a {type(pretraining_data).__name__}, whose examples are more than text: give an "
+                "SFTDataModule"
+            )
         if pretraining_data is not None and pretraining_data.streaming:
             raise ValueError(
                 f"pretraining_data is a {type(pretraining_data).__name__} with streaming=True, and text beside samples "

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from rlhfkit.data.batch import TokenBatch, collate_tokens
+from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.datamodules.sft import SFTDataModule
-from rlhfkit.mesh import mesh_of
 
 
 class PretrainingText:
@@ -19,23 +18,8 @@ class PretrainingText:
     """
 
     def __init__(self, data: SFTDataModule, accumulate: int | None) -> None:
-        trainer, examples = data.trainer, data.examples
-        assert trainer is not None
-        assert examples is not None
-        self.loader: StepLoader[TokenBatch] = StepLoader(
-            examples,
-            collate_tokens,
-            lengths=examples.lengths,
-            targets=examples.targets,
-            micro_batch_size=None if data.max_tokens_per_micro_batch else data.micro_batch_size,
-            max_tokens_per_micro_batch=data.max_tokens_of_forward,
-            accumulate=accumulate or 1,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            ranks_per_forward=mesh_of(trainer).forward_group_size,
-            shuffle=data.shuffle,
-            seed=data.seed,
-            drop_last=True,
+        self.loader: StepLoader[TokenBatch] = data.loader(
+            data.examples, accumulate=accumulate or 1, shuffle=data.shuffle, drop_last=True
         )
         self._next: int | None = None
         self._batches: Iterator[TokenBatch] = iter(())

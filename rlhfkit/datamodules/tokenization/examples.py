@@ -146,8 +146,8 @@ class ExampleBuilder:
         reports: Log how many rows were truncated or dropped.
     """
 
-    example: ClassVar[Callable[..., Any] | None] = None
-    """Makes an example of its answers and its :meth:`values`; ``None``: an answer is an example."""
+    example: ClassVar[type[Any] | None] = None
+    """Class of examples, made of their answers and :meth:`values`; ``None``: an answer is an example."""
     answers_each: ClassVar[int] = 1
     """Answers of an example."""
     meanings: ClassVar[Mapping[str, str]] = {

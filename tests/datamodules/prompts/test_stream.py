@@ -17,7 +17,7 @@ from rl_runs import ahead, setup_run, weights
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import DynamicSampling, PromptDataModule, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.datamodules import Mixture, SFTDataModule
+from rlhfkit.datamodules import Mixture, PreferenceDataModule, SFTDataModule
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
 
 Write = Callable[..., str]
@@ -144,6 +144,10 @@ def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.
         ValueError, match=r"pretraining_data is a SFTDataModule with streaming=True, and .* leave streaming=True out"
     ):
         PromptDataModule(path, pretraining_data=text)
+    with pytest.raises(
+        ValueError, match="pretraining_data is a PreferenceDataModule, whose examples are more"
+    ):
+        PromptDataModule(path, pretraining_data=PreferenceDataModule(path))
     with pytest.raises(ValueError, match="answer='solution' is not a column"):
         module(path, answer="solution")
     data = module(path)
