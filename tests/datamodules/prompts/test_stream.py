@@ -144,9 +144,7 @@ def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.
         ValueError, match=r"pretraining_data is a SFTDataModule with streaming=True, and .* leave streaming=True out"
     ):
         PromptDataModule(path, pretraining_data=text)
-    with pytest.raises(
-        ValueError, match="pretraining_data is a PreferenceDataModule, whose examples are more"
-    ):
+    with pytest.raises(ValueError, match="pretraining_data is a PreferenceDataModule, whose examples are more"):
         PromptDataModule(path, pretraining_data=PreferenceDataModule(path))
     with pytest.raises(ValueError, match="answer='solution' is not a column"):
         module(path, answer="solution")
