@@ -227,7 +227,7 @@ def train(
 
 
 def on_ranks(folder: Path, place: str, cases: list[Mapping[str, Any]]) -> list[Any]:
-    """Entry point of a rank: its share of the losses of each case. Rank 0 writes the weights into ``place``.
+    """Entry point of a rank: its losses and metrics of each case. Rank 0 writes the weights into ``place``.
 
     Args:
         folder: Of the results of ranks.
@@ -238,8 +238,8 @@ def on_ranks(folder: Path, place: str, cases: list[Mapping[str, Any]]) -> list[A
     found = []
     for number, case in enumerate(cases):
         os.environ["WORLD_SIZE"] = str(world)  # Lightning deletes it when a fit ends
-        losses, weights, _ = train(Path(place), **case, devices=world)
+        losses, weights, metrics = train(Path(place), **case, devices=world)
         if rank == 0:
             torch.save(weights, Path(place) / f"case_{number}.pt")
-        found.append(losses)
+        found.append((losses, metrics))
     return found
