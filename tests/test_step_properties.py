@@ -10,7 +10,7 @@ import torch
 from arguments import learning
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback
 from models.vision_families import save_vision_model
 from step_cases import KINDS, STEP, Found, train
 from strategies import ranks
@@ -91,7 +91,7 @@ def test_a_step_does_not_depend_on_micro_batches_packing_and_order(
 def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
     """Two epochs of two steps of two micro-batches, saved after a step, inside a window and at the end of an epoch."""
 
-    class Save(Checkpoint):  # called after all other callbacks
+    class Save(Callback):  # called before the parts, as all callbacks that a user gives are
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}, {batch_idx}.ckpt")
 

@@ -74,9 +74,13 @@ class MovingReference(Part):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         """Move the reference after every ``steps`` optimizer steps."""
-        stepped = trainer.global_step != self._seen
-        self._seen = trainer.global_step
-        if stepped and self._seen % self.steps == 0:
+        self._follow(trainer.global_step)
+
+    def _follow(self, step: int) -> None:
+        """Move the reference if it has not moved for this optimizer step yet, and is to. A collective."""
+        stepped = step != self._seen
+        self._seen = step
+        if stepped and step % self.steps == 0:
             self.move()
 
     def move(self) -> None:
@@ -85,6 +89,8 @@ class MovingReference(Part):
 
     def save_weights(self, checkpoint: dict[str, Any]) -> None:
         """Save the reference; others are loaded again by name. A collective."""
+        # A user's callback that saves after a step is called before this part is.
+        self._follow(self.module.trainer.global_step)
         keep = self.module.global_rank == 0
         checkpoint["reference"] = reference_weights(self.module.reference, self.precise, keep=keep)
 
