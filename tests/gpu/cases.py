@@ -25,8 +25,8 @@ def every_module(folder: Path, device: str, kinds: Sequence[str]) -> dict[str, f
         for setting in range(len(KINDS[kind][2])):
             case = {"kind": kind, "setting": setting, "size": STEP // 2, "attention": None, "order": None}
             here, there = train(folder, **case, accelerator=ACCELERATORS[device]), train(folder, **case)
-            found[f"{kind} {setting}: losses"] = max(abs(a - b) for a, b in zip(here[0], there[0], strict=True))
-            found[f"{kind} {setting}: weights"] = difference(here[1], there[1])
+            found[f"{kind} {setting}: losses"] = max(abs(a - b) for a, b in zip(here.losses, there.losses, strict=True))
+            found[f"{kind} {setting}: weights"] = difference(here.weights, there.weights)
     return found
 
 
@@ -39,9 +39,10 @@ def deepspeed(folder: Path, device: str, names: Sequence[str]) -> dict[str, Any]
         expected = train(folder, **case)
         for name in names:
             os.environ["WORLD_SIZE"] = "1"  # Lightning deletes it when a fit ends
-            losses, moved = train(folder, **case, accelerator=ACCELERATORS[device], strategy=name)
-            found[f"{kind}, {name}: losses"] = max(abs(a - b) for a, b in zip(losses, expected[0], strict=True))
-            found[f"{kind}, {name}: weights"] = difference(moved, expected[1])
+            run = train(folder, **case, accelerator=ACCELERATORS[device], strategy=name)
+            steps = zip(run.losses, expected.losses, strict=True)
+            found[f"{kind}, {name}: losses"] = max(abs(a - b) for a, b in steps)
+            found[f"{kind}, {name}: weights"] = difference(run.weights, expected.weights)
     found["backend"] = torch.distributed.get_backend()
     return found
 
