@@ -134,7 +134,7 @@ def test_bad_arguments_raise():
         aggregate(loss, mask[:, :2])
     with pytest.raises(ValueError, match="mode must be one of token-mean"):
         aggregate(loss, mask, "mean")
-    with pytest.raises(ValueError, match="'constant-length' .* got mode 'token-mean' and max_length 3"):
+    with pytest.raises(ValueError, match=r"'constant-length' .* got mode 'token-mean' and max_length 3"):
         aggregate(loss, mask, max_length=3)
     with pytest.raises(ValueError, match="got mode 'constant-length' and max_length None"):
         aggregate(loss, mask, "constant-length")
