@@ -155,7 +155,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
         replaced = {name for part in others for name in part.writes if name not in part.reads}
         own = [part for part in own if part in self.given_parts or not replaced & {*part.writes} - {*part.reads}]
         for part in (needed for one in (*own, *others) for needed in one.brings()):
-            if not any({*part.writes} <= {*other.writes} for other in (*own, *others)):
+            if not part.writes or not any({*part.writes} <= {*other.writes} for other in (*own, *others)):
                 own.append(part)
         self.parts = [*own, *others]
         self._attached = True

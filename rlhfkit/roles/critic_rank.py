@@ -28,7 +28,10 @@ MAX_RETURNED_BYTES = 8e9
 
 
 class TrainedCritic(Protocol):
-    """What a rank asks of the LightningModule that it trains; :class:`~rlhfkit.modules.critic.CriticModule` is one."""
+    """What a rank asks of the LightningModule that it trains.
+
+    :class:`~rlhfkit.modules.parts.critic_elsewhere.CriticModule` is one.
+    """
 
     critic: nn.Module
 

@@ -1,6 +1,6 @@
 """A critic that is trained by ranks of its own against the same critic in the module.
 
-Covers critic_desk.py, critic_rank.py, modules/critic.py and modules/parts/critic_elsewhere.py. One Ray session serves
+Covers critic_desk.py, critic_rank.py and modules/parts/critic_elsewhere.py. One Ray session serves
 all tests.
 """
 

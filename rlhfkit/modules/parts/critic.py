@@ -5,7 +5,7 @@ in a :class:`~rlhfkit.roles.CriticPool` that trains it, or frozen in a :class:`~
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,6 +101,15 @@ class Critic(Part):
         """Whether nobody trains it."""
         return isinstance(self.model, ModelPool)
 
+    def brings(self) -> Sequence[Part]:
+        """What asks and trains a critic with ranks of its own."""
+        if not isinstance(self.model, CriticPool):
+            return ()
+        from rlhfkit.modules.parts.critic_elsewhere import RemoteCritic
+
+        self.elsewhere = RemoteCritic(self.model, lr=self.lr)
+        return (self.elsewhere,)
+
     def attach(self, module: Any) -> None:
         """Check its company."""
         super().attach(module)
@@ -130,13 +139,6 @@ class Critic(Part):
             from rlhfkit.modules.parts.critic_elsewhere import FrozenCritic
 
             self.elsewhere = FrozenCritic(cast(ModelPool, self.model))
-        elif self.trained_elsewhere:
-            from rlhfkit.modules.parts.critic_elsewhere import RemoteCritic
-
-            of_loss = next((part for part in module.parts if isinstance(part, ValueLoss)), ValueLoss())
-            self.elsewhere = RemoteCritic(
-                cast(CriticPool, self.model), lr=self.lr, value_clip=of_loss.clip, value_coef=of_loss.coef
-            )
 
     def _refuse_training(self, module: Any) -> None:
         """Raise ValueError if something says how a critic is trained that is not."""
@@ -246,69 +248,17 @@ class Critic(Part):
         predicted, self._predicted = self._predicted, None
         return rows.with_columns(values=predicted, returns=returns, final_values=None)
 
-    # ------------------------------------------------------------------ a critic with ranks of its own
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Start its ranks."""
-        if self.trained_elsewhere:
-            self.elsewhere.start(pl_module)
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Hand its ranks their micro-batch."""
-        if self.trained_elsewhere:
-            self.elsewhere.pool.train(batch, trainer.accumulate_grad_batches)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Wait until its ranks have trained on the iteration, and log their metrics."""
-        if self.trained_elsewhere:
-            pl_module.log_dict(self.elsewhere.report(), sync_dist=True)  # the same on all ranks
-
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """End its ranks.
-
-        Lightning does not call it after an error, of which a checkpoint may need them: they then live until the next
-        fit or the end of this process.
-        """
-        super().teardown(trainer, pl_module, stage)
-        if self.trained_elsewhere:
-            self.elsewhere.pool.close()
+    # ------------------------------------------------------------------ saving
 
     def export(self, child: str, folder: Path, **options: Any) -> bool:
-        """Have its ranks write it.
+        """Refuse to write a frozen critic.
 
         Raises:
             ValueError: If it is frozen.
         """
         if child == "critic" and isinstance(self.model, ModelPool):
             raise ValueError(f"the critic is frozen: it is still that of {self.model.model}")
-        if child != "critic" or not self.trained_elsewhere:
-            return False
-        self.elsewhere.export(self.module, folder, **options)
-        return True
-
-    def work_elsewhere(self) -> list[tuple[str, str, float, float]]:
-        """When its ranks have worked lately."""
-        return cast(Any, self.elsewhere.pool.work()) if self.trained_elsewhere else []
-
-    def save_folder(self, folder: Path) -> None:
-        """Save its ranks in the folder of a checkpoint, for strategies that write folders."""
-        if self.trained_elsewhere:
-            self.elsewhere.save_folder(folder)
-
-    def load_folder(self, folder: Path) -> None:
-        """Continue with what is in the folder of a checkpoint."""
-        if self.trained_elsewhere:
-            self.elsewhere.load_folder(folder)
-
-    def save_weights(self, checkpoint: dict[str, Any]) -> None:
-        """Save a critic with ranks of its own, where a checkpoint is one file."""
-        if self.trained_elsewhere:
-            self.elsewhere.save_file(self.module, checkpoint)
-
-    def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
-        """Continue with it."""
-        if self.trained_elsewhere:
-            self.elsewhere.load_file(checkpoint)
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """The moments of the returns."""

@@ -1,27 +1,38 @@
-"""A critic on machines of its own: ``FrozenCritic`` asks a pool that nobody trains, ``RemoteCritic`` ranks that do."""
+"""A critic on machines of its own: ``FrozenCritic`` asks a pool that nobody trains, ``RemoteCritic`` ranks that do.
+
+These ranks train a ``CriticModule``.
+"""
 
 import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import lightning as L
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import exchange_errors, gather_objects, get_rank, run_on_all_ranks
+from rlhfkit.losses import LossOutput, weighted_metric
+from rlhfkit.models import LoRA, ModelLoading
+from rlhfkit.models.heads import critic_values, load_scalar_model
 from rlhfkit.models.load import base_model_name
-from rlhfkit.modules.checkpointing import write_pretrained
-from rlhfkit.modules.critic import CriticModule
+from rlhfkit.modules.base import PolicyModule
+from rlhfkit.modules.checkpointing import CheckpointMixin, write_pretrained
+from rlhfkit.modules.metrics import StepMetrics, as_metrics
 from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
+from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.optimizers.schedules import ENDLESS
-from rlhfkit.modules.parts.router_loss import RouterLoss
+from rlhfkit.modules.parts.critic import DEFAULT_LR, ValueLoss
+from rlhfkit.modules.parts.router_loss import RouterLoss, with_critic_router
+from rlhfkit.parts import GivenPart, Part
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.roles import CriticPool, CriticPoolError, ModelPool
 from rlhfkit.roles.critic_pool import PendingAnswer
@@ -63,33 +74,30 @@ class FrozenCritic:
         return values
 
 
-class RemoteCritic:
-    """Sends the rows of this rank to the critic's ranks, and waits for what they answer.
+class RemoteCritic(Part):
+    """What ``Critic(CriticPool(...))`` brings: sends the rows of this rank to the critic's ranks, which train it.
 
     Args:
         pool: The critic's ranks.
         lr: Peak learning rate of the critic.
-        value_clip: See :class:`~rlhfkit.modules.PPOModule`.
-        value_coef: Factor of the critic's loss.
     """
 
-    def __init__(self, pool: CriticPool, *, lr: float, value_clip: float | None, value_coef: float) -> None:
-        self.pool = pool
-        self._settings: dict[str, Any] = {"lr": lr, "value_clip": value_clip, "value_coef": value_coef}
+    def __init__(self, pool: CriticPool, *, lr: float) -> None:
+        self.pool, self.lr = pool, lr
         self._values: PendingAnswer | None = None
         self._batches: list[Tensor] = []  # rows of each forward pass of the values that were asked for
         self._restored: Path | Mapping[str, Tensor] | None = None  # the critic's checkpoint, until it has started
 
     # ------------------------------------------------------------------ the run
 
-    def start(self, module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Start the critic's ranks, from the checkpoint that was loaded if there is one. A collective.
 
         Raises:
             CriticPoolError: On all ranks, if they were not ready in time.
             RuntimeError: If an earlier fit has trained the critic, and no checkpoint continues it.
         """
-        trainer, restored = module.trainer, self._restored
+        module, restored = pl_module, self._restored
         if restored is None and trainer.global_step:
             raise CriticPoolError(
                 "the checkpoint has no critic: it was saved by a run whose critic was in the module, or after the "
@@ -125,7 +133,20 @@ class RemoteCritic:
         if folder is not None and folder is not restored and get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _module_maker(self, module: Any) -> Callable[[], CriticModule]:
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        """End the ranks.
+
+        Lightning does not call it after an error, of which a checkpoint may need them: they then live until the next
+        fit or the end of this process.
+        """
+        self.pool.close()
+
+    def work_elsewhere(self) -> list[tuple[str, str, float, float]]:
+        """When the ranks have worked lately."""
+        return list(self.pool.work())
+
+    def _module_maker(self, module: Any) -> Callable[[], "CriticModule"]:
+        value_loss = next((part for part in module.parts if isinstance(part, ValueLoss)), ValueLoss())
         model, build = self.pool.model, None
         if callable(model):
             model, build = None, model
@@ -138,7 +159,8 @@ class RemoteCritic:
             module.given_tokenizer,
             model or base_model_name(module.model_name),
             build=build,
-            **self._settings,
+            lr=self.lr,
+            value_loss=value_loss.plain(),
             optimization=chosen,
             lora=module.lora,
             loading=module.loading,
@@ -166,11 +188,14 @@ class RemoteCritic:
         self._on_all(collect)
         return values
 
-    def report(self) -> dict[str, float]:
-        """Wait until all micro-batches that were sent are trained on; returns their metrics. A collective."""
-        asked = self.pool.report()
-        answers: list[Any] = self._on_all(asked.result)
-        return dict(answers[0])
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Hand the ranks their micro-batch."""
+        self.pool.train(batch, trainer.accumulate_grad_batches)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Wait until all micro-batches that were sent are trained on, and log their metrics. A collective."""
+        answers: list[Any] = self._on_all(self.pool.report().result)
+        pl_module.log_dict(dict(answers[0]), sync_dist=True)  # the same on all ranks
 
     def _on_all(self, step: Callable[[], T]) -> T:
         """Run a step that waits for the critic; if it fails on one rank, it ends, and all raise. A collective."""
@@ -188,19 +213,22 @@ class RemoteCritic:
 
     # ------------------------------------------------------------------ checkpoints and exports
 
-    def export(self, module: Any, folder: Path, **options: Any) -> None:
+    def export(self, child: str, folder: Path, **options: Any) -> bool:
         """Write the critic as a Hugging Face folder: its ranks do, or after a fit rank 0. A collective.
 
         Raises:
             ValueError: If the ranks have ended and their weights were not kept, or there were none.
         """
+        if child != "critic":
+            return False
         if self.pool.started:
             asked = self.pool.ask("export", {"folder": str(folder.absolute()), "options": options}, what="an export")
             self._on_all(asked.result)
-            return
-        run_on_all_ranks(lambda: self._export_kept(module, folder, **options) if get_rank() == 0 else None)
+        else:
+            run_on_all_ranks(lambda: self._export_kept(folder, **options) if get_rank() == 0 else None)
+        return True
 
-    def _export_kept(self, module: Any, folder: Path, *, adapter: bool, dtype: torch.dtype | None) -> None:
+    def _export_kept(self, folder: Path, *, adapter: bool, dtype: torch.dtype | None) -> None:
         """Write the weights that were kept after a fit. On rank 0 alone."""
         if self.pool.weights is None:
             raise ValueError(
@@ -208,7 +236,7 @@ class RemoteCritic:
                 "after a fit): export in a callback's on_train_epoch_end, or run rlhfkit export on the folder "
                 "module/critic of a checkpoint"
             )
-        trained = self._module_maker(module)()
+        trained = self._module_maker(self.module)()
         trained.configure_model()
         trained.critic.load_state_dict(self.pool.weights)
         kind = AdapterWeights if adapter else ModuleWeights
@@ -223,19 +251,20 @@ class RemoteCritic:
         write_pretrained(trained.critic, folder, weights, adapter=adapter)
         trained.tokenizer.save_pretrained(folder)
 
-    def save_file(self, module: Any, checkpoint: dict[str, Any]) -> None:
+    def save_weights(self, checkpoint: dict[str, Any]) -> None:
         """Add the critic to a checkpoint that is one file, unless it is a folder. A collective."""
-        strategy = module.trainer.strategy
+        trainer = self.module.trainer
+        strategy = trainer.strategy
         if not self.pool.started or (isinstance(strategy, RLHFStrategy) and strategy.saves_folders):
             return
-        folder = Path(module.trainer.default_root_dir) / f".critic-{uuid.uuid4().hex[:8]}"
+        folder = Path(trainer.default_root_dir) / f".critic-{uuid.uuid4().hex[:8]}"
         folder = Path(gather_objects(str(folder))[0])  # that of rank 0
         self._on_all(self.pool.save(folder).result)
         if get_rank() == 0:
             checkpoint[_FILES] = _read_files(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
-    def load_file(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
         """Continue with the critic of a checkpoint that is one file, if it is in it."""
         if _FILES in checkpoint:
             self._restored = checkpoint[_FILES]
@@ -248,6 +277,87 @@ class RemoteCritic:
         """Continue with the critic in a folder of a checkpoint, if it is there."""
         if (folder / _FOLDER).is_dir():
             self._restored = folder / _FOLDER
+
+
+class CriticModule(PolicyModule):
+    """A critic, ``self.critic``, that learns returns which others have computed.
+
+    Its batches are micro-batches of a ``PPOModule`` with values and returns, each with a factor of its loss.
+
+    Args:
+        model: Folder or hub name of the critic's initial model.
+        build: Makes the critic in place of ``model``; picklable.
+        lr: Peak learning rate.
+        value_loss: The loss, see :class:`~rlhfkit.modules.parts.critic.ValueLoss`; also as plain values.
+        optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
+        lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
+        loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
+        parts: More features, see :class:`~rlhfkit.modules.PolicyModule`.
+    """
+
+    critic: nn.Module
+    batch_types = ()
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        build: Callable[[], nn.Module] | None = None,
+        lr: float = DEFAULT_LR,
+        value_loss: ValueLoss | Mapping[str, Any] | None = None,
+        optimization: Optimization | None = None,
+        lora: LoRA | None = None,
+        loading: ModelLoading | None = None,
+        parts: Sequence[GivenPart] = (),
+    ) -> None:
+        super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
+        self.build = build
+        self.value_loss: ValueLoss = ValueLoss() if value_loss is None else ValueLoss.of(value_loss)
+        self.keep_plain(build=None, value_loss=self.value_loss.plain())  # a function is in no checkpoint
+        self._since_report = StepMetrics()
+
+    def setup(self, stage: str) -> None:
+        """Prepare exact resume."""
+        CheckpointMixin.setup(self, stage)  # PolicyModule's also measures a policy
+
+    def configure_model(self) -> None:
+        """Build the critic, once."""
+        if not hasattr(self, "critic"):
+            self.critic = self.build_critic()
+
+    def build_critic(self) -> nn.Module:
+        """Load the critic, or make it with ``build``."""
+        if self.build is not None:
+            return self.build()
+        return load_scalar_model(
+            self.model_name,
+            dtype=self.model_dtype,
+            lora=self.lora,
+            loading=self.loading,
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Do nothing: the training ranks check the rows of their batches."""
+
+    def value_output(self, batch: Experience) -> Tensor:
+        """(B, T-1) float32 values of the states in which tokens were chosen; 0 outside the mask."""
+        return critic_values(self.critic, batch, batch.action_mask)[0]
+
+    def training_step(self, batch: tuple[Experience, float], batch_idx: int) -> Tensor:
+        """Compute the value loss of one micro-batch."""
+        rows, scale = batch
+        values, router_loss = critic_values(self.critic, rows, rows.action_mask, router_aux_loss=self.balances_routers)
+        found = self.value_loss.loss(rows, values)
+        metrics = {**found.metrics, "value/loss": weighted_metric(found.loss * scale, 1.0)}
+        result = LossOutput(self.value_loss.coef * found.loss, metrics)
+        if router_loss is not None:
+            result = with_critic_router(self, result, router_loss, rows.action_mask)
+        self._since_report.add("report", as_metrics(result.metrics, rows.action_mask.sum(), self.device))
+        return result.loss * scale
+
+    def take_metrics(self) -> Mapping[str, Tensor]:
+        """The metrics of all micro-batches since the last call, over all ranks. A collective."""
+        return self._since_report.take()
 
 
 def _read_files(folder: Path) -> dict[str, Tensor]:

@@ -29,8 +29,7 @@ from rlhfkit import (
 from rlhfkit.cli.export import export
 from rlhfkit.episodes import Action
 from rlhfkit.models.load import tokenizer_differences
-from rlhfkit.modules.critic import CriticModule
-from rlhfkit.modules.parts.critic_elsewhere import _make_critic
+from rlhfkit.modules.parts.critic_elsewhere import CriticModule, _make_critic
 from rlhfkit.rewards import EnvironmentReward
 from rlhfkit.roles.replica import TextReading
 from rlhfkit.rollout.engine import RolloutEngine

@@ -24,7 +24,7 @@ every_part = pytest.mark.parametrize("name", CASES)
 def test_every_part_is_in_the_registry() -> None:
     """Others have tests of their own: noise is different on every rank, a router's loss in every micro-batch."""
     of_data = {"NEFTune", "RouterLoss", "TokenMetrics", "PrecomputedReference", "PrecomputedTeacher"}
-    assert set(all_parts()) == set(CASES) | of_data | {"OverriddenAdvantages"}
+    assert set(all_parts()) == set(CASES) | of_data | {"OverriddenAdvantages", "RemoteCritic"}
 
 
 @every_part
