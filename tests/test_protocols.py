@@ -23,7 +23,7 @@ from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.optimizers import Muon
 from rlhfkit.modules.parts import RewardModel
 from rlhfkit.modules.parts.advantages import AdvantagesBy
-from rlhfkit.modules.parts.critic import Critic
+from rlhfkit.modules.parts.critic_elsewhere import RemoteCritic
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.rollout.prompt_stream import PromptStream
 from rlhfkit.trainer_parts import experience_source_of, learner_of, prompts_of
@@ -60,8 +60,8 @@ CASES = [
     (protocols.RLHFStrategy, RLHFDeepSpeedStrategy),
     (protocols.StartsRanksOnRay, RLHFDeepSpeedStrategy),
     (protocols.TakesFlatLayouts, Muon),
-    (protocols.KeepsFolder, Critic),
-    (protocols.RecordsWork, Critic),
+    (protocols.KeepsFolder, RemoteCritic),
+    (protocols.RecordsWork, RemoteCritic),
     (protocols.AsksWhileSampling, GRPOModule),
     (protocols.ModelsElsewhere, PlacedModels),
     (protocols.UsesGreedyRewards, AdvantagesBy),

@@ -139,6 +139,9 @@ class Critic(Part):
             from rlhfkit.modules.parts.critic_elsewhere import FrozenCritic
 
             self.elsewhere = FrozenCritic(cast(ModelPool, self.model))
+        elif self.trained_elsewhere:
+            losses = (part for part in module.parts if isinstance(part, ValueLoss))
+            self.elsewhere.value_loss = next(losses, ValueLoss())
 
     def _refuse_training(self, module: Any) -> None:
         """Raise ValueError if something says how a critic is trained that is not."""

@@ -30,9 +30,8 @@ from rlhfkit.modules.metrics import StepMetrics, as_metrics
 from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.optimizers.schedules import ENDLESS
-from rlhfkit.modules.parts.critic import DEFAULT_LR, ValueLoss
 from rlhfkit.modules.parts.router_loss import RouterLoss, with_critic_router
-from rlhfkit.parts import GivenPart, Part
+from rlhfkit.parts import GivenPart, Part, make_part
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.roles import CriticPool, CriticPoolError, ModelPool
 from rlhfkit.roles.critic_pool import PendingAnswer
@@ -84,6 +83,8 @@ class RemoteCritic(Part):
 
     def __init__(self, pool: CriticPool, *, lr: float) -> None:
         self.pool, self.lr = pool, lr
+        self.value_loss: Part | None = None
+        """The loss that it is trained with, which :class:`~rlhfkit.modules.parts.critic.Critic` finds."""
         self._values: PendingAnswer | None = None
         self._batches: list[Tensor] = []  # rows of each forward pass of the values that were asked for
         self._restored: Path | Mapping[str, Tensor] | None = None  # the critic's checkpoint, until it has started
@@ -146,7 +147,7 @@ class RemoteCritic(Part):
         return list(self.pool.work())
 
     def _module_maker(self, module: Any) -> Callable[[], "CriticModule"]:
-        value_loss = next((part for part in module.parts if isinstance(part, ValueLoss)), ValueLoss())
+        assert self.value_loss is not None
         model, build = self.pool.model, None
         if callable(model):
             model, build = None, model
@@ -160,7 +161,7 @@ class RemoteCritic(Part):
             model or base_model_name(module.model_name),
             build=build,
             lr=self.lr,
-            value_loss=value_loss.plain(),
+            value_loss=self.value_loss.plain(),
             optimization=chosen,
             lora=module.lora,
             loading=module.loading,
@@ -287,8 +288,8 @@ class CriticModule(PolicyModule):
     Args:
         model: Folder or hub name of the critic's initial model.
         build: Makes the critic in place of ``model``; picklable.
-        lr: Peak learning rate.
-        value_loss: The loss, see :class:`~rlhfkit.modules.parts.critic.ValueLoss`; also as plain values.
+        value_loss: The loss, a :class:`~rlhfkit.modules.parts.critic.ValueLoss`, also as plain values.
+        lr: Peak learning rate (9e-6: OpenRLHF's default).
         optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.
         lora: Train adapters, not the model's own weights, see :class:`~rlhfkit.LoRA`.
         loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
@@ -302,9 +303,9 @@ class CriticModule(PolicyModule):
         self,
         model: str,
         *,
+        value_loss: Part | Mapping[str, Any],
         build: Callable[[], nn.Module] | None = None,
-        lr: float = DEFAULT_LR,
-        value_loss: ValueLoss | Mapping[str, Any] | None = None,
+        lr: float = 9e-6,
         optimization: Optimization | None = None,
         lora: LoRA | None = None,
         loading: ModelLoading | None = None,
@@ -312,7 +313,7 @@ class CriticModule(PolicyModule):
     ) -> None:
         super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         self.build = build
-        self.value_loss: ValueLoss = ValueLoss() if value_loss is None else ValueLoss.of(value_loss)
+        self.value_loss: Any = make_part(value_loss)
         self.keep_plain(build=None, value_loss=self.value_loss.plain())  # a function is in no checkpoint
         self._since_report = StepMetrics()
 

@@ -29,6 +29,7 @@ from rlhfkit import (
 from rlhfkit.cli.export import export
 from rlhfkit.episodes import Action
 from rlhfkit.models.load import tokenizer_differences
+from rlhfkit.modules.parts.critic import ValueLoss
 from rlhfkit.modules.parts.critic_elsewhere import CriticModule, _make_critic
 from rlhfkit.rewards import EnvironmentReward
 from rlhfkit.roles.replica import TextReading
@@ -291,10 +292,10 @@ def test_models_and_critics_elsewhere_have_the_tokenizer_of_the_run(tmp_path: Pa
     module = GRPOModule(model)
     assert module.given_tokenizer is None
     module.tokenizer = mine
-    critic = _make_critic(module.given_tokenizer, model)
+    critic = _make_critic(module.given_tokenizer, model, value_loss=ValueLoss())
     assert isinstance(critic, CriticModule)
     assert critic.tokenizer is mine
-    assert _make_critic(None, model).given_tokenizer is None
+    assert _make_critic(None, model, value_loss=ValueLoss()).given_tokenizer is None
 
 
 @pytest.mark.parametrize(
