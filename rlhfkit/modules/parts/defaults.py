@@ -1,6 +1,6 @@
 """Parts that a module which learns from its own samples has without being given them.
 
-A part among ``parts=`` that writes the same fields takes the place of one of them.
+A part among ``parts=`` of the same class, or that writes the same fields, takes the place of one of them.
 """
 
 from typing import Any
