@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import rlhfkit.losses
+from rlhfkit.losses.preference.dpo import PAIR_LOSSES
 from rlhfkit.modules.on_policy.presets import PRESETS
 
 PAGE = Path(__file__).with_name("reference") / "losses.md"
@@ -106,7 +107,7 @@ def render() -> str:
         parts.append(_table(["Function", "Formula", "Papers"], rows))
         if "dpo_loss" in members:
             parts.append("### Loss types of `dpo_loss`\n\n" + _notation() + "\n")
-            rows = [_pair_loss_row(name, loss) for name, loss in rlhfkit.losses.PAIR_LOSSES.items()]
+            rows = [_pair_loss_row(name, loss) for name, loss in PAIR_LOSSES.items()]
             parts.append(_table(["`loss_type`", "Formula", "Name", "Papers"], rows))
     others = sorted(set(public) - set(functions))
     parts.append("## Types and registries\n\n" + ", ".join(f"`{name}`" for name in others) + "\n")

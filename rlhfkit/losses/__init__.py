@@ -21,19 +21,12 @@ from rlhfkit.losses.advantages.group import (
     remax_advantages,
     rloo_advantages,
 )
-from rlhfkit.losses.advantages.rewards import (
-    RewardMoments,
-    normalize_rewards,
-    token_rewards,
-)
 from rlhfkit.losses.aggregation import (
     Aggregation,
     LossOutput,
     aggregate,
     masked_mean,
-    masked_moments,
     masked_sum,
-    select,
     sequence_logprobs,
     sum_losses,
     whiten,
@@ -52,19 +45,10 @@ from rlhfkit.losses.importance_sampling import (
 )
 from rlhfkit.losses.kl import kl_estimate, kl_loss
 from rlhfkit.losses.metrics import (
-    Metric,
-    exp_mean_metric,
     max_metric,
     mean_metric,
-    min_metric,
     sum_metric,
-    sums_metric,
     weighted_metric,
-)
-from rlhfkit.losses.policy.base import (
-    clipped_surrogate,
-    policy_loss_output,
-    policy_tokens,
 )
 from rlhfkit.losses.policy.entropy import entropy_bonus, top_entropy_mask
 from rlhfkit.losses.policy.grpo import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss
@@ -79,23 +63,17 @@ from rlhfkit.losses.policy.trust_region import (
     log_linear_proximal_logprobs,
 )
 from rlhfkit.losses.preference.dpo import (
-    PAIR_LOSSES,
     PreferencePairs,
-    best_and_worst,
     divergence_score,
     dpo_loss,
     length_desensitized_logprobs,
-    pair_partners,
-    rejected_values,
     wpo_weights,
 )
 from rlhfkit.losses.preference.reference_free import cpo_loss, orpo_loss, simpo_loss
 from rlhfkit.losses.preference.reward_model import bradley_terry_loss, process_reward_loss
 from rlhfkit.losses.preference.unpaired import (
     bco_loss,
-    density_ratio_weights,
     kto_kl_estimate,
-    kto_kl_sums,
     kto_loss,
 )
 from rlhfkit.losses.supervised import cross_entropy_loss, dft_loss
@@ -103,26 +81,20 @@ from rlhfkit.losses.value import value_loss
 
 __all__ = [
     "CORRECTION_PRESETS",
-    "PAIR_LOSSES",
     "Aggregation",
     "LossOutput",
-    "Metric",
     "PreferencePairs",
-    "RewardMoments",
     "aggregate",
     "bco_loss",
-    "best_and_worst",
     "best_of_group_advantages",
     "bnpo_loss",
     "bradley_terry_loss",
     "cispo_loss",
     "clip_cov_loss",
-    "clipped_surrogate",
     "cpo_loss",
     "cross_entropy_loss",
     "dapo_loss",
     "decoupled_ppo_loss",
-    "density_ratio_weights",
     "dft_loss",
     "discounted_returns",
     "distillation_loss",
@@ -131,7 +103,6 @@ __all__ = [
     "dppo_loss",
     "dr_grpo_loss",
     "entropy_bonus",
-    "exp_mean_metric",
     "gae",
     "gdpo_advantages",
     "gmpo_loss",
@@ -146,7 +117,6 @@ __all__ = [
     "kl_estimate",
     "kl_loss",
     "kto_kl_estimate",
-    "kto_kl_sums",
     "kto_loss",
     "length_adaptive_lambda",
     "length_desensitized_logprobs",
@@ -155,38 +125,28 @@ __all__ = [
     "logits_logprobs",
     "luspo_loss",
     "masked_mean",
-    "masked_moments",
     "masked_sum",
     "max_metric",
     "mean_metric",
-    "min_metric",
     "mismatch_metrics",
-    "normalize_rewards",
     "off_policy_sequence_mask",
     "on_policy_distillation_advantages",
     "opo_advantages",
     "optimal_token_advantages",
     "orpo_loss",
-    "pair_partners",
     "pass_at_k_advantages",
-    "policy_loss_output",
-    "policy_tokens",
     "ppo_loss",
     "process_reward_loss",
     "reinforce_loss",
-    "rejected_values",
     "rejection_mask",
     "remax_advantages",
     "rloo_advantages",
     "rloo_loss",
     "sapo_loss",
-    "select",
     "sequence_logprobs",
     "simpo_loss",
     "sum_losses",
     "sum_metric",
-    "sums_metric",
-    "token_rewards",
     "top_entropy_mask",
     "turn_advantages",
     "value_loss",

@@ -502,7 +502,7 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
     ) -> None:
         """Log metrics of a micro-batch, reduced over the epoch (of training or validation) and all ranks.
 
-        A :class:`~rlhfkit.losses.Metric` defines its reduction; plain scalars are averaged.
+        A :class:`~rlhfkit.losses.metrics.Metric` defines its reduction; plain scalars are averaged.
 
         Args:
             metrics: Detached scalars by name.

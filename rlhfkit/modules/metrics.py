@@ -14,7 +14,7 @@ _START: dict[Combination, float] = {"sum": 0.0, "max": -torch.inf, "min": torch.
 
 
 class EpochMetric(torchmetrics.Metric):
-    """A :class:`~rlhfkit.losses.Metric` reduced over the micro-batches of an epoch, for ``LightningModule.log``.
+    """A :class:`~rlhfkit.losses.metrics.Metric` reduced over the micro-batches of an epoch, for Lightning's ``log``.
 
     ``example``, the metric of the first micro-batch, gives the reduction and the device.
     """

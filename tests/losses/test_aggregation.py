@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.losses import aggregate, masked_mean, masked_moments, masked_sum, select, whiten
-from rlhfkit.losses.aggregation import check_same_shape, full_precision
+from rlhfkit.losses import aggregate, masked_mean, masked_sum, whiten
+from rlhfkit.losses.aggregation import check_same_shape, full_precision, masked_moments, select
 
 from .policy_cases import TRL, gradient, policy_batch
 

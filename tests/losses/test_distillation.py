@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlhfkit.losses import distillation_loss, on_policy_distillation_advantages, policy_loss_output, policy_tokens
+from rlhfkit.losses import distillation_loss, on_policy_distillation_advantages
+from rlhfkit.losses.policy.base import policy_loss_output, policy_tokens
 
 GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]

@@ -1,4 +1,4 @@
-"""Every public function of ``rlhfkit.losses``: compiled whole, in half precision, and with knobs that cannot be."""
+"""Every function of ``rlhfkit.losses``: compiled whole, in half precision, and with knobs that cannot be."""
 
 import inspect
 import math
@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_device.loss_cases import called, examples, other_shapes
+from simulated_device.loss_cases import FUNCTIONS, called, examples, other_shapes
 from torch import Tensor
-
-from rlhfkit import losses
 
 from .whole_graph import WHOLE_GRAPH
 
-COMPOSITE = {"policy_loss_output", "sum_losses", "sums_metric"}  # of what others give: part of every loss
 ON_HOST = {"best_and_worst", "density_ratio_weights", "turn_advantages"}  # of an iteration, before its first update
-NAMES = sorted(name for name in losses.__all__ if inspect.isfunction(getattr(losses, name)) and name not in COMPOSITE)
+NAMES = sorted(FUNCTIONS)
 LOSSES = [name for name in NAMES if name.endswith("_loss")]
 KNOBS: dict[str, list[dict[str, Any]]] = {
     "distillation_loss": [{"divergence": "jsd"}, {"top_k": 3}],
@@ -30,7 +27,7 @@ CASES = [(name, knobs) for name in NAMES if name not in ON_HOST for knobs in [{}
 
 
 def arguments_of(name: str) -> dict[str, Any]:
-    parameters = inspect.signature(getattr(losses, name)).parameters
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
     shared = examples()
     required = [one for one in parameters if parameters[one].default is inspect.Parameter.empty and one in shared]
     return {one: shared[one] for one in required} | other_shapes().get(name, {})
@@ -43,7 +40,7 @@ def test_compiles_without_graph_breaks(name: str, knobs: dict[str, Any]) -> None
     # Losses that one decorator makes share a code object, and torch.compile counts its 8 recompilations by code object,
     # over everything that was compiled in this process.
     torch.compiler.reset()
-    function, given = getattr(losses, name), arguments_of(name) | knobs
+    function, given = FUNCTIONS[name], arguments_of(name) | knobs
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(called(compiled, given), called(function, given))
 
@@ -58,7 +55,7 @@ def test_half_precision_is_computed_in_float32(name: str) -> None:
         key: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in given.items()
     }
-    halves, floats = getattr(losses, name)(**given), getattr(losses, name)(**widened)
+    halves, floats = FUNCTIONS[name](**given), FUNCTIONS[name](**widened)
     assert halves.loss.dtype == torch.float32
     torch.testing.assert_close(halves.loss, floats.loss, rtol=1e-5, atol=1e-6)
 
@@ -72,7 +69,7 @@ FLOATS = [
     (name, one.name)
     for name in NAMES
     if name not in UNCHECKED | ON_HOST
-    for one in inspect.signature(getattr(losses, name)).parameters.values()
+    for one in inspect.signature(FUNCTIONS[name]).parameters.values()
     if one.kind is one.KEYWORD_ONLY and "float" in str(one.annotation) and one.name not in OF_DATA | SEEN_IN_THE_LOSS
 ]
 
@@ -81,21 +78,21 @@ FLOATS = [
 def test_a_knob_that_is_nan_is_refused(name: str, knob: str) -> None:
     """NaN passes checks of the form ``x <= 0`` and makes every gradient NaN."""
     with pytest.raises(ValueError, match="nan"):
-        getattr(losses, name)(**arguments_of(name) | {knob: math.nan})
+        FUNCTIONS[name](**arguments_of(name) | {knob: math.nan})
 
 
 CHOICES = [
     (name, one.name)
     for name in NAMES
     if name not in ON_HOST
-    for one in inspect.signature(getattr(losses, name)).parameters.values()
+    for one in inspect.signature(FUNCTIONS[name]).parameters.values()
     if one.kind is one.KEYWORD_ONLY and "Literal" in str(one.annotation)
 ]
 
 
 @pytest.mark.parametrize(("name", "knob"), CHOICES)
 def test_a_choice_that_is_none_is_refused_with_what_there_is(name: str, knob: str) -> None:
-    function = getattr(losses, name)
+    function = FUNCTIONS[name]
     choices = re.findall("'([a-z_0-9-]+)'", str(inspect.signature(function).parameters[knob].annotation))
     with pytest.raises(ValueError, match="no such") as caught:
         function(**arguments_of(name) | {knob: "no such"})

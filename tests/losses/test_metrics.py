@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from rlhfkit.losses import (
-    Metric,
     cross_entropy_loss,
-    exp_mean_metric,
     importance_weights,
     max_metric,
     mean_metric,
-    min_metric,
     mismatch_metrics,
     ppo_loss,
     sum_metric,
     value_loss,
     weighted_metric,
 )
+from rlhfkit.losses.metrics import Metric, exp_mean_metric, min_metric
 
 
 def rows(generator: torch.Generator) -> dict[str, Tensor]:

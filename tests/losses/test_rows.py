@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rlhfkit import losses
 from rlhfkit.losses import LossOutput
+from rlhfkit.losses.preference.dpo import PAIR_LOSSES
 
 ROWS, TOKENS, VOCABULARY = 6, 5, 7
-PAIRS = {name: {"loss_type": name} for name in sorted(losses.PAIR_LOSSES)}
+PAIRS = {name: {"loss_type": name} for name in sorted(PAIR_LOSSES)}
 PAIRS |= {name: PAIRS[name] | {"label_smoothing": 0.1} for name in ("exo_pair", "robust")}
 SORTED = {"dpo aot", "dpo aot_unpaired"}
 """They sort the batch, so that its parts are other losses; see ``preference/test_dpo.py``."""

@@ -1,7 +1,8 @@
-"""Every public function of ``rlhfkit.losses`` on the CPU and on the simulated device."""
+"""Every function of ``rlhfkit.losses`` on the CPU and on the simulated device."""
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,23 @@ from simulated_device import SimulatedTensor, record_host_waits, register
 
 B, T, V, H = 4, 5, 7, 3
 """Sequences, tokens, vocabulary and hidden size."""
+OF_FILES = {
+    "advantages.rewards": ("normalize_rewards", "token_rewards"),
+    "aggregation": ("masked_moments", "select"),
+    "metrics": ("exp_mean_metric", "min_metric"),
+    "policy.base": ("clipped_surrogate", "policy_tokens"),
+    "preference.dpo": ("best_and_worst", "pair_partners", "rejected_values"),
+    "preference.unpaired": ("density_ratio_weights", "kto_kl_sums"),
+}
+"""Functions that only a file of the losses names, by that file."""
+COMPOSITE = {"sum_losses"}
+"""Of what others give: part of every loss."""
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: function
+    for name in losses.__all__
+    if inspect.isfunction(function := getattr(losses, name)) and name not in COMPOSITE
+} | {name: getattr(import_module(f"rlhfkit.losses.{file}"), name) for file, names in OF_FILES.items() for name in names}
+"""All functions that are given tensors, by name."""
 LEAVES = ("logprobs", "chosen", "rejected", "values", "logits", "student", "hidden", "weight", "entropy", "token_loss")
 """Arguments that collect a gradient."""
 
@@ -113,7 +131,7 @@ def every_function(folder: Path, names: list[str]) -> dict[str, Any]:
     shared, special = examples(), other_shapes()
     found: dict[str, Any] = {}
     for name in names:
-        function = getattr(losses, name)
+        function = FUNCTIONS[name]
         wanted = inspect.signature(function).parameters.values()
         required = [one.name for one in wanted if one.default is one.empty]
         arguments = {one: shared[one] for one in required if one in shared} | special.get(name, {})

@@ -1,19 +1,16 @@
-"""Every public function of the losses gives on the simulated device what it gives on the CPU, and never waits."""
+"""Every function of the losses gives on the simulated device what it gives on the CPU, and never waits."""
 
-import inspect
 from typing import Any
 
 import pytest
 from strategies import ranks
 
-from rlhfkit import losses
+from simulated_device.loss_cases import FUNCTIONS
 
 pytestmark = pytest.mark.distributed
 
-COMPOSITE = {"policy_loss_output", "sum_losses", "sums_metric"}  # of what others give: part of every loss
-COMPOSITE |= {"turn_advantages"}  # of an iteration, which is on the CPU
 ON_HOST = {"best_and_worst", "density_ratio_weights"}  # of an iteration or a data set, before its first update
-NAMES = sorted(n for n in losses.__all__ if inspect.isfunction(getattr(losses, n)) and n not in COMPOSITE)
+NAMES = sorted({*FUNCTIONS} - {"turn_advantages"})  # which is of an iteration, on the CPU
 
 
 @pytest.fixture(scope="module")

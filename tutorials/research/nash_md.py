@@ -23,7 +23,8 @@ from reference_samples import ReferenceMixture, ReferenceSamples
 from torch import Tensor
 
 from rlhfkit import Experience, OnlineDPOModule, PolicyOutput
-from rlhfkit.losses import LossOutput, aggregate, masked_mean, select, sequence_logprobs, weighted_metric
+from rlhfkit.losses import LossOutput, aggregate, masked_mean, sequence_logprobs, weighted_metric
+from rlhfkit.losses.aggregation import select
 from rlhfkit.modules.parts import Pairs
 
 Link = Literal["win-rate", "bradley-terry"]

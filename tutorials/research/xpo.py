@@ -18,7 +18,8 @@ from typing import Any
 from reference_samples import ReferenceSamples
 
 from rlhfkit import Experience, OnlineDPOModule, PolicyOutput
-from rlhfkit.losses import LossOutput, aggregate, masked_mean, select, sequence_logprobs, weighted_metric
+from rlhfkit.losses import LossOutput, aggregate, masked_mean, sequence_logprobs, weighted_metric
+from rlhfkit.losses.aggregation import select
 from rlhfkit.modules.parts import Pairs
 
 

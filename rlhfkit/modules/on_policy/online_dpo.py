@@ -7,16 +7,8 @@ from typing import Any, cast
 import torch
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import (
-    LossOutput,
-    dpo_loss,
-    pair_partners,
-    rejected_values,
-    sequence_logprobs,
-    sum_losses,
-    weighted_metric,
-)
-from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, LossTypes
+from rlhfkit.losses import LossOutput, dpo_loss, sequence_logprobs, sum_losses, weighted_metric
+from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, LossTypes, pair_partners, rejected_values
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.optim import Optimization

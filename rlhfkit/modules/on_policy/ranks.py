@@ -11,7 +11,9 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import all_reduce, gather_objects, get_rank, get_world_size
-from rlhfkit.losses import RewardMoments, masked_mean, masked_moments, whiten
+from rlhfkit.losses import masked_mean, whiten
+from rlhfkit.losses.advantages.rewards import RewardMoments
+from rlhfkit.losses.aggregation import masked_moments
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import GREEDY_REWARD, Experience
-from rlhfkit.losses import discounted_returns, group_advantages, masked_sum, token_rewards
+from rlhfkit.losses import discounted_returns, group_advantages, masked_sum
 from rlhfkit.losses.advantages.group import AdvantageScale
+from rlhfkit.losses.advantages.rewards import token_rewards
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
 from rlhfkit.parts import Part, Stage, part_name
 from rlhfkit.validation import check_number

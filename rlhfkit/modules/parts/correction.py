@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import CORRECTION_PRESETS, importance_weights, select, vespo_loss
+from rlhfkit.losses import CORRECTION_PRESETS, importance_weights, vespo_loss
+from rlhfkit.losses.aggregation import select
 from rlhfkit.models import PolicyOutput
 from rlhfkit.parts import Part, overriding
 

@@ -14,15 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import (
-    LossOutput,
-    RewardMoments,
-    gae,
-    length_adaptive_lambda,
-    normalize_rewards,
-    value_loss,
-    weighted_metric,
-)
+from rlhfkit.losses import LossOutput, gae, length_adaptive_lambda, value_loss, weighted_metric
+from rlhfkit.losses.advantages.rewards import RewardMoments, normalize_rewards
 from rlhfkit.models import PolicyOutput, unwrap
 from rlhfkit.models.forward import VALUE_HEAD
 from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_model

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import masked_sum, max_metric, select, sums_metric
+from rlhfkit.losses import masked_sum, max_metric
+from rlhfkit.losses.aggregation import select
+from rlhfkit.losses.metrics import sums_metric
 from rlhfkit.models import PolicyOutput
 from rlhfkit.parts import Part
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import LossOutput, kl_estimate, kl_loss, masked_mean, masked_sum, policy_tokens
+from rlhfkit.losses import LossOutput, kl_estimate, kl_loss, masked_mean, masked_sum
 from rlhfkit.losses.kl import KLEstimator
+from rlhfkit.losses.policy.base import policy_tokens
 from rlhfkit.models import PolicyOutput
 from rlhfkit.parts import Coefficient, Part, Stage, check_coefficient, coefficient
 from rlhfkit.validation import check_number

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import best_and_worst
+from rlhfkit.losses.preference.dpo import best_and_worst
 from rlhfkit.modules.parts.advantages import with_advantages
 from rlhfkit.modules.parts.rewards import MaskTruncated
 from rlhfkit.parts import Part, Stage, overriding, part_name

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import RewardMoments, normalize_rewards
+from rlhfkit.losses.advantages.rewards import RewardMoments, normalize_rewards
 from rlhfkit.parts import Part, Stage
 from rlhfkit.validation import check_number
 

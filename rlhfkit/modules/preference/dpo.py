@@ -37,9 +37,9 @@ class DPOModule(PreferenceModule):
         model: Folder or hub name of the policy.
         lr: Peak learning rate (1e-6: TRL's default).
         beta: β, strength of the regularization towards the reference; 0.1 as in the paper, TRL and OpenRLHF.
-        loss_type: A name from :data:`~rlhfkit.losses.PAIR_LOSSES`, a function or its dotted name, or a mapping of those
-            to weights (TRL's ``loss_weights``). ``aot`` and ``aot_unpaired`` sort the pairs of a micro-batch and so
-            depend on its size.
+        loss_type: A name from :data:`~rlhfkit.losses.preference.dpo.PAIR_LOSSES`, a function or its dotted name, or a
+            mapping of those to weights (TRL's ``loss_weights``). ``aot`` and ``aot_unpaired`` sort the pairs of a
+            micro-batch and so depend on its size.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
         divergence: Divergence of f-DPO (TRL's ``f_divergence_type``), see :func:`~rlhfkit.losses.divergence_score`.
         divergence_alpha: α of ``divergence="alpha"``.

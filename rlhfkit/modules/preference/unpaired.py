@@ -11,17 +11,9 @@ from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats import ReferencedBatch, UnpairedBatch, UnpairedExample, prompt_tokens
 from rlhfkit.data.loaders.steps import ExampleTable
 from rlhfkit.distributed import all_reduce, full_parameters
-from rlhfkit.losses import (
-    LossOutput,
-    bco_loss,
-    density_ratio_weights,
-    kto_kl_estimate,
-    kto_kl_sums,
-    kto_loss,
-    sequence_logprobs,
-)
+from rlhfkit.losses import LossOutput, bco_loss, kto_kl_estimate, kto_loss, sequence_logprobs
 from rlhfkit.losses.metrics import share_metric
-from rlhfkit.losses.preference.unpaired import KTOLossType
+from rlhfkit.losses.preference.unpaired import KTOLossType, density_ratio_weights, kto_kl_sums
 from rlhfkit.models import LoRA, ModelLoading, policy_output, unwrap
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
@@ -350,9 +342,10 @@ class BCOModule(UnpairedModule):
         shift_decay: Decay d of the moving averages, ``m ← d m + (1 - d) mean``, in [0, 1); corrected for their start at
             0 as in Adam.
         match_prompts: Weight undesirable answers so that their prompts are distributed like those of desirable ones
-            (underlying distribution matching): by :func:`~rlhfkit.losses.density_ratio_weights` of each prompt's
-            embedding, which is the mean of the input embeddings of its tokens in the initial policy. Needs a
-            DataModule that holds the data in memory.
+            (underlying distribution matching): by
+            :func:`~rlhfkit.losses.preference.unpaired.density_ratio_weights` of each prompt's embedding, which is the
+            mean of the input embeddings of its tokens in the initial policy. Needs a DataModule that holds the data in
+            memory.
         ref_model: Folder or hub name of the reference; ``None``: ``model``.
         precompute_ref_log_probs: Compute the reference's log-probs once, before training; no reference model is kept.
         optimization: Optimizer and schedule of the learning rate, see :class:`~rlhfkit.Optimization`.

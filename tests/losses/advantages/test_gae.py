@@ -10,10 +10,10 @@ from rlhfkit.losses import (
     kl_estimate,
     length_adaptive_lambda,
     ppo_loss,
-    token_rewards,
     value_loss,
     whiten,
 )
+from rlhfkit.losses.advantages.rewards import token_rewards
 
 from ..policy_cases import FIELD, OPENRLHF, TRL, gradient, policy_batch, tensors
 

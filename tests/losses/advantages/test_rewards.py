@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit import Prompt, Sample
-from rlhfkit.losses import RewardMoments, normalize_rewards, token_rewards
-from rlhfkit.losses.advantages.rewards import last_action_mask
+from rlhfkit.losses.advantages.rewards import RewardMoments, last_action_mask, normalize_rewards, token_rewards
 from rlhfkit.modules.parts import ClipRewards, MissingEndPenalty, StopProperly
 from rlhfkit.rewards import LengthPenalty
 

@@ -28,7 +28,6 @@ from rlhfkit.losses import (
     mismatch_metrics,
     off_policy_sequence_mask,
     on_policy_distillation_advantages,
-    policy_tokens,
     ppo_loss,
     reinforce_loss,
     rloo_loss,
@@ -37,6 +36,7 @@ from rlhfkit.losses import (
     top_entropy_mask,
     vespo_loss,
 )
+from rlhfkit.losses.policy.base import policy_tokens
 
 from ..policy_cases import FIELD, OPENRLHF, TRL, gradient, tensors
 

@@ -11,10 +11,10 @@ from rlhfkit.losses import (
     grpo_loss,
     kl_estimate,
     kl_loss,
-    policy_tokens,
     ppo_loss,
     sum_losses,
 )
+from rlhfkit.losses.policy.base import policy_tokens
 
 from ..policy_cases import gradient, policy_batch
 

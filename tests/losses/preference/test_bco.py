@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from rlhfkit.losses import bco_loss, density_ratio_weights, dpo_loss
+from rlhfkit.losses import bco_loss, dpo_loss
+from rlhfkit.losses.preference.unpaired import density_ratio_weights
 
 
 def test_the_loss_is_that_of_the_formula_answer_by_answer() -> None:

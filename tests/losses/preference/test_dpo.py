@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit.losses import (
-    PAIR_LOSSES,
     PreferencePairs,
     divergence_score,
     dpo_loss,
@@ -19,6 +18,7 @@ from rlhfkit.losses import (
     sequence_logprobs,
     wpo_weights,
 )
+from rlhfkit.losses.preference.dpo import PAIR_LOSSES
 
 GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
 OPENRLHF = json.loads((GOLDEN_FOLDER / "openrlhf.json").read_text())["dpo"]

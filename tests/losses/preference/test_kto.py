@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhfkit.losses import kto_kl_estimate, kto_kl_sums, kto_loss, sequence_logprobs
+from rlhfkit.losses import kto_kl_estimate, kto_loss, sequence_logprobs
+from rlhfkit.losses.preference.unpaired import kto_kl_sums
 
 GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
 TRL = json.loads((GOLDEN_FOLDER / "trl.json").read_text())["kto"]

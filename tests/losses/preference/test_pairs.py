@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from rlhfkit.losses import best_and_worst, pair_partners, rejected_values
+from rlhfkit.losses.preference.dpo import best_and_worst, pair_partners, rejected_values
 
 
 def test_best_and_worst_are_those_of_a_search_over_each_group() -> None:

@@ -43,10 +43,10 @@ from rlhfkit.losses import (
     rloo_advantages,
     rloo_loss,
     sum_losses,
-    token_rewards,
     whiten,
 )
 from rlhfkit.losses import cispo_loss as lifted_cispo_loss
+from rlhfkit.losses.advantages.rewards import token_rewards
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.base import OnPolicyModule

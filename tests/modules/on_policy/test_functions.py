@@ -23,11 +23,11 @@ from rlhfkit.losses import (
     gspo_loss,
     importance_weights,
     kl_loss,
-    policy_tokens,
     ppo_loss,
     sum_losses,
     vespo_loss,
 )
+from rlhfkit.losses.policy.base import policy_tokens
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.parts import Correction

@@ -23,12 +23,12 @@ from rlhfkit.losses import (
     importance_weights,
     kl_loss,
     off_policy_sequence_mask,
-    policy_tokens,
     ppo_loss,
     rejection_mask,
     sum_losses,
     top_entropy_mask,
 )
+from rlhfkit.losses.policy.base import policy_tokens
 from rlhfkit.models import PolicyOutput, policy_output
 from rlhfkit.modules.parts import Correction, MaskTruncated
 from rlhfkit.modules.parts.kl_control import StopEarly

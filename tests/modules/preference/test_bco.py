@@ -12,7 +12,7 @@ from modules import kto_cases
 from rlhfkit import BCOModule
 from rlhfkit.data.formats import prompt_tokens
 from rlhfkit.data.packing import permutation
-from rlhfkit.losses import density_ratio_weights
+from rlhfkit.losses.preference.unpaired import density_ratio_weights
 from rlhfkit.models import ModelLoading, load_causal_lm
 
 BETA, DECAY, LR, STEP = 0.5, 0.6, 2e-3, 8

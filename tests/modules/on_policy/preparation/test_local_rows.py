@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhfkit import GRPOModule, local_rows
 from rlhfkit.data import Experience
-from rlhfkit.losses import RewardMoments
+from rlhfkit.losses.advantages.rewards import RewardMoments
 from rlhfkit.models.heads import load_scalar_model, reward_output
 from rlhfkit.modules.on_policy.ranks import takes_local_rows
 
