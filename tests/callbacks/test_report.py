@@ -98,6 +98,31 @@ def test_the_page_has_the_arguments_of_everything(run: Run) -> None:
     assert run[3].versions["torch"] == torch.__version__
 
 
+def test_the_page_has_what_follows_from_arguments(run: Run, tmp_path: Path) -> None:
+    found = run[3].configuration
+    sizes = found["data: PromptDataModule"]
+    assert sizes["updates_per_iteration"] == 2  # 8 prompts x 4 samples / (8 a micro-batch x 2 of an update)
+    assert (sizes["sequences of an iteration"], sizes["sequences of an update"]) == (32, 16)
+    assert "Probe()" in found["rollouts: RolloutCallback"]["parts"].splitlines()
+
+    report = RunReport(str(tmp_path / "report.html"))
+    sizes = {"micro_batch_size": None, "max_tokens_per_micro_batch": 200, "updates_per_iteration": 4}
+    fit(
+        tmp_path,
+        report,
+        epochs=1,
+        module_arguments={"preset": "rloo", "clip_high": 0.3},
+        data_arguments=sizes | {"epochs_per_iteration": 2},
+        accumulate_grad_batches=1,
+    )
+    data, module = (report.data.configuration[name] for name in ("data: PromptDataModule", "module: GRPOModule"))
+    assert {name: data[name] for name in sizes} == sizes
+    assert (data["sequences of an iteration"], data["sequences of an update"]) == (32, 8)
+    assert (module["clip_low"], module["clip_high"], module["advantage_scale"]) == (0.2, 0.3, "group")
+    assert "KLInReward(coef=0.05)" in module["parts"].splitlines()
+    assert "rloo_loss" in module["order"]
+
+
 def test_times_of_the_trainer_and_of_an_engine_in_its_process_are_shown(run: Run) -> None:
     times = run[0].times
     assert {"update", "prepare"} <= {one.phase for one in times.intervals if one.lane == "trainer"}

@@ -34,6 +34,7 @@ MOST_CHARACTERS = 4000
 MOST_IMAGES = 4
 """Images of a prompt that are shown, small ones."""
 _LONGEST_VALUE = 2000  # characters of an argument
+_LONGEST_PART = 200
 
 
 class RunReport(Callback):
@@ -94,14 +95,14 @@ class RunReport(Callback):
         rollouts = rollouts_of(trainer)
         self.data = RunData(self.name or f"{type(pl_module).__name__}, {folder.resolve().name}")
         self.data.axis = "step" if rollouts is None else "iteration"
-        self.data.configuration = configuration(trainer, pl_module, rollouts)
         self.data.versions = versions()
         observers = getattr(pl_module, "observers", [])  # of modules that learn from their own samples
         if self._observe not in observers:
             observers.append(self._observe)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Continue the page of a run that is resumed."""
+        """Note the configuration, which is complete now, and continue the page of a run that is resumed."""
+        self.data.configuration = configuration(trainer, pl_module, rollouts_of(trainer))
         if trainer.is_global_zero and self._continued is not None and self._continued.exists():
             before = read_page(self._continued)[0].until(self._x(trainer))
             for field in ("curves", "samples", "histograms", "alarms"):
@@ -362,18 +363,20 @@ def versions() -> dict[str, str]:
 def configuration(
     trainer: L.Trainer, pl_module: L.LightningModule, rollouts: RolloutCallback | None
 ) -> dict[str, dict[str, Any]]:
-    """Arguments of everything that makes the run, by its class."""
+    """Arguments of everything that makes the run, by its class, as they take effect; once the run is set up."""
     data = datamodule_of(trainer)
     found: dict[str, Any] = {"module": pl_module, "data": data}
     if rollouts is not None:
         found |= {"rollouts": rollouts, "sampling": rollouts.sampling, "engine": rollouts.engine}
         found |= {"reward": rollouts.reward}
-    sections = {}
-    for role, thing in found.items():
-        if thing is None:
-            continue
-        name = getattr(thing, "__qualname__", type(thing).__name__)
-        sections[f"{role}: {name}"] = arguments_of(thing)
+    titles = {role: f"{role}: {getattr(thing, '__qualname__', type(thing).__name__)}" for role, thing in found.items()}
+    sections = {titles[role]: arguments_of(thing) for role, thing in found.items() if thing is not None}
+    sections[titles["module"]] |= effective_arguments(pl_module)
+    if rollouts is not None:
+        for role in ("sampling", "engine", "reward"):  # which have sections of their own
+            sections[titles["rollouts"]].pop(role)
+        sections[titles["rollouts"]]["parts"] = _lines(rollouts.parts)
+        sections[titles["data"]] |= iteration_sizes(rollouts, data)
     sections["trainer"] = {
         "strategy": type(trainer.strategy).__name__,
         "devices": trainer.num_devices,
@@ -385,6 +388,34 @@ def configuration(
         "gradient_clip_val": trainer.gradient_clip_val,
     }
     return sections
+
+
+def effective_arguments(module: Any) -> dict[str, Any]:
+    """What a module has in place of arguments that are ``None``, from a preset or its policy loss, and its parts."""
+    found = {name: getattr(module, name, None) or None for name, value in module.hparams.items() if value is None}
+    loss = getattr(module, "policy_loss", None)
+    if loss is not None:
+        defaults = {name: one.default for name, one in inspect.signature(loss.function).parameters.items()}
+        found |= {name: loss.arguments.get(name, defaults[name]) for name in found.keys() & defaults.keys()}
+    if parts := getattr(module, "parts", ()):
+        found |= {"parts": _lines(parts), "order": module.extra_repr()}
+    return {name: _plain(value) for name, value in found.items()}
+
+
+def iteration_sizes(rollouts: RolloutCallback, data: Any) -> dict[str, Any]:
+    """Sizes of an iteration that follow from several arguments; those that have no effect are ``None``."""
+    shape = rollouts.planner.shape
+    capped = data.max_tokens_per_micro_batch is not None
+    return {
+        "micro_batch_size": None if capped else data.micro_batch_size,
+        "updates_per_iteration": shape.updates // shape.epochs,
+        "sequences of an iteration": shape.sequences,
+        "sequences of an update": shape.sequences * shape.epochs // shape.updates,
+    }
+
+
+def _lines(parts: Sequence[Any]) -> str:
+    return "\n".join(_cut(_plain(part), _LONGEST_PART) for part in parts) or "none"
 
 
 def arguments_of(thing: Any) -> dict[str, Any]:
@@ -409,4 +440,8 @@ def _plain(value: Any) -> Any:
     if inspect.isroutine(value) or inspect.isclass(value):
         return f"{value.__module__}.{value.__qualname__}"
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # an address differs in each run
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
+    return _cut(text, _LONGEST_VALUE)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]} ..."
