@@ -33,6 +33,9 @@ PlacedRow = tuple[str, Mapping[str, Any]]
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """What may be the name of a data set on the hub; nothing else is asked for there."""
 
+HUB_TIMEOUT = 5.0
+"""Seconds that the hub has for an answer; it is asked twice."""
+
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 """Builder of ``datasets.load_dataset`` by file suffix; a suffix of compression behind it (``.gz``) is ignored."""
 
@@ -172,7 +175,44 @@ def _read_path(name: str, split: str, subset: str | None, **options: Any) -> Any
         return _load(name, builder, data_files=str(path), split=split, **options)
     if builder is not None or name.startswith(".") or not HUB_NAME.fullmatch(name):
         raise FileNotFoundError(f"no such file or folder: {name[:200]} (in {Path.cwd()})")
-    return _load(name, name, name=subset, split=split, **options)
+    return _load_from_hub(name, name=subset, split=split, **options)
+
+
+def _load_from_hub(name: str, /, **options: Any) -> Any:
+    """Load a data set of the hub, or its copy in the cache if the hub does not answer.
+
+    ``datasets`` would ask six times with growing pauses before it looks there.
+    """
+    import datasets
+
+    online, reason = not datasets.config.HF_HUB_OFFLINE, _why_the_hub_is_unreachable()
+    datasets.config.HF_HUB_OFFLINE = reason is not None
+    try:
+        return _load(name, name, **options)
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"{name} is no file or folder in {Path.cwd()}, and as a data set of the hub it is not in the cache "
+            f"({datasets.config.HF_DATASETS_CACHE}), and {reason or error}. Without a network give a local file, or a "
+            "folder written by Dataset.save_to_disk, or load it once on a machine with a network and copy its cache"
+            + ("; HF_HUB_OFFLINE=1 has the hub never asked" if online else "")
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = not online
+
+
+def _why_the_hub_is_unreachable() -> str | None:
+    """Ask the hub for an answer, whatever it is; ``None``: it has answered."""
+    import datasets
+    from huggingface_hub.utils import http_backoff  # type: ignore[attr-defined]  # it is loaded when it is asked for
+
+    if datasets.config.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids to ask there"
+    address = datasets.config.HF_ENDPOINT
+    try:
+        http_backoff("HEAD", address, timeout=HUB_TIMEOUT, max_retries=1, retry_on_status_codes=())
+    except Exception as error:  # of the HTTP client, which differs between versions of huggingface_hub
+        return f"{address} cannot be reached ({error})"
+    return None
 
 
 def format_of(path: Path) -> str | None:

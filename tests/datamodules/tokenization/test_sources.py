@@ -1,6 +1,7 @@
 """Every kind of source gives the same rows, and every mistake one clear error."""
 
 import gzip
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,34 @@ def test_missing_path(name: str) -> None:
         read_rows(name)
 
 
-def test_unknown_hub_name_is_neither_file_nor_hub() -> None:
-    with pytest.raises((FileNotFoundError, ConnectionError), match="nobody/nothing"):
+NOBODY = "http://127.0.0.1:9"
+"""An address at which nothing answers."""
+
+
+@pytest.mark.parametrize(("offline", "reason"), [(True, "HF_HUB_OFFLINE forbids"), (False, f"{NOBODY} cannot be re")])
+def test_a_hub_that_does_not_answer_is_an_error_within_seconds(
+    offline: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", NOBODY)
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match=rf"nobody/nothing is no file or folder.*{reason}.*give a local file"):
         read_rows("nobody/nothing")
+    assert time.monotonic() - start < 15  # a second, and one for each other program of a busy machine
+    assert datasets.config.HF_HUB_OFFLINE is offline
+
+
+def test_what_is_in_the_cache_of_the_hub_is_read_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``datasets`` looks there alone when it is told that there is no hub."""
+
+    def cached(*_: Any, **__: Any) -> Any:
+        assert datasets.config.HF_HUB_OFFLINE
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", NOBODY)
+    monkeypatch.setattr("datasets.load_dataset", cached)
+    assert read_rows("nobody/nothing").to_list() == ROWS
 
 
 def test_empty_sources(tmp_path: Path) -> None:
