@@ -29,8 +29,9 @@ Transformers 5.19). A family that is not listed is padded and its logits are com
 - **shared prompts**: a prefix that neighbouring rows share is computed once; counted in the same test.
 - **LoRA**: `LoRA(targets="all-linear")` trains, and the merged export equals the model with adapters.
 - **vLLM sync**: weights from a trainer are loaded by vLLM 0.32's CPU build under the names that it expects, and
-  after two updates its log-probs equal Transformers' within 5e-5 nats. "differs by itself": also with weights that
-  vLLM has read from the files; the probe after a sync refuses such a run unless `Probe(tolerance=...)` allows it.
+  after two updates its log-probs equal Transformers' within 5e-5 nats. A family that "differs by itself" differs
+  with weights that vLLM has read from the files too. The probe after a sync refuses such a run unless
+  `Probe(tolerance=...)` allows it.
   Recorded in `docs/model_families_vllm.json`; `pytest -m families` tests all families marked "yes", `make test-all`
   three.
 

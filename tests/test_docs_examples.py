@@ -270,3 +270,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = (page.parent / file).resolve() if file else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+CODE = re.compile(r"`[^`]+`|\]\([^)]*\)|https?://\S+")
+ITEM = re.compile(r"^ *(?:[-*]|\d+\.) ", re.MULTILINE)
+END = re.compile(r"(?<=[.!?:])[)*]* +(?=[A-Z(*x])")
+MOST_WORDS = 40
+
+
+@every_page
+def test_no_sentence_is_above_40_words(page: Path) -> None:
+    """Code and the address of a link count as one word; tables and lists of code are no sentences."""
+    text = re.sub(r"<!--.*?-->", "", FENCE.sub("\n", page.read_text(encoding="utf-8")), flags=re.DOTALL)
+    text = ITEM.sub("\n", re.sub(r"^(?:#|\|).*$", "\n", text, flags=re.MULTILINE))
+    paragraphs = (CODE.sub("x", " ".join(one.split())) for one in re.split(r"\n *\n", text))
+    sentences = [sentence for paragraph in paragraphs for sentence in END.split(paragraph)]
+    assert [one for one in sentences if len(one.split()) > MOST_WORDS] == []
