@@ -113,10 +113,13 @@ class Part(Configured, Callback):
     reads: tuple[str, ...] = ()
     """Fields of the rows that it needs. What no earlier part or step writes is a ValueError when the module is made;
     ``old_logprobs`` are computed for all rows if any part reads them."""
+    may_read: tuple[str, ...] = ()
+    """Fields of the rows that it uses where an earlier part has written them, and does not need."""
     writes: tuple[str, ...] = ()
     """Fields of the rows that its ``prepare`` sets. Of two parts that write one field the later one must read it."""
-    temporary: tuple[str, ...] = ()
-    """Columns that it writes for other parts, which are dropped once the iteration is prepared."""
+    temporary: Mapping[str, str] = {}
+    """Columns that it writes for later parts only, which are dropped once the iteration is prepared, and what reads
+    them, for the ValueError where nothing does."""
     loads_reference: bool = False
     """Whether it calls ``module.reference_model()``, which is then loaded with the policy."""
     outputs: tuple[str, ...] = ()
@@ -125,6 +128,11 @@ class Part(Configured, Callback):
     """Number among the module's parts of its class."""
     module: Any = None
     """The module that it is a part of; ``None`` until :meth:`attach`."""
+
+    @property
+    def creates(self) -> frozenset[str]:
+        """Fields that it writes without reading them: where it is, no other part does."""
+        return frozenset({*self.writes} - {*self.reads})
 
     @property
     def state_key(self) -> str:
@@ -268,6 +276,8 @@ class Prepare(Part):
         ValueError: If there is no such function or stage.
     """
 
+    may_read = ("rewards", "token_rewards")
+
     def __init__(
         self,
         function: Callable[[Experience], Experience] | str,
@@ -387,18 +397,35 @@ def of_class(kind: Any, base: type[Kind], instead: str) -> type[Kind]:
     return kind
 
 
-def arrange(parts: Iterable[Part], provided: Iterable[str]) -> list[Part]:
+def arrange(parts: Iterable[Part], provided: Iterable[str], dropped: Mapping[str, str]) -> list[Part]:
     """The order in which parts prepare an iteration: by stage, and as they are given.
 
     Args:
         parts: All parts of a module.
         provided: Fields that rows come with.
+        dropped: Fields that are put back once the iteration is prepared, as those of :attr:`Part.temporary` are
+            dropped, and what reads them.
 
     Raises:
-        ValueError: If one reads a field that is not there and nothing earlier writes, or overwrites what another has
-            written without reading it.
+        ValueError: If one reads a field that is not there and nothing earlier writes, overwrites what another has
+            written without reading it, or writes only what is dropped and nothing later reads.
     """
     order = sorted(parts, key=lambda part: part.stage)
+    _check_reads(order, provided)
+    for place, part in enumerate(order):
+        lost = {**dropped, **part.temporary}
+        read = {name for later in order[place + 1 :] for name in (*later.reads, *later.may_read)}
+        if part.stage > Stage.SCORE and part.writes and lost.keys() - read >= {*part.writes}:
+            cures = ", ".join(dict.fromkeys(lost[name] for name in part.writes))
+            raise ValueError(
+                f"{part_name(part)} would have no effect: nothing after it reads the {', '.join(part.writes)} that "
+                f"{part!r} writes: leave it out, or add what does: {cures}"
+            )
+    return order
+
+
+def _check_reads(order: Sequence[Part], provided: Iterable[str]) -> None:
+    """Raise ValueError if a part reads what is not there, or overwrites what it does not read."""
     there, writers = set(provided), dict[str, Part]()
     for place, part in enumerate(order):
         missing = [name for name in part.reads if name not in there]
@@ -419,7 +446,6 @@ def arrange(parts: Iterable[Part], provided: Iterable[str]) -> list[Part]:
                 )
             writers[name] = part
         there.update(part.writes)
-    return order
 
 
 def attach_all(parts: Sequence[Part], module: Any) -> None:

@@ -25,11 +25,11 @@ from rlhfkit import (
     local_rows,
 )
 from rlhfkit.losses import aggregate, group_advantages
-from rlhfkit.modules.parts import EntropyBonus, KLInReward, KLPenalty, KLTarget, MaskTruncated
+from rlhfkit.modules.parts import ClipRewards, EntropyBonus, KLInReward, KLPenalty, KLTarget, MaskTruncated
 from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.parts import arrange, make_part
 
-PROVIDED = ("rewards", "group")
+PROVIDED, DROPPED = ("rewards", "group"), {"rewards": "a baseline"}
 
 
 def halve(rows: Experience) -> Experience:
@@ -143,7 +143,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_parts_are_sorted_by_stage_and_keep_their_order_within_one() -> None:
     late, first, second = Writes(), Prepare(halve), Prepare(halve_own)
-    assert arrange([Reads(), late, first, second], PROVIDED)[:3] == [first, second, late]
+    assert arrange([Reads(), late, first, second], PROVIDED, {})[:3] == [first, second, late]
 
 
 @pytest.mark.parametrize(
@@ -158,15 +158,19 @@ def test_parts_are_sorted_by_stage_and_keep_their_order_within_one() -> None:
             [Writes(), Writes()],
             "Writes writes scores, which Writes has written before it: leave one of them",
         ),
+        (
+            [Writes(), ClipRewards(2.0)],
+            r"no effect: nothing after it reads the rewards that ClipRewards\(limit=2.0\) writes: .*: a baseline",
+        ),
     ],
 )
 def test_a_wrong_order_is_refused_with_the_way_out(parts: list[Part], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        arrange(parts, PROVIDED)
+        arrange(parts, PROVIDED, DROPPED)
 
 
 def test_a_part_may_change_what_another_has_written() -> None:
-    assert len(arrange([Writes(), Rewrites(), Reads()], PROVIDED)) == 3
+    assert len(arrange([Writes(), Rewrites(), Reads()], PROVIDED, {})) == 3
 
 
 # ---------------------------------------------------------------------- plain values

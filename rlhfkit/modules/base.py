@@ -152,8 +152,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
         """
         own = self.in_place(self.own_parts)
         others = [part for part in self.given_parts if part not in own]
-        replaced = {name for part in others for name in part.writes if name not in part.reads}
-        own = [part for part in own if part in self.given_parts or not replaced & {*part.writes} - {*part.reads}]
+        replaced = {name for part in others for name in part.creates}
+        own = [part for part in own if part in self.given_parts or part.creates.isdisjoint(replaced)]
         for part in (needed for one in (*own, *others) for needed in one.brings()):
             if not part.writes or not any({*part.writes} <= {*other.writes} for other in (*own, *others)):
                 own.append(part)

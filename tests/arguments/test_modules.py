@@ -191,7 +191,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
             "teacher": Change("@model"),
             "teacher_column": Unseen("chooses among several teachers; tests/modules/on_policy/test_distillation.py"),
             "divergence": Change("reverse_kl"),
-            "distillation_coef": Change(0.3),
             "reward_coef": Change(0.5),
         }
         | {name: rewarded(row) for name, row in ON_POLICY.items() if name in OF_REWARDS},

@@ -67,6 +67,8 @@ class OnPolicyModule(PolicyModule):
         *("token_rewards", "reward_parts", "group", "sample_index", "truncated", "update", "replayed"),
     )
     """Fields that the rows of an iteration come with, for :attr:`Part.reads`."""
+    dropped: ClassVar[Mapping[str, str]] = dict.fromkeys(("rewards", "token_rewards"), "a part that compares them")
+    """Of these, what is put back after parts have changed it, and what reads it, for :func:`~rlhfkit.parts.arrange`."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class OnPolicyModule(PolicyModule):
         self.outputs |= {"entropy"}  # which is logged
         self.policy_loss.check_parts(self.parts)
         inside = self.credit if self.overrides_advantages else ()  # called by super().advantages(), if at all
-        order = arrange([part for part in self.parts if part not in inside], self.provided)
+        order = arrange([part for part in self.parts if part not in inside], self.provided, self.dropped)
         self.order = [part for part in order if overriding([part], "prepare")]
         """The parts that prepare an iteration, in order."""
 

@@ -11,7 +11,7 @@ from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import GivenAdvantages
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.parts import GivenPart, Part, Stage, make_part, part_name
+from rlhfkit.parts import GivenPart, make_part, part_name, plain_value
 from rlhfkit.roles import ModelPool, ServedModel
 from rlhfkit.validation import check_number, refuse_without_effect
 
@@ -45,7 +45,6 @@ class OnPolicyDistillationModule(OnPolicyModule):
         divergence: ``None``: reverse KL of the sampled token, as an advantage. Else ``forward_kl``, ``reverse_kl``,
             ``jsd``, a function of the log-probs of student and teacher, or its dotted name, for a
             :class:`~rlhfkit.modules.parts.teacher.DivergenceLoss`.
-        distillation_coef: Weight of the teacher's advantage or of the divergence.
         reward_coef: Weight of the reward's advantage; 0: a reward is logged only.
         kl_coef: Weight of a KL penalty towards the initial model; 0 loads no reference model.
         advantages: Function of the reward's advantage in place of :func:`~rlhfkit.losses.group_advantages`, with a
@@ -61,13 +60,14 @@ class OnPolicyDistillationModule(OnPolicyModule):
         loading: Technical options of the model, see :class:`~rlhfkit.ModelLoading`.
         parts: More features. A :class:`~rlhfkit.modules.parts.teacher.DivergenceLoss` or
             :class:`~rlhfkit.modules.parts.teacher.TeacherAdvantages` among them takes the place of the module's, and
-            has more arguments.
+            has more arguments, such as a weight beside that of the reward.
 
     Raises:
         ValueError: If an argument is out of range; when the models are loaded, if their tokens differ.
     """
 
     teacher: nn.Module
+    dropped = dict.fromkeys(OnPolicyModule.dropped, "a reward_coef, with which there is an advantage of the reward")
 
     def __init__(
         self,
@@ -77,7 +77,6 @@ class OnPolicyDistillationModule(OnPolicyModule):
         teacher_column: str = "source",
         lr: float = 1e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
-        distillation_coef: float = 1.0,
         reward_coef: float = 0.0,
         kl_coef: float = 0.0,
         advantages: GivenAdvantages | None = None,
@@ -95,26 +94,22 @@ class OnPolicyDistillationModule(OnPolicyModule):
         from rlhfkit.modules.parts.kl_penalty import KLPenalty, own_penalty
         from rlhfkit.modules.parts.teacher import DivergenceLoss, ScaledAdvantages, Teacher, TeacherAdvantages
 
-        check_number("distillation_coef", distillation_coef, above=0, why="GRPOModule has no teacher")
         check_number("reward_coef", reward_coef, minimum=0, why="0 logs the reward only")
         given = [make_part(one) for one in parts]
-        learned = next((one for one in given if isinstance(one, DivergenceLoss | TeacherAdvantages)), None)
-        if own := learned is None:
-            learned = (
-                TeacherAdvantages(distillation_coef, reward_coef=reward_coef)
-                if divergence is None
-                else DivergenceLoss(divergence, distillation_coef)
-            )
-        compared = isinstance(learned, DivergenceLoss)
-        self.reward_coef = learned.reward_coef if isinstance(learned, TeacherAdvantages) else reward_coef
-        if not own:
-            refused = {"divergence": divergence is not None, "distillation_coef": distillation_coef != 1.0}
-            refused |= {"reward_coef": reward_coef not in (0.0, self.reward_coef)}
+        made = TeacherAdvantages(reward_coef=reward_coef) if divergence is None else DivergenceLoss(divergence)
+        learned = next((one for one in given if isinstance(one, DivergenceLoss | TeacherAdvantages)), made)
+        self.reward_coef: float = getattr(learned, "reward_coef", reward_coef)
+        if learned is not made:
+            refused = {"divergence": divergence is not None, "reward_coef": reward_coef not in (0.0, self.reward_coef)}
             refuse_without_effect(refused, f"{learned!r} among parts")
+        if not self.reward_coef:
+            refused = {part_name(one): "advantages" in one.creates and one is not learned for one in given}
+            refuse_without_effect({"advantages": advantages is not None, **refused}, "reward_coef=0")
+        compared = isinstance(learned, DivergenceLoss)
         self.teacher_part = Teacher(teacher, column=teacher_column, compared=compared)
         """The teacher, or several."""
         self.own_parts = [*own_penalty(kl_coef, given, KLPenalty), self.teacher_part]
-        self.own_parts += [learned] if own else []
+        self.own_parts += [made] if learned is made else []
         self.own_parts += [ScaledAdvantages(reward_coef)] if compared and reward_coef else []
         of_reward = GroupAdvantages() if advantages is None else AdvantagesBy(advantages)
         self.credit = [of_reward] if self.reward_coef else []
@@ -132,22 +127,8 @@ class OnPolicyDistillationModule(OnPolicyModule):
             loading=loading,
             parts=given,
         )
-        self.divergence, self.distillation_coef, self.kl_coef = divergence, distillation_coef, kl_coef
-        self.keep_plain(teacher=self.teacher_part.plain()["init_args"]["model"])
-        if own and compared:
-            self.keep_plain(divergence=learned.plain()["init_args"]["divergence"])
-        if not self.reward_coef:
-            unused = {part_name(one): self._is_of_reward(one) for one in self.parts if one is not learned}
-            refuse_without_effect(
-                {"advantages": advantages is not None} | unused, "reward_coef=0, it belongs to the reward's advantage"
-            )
-        if compared and not self.reward_coef:  # nothing is left of the policy loss
-            of_loss = {"policy_loss": self.policy_loss.function is not dapo_loss}
-            of_loss |= dict.fromkeys(self.policy_loss.arguments.keys() - {"aggregation"}, True)
-            refuse_without_effect(of_loss, f"{learned!r} without a reward_coef")
-
-    @staticmethod
-    def _is_of_reward(part: Part) -> bool:
-        """Whether a part changes rewards, or computes advantages of them."""
-        computes = "advantages" in part.writes and "advantages" not in part.reads
-        return part.stage != Stage.SCORE and (computes or not {"rewards", "token_penalty"}.isdisjoint(part.writes))
+        self.divergence, self.kl_coef = divergence, kl_coef
+        self.keep_plain(
+            teacher=plain_value(self.teacher_part.model, "teacher"),
+            divergence=made.plain()["init_args"].get("divergence"),
+        )

@@ -5,7 +5,7 @@ reading them takes the place of what a module would do by itself.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class AdvantagesBy(Part):
     """
 
     stage, writes = Stage.CREDIT, ("advantages",)
-    takes_token_penalty = True
+    may_read: tuple[str, ...] = ("token_penalty",)
 
     def __init__(
         self, function: GivenAdvantages | AdvantageFunction, arguments: Mapping[str, Any] | None = None
@@ -91,6 +91,8 @@ class AdvantagesBy(Part):
         """Check that greedy answers' rewards are those of samples."""
         super().attach(module)
         self._penalizes = not any(isinstance(part, TokenCredit) for part in module.parts)
+        if not self.of_samples:
+            self.may_read = written_by(module.parts)
         shaping = [part_name(one) for one in module.parts if one.stage == Stage.SHAPE and "rewards" in one.writes]
         if self.estimator.takes_greedy_rewards and shaping:
             raise ValueError(
@@ -141,6 +143,7 @@ class OverriddenAdvantages(Part):
         """Name it after the class, for messages."""
         super().attach(module)
         self.label = f"{type(module).__name__}.advantages()"
+        self.may_read = written_by(module.parts)
 
     def prepare(self, rows: Experience) -> Experience:
         """Add them. A collective."""
@@ -164,7 +167,7 @@ class TokenCredit(Part):
 
     stage, reads, writes = Stage.CREDIT, ("advantages",), ("advantages",)
     of_samples = False
-    takes_token_penalty = True
+    may_read = ("token_penalty", "token_rewards")
 
     def __init__(self, gamma: float = 1.0, *, earned: bool = False) -> None:
         check_number("TokenCredit.gamma", gamma, minimum=0, maximum=1)
@@ -173,7 +176,7 @@ class TokenCredit(Part):
     def attach(self, module: Any) -> None:
         """Check that there are advantages of samples to spread."""
         super().attach(module)
-        others = [part for part in module.parts if "advantages" in part.writes and "advantages" not in part.reads]
+        others = [part for part in module.parts if "advantages" in part.creates]
         if not all(getattr(part, "of_samples", False) for part in others):
             raise ValueError(
                 "TokenCredit spreads the advantage of a sample over its tokens, and those before it differ between "
@@ -205,6 +208,11 @@ class WhitenAdvantages(Part):
         """Whiten them."""
         assert rows.advantages is not None
         return with_advantages(rows, self.module.ranks.whiten(rows, rows.advantages))
+
+
+def written_by(parts: Iterable[Part]) -> tuple[str, ...]:
+    """All that parts write, which a function of the rows may use."""
+    return tuple({name for part in parts for name in part.writes})
 
 
 def rewards_of_tokens(rows: Experience, rewards: Tensor, *, earned: Tensor | None = None) -> Tensor:

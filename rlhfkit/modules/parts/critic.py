@@ -279,7 +279,7 @@ class GAE(Part):
     """
 
     stage, reads, writes = Stage.CREDIT, ("rewards", "values"), ("advantages",)
-    takes_token_penalty = True
+    may_read = ("token_penalty", "token_rewards", "final_values")
 
     def __init__(self, gamma: float = 1.0, lam: float = 0.95, *, length_adaptive_alpha: float | None = None) -> None:
         check_number("GAE.gamma", gamma, minimum=0, maximum=1)
@@ -307,7 +307,7 @@ class Returns(Part):
     """
 
     stage, reads, writes = Stage.CREDIT, ("rewards", "values"), ("values", "returns")
-    takes_token_penalty = True
+    may_read = ("token_penalty", "token_rewards", "final_values")
 
     def __init__(self, gamma: float = 1.0, lam: float = 0.95) -> None:
         check_number("Returns.gamma", gamma, minimum=0, maximum=1)

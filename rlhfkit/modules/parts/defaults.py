@@ -19,7 +19,7 @@ def credit_parts(module: Any) -> list[Part]:
     given = module.advantage_function
     own: list[Part] = module.in_place(vars(module).get("credit", [] if given is None else [AdvantagesBy(given)]))
     others = [part for part in module.given_parts if part not in own]
-    return [] if any("advantages" in {*part.writes} - {*part.reads} for part in others) else own
+    return [] if any("advantages" in part.creates for part in others) else own
 
 
 def default_parts(module: Any) -> list[Part]:

@@ -128,7 +128,10 @@ class KLInReward(KLPart):
             what each has earned.
     """
 
-    stage, temporary = Stage.PENALIZE, ("token_penalty",)
+    stage = Stage.PENALIZE
+    temporary: Mapping[str, str] = {
+        "token_penalty": "TokenCredit (rlhfkit.modules.parts.advantages), or use place='sequence'"
+    }
     reads = ("rewards", "old_logprobs", "ref_logprobs")
 
     def __init__(
@@ -139,16 +142,6 @@ class KLInReward(KLPart):
         self.place, self.estimator = place, estimator
         self.writes = ("rewards",) if place == "sequence" else ("token_penalty",)
         self._check(coef)
-
-    def attach(self, module: Any) -> None:
-        """Check that the penalty of tokens is not lost."""
-        super().attach(module)
-        takes = [part for part in module.parts if getattr(part, "takes_token_penalty", False)]
-        if self.place == "token" and not takes and not module.overrides_advantages:
-            raise ValueError(
-                "KLInReward(place='token') penalizes each token, and no part gives tokens what each has earned: add "
-                "TokenCredit (rlhfkit.modules.parts.advantages), or use place='sequence'"
-            )
 
     def prepare(self, rows: Experience) -> Experience:
         """Subtract it, or add the column ``token_penalty``, (B, T-1) in units of the reward."""

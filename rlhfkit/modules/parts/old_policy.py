@@ -31,7 +31,7 @@ class OldLogprobs(Part):
     has the same micro-batches in the same order: they are kept, and no forward pass is made for them.
     """
 
-    stage, temporary = Stage.POLICY, ("entropy",)
+    stage, temporary = Stage.POLICY, {"entropy": "a filter of tokens"}
     writes: tuple[str, ...] = ("old_logprobs", "entropy", "routing")  # and values, if the policy has a head of them
 
     def __init__(self) -> None:

@@ -16,10 +16,12 @@ from rlhfkit.data.types import Experience
 from rlhfkit.losses import (
     LossOutput,
     aggregate,
+    dapo_loss,
     discounted_returns,
     logits_logprobs,
     mean_metric,
     on_policy_distillation_advantages,
+    ppo_loss,
 )
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import PolicyOutput
@@ -244,6 +246,8 @@ class DivergenceLoss(Part):
             return
         hooks = ("weigh", "old_logprobs")
         unused = {part_name(part): any(overriding([part], hook) for hook in hooks) for part in module.parts}
+        unused |= dict.fromkeys(module.policy_loss.arguments.keys() - {"aggregation", "max_length"}, True)
+        unused["policy_loss"] = module.policy_loss.function not in (dapo_loss, ppo_loss)  # the defaults of modules
         refuse_without_effect(unused, f"divergence={self.divergence!r} without a reward_coef")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Experience, batch_idx: int) -> None:

@@ -258,7 +258,10 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"divergence": "jsd", "parts": [RouterReplay()]}, "RouterReplay would have no effect beside divergence"),
         ({"divergence": "jsd", "parts": [LogLinear()]}, "LogLinear would have no effect beside divergence"),
         ({"parts": [LogLinear()]}, "a teacher's log-probs.* leave it out"),
-        ({"parts": [ClipRewards(1.0).plain()]}, "ClipRewards would have no effect beside reward_coef=0"),
+        (
+            {"parts": [ClipRewards(1.0).plain()]},
+            "ClipRewards would have no effect: .* does: a reward_coef",
+        ),
         ({"advantages": look_at_lengths}, "advantages would have no effect beside reward_coef=0"),
         ({"advantages": "rloo_advantages"}, "advantages would have no effect beside reward_coef=0"),
         ({"parts": [GroupAdvantages()]}, "GroupAdvantages would have no effect beside reward_coef=0"),
@@ -266,8 +269,11 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
             {"divergence": "jsd", "parts": [Correction("tis").plain()]},
             "Correction would have no effect beside divergence='jsd' without a",
         ),
-        ({"divergence": "jsd", "policy_loss": "sapo_loss"}, "policy_loss would have no effect beside Divergence"),
-        ({"parts": [KLInReward(0.1)]}, "KLInReward would have no effect beside reward_coef=0"),
+        (
+            {"divergence": "jsd", "policy_loss": "sapo_loss"},
+            "policy_loss would have no effect beside div",
+        ),
+        ({"parts": [KLInReward(0.1)]}, "KLInReward would have no effect: .* does: a reward_coef"),
     ],
 )
 def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:

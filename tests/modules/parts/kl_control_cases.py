@@ -179,5 +179,5 @@ def kl_in_reward_formula(folder: Path) -> None:
     found = of_tokens.prepare(rows)
     assert found.rewards is rows.rewards
     torch.testing.assert_close(found.columns["token_penalty"], 0.5 * kl)
-    with pytest.raises(ValueError, match="no part gives tokens what each has earned"):
+    with pytest.raises(ValueError, match=r"nothing after it reads the token_penalty .* add what does: TokenCredit"):
         OnPolicyModule("no/model", parts=[KLInReward(0.5, place="token"), GroupAdvantages()])
