@@ -82,8 +82,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the reference to the navigation, before the pages about development."""
     chapters = []
     for room, title in ROOMS.items():
-        names = [f"reference/{room}/{dotted.rpartition('.')[2]}.md" for dotted in public_names(room)]
-        chapters.append({title: [f"reference/{room}/index.md", *names]})
+        names = [dotted.rpartition(".")[2] for dotted in public_names(room)]
+        pages = [{name: f"reference/{room}/{name}.md"} for name in names]  # titles of files would be "Dpo loss"
+        chapters.append({title: [f"reference/{room}/index.md", *pages]})
     nav: list[Any] = config.nav or []
     nav.insert(len(nav) - 1, {"Reference": chapters})
     return config
