@@ -7,17 +7,22 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from rlhfkit.data.images import Image
 from rlhfkit.rollout.event_loop import EventLoopThread
 from rlhfkit.validation import check_number
 
 _TYPES: Mapping[str, type] = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list}
+
+Result = str | list[str | Image]
+"""Of a tool: its text, or texts and images if there is an image."""
 
 
 class MCPTools:
     """A connection to an MCP server, whose tools are async functions for ``Episodes(tools=...)``.
 
     All episodes of a rank share the connection: the server must keep nothing between two calls that episodes should
-    not share. Tools run with the server's rights, outside of any sandbox of rlhfkit.
+    not share. Tools run with the server's rights, outside of any sandbox of rlhfkit. Images that they return are read
+    by a model that sees; sound and other contents are named (``[audio]``).
 
     Example::
 
@@ -59,11 +64,11 @@ class MCPTools:
         self._opening = threading.Lock()
         self._end: asyncio.Event | None = None
         self._client: Any = None
-        self._functions: list[Callable[..., Awaitable[str]]] = []
+        self._functions: list[Callable[..., Awaitable[Result]]] = []
         self._schemas: list[dict[str, Any]] = []
 
     @property
-    def functions(self) -> list[Callable[..., Awaitable[str]]]:
+    def functions(self) -> list[Callable[..., Awaitable[Result]]]:
         """The tools, as async functions with the server's names, descriptions and arguments; connects if needed."""
         self._open()
         return self._functions
@@ -131,10 +136,10 @@ class MCPTools:
             if not isinstance(error, Exception):
                 raise
 
-    def _function(self, tool: Any) -> Callable[..., Awaitable[str]]:
+    def _function(self, tool: Any) -> Callable[..., Awaitable[Result]]:
         """Return the async function of a tool, which calls it in the connection's own event loop."""
 
-        async def call(**arguments: Any) -> str:
+        async def call(**arguments: Any) -> Result:
             await asyncio.to_thread(self._open)  # in a process of its own, a copy is not connected yet
             return await asyncio.wrap_future(self._loop.submit(self._call(tool.name, arguments)))
 
@@ -154,13 +159,13 @@ class MCPTools:
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return call
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Result:
         result = await self._client.call_tool(name, dict(arguments), read_timeout_seconds=self.timeout)
-        texts = [getattr(part, "text", None) or f"[{getattr(part, 'type', 'content')}]" for part in result.content]
-        text = "\n".join(texts)
+        parts = [_part(one, f"an image of the MCP tool {name}") for one in result.content]
+        texts = ["[image]" if isinstance(part, Image) else part for part in parts]
         if result.is_error:
-            raise RuntimeError(text)
-        return text
+            raise RuntimeError("\n".join(texts))
+        return "\n".join(texts) if texts == parts else parts
 
     def __reduce__(self) -> Any:
         """Pickle without the connection: the copy opens its own."""
@@ -184,6 +189,13 @@ def _connected(
     server: str | Sequence[str], names: Sequence[str] | None, environment: Mapping[str, str] | None, timeout: float
 ) -> MCPTools:
     return MCPTools(server, names=names, environment=environment, timeout=timeout)
+
+
+def _part(content: Any, where: str) -> str | Image:
+    """A part of a result: its text, its image, or the name of what is neither."""
+    if content.type == "image":
+        return Image.of(f"data:{content.mime_type};base64,{content.data}", where)
+    return getattr(content, "text", None) or f"[{content.type}]"
 
 
 def _schema(tool: Any) -> dict[str, Any]:

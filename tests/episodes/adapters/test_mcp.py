@@ -14,7 +14,10 @@ from rlhfkit.episodes import Action, MCPTools, ToolEnvironment
 pytestmark = pytest.mark.skipif(not find_spec("mcp"), reason="MCPTools needs the official client, rlhfkit[mcp]")
 
 SERVER = '''
-from mcp.server.mcpserver import MCPServer
+import io
+
+import PIL.Image
+from mcp.server.mcpserver import Image, MCPServer
 
 server = MCPServer("test")
 calls = 0
@@ -32,6 +35,14 @@ def fail(text: str) -> str:
     raise ValueError(f"no {text}")
 
 
+@server.tool()
+def look(size: int) -> list:
+    """A red picture and its caption."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (size, size), "red").save(file, format="PNG")
+    return ["red", Image(data=file.getvalue(), format="png")]
+
+
 server.run("stdio")
 '''
 
@@ -45,8 +56,8 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tools(command: list[str]) -> Iterator[MCPTools]:
-    made = MCPTools(command, names=["fail", "add"], timeout=120)
-    assert [tool.__name__ for tool in made.functions] == ["fail", "add"]
+    made = MCPTools(command, names=["fail", "add", "look"], timeout=120)
+    assert [tool.__name__ for tool in made.functions] == ["fail", "add", "look"]
     yield made
     made.close()
 
@@ -68,6 +79,18 @@ def test_tools_are_called_by_a_policy_and_errors_told(tools: MCPTools) -> None:
     assert step.info == {"tool_calls": 4, "tool_errors": 2}
 
 
+def test_images_are_read_as_those_of_python_tools(tools: MCPTools) -> None:
+    environment = ToolEnvironment(tools.functions, timeout=60)
+    call = '<tool_call>{"name": "look", "arguments": {"size": 28}}</tool_call>'
+    step = asyncio.run(environment.step(Action(0, [1], call, call, "stop")))
+    (message,) = step.observation or ()  # type: ignore[misc]
+    caption, seen = message["content"]  # type: ignore[index,call-overload]
+    assert caption == {"type": "text", "text": "red"}
+    opened = seen["image"].open()
+    assert (opened.size, opened.getpixel((0, 0))) == ((28, 28), (255, 0, 0))
+    assert seen["image"].where == "an image of the MCP tool look"
+
+
 def test_schemas_are_the_servers(tools: MCPTools) -> None:
     schemas = {one["function"]["name"]: one["function"] for one in tools.schemas}
     assert schemas["add"]["description"] == "Add two numbers."
@@ -77,10 +100,10 @@ def test_schemas_are_the_servers(tools: MCPTools) -> None:
 
 def test_a_copy_connects_by_itself_and_missing_tools_are_named(tools: MCPTools, command: list[str]) -> None:
     copy = pickle.loads(pickle.dumps(tools))
-    assert [tool.__name__ for tool in copy.functions] == ["fail", "add"]
+    assert [tool.__name__ for tool in copy.functions] == ["fail", "add", "look"]
     copy.close()
     copy.close()
-    with pytest.raises(ValueError, match=r"has no tools \['more'\]; it has \['add', 'fail'\]"):
+    with pytest.raises(ValueError, match=r"has no tools \['more'\]; it has \['add', 'fail', 'look'\]"):
         _ = MCPTools(command, names=["more"], timeout=120).functions
 
 
