@@ -160,7 +160,6 @@ def estimated(case: Case) -> dict[str, float]:
         optimizer_state=state_bytes(getattr(optimizers, case.optimizer), {}, itemsize=precision.main_weights),
         gradient_checkpointing=case.gradient_checkpointing,
         tiled_mlp=case.tiled_mlp,
-        entropy=case.module != "sft",
         micro_batch_tokens=case.sequences * case.length,
         trained_share=(case.length - 1) / case.length,
     )

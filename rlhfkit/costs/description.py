@@ -5,6 +5,7 @@ every such choice is noted, so that a report can state it.
 """
 
 import math
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import lightning as L
@@ -29,82 +30,176 @@ PROMPT_TOKENS = 512
 _PLAIN = ("auto", "ddp", "single_device")
 
 
-def described_run(
-    module: modules.PolicyModule | str,
-    data: L.LightningDataModule | None,
-    rollouts: RolloutCallback | None,
-    *,
-    strategy: str | Strategy,
-    ranks: int,
-    precision: str | int,
-    accumulate_grad_batches: int,
-    gpu: GPU,
-    prompt_tokens: float | None,
-    answer_tokens: float | None,
-) -> tuple[Run, list[str], list[str]]:
-    """Describe a run; returns it, the assumptions that were made, and sizes that contradict one another.
+@dataclass
+class RunDescription:
+    """What a run is made of, and what was noted while it was described."""
 
-    Raises:
-        TypeError: If the module is none of rlhfkit's.
-        ValueError: If the strategy is unknown, or prompts are trained on without a callback that samples.
-    """
-    policy: Any = modules.SFTModule(module) if isinstance(module, str) else module
-    if not isinstance(policy, modules.PolicyModule):
-        raise TypeError(f"module must be one of rlhfkit's modules or the name of a model, got {type(module).__name__}")
-    sharding = sharding_of(strategy, ranks)
-    types = Precision.of(precision, deepspeed=sharding.stage is not None)
-    # Lightning's gradient scaler takes no fused kernels.
-    fused = gpu.name != "cpu" and (sharding.stage is not None or str(precision) != "16-mixed")
-    fields = model_roles(policy)
-    itemsize = 4 if fields["policy"].adapters else types.main_weights
-    chosen = policy.optimization
-    state = state_bytes(chosen.function, chosen.optimizer_arguments or {}, itemsize=itemsize, fused=fused)
-    fields |= {
-        "gpu": gpu,
-        "sharding": sharding,
-        "precision": types,
-        "optimizer_state": state,
-        "gradient_checkpointing": policy.loading.gradient_checkpointing,
-        "offload_activations": policy.loading.offload_activations,
-        "tiled_mlp": policy.loading.tiled_mlp,
-        "attention": "packed" if packed_rows(policy) else policy.loading.attention,
-    }
-    assumptions: list[str] = []
-    problems: list[str] = []
-    if state is None:
-        assumptions.append(f"optimizer={chosen.name!r} keeps two moments per parameter, as AdamW does")
-    if fields["policy"].uncertainty > ModelShape.uncertainty:
-        assumptions.append(
-            f"the layers of the family {fields['policy'].family!r} are not those that the formulas describe: "
-            f"activations and cache may be off by {fields['policy'].uncertainty:.0%}"
-        )
-    given = (prompt_tokens, answer_tokens)
-    if not isinstance(policy, modules.OnPolicyModule) and rollouts is None:
-        fields |= _offline(policy, data, given, sharding, accumulate_grad_batches, assumptions)
-        return Run(**fields), assumptions, problems
-    if not isinstance(data, PromptDataModule) or rollouts is None:
-        raise ValueError(
-            f"{type(policy).__name__} learns from its own samples: give estimate(data=PromptDataModule(...), "
-            "rollouts=RolloutCallback(...)), which say how many there are and how they are made"
-        )
-    fields |= _sampling(policy, data, rollouts, given, sharding, accumulate_grad_batches, assumptions, problems)
-    from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
+    module: modules.PolicyModule
+    data: L.LightningDataModule | None
+    rollouts: RolloutCallback | None
+    sharding: Sharding
+    accumulate_grad_batches: int
+    prompt_tokens: float | None
+    """Mean of a prompt; ``None``: not given."""
+    answer_tokens: float | None
+    """Mean of an answer; ``None``: not given."""
+    assumptions: list[str] = field(default_factory=list)
+    """Sizes that were not given."""
+    problems: list[str] = field(default_factory=list)
+    """Sizes that contradict one another."""
 
-    devices = rollouts.part(SharedDevices)
-    if devices is not None:
-        offload = devices.offload_training
-        fields["offload_training"] = devices.colocate and gpu.name != "cpu" if offload is None else offload
-    if rollouts.groups is not None and rollouts.groups.function.engines:
-        assumptions.append(f"the engines of {type(rollouts.groups.function).__name__} are not counted")
-    fields["engine"] = engine_shape(rollouts.engine, Run(**fields), assumptions)
-    run = Run(**fields)
-    context = run.policy.context
-    if context is not None and run.longest > context:
-        problems.append(
-            f"a prompt of {run.prompt_tokens:,.0f} tokens and an answer of {run.max_answer_tokens:,} exceed the "
-            f"model's context of {context:,}: lower max_new_tokens or max_prompt_length"
+    def run(self, gpu: GPU, precision: str | int) -> Run:
+        """The run as plain values.
+
+        Raises:
+            ValueError: If prompts are trained on without a callback that samples.
+        """
+        policy, sharding, rollouts = self.module, self.sharding, self.rollouts
+        types = Precision.of(precision, deepspeed=sharding.stage is not None)
+        # Lightning's gradient scaler takes no fused kernels.
+        fused = gpu.name != "cpu" and (sharding.stage is not None or str(precision) != "16-mixed")
+        fields = model_roles(policy)
+        shape: ModelShape = fields["policy"]
+        chosen, itemsize = policy.optimization, 4 if shape.adapters else types.main_weights
+        state = state_bytes(chosen.function, chosen.optimizer_arguments or {}, itemsize=itemsize, fused=fused)
+        fields |= {
+            "gpu": gpu,
+            "sharding": sharding,
+            "precision": types,
+            "optimizer_state": state,
+            "gradient_checkpointing": policy.loading.gradient_checkpointing,
+            "offload_activations": policy.loading.offload_activations,
+            "tiled_mlp": policy.loading.tiled_mlp,
+            "attention": "packed" if packed_rows(policy) else policy.loading.attention,
+        }
+        if state is None:
+            self.assumptions.append(f"optimizer={chosen.name!r} keeps two moments per parameter, as AdamW does")
+        if not shape.usual:
+            self.assumptions.append(
+                f"the layers of the family {shape.family!r} are not those that the formulas describe: activations and "
+                "cache may be off by 50%"
+            )
+        if not isinstance(policy, modules.OnPolicyModule) and rollouts is None:
+            return Run(**fields, **self._given_data())
+        if not isinstance(self.data, PromptDataModule) or rollouts is None:
+            raise ValueError(
+                f"{type(policy).__name__} learns from its own samples: give estimate(data=PromptDataModule(...), "
+                "rollouts=RolloutCallback(...)), which say how many there are and how they are made"
+            )
+        fields |= self._sampled(self.data, rollouts)
+        from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
+
+        devices = rollouts.part(SharedDevices)
+        if devices is not None:
+            offload = devices.offload_training
+            fields["offload_training"] = devices.colocate and gpu.name != "cpu" if offload is None else offload
+        if rollouts.groups is not None and rollouts.groups.function.engines:
+            self.assumptions.append(f"the engines of {type(rollouts.groups.function).__name__} are not counted")
+        run = Run(**fields)
+        run = replace(run, engine=self._engine(rollouts.engine, run))
+        if shape.context is not None and run.longest > shape.context:
+            self.problems.append(
+                f"a prompt of {run.prompt_tokens:,.0f} tokens and an answer of {run.max_answer_tokens:,} exceed the "
+                f"model's context of {shape.context:,}: lower max_new_tokens or max_prompt_length"
+            )
+        return run
+
+    def _sampled(self, data: PromptDataModule, rollouts: RolloutCallback) -> dict[str, Any]:
+        """Sizes of an iteration. Ranks that compute forward passes together share micro-batches."""
+        group, prompts, cap = rollouts.sampling.group_size, data.rollout_batch_size, data.max_tokens_per_micro_batch
+        ranks, limit = (self.sharding.ranks, self.sharding.group), rollouts.sampling.max_new_tokens
+        prompt = self.prompt_tokens
+        if prompt is None:
+            prompt = data.max_prompt_length or PROMPT_TOKENS
+            source = "the data's max_prompt_length" if data.max_prompt_length else "an assumption: give prompt_tokens"
+            self.assumptions.append(f"prompts have {prompt} tokens ({source})")
+        if self.answer_tokens is None:
+            self.assumptions.append(f"every answer has {limit} tokens, the limit: give answer_tokens for their mean")
+        answer = min(self.answer_tokens or limit, limit)
+        sequences = prompts * group
+        together = group if cap is not None else min(group, data.micro_batch_size)
+        # A packed row holds the prompt of a group once.
+        tokens = answer + prompt / (together if packed_rows(self.module) else 1)
+        try:
+            if cap is None:
+                iteration_shape(prompts, group, data.micro_batch_size, self.accumulate_grad_batches, *ranks)
+            else:
+                capped_iteration_shape(prompts, group, data.updates_per_iteration, *ranks)
+        except ValueError as error:
+            self.problems.append(str(error))
+        micro_batch = cap * self.sharding.sequence if cap is not None else data.micro_batch_size * tokens
+        return {
+            "sequences": sequences,
+            "group_size": group,
+            "prompt_tokens": float(prompt),
+            "answer_tokens": float(answer),
+            "max_answer_tokens": limit,
+            "tokens": sequences * tokens,
+            "micro_batch_tokens": float(max(micro_batch, prompt + limit)),  # a sequence is never divided
+            "trained_share": min(answer / tokens, 1.0),
+            "passes": data.epochs_per_iteration,
+            "max_staleness": max((part.staleness or 0 for part in rollouts.parts), default=0),
+        }
+
+    def _given_data(self) -> dict[str, Any]:
+        """Sizes of one optimizer step on given data; each row at its greatest length unless lengths are given."""
+        data, size, limit, cap = self.data, 8, None, None
+        if isinstance(data, SFTDataModule):
+            size, limit, cap = data.micro_batch_size, data.max_length, data.max_tokens_per_micro_batch
+        else:
+            cure = "give data" if data is None else f"the sizes of a {type(data).__name__} are not known"
+            self.assumptions.append(f"a micro-batch has {size} rows: {cure}")
+        together = 2 if isinstance(data, PreferenceDataModule) else 1
+        length = (self.prompt_tokens or 0.0) + (self.answer_tokens or 0.0)
+        if not length:
+            length = float(limit or PROMPT_TOKENS)
+            source = "max_length of the data" if limit else "an assumption: give answer_tokens"
+            self.assumptions.append(f"every row has {length:.0f} tokens ({source})")
+        tokens = float(cap * self.sharding.sequence) if cap is not None else size * together * length
+        tokens = max(tokens, together * length)  # a pair is never divided over micro-batches
+        scalar = isinstance(self.module, modules.RewardModule | modules.ProcessRewardModule)
+        step = self.sharding.data * self.accumulate_grad_batches * tokens
+        return {
+            "sequences": max(1, round(step / length)),
+            "prompt_tokens": length,
+            "answer_tokens": 0.0,
+            "tokens": step,
+            "micro_batch_tokens": tokens,
+            "trained_share": 0.0 if scalar else (self.answer_tokens or length) / length,
+        }
+
+    def _engine(self, engine: RolloutEngine, run: Run) -> EngineShape | None:
+        """Describe the engine of a run; ``None`` for those that need no GPU (a replay)."""
+        if isinstance(engine, LocalEngine):
+            policy, types, sharding = run.policy, run.precision, run.sharding
+            changed = policy.adapters or policy.quantized or types.weights != types.compute
+            away = sharding.stage == 3 or sharding.tensor > 1 or run.offload_training or run.max_staleness
+            return EngineShape(
+                count=sharding.ranks,
+                itemsize=types.compute,
+                local=True,
+                shares_weights=engine.share_weights is not False and not (changed or away),
+                max_sequences=engine.max_sequences,
+            )
+        if not isinstance(engine, VLLMPool):
+            self.assumptions.append(f"{type(engine).__name__} takes no GPU memory and no time")
+            return None
+        sizes = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
+        more = engine.engine_arguments
+        large = run.gpu.memory >= 70 * GIB and "a100" not in run.gpu.name.lower()  # vLLM 0.32's defaults depend on it
+        return EngineShape(
+            count=engine.num_engines,
+            tensor_parallel=engine.parallelism.tensor,
+            pipeline_parallel=engine.parallelism.pipeline,
+            data_parallel=engine.parallelism.data,
+            memory_share=engine.gpu_memory_utilization,
+            cache_bytes=None if engine.kv_cache_gib is None else engine.kv_cache_gib * GIB,
+            itemsize=sizes.get(str(engine.dtype), run.precision.compute),
+            quantized=engine.quantized,
+            colocated=engine.colocate,
+            max_sequences=int(more.get("max_num_seqs") or (1024 if large else 256)),
+            prefill_tokens=int(more.get("max_num_batched_tokens") or (16384 if large else 8192)),
         )
-    return run, assumptions, problems
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -151,7 +246,7 @@ def model_roles(module: modules.PolicyModule) -> dict[str, Any]:
     before = next((part for part in module.parts if isinstance(part, OldLogprobs)), None)
     every = before is not None and before.of_all_rows
     roles["policy_passes"] += 1.0 if every or not module.hooks["old_logprobs"] else 0.0
-    roles |= {"entropy": "entropy" in module.outputs, "prepare_tokens": module.loading.max_tokens_per_forward}
+    roles["prepare_tokens"] = module.loading.max_tokens_per_forward
     elsewhere: dict[str, Any] = {"reference": model_elsewhere(module.parts, "reference")}
     for name, one in {} if module.scorer is None else module.scorer.by_name.items():
         role = f"reward model {name}".strip()
@@ -203,7 +298,6 @@ def sharding_of(strategy: str | Strategy, ranks: int) -> Sharding:
             offload_optimizer=bool(zero.get("offload_optimizer")),
             offload_parameters=bool(zero.get("offload_param")),
             bucket=int(zero.get("reduce_bucket_size", 5e8)),
-            overlap=bool(zero.get("overlap_comm", True)),
             live_parameters=int(live),
             sequence=strategy.sequence_parallel_size,
             tensor=strategy.tensor_parallel_size,
@@ -217,122 +311,3 @@ def sharding_of(strategy: str | Strategy, ranks: int) -> Sharding:
             f"strategy must be one of {', '.join([*_PLAIN, *known])}, or an RLHFDeepSpeedStrategy, got {name!r}"
         )
     return Sharding(ranks=ranks)
-
-
-# ------------------------------------------------------------------------------------------------ data and engines
-
-
-def _sampling(
-    policy: modules.PolicyModule,
-    data: PromptDataModule,
-    rollouts: RolloutCallback,
-    given: tuple[float | None, float | None],
-    sharding: Sharding,
-    accumulate: int,
-    assumptions: list[str],
-    problems: list[str],
-) -> dict[str, Any]:
-    """Sizes of an iteration. Ranks that compute forward passes together share micro-batches."""
-    group, prompts, cap = rollouts.sampling.group_size, data.rollout_batch_size, data.max_tokens_per_micro_batch
-    ranks, limit = (sharding.ranks, sharding.group), rollouts.sampling.max_new_tokens
-    prompt, answer = given
-    if prompt is None:
-        prompt = data.max_prompt_length or PROMPT_TOKENS
-        source = "the data's max_prompt_length" if data.max_prompt_length else "an assumption: give prompt_tokens"
-        assumptions.append(f"prompts have {prompt} tokens ({source})")
-    if answer is None:
-        assumptions.append(f"every answer has {limit} tokens, the limit: give answer_tokens for their mean")
-    answer = min(answer or limit, limit)
-    sequences = prompts * group
-    together = group if cap is not None else min(group, data.micro_batch_size)
-    packed = packed_rows(policy)
-    tokens = answer + prompt / (together if packed else 1)  # a packed row holds the prompt of a group once
-    try:
-        if cap is None:
-            iteration_shape(prompts, group, data.micro_batch_size, accumulate, *ranks)
-        else:
-            capped_iteration_shape(prompts, group, data.updates_per_iteration, *ranks)
-    except ValueError as error:
-        problems.append(str(error))
-    micro_batch = cap * sharding.sequence if cap is not None else data.micro_batch_size * tokens
-    return {
-        "sequences": sequences,
-        "group_size": group,
-        "prompt_tokens": float(prompt),
-        "answer_tokens": float(answer),
-        "max_answer_tokens": limit,
-        "tokens": sequences * tokens,
-        "micro_batch_tokens": float(max(micro_batch, prompt + limit)),  # a sequence is never divided
-        "trained_share": min(answer / tokens, 1.0),
-        "passes": data.epochs_per_iteration,
-        "max_staleness": max((part.staleness or 0 for part in rollouts.parts), default=0),
-    }
-
-
-def _offline(
-    module: modules.PolicyModule,
-    data: L.LightningDataModule | None,
-    given: tuple[float | None, float | None],
-    sharding: Sharding,
-    accumulate: int,
-    assumptions: list[str],
-) -> dict[str, Any]:
-    """Sizes of one optimizer step on given data; each row at its greatest length unless lengths are given."""
-    size, limit, cap = 8, None, None
-    if isinstance(data, SFTDataModule):
-        size, limit, cap = data.micro_batch_size, data.max_length, data.max_tokens_per_micro_batch
-    else:
-        cure = "give data" if data is None else f"the sizes of a {type(data).__name__} are not known"
-        assumptions.append(f"a micro-batch has {size} rows: {cure}")
-    together = 2 if isinstance(data, PreferenceDataModule) else 1
-    length = (given[0] or 0.0) + (given[1] or 0.0)
-    if not length:
-        length = float(limit or PROMPT_TOKENS)
-        source = "max_length of the data" if limit else "an assumption: give answer_tokens"
-        assumptions.append(f"every row has {length:.0f} tokens ({source})")
-    tokens = float(cap * sharding.sequence) if cap is not None else size * together * length
-    tokens = max(tokens, together * length)  # a pair is never divided over micro-batches
-    scalar = isinstance(module, modules.RewardModule | modules.ProcessRewardModule)
-    step = sharding.data * accumulate * tokens
-    return {
-        "sequences": max(1, round(step / length)),
-        "prompt_tokens": length,
-        "answer_tokens": 0.0,
-        "tokens": step,
-        "micro_batch_tokens": tokens,
-        "trained_share": 0.0 if scalar else (given[1] or length) / length,
-    }
-
-
-def engine_shape(engine: RolloutEngine, run: Run, assumptions: list[str]) -> EngineShape | None:
-    """Describe the engine of a run; ``None`` for those that need no GPU (a replay)."""
-    if isinstance(engine, LocalEngine):
-        policy, types, sharding = run.policy, run.precision, run.sharding
-        changed = policy.adapters or policy.quantized or types.weights != types.compute
-        away = sharding.stage == 3 or sharding.tensor > 1 or run.offload_training or run.max_staleness
-        return EngineShape(
-            count=sharding.ranks,
-            itemsize=types.compute,
-            local=True,
-            shares_weights=engine.share_weights is not False and not (changed or away),
-            max_sequences=engine.max_sequences,
-        )
-    if not isinstance(engine, VLLMPool):
-        assumptions.append(f"{type(engine).__name__} takes no GPU memory and no time")
-        return None
-    sizes = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
-    more = engine.engine_arguments
-    large = run.gpu.memory >= 70 * GIB and "a100" not in run.gpu.name.lower()  # vLLM 0.32's defaults depend on it
-    return EngineShape(
-        count=engine.num_engines,
-        tensor_parallel=engine.parallelism.tensor,
-        pipeline_parallel=engine.parallelism.pipeline,
-        data_parallel=engine.parallelism.data,
-        memory_share=engine.gpu_memory_utilization,
-        cache_bytes=None if engine.kv_cache_gib is None else engine.kv_cache_gib * GIB,
-        itemsize=sizes.get(str(engine.dtype), run.precision.compute),
-        quantized=engine.quantized,
-        colocated=engine.colocate,
-        max_sequences=int(more.get("max_num_seqs") or (1024 if large else 256)),
-        prefill_tokens=int(more.get("max_num_batched_tokens") or (16384 if large else 8192)),
-    )

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from rlhfkit.callbacks import RolloutCallback
 from rlhfkit.costs import memory
-from rlhfkit.costs.description import described_run
+from rlhfkit.costs.description import RunDescription, sharding_of
 from rlhfkit.costs.memory import FRAGMENTATION, PHASES, TRAINING, MemoryPart, memory_problems, phase_bytes
 from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import GIB, GPU, Run, find_gpu
 from rlhfkit.gpus import memory_is_tight
-from rlhfkit.modules import PolicyModule
+from rlhfkit.modules import PolicyModule, SFTModule
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from rlhfkit.trainer_parts import callbacks_of, datamodule_of
 from rlhfkit.validation import check_integer, check_number
@@ -160,22 +161,22 @@ def estimate(
     check_number("answer_tokens", answer_tokens, above=0, optional=True)
     if isinstance(strategy, RLHFDeepSpeedStrategy):
         num_nodes = strategy.own_num_nodes or num_nodes
-    run, assumptions, problems = described_run(
-        module,
+    if not isinstance(module, str | PolicyModule):
+        raise TypeError(f"module must be one of rlhfkit's modules or the name of a model, got {type(module).__name__}")
+    described = RunDescription(
+        SFTModule(module) if isinstance(module, str) else module,
         data,
         rollouts,
-        strategy=strategy,
-        ranks=devices * num_nodes,
-        precision=precision,
-        accumulate_grad_batches=accumulate_grad_batches,
-        gpu=find_gpu(gpu),
-        prompt_tokens=prompt_tokens,
-        answer_tokens=answer_tokens,
+        sharding_of(strategy, devices * num_nodes),
+        accumulate_grad_batches,
+        prompt_tokens,
+        answer_tokens,
     )
-    return estimate_run(run, assumptions, problems)
+    run = described.run(find_gpu(gpu), precision)
+    return estimate_run(run, described.assumptions, described.problems)
 
 
-def estimate_run(run: Run, assumptions: list[str] | None = None, problems: list[str] | None = None) -> Estimate:
+def estimate_run(run: Run, assumptions: Sequence[str] = (), problems: Sequence[str] = ()) -> Estimate:
     """Estimate a run that is described by plain values; given problems come first."""
     parts, seconds = memory.memory_parts(run), phase_seconds(run)
     sampling, learning = seconds["generate"], seconds["prepare"] + seconds["train"]
@@ -184,8 +185,8 @@ def estimate_run(run: Run, assumptions: list[str] | None = None, problems: list[
         memory=parts,
         seconds=seconds,
         iteration_seconds=max(sampling, learning) if run.max_staleness else sampling + learning,
-        problems=[*(problems or []), *memory_problems(run, parts)],
-        assumptions=list(assumptions or []),
+        problems=[*problems, *memory_problems(run, parts)],
+        assumptions=list(assumptions),
     )
 
 

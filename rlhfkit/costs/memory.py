@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rlhfkit.costs.model_shape import LayerShape, ModelShape
+from rlhfkit.costs.model_shape import ModelShape
 from rlhfkit.costs.run import GIB, PlacedModel, Run
 from rlhfkit.losses.fused_head.tiles import MAX_ROWS, tile_columns
 
@@ -36,9 +36,6 @@ FRAGMENTATION = 0.03
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Of a weight of 4 bits: itself, a scale of 8 bits for 64 of them, and one of 32 bits for 256 such scales (QLoRA,
 arXiv:2305.14314, section 3)."""
-BYTES_PER_TOKEN, BYTES_PER_SEQUENCE = 40, 200
-"""Of samples, at most: each token on the rank that has it (ids, log-probs, versions, masks, advantages), and each
-sequence of the iteration on every rank (reward, group, length)."""
 _FULL = 4  # bytes of float32, in which norms and softmax statistics are computed
 
 
@@ -66,27 +63,16 @@ def memory_parts(run: Run) -> list[MemoryPart]:
     parts = [*state_parts(run), *activation_parts(run), *engine_parts(run)]
     if run.gpu.name != "cpu":
         parts.append(MemoryPart(TRAINING, "process", "CUDA and NCCL", RUNTIME_BYTES))
-    if run.engine is not None:
-        own = run.sequences * run.sequence_tokens / run.sharding.ranks
-        samples = BYTES_PER_TOKEN * own + BYTES_PER_SEQUENCE * run.sequences
-        parts.append(MemoryPart(HOST, "iteration", "samples", samples))
     return parts + [part for model in run.placed for part in placed_parts(run, model)]
 
 
 # ------------------------------------------------------------------------------------------------ states
 
 
-def whole_weight_bytes(run: Run, parameters: float, quantized: float = 0.0) -> float:
-    """Bytes of weights that nothing divides, so many of them in 4 bits."""
-    return run.precision.weights * (parameters - quantized) + NF4_BYTES * quantized
-
-
 def weight_bytes(run: Run, parameters: float, quantized: float = 0.0) -> float:
-    """Bytes of a model's weights: ``b P``, at ZeRO 3 ``b P / R``; 0 on the GPU with offloaded parameters."""
-    whole = whole_weight_bytes(run, parameters, quantized)
-    if run.sharding.stage != 3:
-        return whole
-    return 0.0 if run.sharding.offload_parameters else whole / run.sharding.shards
+    """Bytes of a model's weights, so many of them in 4 bits: ``b P``, at ZeRO 3 ``b P / R``."""
+    whole = run.precision.weights * (parameters - quantized) + NF4_BYTES * quantized
+    return whole / run.sharding.shards if run.sharding.stage == 3 else whole
 
 
 def gathered_bytes(run: Run, shape: ModelShape) -> float:
@@ -106,11 +92,11 @@ def bucket_bytes(run: Run, trained: float) -> float:
     """Bytes of buffers in which gradients are reduced.
 
     DDP: a second copy of all gradients. ZeRO 0: one flat copy, at most 500 million numbers (DeepSpeed's
-    ``buffered_allreduce_fallback``). ZeRO 1 and 3: a bucket. ZeRO 2: two, if reduction overlaps the backward pass.
+    ``buffered_allreduce_fallback``). ZeRO 1 and 3: a bucket. ZeRO 2: two, as reduction overlaps the backward pass.
     """
     sharding, itemsize = run.sharding, run.precision.weights
     if sharding.stage not in (None, 0):
-        return itemsize * sharding.bucket * (2 if sharding.stage == 2 and sharding.overlap else 1)
+        return itemsize * sharding.bucket * (2 if sharding.stage == 2 else 1)
     if sharding.shards == 1:
         return 0.0
     return itemsize * (trained if sharding.stage is None else min(trained, 5e8))
@@ -154,7 +140,7 @@ def state_parts(run: Run) -> list[MemoryPart]:
     moved = tuple(phase for phase in kept if phase != "sync") if run.offload_training else PHASES
     for role, shape in run.trained.items():
         own, trained = run.of_trained(shape), shape.trained_on_rank(sharding.tensor)
-        parts += _weights(run, role, shape, kept)
+        parts.append(_weights(run, role, shape, kept))
         if shape.adapters:
             parts.append(MemoryPart(TRAINING, role, "adapters", own.precision.weights * shape.adapters, kept))
         parts.append(MemoryPart(TRAINING, role, "gradients", gradient_bytes(own, trained), ("train", "update")))
@@ -171,7 +157,7 @@ def state_parts(run: Run) -> list[MemoryPart]:
         buckets = MemoryPart(TRAINING, role, "reduction buckets", bucket_bytes(own, trained), meanwhile)
         parts += [buckets] if buckets.bytes else []
     for role, shape in run.frozen.items():  # reward models score samples while engines generate
-        parts += _weights(run, role, shape, PHASES if role.startswith("reward model") else kept)
+        parts.append(_weights(run, role, shape, PHASES if role.startswith("reward model") else kept))
     gathered = max(gathered_bytes(run, shape) for shape in run.held.values())
     if gathered:  # one model at a time
         parts.append(MemoryPart(TRAINING, "all models", "gathered weights", gathered, ("prepare", "train")))
@@ -182,25 +168,15 @@ def state_parts(run: Run) -> list[MemoryPart]:
     return parts
 
 
-def _weights(run: Run, role: str, shape: ModelShape, phases: tuple[str, ...]) -> list[MemoryPart]:
-    sharding, parameters = run.sharding, shape.on_rank(run.sharding.tensor)
-    parts = [MemoryPart(TRAINING, role, "weights", weight_bytes(run, parameters, shape.quantized), phases)]
-    if sharding.stage == 3 and sharding.offload_parameters:
-        whole = whole_weight_bytes(run, parameters, shape.quantized)
-        parts.append(MemoryPart(HOST, role, "weights", whole / sharding.shards))
-    return parts
+def _weights(run: Run, role: str, shape: ModelShape, phases: tuple[str, ...]) -> MemoryPart:
+    """Weights on the GPU in these phases, or with offloaded parameters always in the host's memory."""
+    found = weight_bytes(run, shape.on_rank(run.sharding.tensor), shape.quantized)
+    if run.sharding.stage == 3 and run.sharding.offload_parameters:
+        return MemoryPart(HOST, role, "weights", found)
+    return MemoryPart(TRAINING, role, "weights", found, phases)
 
 
 # ------------------------------------------------------------------------------------------------ activations
-
-
-def attended_numbers(run: Run, layer: LayerShape) -> float:
-    """Numbers of a token's queries, keys and values on a rank.
-
-    Ulysses repeats keys and values where its ranks do not divide their heads.
-    """
-    heads = max((layer.key_heads or layer.heads) // run.sharding.tensor, 1)
-    return layer.query + math.lcm(heads, run.sharding.sequence) / heads * (layer.key + layer.value)
 
 
 def layer_bytes(run: Run, shape: ModelShape) -> float:
@@ -217,7 +193,8 @@ def layer_bytes(run: Run, shape: ModelShape) -> float:
     layer, itemsize, residual = shape.layer, run.precision.compute, run.precision.weights
     projections = 2 * itemsize if residual == itemsize else 2 * residual + 5 * itemsize
     whole = (2 * (_FULL + residual) + projections) * layer.hidden
-    attended = itemsize * (attended_numbers(run, layer) + 2 * layer.attention_output) + _FULL * layer.heads
+    numbers: float = layer.query + layer.key + layer.value + 2 * layer.attention_output
+    attended = itemsize * numbers + _FULL * layer.heads
     if run.attention == "eager":
         attended += layer.heads * min(run.longest, run.micro_batch_tokens) * (itemsize + _FULL)
     if layer.normalized_heads:
@@ -244,8 +221,7 @@ def backward_bytes(run: Run, shape: ModelShape) -> float:
     That is the feed-forward block. While the gradient of the product is formed, that of the last weight exists too:
     ``b (N I + H I)``; then both factors' gradients beside the product's: ``2 b N I``. The larger of the two, and
     gradients of the residual stream ``2 b N H``. In tiles of t tokens the block is recomputed, ``4 b t I``, and N is t
-    there; attention is then the widest place: ``b N (Q + K + V + O)``. Sequence ranks send and receive
-    ``2 b N (Q + K + V)`` when the block's are gone. A checkpointed layer is computed again.
+    there; attention is then the widest place: ``b N (Q + K + V + O)``. A checkpointed layer is computed again.
     """
     layer, itemsize, tokens, sharding = shape.layer, run.precision.compute, run.part_tokens, run.sharding
     tile = run.tile(shape)
@@ -255,8 +231,7 @@ def backward_bytes(run: Run, shape: ModelShape) -> float:
     if tile is not None:
         attended = tokens * (layer.query + layer.key + layer.value + layer.attention_output) / sharding.tensor
         widest = max(widest + (4 if layer.gated else 2) * block, attended)
-    exchanged = 2 * tokens * attended_numbers(run, layer) / sharding.tensor if sharding.sequence > 1 else 0.0
-    moment = itemsize * max(widest + 2 * tokens * layer.hidden, exchanged)
+    moment = itemsize * (widest + 2 * tokens * layer.hidden)
     if sharding.stage == 2:  # DeepSpeed collects the rank's share of a micro-batch's gradients beside earlier ones
         moment += run.precision.weights * shape.trained_on_rank(sharding.tensor) / sharding.shards
     if run.gradient_checkpointing:
@@ -278,9 +253,9 @@ def head_bytes(run: Run, shape: ModelShape) -> float:
 
     Fused (:func:`~rlhfkit.losses.linear_logprobs`): the selected hidden states and their gradient ``(2 b + 4) M H``,
     the gradient of the weight before it is added ``b W H`` (twice when tied, the embedding has one too), and the
-    buffers of one tile of logits: on GPUs raw logits and their gradient; on CPUs float32 copies of narrow types, and of
-    the entropy. Dense: logits, those of the selected tokens, and their gradient: ``3 b M W``. Of T tensor ranks each
-    computes W / T entries; the weight, and its gradient, are whole on all.
+    buffers of one tile of logits: on GPUs raw logits and their gradient; on CPUs float32 copies of narrow types.
+    Dense: logits, those of the selected tokens, and their gradient: ``3 b M W``. Of T tensor ranks each computes W / T
+    entries; the weight, and its gradient, are whole on all.
     """
     tokens, itemsize, hidden = run.trained_part_tokens, run.precision.compute, shape.layer.hidden
     weight = 0.0 if shape.adapters else itemsize * shape.vocabulary * hidden * (2 if shape.tied else 1)
@@ -291,9 +266,7 @@ def head_bytes(run: Run, shape: ModelShape) -> float:
     rows = max(1, min(int(tokens), MAX_ROWS))
     dtype, on_cpu = (torch.bfloat16 if itemsize == 2 else torch.float32), run.gpu.name == "cpu"
     columns = tile_columns(rows, shape.vocabulary // run.sharding.tensor, dtype, "cpu" if on_cpu else "cuda")
-    buffers = 2 * itemsize
-    if on_cpu:
-        buffers = itemsize + (2 * _FULL if itemsize < _FULL else 0) + (_FULL if run.entropy else 0)
+    buffers = itemsize + (2 * _FULL if itemsize < _FULL else 0) if on_cpu else 2 * itemsize
     return selected + gradients + weight + rows * columns * buffers
 
 

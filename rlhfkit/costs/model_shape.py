@@ -13,11 +13,6 @@ from rlhfkit.models.attention.families import sees_images
 from rlhfkit.models.load import Quantization, context_length, empty_model, existing_name, load_config
 from rlhfkit.models.lora import LoRA, adapter_base, adapter_size, saved_adapter_size, vision_parameters
 
-USUAL_UNCERTAINTY = 0.15
-"""Relative error of activation bytes for the usual layer, see ``benchmarks/estimate.py``."""
-UNKNOWN_UNCERTAINTY = 0.5
-"""Stated for layers that the formulas do not describe (recurrent ones, or widths that the configuration lacks)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
@@ -42,8 +37,6 @@ class LayerShape:
     """Whether queries and keys are normalised (Qwen 3)."""
     experts_per_token: int = 0
     """Experts that a token passes; 0: no mixture."""
-    key_heads: int | None = None
-    """Heads of keys and values; ``None``: as many as of queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +76,8 @@ class ModelShape:
     """Numbers in matrices that are held in 4 bits (QLoRA)."""
     fused_head: bool = True
     """Whether log-probs are computed from the output layer without logits (:func:`~rlhfkit.losses.linear_logprobs`)."""
-    uncertainty: float = USUAL_UNCERTAINTY
-    """Relative error of activation bytes."""
+    usual: bool = True
+    """Whether the formulas describe its layers; not recurrent ones, or widths that the configuration lacks."""
 
     @property
     def trained(self) -> int:
@@ -154,7 +147,7 @@ def model_shape(
     tied = output is None or output.weight is embedding
     head, total = (0 if tied else output.weight.numel()), sum(sizes.values())
     experts = sum(size for name, size in sizes.items() if ".experts." in name and "shared" not in name)
-    layer, known = _layer(text, gated=any("gate_proj" in name or "gate_up" in name for name in sizes))
+    layer, usual = _layer(text, gated=any("gate_proj" in name or "gate_up" in name for name in sizes))
     layers = int(text.num_hidden_layers)
     chosen = experts * layer.experts_per_token / max(_expert_count(text), 1)
     rest = total - embedding.numel() - head - experts
@@ -190,7 +183,7 @@ def model_shape(
         adapters=adapters,
         frozen=frozen,
         quantized=quantized,
-        uncertainty=USUAL_UNCERTAINTY if known else UNKNOWN_UNCERTAINTY,
+        usual=usual,
     )
 
 
@@ -212,7 +205,7 @@ def _layer(text: Any, *, gated: bool) -> tuple[LayerShape, bool]:
     """Widths of an average layer, and whether the formulas describe it."""
     hidden = int(text.hidden_size)
     heads = _number(text, "num_attention_heads")
-    known = heads is not None and not any("mamba" in name or "linear_attn" in name for name in vars(text))
+    usual = heads is not None and not any("mamba" in name or "linear_attn" in name for name in vars(text))
     heads = heads or max(hidden // 128, 1)
     key_heads = _number(text, "num_key_value_heads") or heads
     size = _number(text, "head_dim") or hidden // heads
@@ -226,7 +219,7 @@ def _layer(text: Any, *, gated: bool) -> tuple[LayerShape, bool]:
         query, key = heads * size, key_heads * size
         value = key
     intermediate = _number(text, "intermediate_size", "ffn_dim", "n_inner")
-    known = known and intermediate is not None
+    usual = usual and intermediate is not None
     intermediate = intermediate or 4 * hidden
     per_token = _number(text, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k") or 0
     if _expert_count(text) and per_token:
@@ -249,9 +242,8 @@ def _layer(text: Any, *, gated: bool) -> tuple[LayerShape, bool]:
             gated=gated,
             normalized_heads=str(text.model_type).startswith(("qwen3", "gemma3", "olmo2", "olmo3")),
             experts_per_token=per_token,
-            key_heads=heads if latent else key_heads,
         ),
-        known,
+        usual,
     )
 
 

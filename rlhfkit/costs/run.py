@@ -85,8 +85,6 @@ class Sharding:
     """ZeRO 3: shards of the weights are in the host's memory."""
     bucket: int = 200_000_000
     """Gradients that are reduced at once, in numbers (Lightning's ``DeepSpeedStrategy(reduce_bucket_size=...)``)."""
-    overlap: bool = True
-    """A second bucket is filled while the first is reduced, at stage 2; off at lower stages (``engine_config``)."""
     live_parameters: int = 1_050_000_000
     """ZeRO 3: most numbers of gathered weights (DeepSpeed's ``max_live_parameters`` and ``prefetch_bucket_size``)."""
 
@@ -205,8 +203,6 @@ class Run:
     """Feed-forward blocks are computed in tiles of so many tokens; true: as many as the hidden size."""
     attention: str = "packed"
     """``eager`` holds all scores of a sequence's tokens with one another; others do not."""
-    entropy: bool = False
-    """Whether entropy is computed beside log-probs."""
 
     sequences: int = 64
     """Of an iteration, all ranks together."""

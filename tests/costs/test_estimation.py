@@ -72,7 +72,7 @@ def rollouts(**changes: Any) -> RolloutCallback:
 
 
 def roles(found: Any) -> set[str]:
-    return {part.role for part in found.memory} - {"process", "iteration", "all models"}
+    return {part.role for part in found.memory} - {"process", "all models"}
 
 
 def test_it_is_a_public_name() -> None:

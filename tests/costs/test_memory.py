@@ -147,7 +147,8 @@ def test_offloaded_states_are_in_the_hosts_memory() -> None:
         grpo_70b(sharding=Sharding(ranks=256, stage=3, offload_optimizer=True, offload_parameters=True))
     )
     assert phase_bytes(away, TRAINING)["update"] < phase_bytes(here, TRAINING)["update"] / 2
-    assert phase_bytes(away, HOST)["train"] > phase_bytes(here, HOST)["train"] + 12 * 70.5e9 / 256
+    assert phase_bytes(here, HOST) == {}
+    assert phase_bytes(away, HOST)["train"] > 12 * 70.5e9 / 256
 
 
 @pytest.mark.parametrize(("stage", "buckets"), [(1, 1), (2, 2), (3, 1)])
@@ -205,11 +206,7 @@ def test_training_states_make_room_for_colocated_engines() -> None:
     assert before["generate"] - after["generate"] == pytest.approx(states)
     assert before["sync"] - after["sync"] == pytest.approx(states * 12 / 14)
     assert before["train"] == after["train"]
-    assert phase_bytes(memory_parts(leaving), HOST)["generate"] > states
-
-
-def test_samples_stay_within_the_bound() -> None:
-    assert part(grpo_70b(), "samples", "iteration", HOST) == 40 * 16384 * 4608 / 256 + 200 * 16384
+    assert phase_bytes(memory_parts(leaving), HOST)["generate"] == pytest.approx(states)
 
 
 def test_every_model_has_its_parts_once_here_or_there() -> None:

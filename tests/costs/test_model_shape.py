@@ -91,10 +91,9 @@ def test_layers_with_a_window_are_counted() -> None:
     assert model_shape(LlamaConfig(**SIZES)).windowed_layers == 0
 
 
-def test_a_family_without_attention_states_a_larger_uncertainty() -> None:
-    shape = model_shape(MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2))
-    assert shape.uncertainty == 0.5
-    assert model_shape(CONFIGS["llama"]).uncertainty == 0.15
+def test_layers_without_attention_are_not_those_that_the_formulas_describe() -> None:
+    assert not model_shape(MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)).usual
+    assert model_shape(CONFIGS["llama"]).usual
 
 
 def test_a_configuration_without_sizes_says_what_is_missing() -> None:
