@@ -7,7 +7,7 @@ Cases: ``ragged`` sequences, the same with a sliding ``window``, and ``groups`` 
 Variants, each from queries, keys and values to their gradients:
 
 - ``padded``: every sequence padded to the longest, PyTorch's own attention, as in a padded model. The yardstick.
-- ``buckets``: :mod:`rlhfkit.models.attention.buckets`.
+- ``buckets``: :func:`rlhfkit.models.attention.varlen.bucket_attention`.
 - ``varlen``, ``flash_attention_2``, ``flash_attention_3``: the kernels of :mod:`rlhfkit.models.attention.varlen` that
   can be used on the device; ``skipped`` says why others cannot.
 
@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.models.attention.buckets import attend
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import packed_attention
-from rlhfkit.models.attention.varlen import KERNELS, Case, choose_kernel
+from rlhfkit.models.attention.varlen import KERNELS, Case, attend, choose_kernel
 
 
 @dataclass(frozen=True)

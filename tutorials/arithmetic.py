@@ -1,5 +1,5 @@
-"""The additions of the demo, for the tutorials beside this file: see :mod:`rlhfkit.cli.demo.arithmetic`."""
+"""The additions of the demo, for the tutorials beside this file: see :func:`rlhfkit.cli.demo.make`."""
 
-from rlhfkit.cli.demo.arithmetic import HELD_OUT, LARGEST, VALIDATION, character_tokenizer, make
+from rlhfkit.cli.demo import HELD_OUT, LARGEST, VALIDATION, character_tokenizer, make
 
 __all__ = ["HELD_OUT", "LARGEST", "VALIDATION", "character_tokenizer", "make"]

@@ -1,21 +1,29 @@
 """``ExactResume``: a run resumed from any checkpoint continues exactly as the run that saved it."""
 
+import logging
+import os
 import random
+import signal
+import subprocess
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from rlhfkit.checkpoints.files import CheckpointError, install_verified_io, remove_abandoned
-from rlhfkit.checkpoints.requeue import RequeueSignal
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.trainer_parts import callbacks_of
+
+logger = logging.getLogger(__name__)
 
 _KEY = "random_state"
 
@@ -45,7 +53,7 @@ class ExactResume(Callback):
     - Single files are written and verified by :class:`~rlhfkit.checkpoints.VerifiedCheckpointIO`.
     - Unfinished checkpoints of killed processes are removed when training starts.
     - When Slurm announces the end of a job (``#SBATCH --signal=USR1@300``), all ranks save after the same optimizer
-      step, and the job is queued again (:mod:`rlhfkit.checkpoints.requeue`).
+      step, and the job is queued again (:class:`RequeueSignal`).
     """
 
     def __init__(self) -> None:
@@ -316,3 +324,67 @@ def rewind(fit: Counters, batches: int) -> None:
     for counts in (progress["total"], progress["current"]):
         counts.update(dict.fromkeys(counts, counts["ready"] - batches))
     progress["is_last_batch"] = False
+
+
+class RequeueSignal:
+    """Notes Slurm's signal in place of Lightning, which leaves a signal alone that has a handler when a fit begins.
+
+    Slurm announces the end of a job by a signal, ``#SBATCH --signal=USR1@300``: 300 s before. Lightning 2.6.6 saves
+    from inside the handler, wherever the rank is; ranks that are in different places then wait for one another without
+    end (one of four tries with two ranks), or give the checkpoint different names. Here a handler only notes the
+    signal.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        self.received = False
+        self._signal: signal.Signals | None = None
+        if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
+            return
+        if threading.current_thread() is threading.main_thread():  # others cannot have handlers
+            self._signal = environment.requeue_signal or signal.SIGUSR1
+            self._before = signal.signal(self._signal, self._note)
+
+    @property
+    def watched(self) -> bool:
+        """Whether this run is a Slurm job that is queued again; the same on all ranks."""
+        return self._signal is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+    def save_and_requeue(self, trainer: L.Trainer) -> None:
+        """After an optimizer step: if any rank has the signal, save and have Slurm start the job again. A collective.
+
+        The checkpoint is ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir``, which Lightning resumes by itself; earlier ones
+        are removed. Training goes on until Slurm ends the job: if it does not, nothing is lost.
+        """
+        if not trainer.strategy.reduce_boolean_decision(self.received, all=False):
+            return
+        self.received = False
+        folder = trainer.default_root_dir
+        path = trainer.strategy.broadcast(trainer._checkpoint_connector.hpc_save_path(folder))
+        trainer.save_checkpoint(path)
+        if not trainer.is_global_zero:
+            return
+        for old in Path(folder).glob("hpc_ckpt_*.ckpt"):
+            if old != Path(path):
+                trainer.strategy.remove_checkpoint(old)
+        job = os.environ.get("SLURM_ARRAY_JOB_ID", os.environ["SLURM_JOB_ID"])
+        task = os.environ.get("SLURM_ARRAY_TASK_ID")
+        command = ["scontrol", "requeue", job if task is None else f"{job}_{task}"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.SubprocessError) as error:
+            why = getattr(error, "stderr", None) or error
+            logger.warning(
+                "%s is saved, but `%s` failed (%s): submit the job again yourself", path, " ".join(command), why
+            )
+        else:
+            logger.info("%s is saved at optimizer step %d, and the job is queued again", path, trainer.global_step)
+
+    def restore(self) -> None:
+        """Put the handler of before back."""
+        if self._signal is not None:
+            signal.signal(self._signal, self._before)
+            self._signal = None

@@ -1,12 +1,14 @@
 """``rlhfkit demo``: a small language model learns to add, by supervised fine-tuning and by reinforcement learning.
 
-It makes a model and data (:mod:`rlhfkit.cli.demo.arithmetic`), fine-tunes the model until it gets some additions right,
+It makes a model and data (:func:`make`), fine-tunes the model until it gets some additions right,
 and trains it with GRPO, whose only reward is whether the answer is right (``grpo_arithmetic.yaml`` beside this file).
 At the end it prints the accuracy on held-out additions, before and after, and what to do next.
 """
 
 import argparse
+import json
 import logging
+import random
 import time
 import warnings
 from collections.abc import Sequence
@@ -18,9 +20,10 @@ import lightning as L
 import torch
 import transformers
 from lightning.pytorch.callbacks import EarlyStopping
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhfkit.callbacks import RolloutCallback, RunReport
-from rlhfkit.cli.demo import arithmetic
 from rlhfkit.cli.main import run
 from rlhfkit.datamodules import PromptDataModule, SFTDataModule
 from rlhfkit.modules import GRPOModule, Optimization, SFTModule
@@ -34,6 +37,74 @@ next:
   rlhfkit doctor                  what this machine can run
   rlhfkit init                    a configuration for each method, with real models and data sets
   rlhfkit init grpo               writes grpo.yaml; then: rlhfkit fit --config grpo.yaml"""
+
+
+LARGEST = 49
+"""Summands are 0 .. 49: 2,500 questions."""
+HELD_OUT, VALIDATION = 300, 200
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of an addition, and an end-of-sequence token."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789+="])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", model_max_length=64
+    )
+
+
+def save_model(folder: Path, seed: int) -> None:
+    """Write a randomly initialised model and its tokenizer."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def save_questions(folder: Path, seed: int) -> None:
+    """Write all additions, shuffled and split into training and held-out files."""
+    pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
+    random.Random(seed).shuffle(pairs)
+    rows = [json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a, b in pairs]
+    for name, lines in {
+        "heldout.jsonl": rows[:HELD_OUT],
+        "validation.jsonl": rows[HELD_OUT : HELD_OUT + VALIDATION],
+        "demonstrations.jsonl": rows[HELD_OUT + VALIDATION :],
+        "train.jsonl": rows[HELD_OUT:],
+    }.items():
+        (folder / name).write_text("\n".join(lines) + "\n")
+
+
+def make(folder: Path, seed: int = 0) -> Path:
+    """Write a task small enough for two CPU cores into a folder, which is returned.
+
+    - ``model/``: a randomly initialised Llama of 345,000 parameters and its character tokenizer, loadable with
+      ``from_pretrained``;
+    - ``demonstrations.jsonl``: ``{"question": "17+25=", "answer": "42"}``, for supervised fine-tuning, and
+      ``validation.jsonl``, 200 more for early stopping;
+    - ``train.jsonl`` and ``heldout.jsonl``: prompts for reinforcement learning, and 300 that are never trained on.
+
+    The seed is that of the weights and of the split.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(folder / "model", seed)
+    save_questions(folder, seed)
+    return folder
 
 
 class ValidationLine(L.Callback):
@@ -119,7 +190,7 @@ def demo_command(words: Sequence[str]) -> None:
 
     torch.set_num_threads(1)  # a second thread slows down a model this small
     began = time.perf_counter()
-    folder = arithmetic.make(arguments.folder, arguments.seed)
+    folder = make(arguments.folder, arguments.seed)
     L.seed_everything(arguments.seed, verbose=False)
     start = supervised_start(folder)
     before = heldout_accuracy(folder, start)

@@ -3,19 +3,20 @@
 The cursor is state of the DataModule because Lightning restores a loader's state only in the middle of an epoch.
 """
 
+import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import lightning as L
 
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
+from rlhfkit.data.loaders.steps import StepLoader
 from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.base import TextDataModule
 from rlhfkit.datamodules.prompts.curriculum import Curriculum, DeclaresHistoryUse
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
-from rlhfkit.datamodules.prompts.pretraining import PretrainingText
 from rlhfkit.datamodules.prompts.rows import PromptColumns, PromptRows
 from rlhfkit.datamodules.prompts.stream import StreamedPrompts
 from rlhfkit.datamodules.prompts.table import PromptBatches, TablePrompts
@@ -95,6 +96,57 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"val_check_interval={trainer.val_check_interval} counts micro-batches, whose number differs between "
             "iterations with max_tokens_per_micro_batch: give a share of an iteration (0.5), or check_val_every_n_epoch"
         )
+
+
+class PretrainingText:
+    """Micro-batches of text by number, a function of the number alone, so no cursor is saved.
+
+    A pass over the text takes whole optimizer steps; left-over examples come in later passes, which have other orders.
+    ``data`` must be attached to a Trainer and set up. ``accumulate`` is the number of micro-batches per optimizer step
+    and rank; ``None``: it differs between steps. Raises ValueError if the text does not fill one optimizer step.
+    """
+
+    def __init__(self, data: SFTDataModule, accumulate: int | None) -> None:
+        self.loader: StepLoader[TokenBatch] = data.loader(
+            data.examples, accumulate=accumulate or 1, shuffle=data.shuffle, drop_last=True
+        )
+        self._next: int | None = None
+        self._batches: Iterator[TokenBatch] = iter(())
+        self._step: tuple[range, list[TokenBatch]] = range(0), []
+
+    def batch(self, number: int) -> TokenBatch:
+        """Return this rank's micro-batch ``number``, counted from the run's start, with its step's token counts."""
+        if number != self._next:
+            self._batches = self._iterate_from(number)
+        self._next = number + 1
+        return next(self._batches)
+
+    def batch_of_step(self, number: int, step: range) -> TokenBatch:
+        """Return micro-batch ``number`` of an optimizer step of the micro-batches ``step``, with that step's counts."""
+        if self._step[0] != step:
+            batches = [self.batch(each) for each in step]
+            tokens = sum(batch.step_tokens or 0.0 for batch in batches)
+            sequences = sum(batch.step_sequences or 0.0 for batch in batches)
+            averaged = sum(batch.step_micro_batches for batch in batches)
+            self._step = (
+                step,
+                [
+                    dataclasses.replace(
+                        batch, step_tokens=tokens, step_sequences=sequences, step_micro_batches=averaged
+                    )
+                    for batch in batches
+                ],
+            )
+        return self._step[1][number - step.start]
+
+    def _iterate_from(self, number: int) -> Iterator[TokenBatch]:
+        epoch, position = divmod(number, len(self.loader))
+        state: dict[str, Any] = self.loader.state_dict() | {"position": position}
+        self.loader.load_state_dict(state)
+        while True:
+            self.loader.set_epoch(epoch)
+            yield from self.loader
+            epoch += 1
 
 
 class PromptDataModule(TextDataModule):

@@ -12,9 +12,15 @@ and, once ``log Z`` and the entropy ``E`` are known, turn a recomputed tile into
 
 The same two functions run everywhere. On a CPU they get buffers to write to, since memory traffic and page faults take
 most of the time beside the matrix products; on CUDA ``torch.compile`` makes one kernel of each, which reads a tile once
-or twice and writes it once. N are tokens, H the hidden size, V the vocabulary.
+or twice and writes it once; not where that is switched off (``TORCH_COMPILE_DISABLE=1``, PyTorch's own switch), without
+Triton, and after a compilation that failed, as it does without a C compiler. N are tokens, H the hidden size, V the
+vocabulary.
 """
 
+import functools
+import importlib.util
+import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.losses.fused_head.compiled import can_compile, run_compiled
+log = logging.getLogger(__name__)
 
 # exp() of this is 0 even in float64; a logit of -inf (a masked vocabulary entry) must give p log p = 0, not 0 * -inf.
 NEGLIGIBLE = -1e4
@@ -369,3 +375,54 @@ def set_product(result: Tensor, left: Tensor, right: Tensor) -> None:
         torch.mm(left, right, out=result)
     else:
         result.copy_(left @ right)
+
+
+# ------------------------------------------------------------------------------------------------ compiled
+
+_BACKEND = "inductor"  # of torch.compile
+_SLOWER = "log-probs of the output layer run without compiled kernels, which is slower"
+_failed = False
+
+
+def can_compile(device: str) -> bool:
+    """Whether tiles on this type of device are compiled: CUDA with Triton, and not inside a caller's ``torch.compile``.
+
+    Logs once why not, if it could be otherwise.
+    """
+    if _failed or torch.compiler.is_compiling() or not _has_kernels(device):
+        return False
+    switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # the second is the older name
+    return all(os.environ.get(switch, "0") in ("", "0") for switch in switches)
+
+
+@functools.cache
+def _has_kernels(device: str) -> bool:
+    if device != "cuda":
+        return False
+    old = torch.cuda.get_device_capability() < (7, 0)
+    if old or importlib.util.find_spec("triton") is None:
+        log.warning("%s: %s", _SLOWER, "Triton does not support this GPU" if old else "Triton is not installed")
+        return False
+    return True
+
+
+def run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function without side effects, compiled; as it is, and from then on all, once a compilation has failed."""
+    global _failed
+    if _failed:
+        return function(*arguments)
+    try:
+        return _compiled(function, _BACKEND)(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers and their drivers raise errors of any type
+        result = function(*arguments)  # raises what is no compiler's error
+        _failed = True
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")[:300]
+        log.warning("%s: %s: %s", _SLOWER, type(error).__name__, reason)
+        return result
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, dynamic=True)

@@ -2,7 +2,8 @@
 
 Linear layers compute real tokens only, and so does attention where there is a kernel for sequences of different lengths
 (:mod:`~rlhfkit.models.attention.varlen`); elsewhere sequences of similar length are padded to one
-(:mod:`~rlhfkit.models.attention.buckets`). Registered with Transformers under :data:`PACKED_ATTENTIONS`.
+(:func:`~rlhfkit.models.attention.varlen.bucket_attention`). Registered with Transformers under
+:data:`PACKED_ATTENTIONS`.
 """
 
 from collections.abc import Iterator
@@ -13,9 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.models.attention.buckets import attend, bucket_attention
 from rlhfkit.models.attention.layout import PackedLayout
-from rlhfkit.models.attention.varlen import Case, choose_kernel, varlen_attention
+from rlhfkit.models.attention.varlen import Case, attend, bucket_attention, choose_kernel, varlen_attention
 
 PACKED_ATTENTION = "rlhfkit_packed"
 PACKED_ATTENTIONS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhfkit.losses import linear_logprobs
-from rlhfkit.losses.fused_head import compiled, tiles
+from rlhfkit.losses.fused_head import tiles
 
 from ..head_cases import random_head
 from .test_logprobs import KNOBS
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.long
 @pytest.fixture
 def compiling(monkeypatch):
     """Lets the CPU take the path of CUDA; traced and functionalised, but run by eager kernels."""
-    monkeypatch.setattr(compiled, "_failed", False)
-    monkeypatch.setattr(compiled, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
+    monkeypatch.setattr(tiles, "_failed", False)
+    monkeypatch.setattr(tiles, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(tiles, "_BACKEND", "aot_eager")
 
 
 def head_results(head, dtype, entropy, knobs):
@@ -61,7 +61,7 @@ def test_without_a_compiler_training_goes_on_and_one_line_says_why(tmp_path):
 import logging
 import torch
 from rlhfkit.losses import linear_logprobs
-from rlhfkit.losses.fused_head import compiled
+from rlhfkit.losses.fused_head import tiles
 
 def results(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
@@ -74,12 +74,12 @@ logging.basicConfig(format="%(levelname)s %(message)s")
 expected, tried = results(), []
 compile = torch.compile
 torch.compile = lambda *args, **kwargs: tried.append(args) or compile(*args, **kwargs)
-compiled._has_kernels = lambda device: True
+tiles._has_kernels = lambda device: True
 for _ in range(2):
     for mine, other in zip(results(), expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
     assert len(tried) == 1, tried
-    assert not compiled.can_compile("cpu")
+    assert not tiles.can_compile("cpu")
 """
     environment = os.environ | {"CC": "/no/compiler", "CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
@@ -91,9 +91,9 @@ for _ in range(2):
 
 @pytest.mark.parametrize("switch", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
 def test_pytorch_s_own_switch_leaves_compilation_out(monkeypatch, compiling, switch):
-    assert compiled.can_compile("cpu")
+    assert tiles.can_compile("cpu")
     monkeypatch.setenv(switch, "1")
-    assert not compiled.can_compile("cpu")
+    assert not tiles.can_compile("cpu")
 
 
 def test_an_error_of_the_arguments_is_raised_and_no_reason_to_stop_compiling(compiling):
@@ -101,15 +101,15 @@ def test_an_error_of_the_arguments_is_raised_and_no_reason_to_stop_compiling(com
         return left // right
 
     with pytest.raises(ZeroDivisionError):
-        compiled.run_compiled(divide, 1, 0)
-    assert compiled.can_compile("cpu")
+        tiles.run_compiled(divide, 1, 0)
+    assert tiles.can_compile("cpu")
 
 
 def test_a_gpu_without_triton_is_told_once(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
-    compiled._has_kernels.cache_clear()
+    monkeypatch.setattr(tiles.importlib.util, "find_spec", lambda name: None)
+    tiles._has_kernels.cache_clear()
     with caplog.at_level(logging.WARNING, logger="rlhfkit"):
-        assert [compiled.can_compile("cuda") for _ in range(2)] == [False, False]
-    assert caplog.messages == [f"{compiled._SLOWER}: Triton is not installed"]
-    compiled._has_kernels.cache_clear()
+        assert [tiles.can_compile("cuda") for _ in range(2)] == [False, False]
+    assert caplog.messages == [f"{tiles._SLOWER}: Triton is not installed"]
+    tiles._has_kernels.cache_clear()

@@ -1,7 +1,7 @@
 """What kernels for sequences of different lengths are given, against attention to one sequence at a time.
 
 They have no CPU build. ``varlen_reference.py`` takes their place with their signatures; on a GPU, the tests marked
-``cuda`` and ``make gpu-check`` run them. Covers buckets.py and layout.py too.
+``cuda`` and ``make gpu-check`` run them. Covers layout.py too.
 """
 
 import functools
@@ -24,7 +24,7 @@ from models.attention.varlen_reference import plug_in
 from models.test_forward import experience
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
-from rlhfkit.models.attention import buckets, varlen
+from rlhfkit.models.attention import varlen
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import PACKED_ATTENTIONS, packed_attention
 
@@ -326,7 +326,7 @@ def test_fewer_key_heads_are_repeated_where_fused_kernels_would_refuse_them(monk
         given.append((key.shape[1], enable_gqa))
         return scaled_dot_product_attention(query, key, value, enable_gqa=enable_gqa, **kwargs)
 
-    monkeypatch.setattr(buckets, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(varlen, "scaled_dot_product_attention", note)
     for device, dtype, window, size in [
         ("meta", torch.bfloat16, None, 8),
         ("meta", torch.bfloat16, 3, 8),
@@ -337,10 +337,10 @@ def test_fewer_key_heads_are_repeated_where_fused_kernels_would_refuse_them(monk
         q, k, v = (
             torch.empty((2, heads, 9, wide), dtype=dtype, device=device) for heads, wide in ((4, 8), (2, 8), (2, size))
         )
-        assert buckets.attend(q, k, v, None, None, 0.0, window).shape == (2, 4, 9, size)
+        assert varlen.attend(q, k, v, None, None, 0.0, window).shape == (2, 4, 9, size)
     assert given == [(2, True), (4, False), (4, False), (4, False), (2, True)]
     keys = torch.randn(2, 3, 5, 4)
-    assert torch.equal(buckets._repeated(keys, 6), keys.repeat_interleave(2, 1))
+    assert torch.equal(varlen._repeated(keys, 6), keys.repeat_interleave(2, 1))
 
 
 @pytest.mark.cuda
