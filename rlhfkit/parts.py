@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput
 from rlhfkit.models import PolicyOutput
-from rlhfkit.validation import check_number, function_name, resolve_function
+from rlhfkit.validation import check_number, function_name, refuse_without_effect, resolve_function
 
 
 class Stage(IntEnum):
@@ -388,6 +388,19 @@ def named_part(given: Any) -> tuple[Any, dict[str, Any]]:
     if not callable(given):
         raise TypeError(f"a part is a Part, a function of the rows, or their dotted name, got {given!r}")
     return given, {}
+
+
+def given_or(own: Kind, given: Iterable[Part], **changed: bool) -> Kind:
+    """The first of the parts that were given which is of the class of a module's own and takes its place; else ``own``.
+
+    Raises:
+        ValueError: If one was given beside arguments that ``own`` was made of: those that are true.
+    """
+    found = next((one for one in given if isinstance(one, type(own))), None)
+    if found is None:
+        return own
+    refuse_without_effect(changed, f"{found!r} among parts")
+    return found
 
 
 def of_class(kind: Any, base: type[Kind], instead: str) -> type[Kind]:

@@ -1,7 +1,7 @@
 """``GRPOModule``: group relative policy optimization (Shao et al., 2024, arXiv:2402.03300) and its relatives."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from rlhfkit.losses import Aggregation, LossOutput, dapo_loss
 from rlhfkit.losses.advantages.group import AdvantageScale
@@ -86,6 +86,8 @@ class GRPOModule(OnPolicyModule):
         if kl_coef is not None or any(isinstance(part, KLPart) for part in given):
             of_preset = [part for part in of_preset if not isinstance(part, KLPart)]
         function, scale = chosen["advantages"], cast(AdvantageScale, chosen["advantage_scale"] or "group")
+        if scale not in get_args(AdvantageScale):
+            raise ValueError(f"advantage_scale must be one of {', '.join(get_args(AdvantageScale))}, got {scale!r}")
         if function is not None:
             ignored = {"advantage_scale": advantage_scale not in (None, "group")}
             refuse_without_effect(ignored, f"advantages={AdvantageFunction(function).name}")

@@ -1,7 +1,7 @@
 """``OnlineDPOModule``: direct preference optimization of pairs that are sampled and judged during training."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,8 +12,9 @@ from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, LossTypes, pair_partn
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.optim import Optimization
+from rlhfkit.modules.preference.dpo import imported_losses, named_losses
 from rlhfkit.parts import GivenPart, plain_value
-from rlhfkit.validation import check_number, function_name, resolve_function
+from rlhfkit.validation import check_number
 
 
 class OnlineDPOModule(OnPolicyModule):
@@ -80,12 +81,8 @@ class OnlineDPOModule(OnPolicyModule):
         self.credit = vars(self).get("credit", [Pairs()])
         self.own_parts = [Reference()]
         super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
-        mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
-        self.loss_types = {
-            resolve_function(name, "loss_type") if isinstance(name, str) and "." in name else name: float(weight)
-            for name, weight in mixture.items()
-        }
-        unfit = {"sft", *SORTS_THE_BATCH}.intersection(self.loss_types)
+        self.loss_type = imported_losses(loss_type)
+        unfit = {"sft", *SORTS_THE_BATCH}.intersection(self.loss_type)
         if unfit:
             raise ValueError(
                 f"loss_type {sorted(map(str, unfit))} depends on how many pairs a micro-batch or a step has, and "
@@ -93,17 +90,12 @@ class OnlineDPOModule(OnPolicyModule):
             )
         self.beta, self.nll_coef, self.loss_arguments = beta, nll_coef, {**(loss_arguments or {})}
         self.keep_plain(
-            loss_type={
-                name if isinstance(name, str) else function_name(name): w for name, w in self.loss_types.items()
-            },
-            loss_arguments=plain_value(self.loss_arguments, "loss_arguments"),
+            loss_type=named_losses(self.loss_type), loss_arguments=plain_value(self.loss_arguments, "loss_arguments")
         )
-        chosen: dict[str, Any] = {"beta": beta, "loss_type": self.loss_types, "nll_coef": nll_coef}
+        chosen = {"beta": beta, "loss_type": self.loss_type, "nll_coef": nll_coef}
         zero, one = torch.zeros(1), torch.ones(1)
         try:
-            self.pair_loss: Callable[..., LossOutput] = functools.partial(
-                cast(Any, dpo_loss), **chosen, **self.loss_arguments
-            )
+            self.pair_loss: Callable[..., LossOutput] = partial(cast(Any, dpo_loss), **chosen, **self.loss_arguments)
             """The loss of pairs with the arguments that were chosen."""
             self.pair_loss(zero, zero, zero, zero, chosen_lengths=one, rejected_lengths=one)
         except TypeError as error:

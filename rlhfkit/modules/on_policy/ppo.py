@@ -8,7 +8,7 @@ from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.parts import GivenPart, Part, make_part, plain_value
+from rlhfkit.parts import GivenPart, given_or, make_part, plain_value
 from rlhfkit.roles import CriticPool, ModelPool
 from rlhfkit.validation import check_number, refuse_without_effect
 
@@ -95,21 +95,17 @@ class PPOModule(OnPolicyModule):
         check_number("critic_lr", critic_lr, above=0)
         check_number("value_clip", value_clip, above=0, optional=True)
         given = [make_part(one) for one in parts]
-        changed: dict[type[Part], dict[str, bool]] = {
-            Critic: {"critic": critic is not None, "critic_lr": critic_lr != 9e-6},
-            ValueLoss: {"value_clip": value_clip != 0.5},
-            GAE: {"gamma": gamma != 1.0, "lam": lam != 0.95},
-        }
-        for part in given:
-            for kind in changed:
-                refuse_without_effect(changed[kind] if isinstance(part, kind) else {}, f"{part!r} among parts")
-        gae = next((part for part in given if isinstance(part, GAE)), GAE(gamma, lam))
+        gae = given_or(GAE(gamma, lam), given, gamma=gamma != 1.0, lam=lam != 0.95)
+        own_critic, own_loss = Critic(critic, lr=critic_lr), ValueLoss(clip=value_clip)
+        self.critic_part: Any = given_or(own_critic, given, critic=critic is not None, critic_lr=critic_lr != 9e-6)
+        """What gives values; its arguments are those of the module unless it was among ``parts``."""
         if advantages is not None:
             refuse_without_effect({"GAE": gae in given}, f"advantages={AdvantageFunction(advantages).name}")
         self.credit = [gae, WhitenAdvantages()] if whiten_advantages else [gae]
         self.credit = self.credit if advantages is None else [AdvantagesBy(advantages)]
         self.own_parts = own_penalty(kl_coef, given, lambda coef: KLInReward(coef, place="token"))
-        self.own_parts += [Critic(critic, lr=critic_lr), ValueLoss(clip=value_clip), Returns(gae.gamma, gae.lam)]
+        self.own_parts += [self.critic_part, given_or(own_loss, given, value_clip=value_clip != 0.5)]
+        self.own_parts += [Returns(gae.gamma, gae.lam)]
         self.kl_coef = kl_coef
         super().__init__(
             model,
@@ -126,13 +122,6 @@ class PPOModule(OnPolicyModule):
             parts=given,
         )
         self.keep_plain(critic=plain_value(critic, "critic"))
-
-    @property
-    def critic_part(self) -> Any:
-        """What gives values; its arguments are those of the module unless it was among ``parts``."""
-        from rlhfkit.modules.parts.critic import critic_of
-
-        return critic_of(self)
 
     def on_train_end(self) -> None:
         """End the critic's ranks, after all callbacks: checkpoints need them."""

@@ -1,5 +1,7 @@
 """``PreferenceModule``: the base of the modules that learn from pairs of answers."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,10 +86,22 @@ class PreferenceModule(PolicyModule):
         # Abstract by hand: a LightningModule is no abc.ABC, and a subclass may override loss() instead.
         raise NotImplementedError(f"{type(self).__name__} has to define loss()")
 
-    def _check_loss(self, **arguments: Any) -> None:
-        """Compute the loss of one pair, so that bad arguments raise before training."""
+    def learn_by(
+        self, pair_loss: Callable[..., LossOutput], example: Mapping[str, Any] | None = None, /, **arguments: Any
+    ) -> None:
+        """Set the loss, such as :func:`~rlhfkit.losses.simpo_loss`; its arguments become attributes of the module.
+
+        ``example``: what it is given beside :meth:`pair_arguments`, of one pair, to compute its loss before training.
+
+        Raises:
+            ValueError: If the loss refuses an argument.
+        """
+        for name, value in arguments.items():
+            setattr(self, name, value)
+        self._pair_loss = partial(pair_loss, **arguments)  # type: ignore[method-assign]
         zero, one = torch.zeros(1), torch.ones(1)
-        self._pair_loss(chosen=zero, rejected=zero, chosen_lengths=one, rejected_lengths=one, **arguments)
+        self._pair_loss(chosen=zero, rejected=zero, chosen_lengths=one, rejected_lengths=one, **(example or {}))
+        self.attach_parts()
 
     # ------------------------------------------------------------------ hooks
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,6 +62,9 @@ class DPOModule(PreferenceModule):
         ValueError: If an argument is out of range, or two of them contradict each other.
     """
 
+    beta: float
+    reference_free: bool
+
     def __init__(
         self,
         model: str,
@@ -94,39 +97,25 @@ class DPOModule(PreferenceModule):
         check_number("discopop_temperature", discopop_temperature, above=0)
         check_number("nll_coef", nll_coef, minimum=0)
         check_number("ld_alpha", ld_alpha, minimum=0, maximum=1, optional=True)
-        mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
-        for name, weight in mixture.items():
-            check_number(f"the weight of loss_type {name!r}", weight)
-        self.loss_types = {_import_loss(name): float(weight) for name, weight in mixture.items()}
-        plain = {name if isinstance(name, str) else function_name(name): one for name, one in self.loss_types.items()}
-        self.keep_plain(loss_type=plain)
-        self.beta = beta
-        self.label_smoothing = label_smoothing
-        self.divergence = divergence
-        self.divergence_alpha = divergence_alpha
-        self.discopop_temperature = discopop_temperature
-        self.nll_coef = nll_coef
-        self.reference_free = reference_free
+        losses = imported_losses(loss_type)
+        self.keep_plain(loss_type=named_losses(losses))
         self.ref_model_name = ref_model
         self.precompute_ref_log_probs = precompute_ref_log_probs
         self.ld_alpha = ld_alpha
         self.use_weighting = use_weighting
-        self._sorts = bool(SORTS_THE_BATCH.intersection(self.loss_types))
-        self.attach_parts()
-        reference = None if reference_free else torch.zeros(1)
-        self._check_loss(ref_chosen=reference, ref_rejected=reference, weights=torch.ones(1) if use_weighting else None)
-
-    def _pair_loss(self, **arguments: Any) -> LossOutput:
-        return dpo_loss(
-            **arguments,
-            beta=self.beta,
-            loss_type=self.loss_types,
-            label_smoothing=self.label_smoothing,
-            divergence=self.divergence,
-            divergence_alpha=self.divergence_alpha,
-            discopop_temperature=self.discopop_temperature,
-            nll_coef=self.nll_coef,
-            reference_free=self.reference_free,
+        self._sorts = bool(SORTS_THE_BATCH.intersection(losses))
+        reference, weights = None if reference_free else torch.zeros(1), torch.ones(1) if use_weighting else None
+        self.learn_by(
+            dpo_loss,
+            {"ref_chosen": reference, "ref_rejected": reference, "weights": weights},
+            beta=beta,
+            loss_type=losses,
+            label_smoothing=label_smoothing,
+            divergence=divergence,
+            divergence_alpha=divergence_alpha,
+            discopop_temperature=discopop_temperature,
+            nll_coef=nll_coef,
+            reference_free=reference_free,
         )
 
     # ------------------------------------------------------------------ the reference
@@ -198,7 +187,22 @@ class DPOModule(PreferenceModule):
         }
 
 
-def _import_loss(name: Any) -> Any:
-    """Import a loss given by a dotted name; names of rlhfkit's own losses stay names."""
-    dotted = isinstance(name, str) and ("." in name or name.startswith("<"))
-    return resolve_function(name, "loss_type") if dotted else name
+def imported_losses(loss_type: LossTypes) -> dict[Any, float]:
+    """Losses of pairs and their weights; those of dotted names are imported, rlhfkit's own stay names.
+
+    Raises:
+        ValueError: If a weight is no number, or a name cannot be imported.
+    """
+    mixture = loss_type if isinstance(loss_type, Mapping) else {loss_type: 1.0}
+    for name, weight in mixture.items():
+        check_number(f"the weight of loss_type {name!r}", weight)
+    dotted = {name: isinstance(name, str) and ("." in name or name.startswith("<")) for name in mixture}
+    return {
+        resolve_function(cast(Any, name), "loss_type") if dotted[name] else name: float(weight)
+        for name, weight in mixture.items()
+    }
+
+
+def named_losses(losses: Mapping[Any, float]) -> dict[str, float]:
+    """The same by name, for checkpoints."""
+    return {name if isinstance(name, str) else function_name(name): weight for name, weight in losses.items()}

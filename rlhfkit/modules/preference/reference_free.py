@@ -3,11 +3,9 @@
 The formulas and their papers are in :mod:`rlhfkit.losses.preference.reference_free`.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
-from rlhfkit.losses import LossOutput, cpo_loss, orpo_loss, simpo_loss
+from rlhfkit.losses import cpo_loss, orpo_loss, simpo_loss
 from rlhfkit.losses.preference.reference_free import CPOLossType
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.optim import Optimization
@@ -16,23 +14,7 @@ from rlhfkit.parts import GivenPart
 from rlhfkit.validation import check_number
 
 
-class ReferenceFreeModule(PreferenceModule):
-    """Learning from preference pairs by a loss of both answers' log-probs and lengths."""
-
-    def learn_by(self, pair_loss: Callable[..., LossOutput], **arguments: Any) -> None:
-        """Set the loss, such as :func:`~rlhfkit.losses.simpo_loss`; its arguments become attributes of the module.
-
-        Raises:
-            ValueError: If the loss refuses an argument.
-        """
-        for name, value in arguments.items():
-            setattr(self, name, value)
-        self._pair_loss = partial(pair_loss, **arguments)  # type: ignore[method-assign]
-        self._check_loss()
-        self.attach_parts()
-
-
-class SimPOModule(ReferenceFreeModule):
+class SimPOModule(PreferenceModule):
     """SimPO (Meng et al., 2024, arXiv:2405.14734), whose reward is the log-prob averaged over the answer's tokens.
 
     See :func:`~rlhfkit.losses.simpo_loss`.
@@ -80,7 +62,7 @@ class SimPOModule(ReferenceFreeModule):
         )
 
 
-class CPOModule(ReferenceFreeModule):
+class CPOModule(PreferenceModule):
     """CPO (Xu et al., 2024, arXiv:2401.08417): DPO with a uniform reference, plus cross-entropy of chosen answers.
 
     See :func:`~rlhfkit.losses.cpo_loss`.
@@ -122,7 +104,7 @@ class CPOModule(ReferenceFreeModule):
         self.learn_by(cpo_loss, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, nll_coef=nll_coef)
 
 
-class ORPOModule(ReferenceFreeModule):
+class ORPOModule(PreferenceModule):
     """ORPO (Hong et al., 2024, arXiv:2403.07691): supervised fine-tuning of a base model with an odds-ratio penalty.
 
     See :func:`~rlhfkit.losses.orpo_loss`.

@@ -271,7 +271,7 @@ def test_a_loss_can_be_a_function_and_is_remembered_by_name() -> None:
     module = DPOModule("nobody", loss_type=margin_halved)
     name = f"{margin_halved.__module__}.margin_halved"
     assert dict(module.hparams["loss_type"]) == {name: 1.0}
-    assert DPOModule("nobody", loss_type=name).loss_types == {margin_halved: 1.0}
+    assert DPOModule("nobody", loss_type=name).loss_type == {margin_halved: 1.0}
 
 
 @pytest.mark.parametrize(
