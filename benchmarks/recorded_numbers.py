@@ -44,7 +44,7 @@ UNSTABLE = ("time/", "memory/", "rollout/tokens_per_second")
 """Prefixes of logged values that depend on the machine."""
 MOVING = {"class_path": "rlhfkit.modules.parts.moving_reference.MovingReference", "init_args": {"steps": 2}}
 AHEAD = {"class_path": "rlhfkit.Ahead", "init_args": {"max_staleness": 1}}
-NEFTUNE = {"class_path": "rlhfkit.modules.parts.neftune.NEFTune", "init_args": {"alpha": 5.0}}
+NEFTUNE = {"class_path": "rlhfkit.modules.parts.fine_tuning.NEFTune", "init_args": {"alpha": 5.0}}
 Recording = dict[str, dict[str, Any]]
 
 
@@ -342,8 +342,8 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
             ]
         ),
         "pretraining_text": lambda: with_text(grpo),
-        "mixture": grpo(model="mixture", parts=[part("router_loss.RouterLoss", coef=0.05)], **epochs),
-        "router_replay": grpo(model="mixture", parts=[part("old_policy.RouterReplay")], **epochs),
+        "mixture": grpo(model="mixture", parts=[part("routers.RouterLoss", coef=0.05)], **epochs),
+        "router_replay": grpo(model="mixture", parts=[part("routers.RouterReplay")], **epochs),
         "lora": grpo(lora=rlhfkit.LoRA(rank=4), kl_coef=0.05),
         "ppo_normalized": ppo(
             parts=[

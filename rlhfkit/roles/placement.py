@@ -304,7 +304,7 @@ class Placement:
         return {"launcher": "ray", "num_nodes": self._num_nodes, "resources_per_rank": self._reserved["trainer"]}
 
     def reference(self, model: str, **arguments: Any) -> ModelPool | None:
-        """For :class:`~rlhfkit.modules.parts.reference.Reference`.
+        """For :class:`~rlhfkit.modules.parts.kl_penalty.Reference`.
 
         Args:
             model: Folder or hub name.

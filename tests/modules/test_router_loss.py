@@ -31,7 +31,7 @@ from rlhfkit import (
 )
 from rlhfkit.models import ModelLoading
 from rlhfkit.modules.parts import Critic
-from rlhfkit.modules.parts.router_loss import RouterLoss
+from rlhfkit.modules.parts.routers import RouterLoss
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhfkit import EMA, GRPOModule, LoRA, NonFiniteGuard, OnPolicyDistillationModule, PPOModule
 from rlhfkit.modules.parts import Correction, RewardModel
 from rlhfkit.modules.parts.kl_penalty import KLInReward
-from rlhfkit.modules.parts.router_loss import RouterLoss
+from rlhfkit.modules.parts.routers import RouterLoss
 from simulated_device import HostWaits, record_host_waits, trainer_arguments
 
 

@@ -73,8 +73,8 @@ class OnlineDPOModule(OnPolicyModule):
         loading: ModelLoading | None = None,
         parts: Sequence[GivenPart] = (),
     ) -> None:
+        from rlhfkit.modules.parts.kl_penalty import Reference
         from rlhfkit.modules.parts.pairs import Pairs
-        from rlhfkit.modules.parts.reference import Reference
 
         check_number("beta", beta, above=0)
         check_number("nll_coef", nll_coef, minimum=0)

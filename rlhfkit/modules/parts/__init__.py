@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from rlhfkit.modules.parts.critic import ValueLoss as ValueLoss
     from rlhfkit.modules.parts.entropy import EntropyBonus as EntropyBonus
     from rlhfkit.modules.parts.entropy import EntropyTarget as EntropyTarget
+    from rlhfkit.modules.parts.fine_tuning import NEFTune as NEFTune
+    from rlhfkit.modules.parts.fine_tuning import TokenMetrics as TokenMetrics
     from rlhfkit.modules.parts.kl_control import KLTarget as KLTarget
     from rlhfkit.modules.parts.kl_control import StopEarly as StopEarly
     from rlhfkit.modules.parts.kl_penalty import KLInReward as KLInReward
     from rlhfkit.modules.parts.kl_penalty import KLPenalty as KLPenalty
+    from rlhfkit.modules.parts.kl_penalty import Reference as Reference
     from rlhfkit.modules.parts.moving_reference import MovingReference as MovingReference
-    from rlhfkit.modules.parts.neftune import NEFTune as NEFTune
     from rlhfkit.modules.parts.old_policy import LogLinear as LogLinear
-    from rlhfkit.modules.parts.old_policy import RouterReplay as RouterReplay
     from rlhfkit.modules.parts.pairs import Pairs as Pairs
     from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher as PrecomputedTeacher
     from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss as PretrainingLoss
-    from rlhfkit.modules.parts.reference import Reference as Reference
     from rlhfkit.modules.parts.reward_model import RewardModel as RewardModel
     from rlhfkit.modules.parts.rewards import ClipRewards as ClipRewards
     from rlhfkit.modules.parts.rewards import MaskTruncated as MaskTruncated
     from rlhfkit.modules.parts.rewards import MissingEndPenalty as MissingEndPenalty
     from rlhfkit.modules.parts.rewards import NormalizeRewards as NormalizeRewards
     from rlhfkit.modules.parts.rewards import StopProperly as StopProperly
-    from rlhfkit.modules.parts.router_loss import RouterLoss as RouterLoss
+    from rlhfkit.modules.parts.routers import RouterLoss as RouterLoss
+    from rlhfkit.modules.parts.routers import RouterReplay as RouterReplay
     from rlhfkit.modules.parts.teacher import DivergenceLoss as DivergenceLoss
     from rlhfkit.modules.parts.teacher import TeacherAdvantages as TeacherAdvantages
     from rlhfkit.modules.parts.token_filters import OffPolicyMask as OffPolicyMask
     from rlhfkit.modules.parts.token_filters import Rejection as Rejection
     from rlhfkit.modules.parts.token_filters import TopEntropy as TopEntropy
-    from rlhfkit.modules.parts.token_metrics import TokenMetrics as TokenMetrics
 
 _FILES = {
     "AdvantagesBy": "advantages",
@@ -69,24 +69,24 @@ _FILES = {
     "MaskTruncated": "rewards",
     "MissingEndPenalty": "rewards",
     "MovingReference": "moving_reference",
-    "NEFTune": "neftune",
+    "NEFTune": "fine_tuning",
     "NormalizeRewards": "rewards",
     "OffPolicyMask": "token_filters",
     "Pairs": "pairs",
     "PrecomputedReference": "answer_reference",
     "PrecomputedTeacher": "precomputed_teacher",
     "PretrainingLoss": "pretraining_loss",
-    "Reference": "reference",
+    "Reference": "kl_penalty",
     "Rejection": "token_filters",
     "Returns": "critic",
     "RewardModel": "reward_model",
-    "RouterLoss": "router_loss",
-    "RouterReplay": "old_policy",
+    "RouterLoss": "routers",
+    "RouterReplay": "routers",
     "StopEarly": "kl_control",
     "StopProperly": "rewards",
     "TeacherAdvantages": "teacher",
     "TokenCredit": "advantages",
-    "TokenMetrics": "token_metrics",
+    "TokenMetrics": "fine_tuning",
     "TopEntropy": "token_filters",
     "ValueLoss": "critic",
     "WhitenAdvantages": "advantages",

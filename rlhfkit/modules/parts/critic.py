@@ -373,7 +373,7 @@ class ValueLoss(Part):
         result = LossOutput(self.coef * value.loss, metrics)
         if critic.shared or critic.router_loss is None:
             return result
-        from rlhfkit.modules.parts.router_loss import with_critic_router
+        from rlhfkit.modules.parts.routers import with_critic_router
 
         return with_critic_router(self.module, result, critic.router_loss, batch.action_mask)
 

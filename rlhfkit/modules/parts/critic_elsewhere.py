@@ -30,7 +30,7 @@ from rlhfkit.modules.metrics import StepMetrics, as_metrics
 from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.optimizers.schedules import ENDLESS
-from rlhfkit.modules.parts.router_loss import RouterLoss, with_critic_router
+from rlhfkit.modules.parts.routers import RouterLoss, with_critic_router
 from rlhfkit.parts import GivenPart, Part, make_part
 from rlhfkit.protocols import RLHFStrategy
 from rlhfkit.roles import CriticPool, CriticPoolError, ModelPool

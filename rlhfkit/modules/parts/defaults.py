@@ -6,7 +6,7 @@ A part among ``parts=`` of the same class, or that writes the same fields, takes
 from typing import Any
 
 from rlhfkit.modules.parts.advantages import AdvantagesBy, OverriddenAdvantages
-from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
+from rlhfkit.modules.parts.correction import EngineMismatch
 from rlhfkit.modules.parts.old_policy import OldLogprobs
 from rlhfkit.parts import Part
 

@@ -1,7 +1,7 @@
-"""``KLPenalty`` and ``KLInReward``: what keeps the policy near the reference, in the loss or in the rewards.
+"""``KLPenalty`` and ``KLInReward`` keep the policy near a ``Reference``, in the loss or in the rewards.
 
-Both bring a :class:`~rlhfkit.modules.parts.reference.Reference`, log ``policy/ref_kl`` in nats per token, and have a
-coefficient that :class:`~rlhfkit.modules.parts.kl_control.KLTarget` moves.
+Both bring a :class:`Reference`, log ``policy/ref_kl`` in nats per token, and have a coefficient that
+:class:`~rlhfkit.modules.parts.kl_control.KLTarget` moves.
 """
 
 import dataclasses
@@ -16,8 +16,63 @@ from rlhfkit.losses import LossOutput, kl_estimate, kl_loss, masked_mean, masked
 from rlhfkit.losses.kl import KLEstimator
 from rlhfkit.losses.policy.base import policy_tokens
 from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.parts import Coefficient, Part, Stage, check_coefficient, coefficient
+from rlhfkit.roles import FrozenModel, ModelPool, ServedModel
+from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_number
+
+
+class Reference(Part):
+    """Gives the log-probs of a reference model, which is the policy as it was loaded.
+
+    Parts that read ``ref_logprobs``, such as a KL penalty, bring one; give it to say where the model is::
+
+        GRPOModule("sft", kl_coef=0.01, parts=[Reference(ModelPool("sft", resources={"GPU": 1}))])
+
+    Args:
+        pool: ``None``: a frozen child of the module, or the policy without its adapters. A
+            :class:`~rlhfkit.roles.ModelPool`: on machines of its own, where it works while the policy computes its old
+            log-probs; a :class:`~rlhfkit.roles.ServedModel`: behind a running ``vllm serve``. Both also as plain
+            values.
+
+    Raises:
+        ValueError: If a model elsewhere was given and no part asks it.
+    """
+
+    stage, writes = Stage.MODELS, ("ref_logprobs",)
+
+    def __init__(self, pool: ModelPool | ServedModel | Mapping[str, Any] | None = None) -> None:
+        self.pool: FrozenModel | None = FrozenModel.of(pool)
+        self.loads_reference = self.pool is None
+        self._asked: AskedRows | None = None
+
+    def attach(self, module: Any) -> None:
+        """Check that a model elsewhere is asked."""
+        super().attach(module)
+        if self.pool is not None and not any("ref_logprobs" in part.reads for part in module.parts):
+            raise ValueError(
+                f"Reference({type(self.pool).__name__}(...)) is a model that nothing asks: give a kl_coef (0.01 is "
+                "OpenRLHF's) or KLPenalty, or leave Reference out"
+            )
+
+    def placed(self) -> Mapping[str, tuple[FrozenModel, Role]]:
+        """The pool."""
+        return {} if self.pool is None else {"reference": (self.pool, "logprobs")}
+
+    def begin(self, rows: Experience) -> None:
+        """Ask a model elsewhere, which works while the policy computes."""
+        if self.pool is not None:
+            self._asked = ask(self.pool, "logprobs", self.module, rows)
+
+    def prepare(self, rows: Experience) -> Experience:
+        """Add the log-probs."""
+        if self.pool is not None:
+            asked, self._asked = self._asked, None
+            assert asked is not None
+            return rows.with_columns(ref_logprobs=pool_result(asked))
+        with self.module.reference_model() as reference:
+            return rows.with_columns(ref_logprobs=self.module.passes.logprobs(reference, rows))
 
 
 class KLPart(Part):
@@ -29,8 +84,6 @@ class KLPart(Part):
 
     def brings(self) -> Sequence[Part]:
         """A reference."""
-        from rlhfkit.modules.parts.reference import Reference
-
         return [Reference()]
 
     def attach(self, module: Any) -> None:

@@ -1,6 +1,7 @@
 """What the updates of an iteration know of the policy before it: old log-probs, experts that it chose, its entropy.
 
-``OldLogprobs`` computes what others need, ``LogLinear`` approximates it, ``RouterReplay`` has it chosen again.
+``OldLogprobs`` computes what others need, ``LogLinear`` approximates it, ``RouterReplay`` (routers.py) has
+it chosen again.
 """
 
 import dataclasses
@@ -8,13 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import log_linear_proximal_logprobs
-from rlhfkit.models import PolicyOutput, unwrap
-from rlhfkit.models.routing import attach_routing
+from rlhfkit.models import PolicyOutput
 from rlhfkit.parts import Part, Stage, part_name
 from rlhfkit.trainer_parts import epochs_of
 
@@ -169,28 +168,3 @@ class LogLinear(Part):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue with it."""
         self.version = state["version"]
-
-
-class RouterReplay(Part):
-    """Sends each token of later updates to the experts that the policy before the iteration chose.
-
-    Their weights are computed anew (routing replay, GSPO: Zheng et al., 2025, arXiv:2507.18071, section 5.3). For
-    mixtures of experts with our packed attention; takes 2 bytes for each choice of a token's layers, and no further
-    forward pass. ``policy/rerouted_fraction`` is the share of choices that would be others now. Example::
-
-        GRPOModule("Qwen/Qwen3-30B-A3B", parts=[RouterReplay()])
-
-    Raises:
-        ValueError: If the policy has no routers whose choice can be replayed.
-    """
-
-    reads = ("routing",)
-
-    @torch.no_grad()
-    def loaded(self) -> None:
-        """Make the policy's routers ready."""
-        attach_routing(unwrap(self.module.policy))
-
-    def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
-        """The share of choices that would be others now, where they are replayed."""
-        return {} if out.rerouted is None else {"policy/rerouted_fraction": out.rerouted}

@@ -22,7 +22,7 @@ class SFTModule(PolicyModule):
 
     The loss is the mean over the trained tokens of the whole optimizer step, independent of micro-batches, ranks,
     padding and packing. Override :meth:`loss` for another objective on the same log-probs. Parts for it:
-    :class:`~rlhfkit.modules.parts.neftune.NEFTune`, :class:`~rlhfkit.modules.parts.token_metrics.TokenMetrics`.
+    :class:`~rlhfkit.modules.parts.fine_tuning.NEFTune`, :class:`~rlhfkit.modules.parts.fine_tuning.TokenMetrics`.
 
     Args:
         model: Folder or hub name of the policy.

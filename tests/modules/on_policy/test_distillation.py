@@ -32,8 +32,9 @@ from rlhfkit.losses import group_advantages
 from rlhfkit.modules.parts import Correction
 from rlhfkit.modules.parts.advantages import GroupAdvantages
 from rlhfkit.modules.parts.kl_penalty import KLInReward
-from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
+from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.modules.parts.rewards import ClipRewards
+from rlhfkit.modules.parts.routers import RouterReplay
 from rlhfkit.modules.parts.teacher import DivergenceLoss, TeacherAdvantages
 
 datasets = LazyModule("datasets")

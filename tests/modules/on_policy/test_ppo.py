@@ -20,10 +20,10 @@ from rlhfkit.models import ModelLoading
 from rlhfkit.models.heads import load_scalar_model, scalar_output
 from rlhfkit.modules.parts import GAE, Critic, CriticWarmup, MaskTruncated, ValueLoss
 from rlhfkit.modules.parts.kl_control import KLTarget
-from rlhfkit.modules.parts.kl_penalty import KLInReward
-from rlhfkit.modules.parts.old_policy import LogLinear, OldLogprobs, RouterReplay
-from rlhfkit.modules.parts.reference import Reference
+from rlhfkit.modules.parts.kl_penalty import KLInReward, Reference
+from rlhfkit.modules.parts.old_policy import LogLinear, OldLogprobs
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
+from rlhfkit.modules.parts.routers import RouterReplay
 from rlhfkit.rewards import ModelReward
 
 from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainPPO, check_moved_alike

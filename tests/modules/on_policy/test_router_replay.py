@@ -14,7 +14,7 @@ from rlhfkit import GRPOModule
 from rlhfkit.models import policy_output
 from rlhfkit.models.forward import unwrap
 from rlhfkit.models.routing import attach_routing
-from rlhfkit.modules.parts.old_policy import RouterReplay
+from rlhfkit.modules.parts.routers import RouterReplay
 
 
 class Spy(GRPOModule):

@@ -39,19 +39,18 @@ from rlhfkit.modules.parts.advantages import (
     TokenCredit,
     WhitenAdvantages,
 )
-from rlhfkit.modules.parts.correction import Correction, NoCorrection
+from rlhfkit.modules.parts.correction import Correction, EngineMismatch, NoCorrection
 from rlhfkit.modules.parts.critic import GAE, Critic, CriticWarmup, Returns, ValueLoss
-from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
 from rlhfkit.modules.parts.entropy import EntropyBonus, EntropyTarget
 from rlhfkit.modules.parts.kl_control import KLTarget, StopEarly
-from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
+from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty, Reference
 from rlhfkit.modules.parts.moving_reference import MovingReference
-from rlhfkit.modules.parts.old_policy import LogLinear, OldLogprobs, RouterReplay
+from rlhfkit.modules.parts.old_policy import LogLinear, OldLogprobs
 from rlhfkit.modules.parts.pairs import Pairs
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
-from rlhfkit.modules.parts.reference import Reference
 from rlhfkit.modules.parts.reward_model import RewardModel
 from rlhfkit.modules.parts.rewards import ClipRewards, MaskTruncated, MissingEndPenalty, NormalizeRewards, StopProperly
+from rlhfkit.modules.parts.routers import RouterReplay
 from rlhfkit.modules.parts.teacher import DivergenceLoss, ScaledAdvantages, Teacher, TeacherAdvantages
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 from rlhfkit.parts import Part

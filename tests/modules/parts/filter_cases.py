@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rlhfkit import GRPOModule
-from rlhfkit.modules.parts.correction import Correction, NoCorrection
-from rlhfkit.modules.parts.engine_mismatch import EngineMismatch
+from rlhfkit.modules.parts.correction import Correction, EngineMismatch, NoCorrection
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy
 
 

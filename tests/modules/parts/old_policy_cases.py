@@ -10,7 +10,8 @@ from tiny_models import tiny_mixture
 
 from rlhfkit import GRPOModule
 from rlhfkit.models import policy_output
-from rlhfkit.modules.parts.old_policy import LogLinear, RouterReplay
+from rlhfkit.modules.parts.old_policy import LogLinear
+from rlhfkit.modules.parts.routers import RouterReplay
 from rlhfkit.parts import Part, Stage
 
 

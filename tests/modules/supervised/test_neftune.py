@@ -13,8 +13,7 @@ from torch import Tensor
 from modules import sft_cases
 from rlhfkit import SFTDataModule, SFTModule
 from rlhfkit.models import load_causal_lm
-from rlhfkit.modules.parts.neftune import NEFTune
-from rlhfkit.modules.parts.token_metrics import TokenMetrics
+from rlhfkit.modules.parts.fine_tuning import NEFTune, TokenMetrics
 from rlhfkit.parts import make_part
 
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from rlhfkit import DFTModule, DPOModule, Optimization, PreferenceDataModule, SFTDataModule, SFTModule
 from rlhfkit.models import ModelLoading, load_causal_lm
-from rlhfkit.modules.parts.token_metrics import TokenMetrics
+from rlhfkit.modules.parts.fine_tuning import TokenMetrics
 
 
 class PlainSFT(PlainSGD, SFTModule):

@@ -1,4 +1,4 @@
-"""``NEFTune``: noise on the embeddings of training sequences, against overfitting to the words of the examples."""
+"""Parts of supervised fine-tuning: ``NEFTune``, noise on the embeddings, and ``TokenMetrics``, accuracy and entropy."""
 
 import random
 from typing import Any, cast
@@ -7,7 +7,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.models import unwrap
+from rlhfkit.losses import aggregate
+from rlhfkit.models import PolicyOutput, unwrap
 from rlhfkit.parts import Part
 from rlhfkit.validation import check_number
 
@@ -61,3 +62,22 @@ class NEFTune(Part):
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+
+class TokenMetrics(Part):
+    """Logs means over the trained tokens, in training with the prefix ``sft/`` and in validation with ``val/``.
+
+    ``token_accuracy``: the share of tokens that have the largest logit; ``entropy``: nats per token. They take one more
+    matrix product of the output layer. Example::
+
+        SFTModule("Qwen/Qwen3-0.6B", parts=[TokenMetrics()])
+    """
+
+    outputs = ("correct", "entropy")
+
+    def observe(self, batch: Any, out: PolicyOutput, old: Any) -> dict[str, Tensor]:
+        """Both, of a micro-batch."""
+        assert out.correct is not None
+        assert out.entropy is not None
+        values = {"token_accuracy": out.correct, "entropy": out.entropy}
+        return {name: aggregate(value.detach(), batch.loss_mask) for name, value in values.items()}

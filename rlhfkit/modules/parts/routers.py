@@ -1,12 +1,15 @@
-"""``RouterLoss``: the load-balancing loss of a mixture of experts."""
+"""Routers of a mixture of experts: ``RouterLoss`` balances their load, ``RouterReplay`` repeats their choices."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, sum_losses
-from rlhfkit.models import PolicyOutput
+from rlhfkit.models import PolicyOutput, unwrap
+from rlhfkit.models.routing import attach_routing
 from rlhfkit.parts import Part
 from rlhfkit.validation import check_number
 
@@ -61,3 +64,28 @@ def with_critic_router(module: Any, result: LossOutput, router_loss: Tensor, mas
     """Add the loss of a critic's router to that of its values, if the module has the part."""
     parts = [part for part in module.parts if isinstance(part, RouterLoss)]
     return sum_losses(result, *(part.balance(router_loss, mask, name="value/aux_loss") for part in parts))
+
+
+class RouterReplay(Part):
+    """Sends each token of later updates to the experts that the policy before the iteration chose.
+
+    Their weights are computed anew (routing replay, GSPO: Zheng et al., 2025, arXiv:2507.18071, section 5.3). For
+    mixtures of experts with our packed attention; takes 2 bytes for each choice of a token's layers, and no further
+    forward pass. ``policy/rerouted_fraction`` is the share of choices that would be others now. Example::
+
+        GRPOModule("Qwen/Qwen3-30B-A3B", parts=[RouterReplay()])
+
+    Raises:
+        ValueError: If the policy has no routers whose choice can be replayed.
+    """
+
+    reads = ("routing",)
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Make the policy's routers ready."""
+        attach_routing(unwrap(self.module.policy))
+
+    def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
+        """The share of choices that would be others now, where they are replayed."""
+        return {} if out.rerouted is None else {"policy/rerouted_fraction": out.rerouted}
