@@ -4,8 +4,6 @@ import atexit
 import gc
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,11 +26,10 @@ import pytest
 import torch
 from shared_pool import SharedPool
 from tiny_models import tiny_model
+from vllm_serve import vllm_serve
 
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.supervision.health import HealthPolicy
-
-ROOT = Path(__file__).parent.parent
 
 sys.dont_write_bytecode = False
 gc.disable()  # until all tests are collected: imports leave little garbage and many objects to look at
@@ -158,40 +155,6 @@ def vllm_pool(vllm_model: Path, ray_session: None) -> Iterator[SharedPool]:
 
 @pytest.fixture(scope="session")
 def vllm_server(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a ``vllm serve`` on the CPU that serves ``vllm_model`` and takes weights.
-
-    It is started by its module, as the command asks for metadata of a package that vLLM's CPU build does not have.
-    """
-    port, log = free_port(), tmp_path_factory.mktemp("vllm_server") / "log"
-    variables = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles one function of its log-probs even with enforce_eager
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(vllm_model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
-        *("--kv-cache-memory-bytes", str(2**26), "--block-size", "32", "--generation-config", "vllm"),
-        # vLLM 0.32 rewinds the random generator when a part of a prompt fits into a step, which CPUs' cannot.
-        "--no-enable-chunked-prefill",
-        *("--weight-transfer-config", '{"backend": "rlhfkit"}'),
-        *("--worker-extension-cls", "rlhfkit.rollout.vllm.plugin.WorkerExtension"),
-    ]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=output)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Address of a ``vllm serve`` on the CPU that serves ``vllm_model`` and takes weights."""
+    with vllm_serve(vllm_model, tmp_path_factory.mktemp("vllm_server") / "log") as url:
+        yield url

@@ -5,6 +5,7 @@ Records, caches, dumps and checkpoints keep the reference. Two references of one
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import io
 import os
@@ -123,14 +124,30 @@ class Image:
         """The bytes of the file."""
         return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
 
+    def encoded_rgb(self) -> bytes:
+        """A file in which every reader finds the pixels of :meth:`open`: its own, or a PNG.
+
+        Readers differ in what they make of a camera's orientation and of what is transparent.
+        """
+        import PIL.Image
+
+        own, picture = self.encoded(), self.open()
+        found = PIL.Image.open(io.BytesIO(own))
+        if found.mode == "RGB" and _orientation(found) == _UPRIGHT:
+            return own
+        file = io.BytesIO()
+        picture.save(file, format="PNG")
+        return file.getvalue()
+
     def open(self) -> Any:
-        """The Pillow image in RGB.
+        """The Pillow image in RGB, upright: turned as its camera's orientation (EXIF) says.
 
         Raises:
             ValueError: With its place, if it cannot be read, is larger than :data:`MAX_PIXELS`, or has numbers in place
                 of colours.
         """
         import PIL.Image
+        import PIL.ImageOps
 
         try:
             with warnings.catch_warnings():
@@ -142,7 +159,8 @@ class Image:
                         f"{self.where} has {width} x {height} pixels, more than {MAX_PIXELS}: make it smaller"
                     )
                 _check_mode(opened, self.where)
-                return opened.convert("RGB")
+                turned = opened if _orientation(opened) == _UPRIGHT else PIL.ImageOps.exif_transpose(opened)
+                return turned.convert("RGB")
         except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
             raise ValueError(f"{self.where} ({self}) cannot be read as a picture: {error}") from error
 
@@ -157,6 +175,17 @@ class Image:
     def __repr__(self) -> str:
         """Path, or number of bytes."""
         return f"Image({len(self.source)} bytes)" if isinstance(self.source, bytes) else f"Image({str(self.source)!r})"
+
+
+_ORIENTATION, _UPRIGHT = 0x0112, 1
+"""The tag of EXIF, and its usual value."""
+
+
+def _orientation(picture: Any) -> int:
+    """How a camera was held; upright if that cannot be read."""
+    with contextlib.suppress(Exception):
+        return int(picture.getexif().get(_ORIENTATION, _UPRIGHT))
+    return _UPRIGHT
 
 
 def _check_mode(image: Any, where: str) -> None:

@@ -489,7 +489,7 @@ def check_requests(
     if seeing is not None and not sees_images:
         raise RequestError(
             f"prompt {seeing} has images, which this engine does not give to its model: sample with LocalEngine() or "
-            "VLLMPool() from a model that sees them"
+            "VLLMPool() from a model that sees them, or with VLLMServer from one of `vllm serve --enable-scale-out`"
         )
     check_tokens("SamplingSpec.stop_token_ids", sampling.stop_token_ids, vocabulary)
     check_context(prompts, sampling.max_new_tokens, context)

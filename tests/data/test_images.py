@@ -33,6 +33,21 @@ def test_a_picture_is_read_from_path_bytes_pillow_and_data_urls(tmp_path: Path) 
     assert Image.of(found[0], "elsewhere") is found[0]
 
 
+def test_pictures_are_upright_and_files_mean_the_same_to_every_reader() -> None:
+    held, file = PIL.Image.Exif(), io.BytesIO()
+    held[0x0112] = 6  # the camera was turned
+    PIL.Image.new("RGB", (5, 3), (200, 10, 20)).save(file, "JPEG", exif=held)
+    turned = Image(file.getvalue())
+    assert turned.open().size == (3, 5)
+    assert PIL.Image.open(io.BytesIO(turned.encoded_rgb())).size == (3, 5)
+    file = io.BytesIO()
+    PIL.Image.new("RGBA", (5, 3), (200, 10, 20, 0)).save(file, "PNG")
+    (seen,) = {Image(one).open().getpixel((0, 0)) for one in (file.getvalue(), Image(file.getvalue()).encoded_rgb())}
+    assert seen == (200, 10, 20)
+    assert PIL.Image.open(io.BytesIO(Image(file.getvalue()).encoded_rgb())).mode == "RGB"
+    assert Image(encoded()).encoded_rgb() == encoded()
+
+
 def test_errors_name_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match="row 3, image 1: there is no file"):
         Image.of("gone.png", "row 3, image 1", folder=tmp_path)

@@ -1,37 +1,89 @@
-"""What ``/v1/completions`` of vLLM 0.32 is sent and answers: token ids in and out, with log-probs."""
+"""What vLLM 0.32 is sent over HTTP and answers: token ids in and out, with log-probs.
+
+Texts go to ``/v1/completions``, which every server has. It takes no images: token ids with images go to
+``/inference/v1/generate``, which a server has that was started with ``--enable-scale-out``.
+"""
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhfkit.data.types import Prompt
-from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
-from rlhfkit.rollout.vllm.arguments import sample_request
+from rlhfkit.data.images import Image
+from rlhfkit.rollout.errors import EngineError, RefusedRequest, RequestError
+from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions, ServerRefusal
+from rlhfkit.rollout.supervision.calls import Request
 from rlhfkit.serving.client import Endpoint
 
+if TYPE_CHECKING:
+    from rlhfkit.rollout.vllm.images import SentImages
+
 COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
 
 _NOT_SENT = {"detokenize", "priority"}
 """Parameters of ``vllm.SamplingParams`` that the endpoint lacks, or accepts only from servers started for them."""
 
 
-def sample_body(
-    prompt: Prompt, index: int, sampling: SamplingSpec, iteration: int, stops: tuple[int, ...]
-) -> dict[str, Any]:
-    """Return the request for sample ``index`` of a group: that of :class:`~rlhfkit.VLLMPool`, with the same seed."""
-    token_ids, arguments = sample_request(prompt, index, sampling, iteration, stops)
+def sample_body(request: Request) -> dict[str, Any]:
+    """Return the body for one sample of a text."""
+    token_ids, arguments = request
     sent = {name: value for name, value in arguments.items() if name not in _NOT_SENT}
     return {"prompt": token_ids, "return_token_ids": True, **sent}
 
 
 def score_body(token_ids: Sequence[int], top: int = 0) -> dict[str, Any]:
     """Return the request for log-probs of a prompt's tokens, and of the ``top`` likeliest at each position."""
+    return {"prompt": list(token_ids), "return_token_ids": True, **_score_arguments(top)}
+
+
+def _score_arguments(top: int = 0) -> dict[str, Any]:
     # vLLM computes them when it samples the first token, so one is requested and dropped.
-    arguments = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top, "return_token_ids": True}
-    return {"prompt": list(token_ids), **arguments}
+    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+
+
+async def ask_with_images(
+    connections: ServerConnections, model: str, token_ids: Sequence[int], images: "SentImages", arguments: Any = None
+) -> Any:
+    """Ask for a sample of a prompt with images, or without ``arguments`` for the log-probs of its tokens.
+
+    ``arguments`` are those of ``vllm.SamplingParams``. The answer is like one of ``/v1/completions``.
+
+    Raises:
+        RequestError: If the server refuses the request, or has read other tokens than these.
+        EngineError: If no server answers.
+    """
+    from rlhfkit.rollout.vllm.images import check_read
+
+    given = _score_arguments() if arguments is None else arguments
+    body = {
+        "model": model,
+        "token_ids": images.token_ids,
+        "content_parts": [{"type": "image_url", "url": Image(file).plain()} for file in images.encoded],
+        "sampling_params": {name: value for name, value in given.items() if name != "priority"},
+        "return_token_ids": True,
+    }
+    answer = await connections.ask(GENERATE, body)
+    choice = _choice(answer)
+    try:
+        check_read(token_ids, answer.get("prompt_token_ids") or ())
+    except RefusedRequest as error:
+        raise RequestError(str(error)) from None
+    logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
+    found = {"logprobs": {"token_logprobs": logprobs}, "prompt_logprobs": answer.get("prompt_logprobs")}
+    return {"choices": [{**choice, **found}]}
+
+
+async def takes_images(connections: ServerConnections, endpoint: Endpoint, model: str, *, timeout: float) -> bool:
+    """Whether a server takes token ids with images; EngineError if it does not answer."""
+    body = {"model": model, "token_ids": [0], "sampling_params": {"max_tokens": 1}}
+    try:
+        await connections.call(endpoint, "POST", GENERATE, body, timeout=timeout)
+    except ServerRefusal as error:
+        if error.status not in (403, 404):
+            raise
+        return False
+    return True
 
 
 def parse_completion(answer: Any) -> tuple[list[int], list[float], str]:

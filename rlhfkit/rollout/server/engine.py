@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, ch
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
 from rlhfkit.rollout.server.completions import (
     COMPLETIONS,
+    ask_with_images,
     connect,
     parse_completion,
     parse_scores,
     reports_raw_logprobs,
     sample_body,
     score_body,
+    takes_images,
 )
 from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
 from rlhfkit.rollout.server.weights import (
@@ -35,11 +37,14 @@ from rlhfkit.rollout.server.weights import (
     choose_sender,
     served_versions,
 )
-from rlhfkit.rollout.vllm.arguments import check_vllm_sampling
+from rlhfkit.rollout.vllm.arguments import check_vllm_sampling, sample_request
 from rlhfkit.rollout.weight_sync.coordinator import attempt_sync
 from rlhfkit.rollout.weight_sync.transfers import check_transfer
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.validation import check_integer, check_number
+
+if TYPE_CHECKING:
+    from rlhfkit.rollout.vllm.images import ImageRequests
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +55,8 @@ class VLLMServer(RolloutEngine):
     """One or several running ``vllm serve`` processes of one model, as one engine. They go on when the run ends.
 
     Samples are those of :class:`~rlhfkit.VLLMPool` with the same weights: same requests, same seeds. Tokens are sent
-    and returned as ids over ``/v1/completions``.
+    and returned as ids over ``/v1/completions``; with images over ``/inference/v1/generate``, if the servers were
+    started with ``--enable-scale-out``.
 
     To train, the servers need vLLM's endpoints for weights; without them :meth:`start` raises an error that says how to
     start them, unless only the model's own weights are asked for (``rlhfkit generate``, evaluations).
@@ -132,6 +138,8 @@ class VLLMServer(RolloutEngine):
         self._given_tokenizer: Any = None
         self._tokenizer: Any = None  # the one in use
         self._same_vocabulary = True  # of the run's tokenizer and the model's own, which the servers have
+        self._images: ImageRequests | None = None  # None: the model reads text only
+        self._takes_images = False
         self._reports_raw: bool | None = None  # log-probs before temperature and truncation; None: not asked yet
         self._sync_metrics: dict[str, float] = {}
 
@@ -168,10 +176,11 @@ class VLLMServer(RolloutEngine):
         self.version = 0 if load_weights else None
 
     def _start(self, model: str, trust_remote_code: bool, load_weights: bool) -> None:
+        from rlhfkit.models.attention.families import sees_images
         from rlhfkit.models.load import load_config, load_tokenizer, stop_token_ids
 
-        connections = self._connect()
-        self._vocabulary = int(load_config(model, trust_remote_code=trust_remote_code).get_text_config().vocab_size)
+        connections, config = self._connect(), load_config(model, trust_remote_code=trust_remote_code)
+        self._vocabulary = int(config.get_text_config().vocab_size)
         self._check_vocabulary(connections, model)
         if not load_weights:
             infos = [connections.submit(ask_server_info(connections, one)).result() for one in connections.endpoints]
@@ -189,6 +198,16 @@ class VLLMServer(RolloutEngine):
         own = load_tokenizer(model, trust_remote_code=trust_remote_code)
         tokenizer = own if self._given_tokenizer is None else self._given_tokenizer
         self._tokenizer, self._same_vocabulary = tokenizer, own.get_vocab() == tokenizer.get_vocab()
+        if sees_images(config):
+            from rlhfkit.models.vision import vision_processor
+            from rlhfkit.rollout.vllm.images import ImageRequests
+
+            processor = vision_processor(model, config, trust_remote_code=trust_remote_code)
+            self._images = ImageRequests(processor, tokenizer)
+            self._takes_images = all(
+                connections.submit(takes_images(connections, one, self._name, timeout=_ASK_SECONDS)).result()
+                for one in connections.endpoints
+            )
         self._stops = stop_token_ids(model, tokenizer, trust_remote_code=trust_remote_code)
 
     def _connect(self) -> ServerConnections:
@@ -215,6 +234,7 @@ class VLLMServer(RolloutEngine):
             self._connections.close()
         self._connections, self._sync, self.version, self._given_tokenizer = None, None, None, None
         self._stops, self._takes_weights, self._reports_raw, self._context = (), False, None, 0
+        self._images, self._takes_images = None, False
 
     # ---------------------------------------------------------------- weights
 
@@ -289,6 +309,10 @@ class VLLMServer(RolloutEngine):
             return sampling.temperature in (0.0, 1.0)
         return not sampling.truncates
 
+    @property
+    def image_processor(self) -> Any:
+        return self._images.processor if self._images is not None and self._takes_images else None
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
         """Sample on all servers, for this rank alone; see :meth:`RolloutEngine.generate`. Any thread."""
         return sample_all(self.stream(sampling, iteration=iteration), prompts, tokenizer=self._tokenizer)
@@ -306,7 +330,13 @@ class VLLMServer(RolloutEngine):
         return ServerStream(
             partial(self._sample, connections, sampling, self.configure_logprobs(sampling), self.version or 0),
             connections.submit,
-            lambda prompts: check_requests(prompts, sampling, context=self._context, vocabulary=self._vocabulary),
+            lambda prompts: check_requests(
+                prompts,
+                sampling,
+                context=self._context,
+                vocabulary=self._vocabulary,
+                sees_images=self.image_processor is not None,
+            ),
             group_size=sampling.group_size,
             iteration=iteration,
         )
@@ -332,8 +362,14 @@ class VLLMServer(RolloutEngine):
         *,
         iteration: int,
     ) -> Sample:
-        body = sample_body(prompt, index, sampling, iteration, self._stops)
-        answer = await connections.ask(COMPLETIONS, {"model": self._name, **body})
+        request = sample_request(prompt, index, sampling, iteration, self._stops)
+        if self._images is not None:
+            request = self._images.request(request, prompt.attachments)
+        token_ids, arguments = request
+        if (images := arguments.pop("images", None)) is not None:
+            answer = await ask_with_images(connections, self._name, token_ids, images, arguments)
+        else:
+            answer = await connections.ask(COMPLETIONS, {"model": self._name, **sample_body(request)})
         token_ids, logprobs, finish = parse_completion(answer)
         if finish == "length" and len(token_ids) < sampling.max_new_tokens:
             raise EngineError(
@@ -353,11 +389,16 @@ class VLLMServer(RolloutEngine):
         """Return the log-probs of given tokens, of the servers in turn; see :meth:`RolloutEngine.score`. Any thread."""
         connections = self._serving()
         check_scored(sequences, context=self._context, vocabulary=self._vocabulary)
-        futures = [
-            connections.submit(connections.ask(COMPLETIONS, {"model": self._name, **score_body(sequence)}))
-            for sequence in sequences
-        ]
+        asked = [self._scores(connections, row, images[place] if images else ()) for place, row in enumerate(sequences)]
+        futures = [connections.submit(one) for one in asked]
         return [parse_scores(future.result(), sequence) for future, sequence in zip(futures, sequences, strict=True)]
+
+    async def _scores(self, connections: ServerConnections, sequence: Sequence[int], images: Sequence[Any]) -> Any:
+        if images:
+            assert self._images is not None
+            sent = self._images.sent(sequence, images)
+            return await ask_with_images(connections, self._name, sequence, sent)
+        return await connections.ask(COMPLETIONS, {"model": self._name, **score_body(sequence)})
 
 
 # ---------------------------------------------------------------- streams

@@ -77,7 +77,7 @@ class ImageRequests:
 
     def _read_once(self, image: Image) -> tuple[list[int], bytes]:
         """The tokens of an image, and its file."""
-        return self._tokens(self.processor.read(image).text), image.encoded()
+        return self._tokens(self.processor.read(image).text), image.encoded_rgb()
 
 
 def _find(part: Sequence[int], whole: Sequence[int]) -> int | None:

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from models.vision_families import prompts, save_vision_model
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tiny_models import tiny_model
 
 from rlhfkit import Prompt, SamplingSpec, VLLMServer
+from rlhfkit.models.load import load_config
+from rlhfkit.models.vision import image_token_id
 from rlhfkit.rollout.errors import EngineError, RequestError
 from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
 from rlhfkit.rollout.server.weights import ServerInfo, ServerReceivers, choose_sender
@@ -255,6 +258,26 @@ def test_a_refusal_is_an_error_of_the_request(app: Misbehaviour, started: Callab
     with pytest.raises(RequestError, match="the request was refused"):
         engine.generate([Prompt(0, [5])], SPEC, iteration=0)
     assert app.requests["/v1/completions"] <= 3  # one to begin with, then one of each sample
+
+
+def test_images_need_a_server_that_takes_them(
+    app: Misbehaviour, running: tuple[Misbehaviour, str], tmp_path: Path
+) -> None:
+    """As one that was started without ``--enable-scale-out``; with it: ``test_images.py``."""
+    seeing = str(save_vision_model("idefics3", tmp_path / "seeing"))
+    engine = VLLMServer(running[1], token=SECRET, backoff=0.01, start_timeout=10)
+    engine.start(seeing, dtype=torch.float32, load_weights=True)
+    sent: list[Any] = []
+    app.answer = lambda body, number: (sent.append(body.get("logit_bias")), completion(body))[1]
+    try:
+        assert engine.image_processor is None
+        given = prompts(Path(seeing), several=False)
+        with pytest.raises(RequestError, match="or with VLLMServer from one of `vllm serve --enable-scale-out`"):
+            engine.generate(given[:1], SPEC, iteration=0)
+        assert len(engine.generate(given[2:], SPEC, iteration=0)) == 2
+        assert sent == [{str(image_token_id(load_config(seeing))): -100.0}] * 2
+    finally:
+        engine.close()
 
 
 def test_requests_in_flight_are_limited(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:

@@ -1,5 +1,6 @@
 """``VLLMPool`` with images: vLLM reads the tokens and the pictures that the trainer has, after every sync."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from rlhfkit.models.forward import UnpaddedBatch
 from rlhfkit.models.load import load_config, load_tokenizer
 from rlhfkit.models.vision import VISION_FAMILIES as KNOWN
 from rlhfkit.models.vision import image_token_id, vision_processor
-from rlhfkit.rollout.engine import SamplingSpec
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.vllm.images import ImageRequests, SentImages
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -66,8 +67,8 @@ def pool(folder: Path, ray_session: None) -> Iterator[SharedPool]:
     pool.really_close()
 
 
-@pytest.mark.vllm
-def test_sampled_and_scored_logprobs_are_the_trainers_after_each_of_three_syncs(pool: SharedPool, folder: Path) -> None:
+def check_three_syncs(engine: RolloutEngine, folder: Path) -> None:
+    """Sampled and scored log-probs are the trainer's after each, and the image's token is never sampled."""
     model = load_causal_lm(str(folder)).eval()
     forbidden = image_token_id(model.config)
     given = prompts(folder, several=True)  # the same pictures each time: what the encoder keeps of them would show
@@ -77,8 +78,8 @@ def test_sampled_and_scored_logprobs_are_the_trainers_after_each_of_three_syncs(
             for parameter in model.parameters():
                 parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
             model.get_output_embeddings().weight[forbidden] *= 3  # sampled, if it could be
-        pool.load(ModuleWeights(model), version)
-        samples = pool.generate(given, SPEC, iteration=version)
+        engine.load(ModuleWeights(model), version)
+        samples = engine.generate(given, SPEC, iteration=version)
         assert all(forbidden not in sample.token_ids for sample in samples)
         batch = Experience.from_samples(samples, before_rewards=True)
         with torch.no_grad():
@@ -89,9 +90,16 @@ def test_sampled_and_scored_logprobs_are_the_trainers_after_each_of_three_syncs(
             with torch.no_grad():
                 mask = torch.ones(1, ids.shape[1] - 1, dtype=torch.bool)
                 expected = policy_output(model, UnpaddedBatch(ids, images), mask).logprobs[0]
-            torch.testing.assert_close(torch.tensor(pool.score(ids.tolist(), images)[0]), expected, atol=EXACT, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(engine.score(ids.tolist(), images)[0]), expected, atol=EXACT, rtol=0
+            )
     texts = [sample.token_ids.tolist() for sample in samples]
     assert texts[:3] != texts[3:6]  # one text, two pictures
+
+
+@pytest.mark.vllm
+def test_sampled_and_scored_logprobs_are_the_trainers_after_each_of_three_syncs(pool: SharedPool, folder: Path) -> None:
+    check_three_syncs(pool, folder)
 
 
 def logprobs_of(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
@@ -134,6 +142,13 @@ def test_tokens_that_another_processor_wrote_are_refused(pool: SharedPool, folde
     ids.remove(token)
     with pytest.raises(RequestError, match=r"image 0 \(.*\) has 7 tokens, which are not where they belong"):
         pool.generate([dataclasses.replace(whole, token_ids=ids)], SPEC, iteration=0)
+    with sent_as_they_are(), pytest.raises(RequestError, match=r"vLLM has read \d+ tokens of a prompt with images"):
+        pool.generate([whole], SPEC, iteration=0)
+
+
+@contextlib.contextmanager
+def sent_as_they_are() -> Iterator[None]:
+    """Tokens of images are sent in place of one for each, which vLLM's processor writes again."""
     right = ImageRequests.sent
 
     def written_twice(self: ImageRequests, token_ids: Sequence[int], images: Sequence[Any]) -> SentImages:
@@ -141,5 +156,4 @@ def test_tokens_that_another_processor_wrote_are_refused(pool: SharedPool, folde
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ImageRequests, "sent", written_twice)
-        with pytest.raises(RequestError, match=r"vLLM has read \d+ tokens of a prompt with images, where the trainer"):
-            pool.generate([whole], SPEC, iteration=0)
+        yield
