@@ -280,9 +280,18 @@ MOST_WORDS = 40
 
 @every_page
 def test_no_sentence_is_above_40_words(page: Path) -> None:
-    """Code and the address of a link count as one word; tables and lists of code are no sentences."""
+    """Code and the address of a link count as one word; tables have a test of their own."""
     text = re.sub(r"<!--.*?-->", "", FENCE.sub("\n", page.read_text(encoding="utf-8")), flags=re.DOTALL)
     text = ITEM.sub("\n", re.sub(r"^(?:#|\|).*$", "\n", text, flags=re.MULTILINE))
     paragraphs = (CODE.sub("x", " ".join(one.split())) for one in re.split(r"\n *\n", text))
     sentences = [sentence for paragraph in paragraphs for sentence in END.split(paragraph)]
     assert [one for one in sentences if len(one.split()) > MOST_WORDS] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name not in ("reference", "dev")], ids=lambda page: page.stem
+)
+def test_no_table_cell_of_the_guide_is_above_20_words(page: Path) -> None:
+    rows = re.findall(r"^\|(.*)\|$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", CODE.sub("x", row))]
+    assert [cell for cell in cells if len(cell.split()) > 20] == []
