@@ -48,6 +48,8 @@ Run = tuple[RunReport, L.Trainer, RolloutCallback, RunData]
 
 def test_every_metric_has_a_point_for_each_iteration(run: Run) -> None:
     _, trainer, _, found = run
+    assert found.curves["time/update"].xs == [0, 1, 2]
+    assert min(found.curves["time/update"].ys) > 0
     for name in ("loss", "rollout/reward", "policy/entropy", "time/generate"):
         assert found.curves[name].xs == [0, 1, 2]
         assert found.curves[name].ys[-1] == pytest.approx(float(trainer.callback_metrics[name]), rel=1e-4)
@@ -90,6 +92,7 @@ def test_distributions_count_every_sample(run: Run) -> None:
 def test_the_page_has_the_arguments_of_everything(run: Run) -> None:
     found = run[3].configuration
     assert found["module: GRPOModule"]["lr"] == 1e-3
+    assert found["module: GRPOModule"]["advantages"] is None
     assert found["sampling: SamplingSpec"]["group_size"] == 4
     assert found["trainer"]["accumulate_grad_batches"] == 2
     assert {"data: PromptDataModule", "engine: LocalEngine", "reward: digits"} <= set(found)

@@ -121,6 +121,7 @@ class RunReport(Callback):
         if self._ended is not None:
             self._finish_iteration(*self._ended)
         self._ended = None
+        self.times.update_seconds = 0.0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -246,6 +247,7 @@ class RunReport(Callback):
             return
         from rlhfkit.callbacks.rollout.parts.alarms import Alarms
 
+        self.data.add_metrics({"time/update": self.times.update_seconds}, iteration)
         alarms = rollouts.part(Alarms)
         known = {(one["iteration"], one["metric"]) for one in self.data.alarms}
         for number, alarm, value in () if alarms is None else alarms.triggered:
@@ -392,11 +394,14 @@ def configuration(
 
 def effective_arguments(module: Any) -> dict[str, Any]:
     """What a module has in place of arguments that are ``None``, from a preset or its policy loss, and its parts."""
-    found = {name: getattr(module, name, None) or None for name, value in module.hparams.items() if value is None}
+    missing = [name for name, value in module.hparams.items() if value is None]
+    found = {name: value for name in missing if (value := getattr(module, name, None)) and not callable(value)}
     loss = getattr(module, "policy_loss", None)
     if loss is not None:
-        defaults = {name: one.default for name, one in inspect.signature(loss.function).parameters.items()}
-        found |= {name: loss.arguments.get(name, defaults[name]) for name in found.keys() & defaults.keys()}
+        parameters = inspect.signature(loss.function).parameters
+        defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+        for name in {"clip_low", "clip_high", "aggregation"}.intersection(missing):
+            found[name] = loss.arguments.get(name, defaults.get(name))
     if parts := getattr(module, "parts", ()):
         found |= {"parts": _lines(parts), "order": module.extra_repr()}
     return {name: _plain(value) for name, value in found.items()}

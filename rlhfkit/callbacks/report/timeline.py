@@ -52,6 +52,8 @@ class RoleTimes:
         self.written = 0.0
         """When the page was written, in seconds of :func:`time.monotonic`."""
         self.first_step = 0
+        self.update_seconds = 0.0
+        """Of the micro-batches of this iteration so far, on this rank."""
         self._began = time.monotonic()
         self._updates: list[Interval] = []
         self._starts: list[float] = []  # of the last iterations
@@ -78,6 +80,7 @@ class RoleTimes:
     def end_batch(self) -> None:
         """Note when it ends."""
         self._updates.append(Interval("trainer", "update", self._batch_start, time.time()))
+        self.update_seconds += self._updates[-1].end - self._batch_start
 
     def collect(self, trainer: L.Trainer, *, elsewhere: bool) -> None:
         """Set :attr:`intervals` to what was done in the iterations before the last one, in which nothing is sampled
