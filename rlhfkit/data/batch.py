@@ -217,39 +217,6 @@ class PaddedBatch:
 
         return self.map_tensors(padded)
 
-    @classmethod
-    def concat(cls, batches: Sequence[Self]) -> Self:
-        """Stack batches, padding each to the longest.
-
-        Args:
-            batches: At least one.
-
-        Raises:
-            ValueError: If there is none, or optional fields or plain numbers (temperature, size of the step) differ.
-        """
-        if not batches:
-            raise ValueError(f"concat needs at least one {cls.__name__}, got none")
-        longest = max(batch.input_ids.shape[1] for batch in batches)
-        padded = [batch.pad(longest) for batch in batches]
-        updates: dict[str, Any] = {}
-        for entry in dataclasses.fields(cls):
-            axis, values = entry.metadata.get("axis"), [getattr(batch, entry.name) for batch in padded]
-            if entry.name == "attachments":
-                if any(values):
-                    each = zip(batches, values, strict=True)
-                    updates[entry.name] = tuple(row for batch, rows in each for row in rows or ((),) * len(batch))
-            elif entry.metadata.get("by_name"):
-                if len({frozenset(value) for value in values}) > 1:
-                    raise ValueError(f"{entry.name} has different names in different batches: {[*map(sorted, values)]}")
-                updates[entry.name] = {name: torch.cat([value[name] for value in values]) for name in values[0]}
-            elif axis is not None:
-                if len({value is None for value in values}) > 1:
-                    raise ValueError(f"{entry.name} is set in some of the batches and None in others")
-                updates[entry.name] = None if values[0] is None else torch.cat(values)
-            elif len(set(values)) > 1:
-                raise ValueError(f"{entry.name} differs between the batches: {values}")
-        return dataclasses.replace(padded[0], **updates)
-
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
         """Move every tensor, keeping dtypes; ``kwargs`` go to :meth:`torch.Tensor.to`.
 

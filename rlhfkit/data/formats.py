@@ -60,24 +60,6 @@ class PreferenceExample:
         """Tokens of the chosen answer."""
         return self.chosen.targets
 
-    @classmethod
-    def from_token_ids(
-        cls, prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int], *, margin: float | None = None
-    ) -> Self:
-        """Make a pair from token ids.
-
-        Args:
-            prompt: Token ids of the prompt, at least one.
-            chosen: Token ids of the preferred answer, end-of-sequence token included.
-            rejected: The same for the other answer.
-            margin: By how much the chosen answer is better.
-        """
-
-        def answered(answer: Sequence[int]) -> TokenExample:
-            return TokenExample([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
-
-        return cls(answered(chosen), answered(rejected), margin)
-
 
 @dataclass(kw_only=True)
 class PreferenceBatch(TokenBatch):

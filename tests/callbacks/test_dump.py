@@ -103,7 +103,7 @@ def test_a_replay_of_something_else_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "dump").iterdir()] == ["iteration_000001.jsonl"]
     engine = ReplayEngine(tmp_path / "dump")
     with pytest.raises(KeyError, match="replay with the data, seed and sizes"):
-        engine.generate(data.next_prompts(8), SAMPLING, iteration=1)
+        engine.generate(data.prompt_queue().take(8), SAMPLING, iteration=1)
     with pytest.raises(FileNotFoundError, match="record a run with RolloutDump"):
         ReplayEngine(tmp_path / "nowhere")
 

@@ -64,13 +64,12 @@ def test_selected_rows_equal_those_of_the_padded_batch(lengths: list[int], seed:
     assert_equal(kept.padded(), batch)
 
 
-def test_columns_of_several_numbers_a_token_are_kept_padded_and_stacked() -> None:
+def test_columns_of_several_numbers_a_token_are_kept_and_padded() -> None:
     lengths = [3, 1, 5]
     routing = torch.randint(1, 9, (3, 4, 6), dtype=torch.int16)
     routing[torch.arange(4) >= torch.tensor(lengths)[:, None] - 1] = 0
     whole = experience_of(lengths, 0).with_columns(routing=routing)
     assert_equal(JaggedRows(whole).select([2, 0]), whole.select([2, 0]))
-    assert_equal(Experience.concat([whole.select([2]), whole.select([0])]), whole.select([2, 0]))
     assert whole.placeholder().columns["routing"].tolist() == [[[0] * 6]]
 
 

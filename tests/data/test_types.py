@@ -137,15 +137,6 @@ def test_select_takes_rows_in_order_and_trims(experience: Experience) -> None:
     assert_same(experience.select(torch.tensor([1, 0])), chosen)
 
 
-def test_concat_of_the_rows_is_the_batch(experience: Experience) -> None:
-    whole = filled(experience)
-    for row in range(3):  # padding must not carry information
-        end = int(whole.lengths[row]) - 1
-        for name in FILLED:
-            whole.tensors()[name][0][row, end:] = 0
-    assert_same(Experience.concat([whole.select([0]), whole.select([1, 2])]), whole)
-
-
 def test_pad_marks_padding(experience: Experience) -> None:
     padded = experience.pad(10)
     assert padded.input_ids.shape == (3, 10)
@@ -155,24 +146,6 @@ def test_pad_marks_padding(experience: Experience) -> None:
     assert_same(padded.trim(), experience)
     with pytest.raises(ValueError, match="cannot pad to 4 tokens: the batch has 8"):
         experience.pad(4)
-
-
-def test_concat_rejects_what_does_not_agree(experience: Experience) -> None:
-    other = experience.select([0, 1, 2])
-    other.old_logprobs = torch.zeros_like(other.rollout_logprobs)
-    with pytest.raises(ValueError, match="old_logprobs is set in some"):
-        Experience.concat([experience, other])
-    other.old_logprobs, other.columns = None, {"values": torch.zeros_like(other.rollout_logprobs)}
-    with pytest.raises(ValueError, match="columns has different names"):
-        Experience.concat([experience, other])
-    other.columns, other.reward_parts = {}, {}
-    with pytest.raises(ValueError, match="reward_parts has different names"):
-        Experience.concat([experience, other])
-    other.reward_parts, other.temperature = experience.reward_parts, 1.0
-    with pytest.raises(ValueError, match="temperature differs"):
-        Experience.concat([experience, other])
-    with pytest.raises(ValueError, match="at least one Experience"):
-        Experience.concat([])
 
 
 def test_state_survives_a_weights_only_checkpoint(experience: Experience) -> None:

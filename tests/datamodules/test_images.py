@@ -169,7 +169,7 @@ def test_prompts_and_texts_without_a_template(folder: Path, tmp_path: Path) -> N
     )
     table.to_parquet(tmp_path / "rows.parquet")
     data = opened(PromptDataModule(str(tmp_path / "rows.parquet"), answer="answer", rollout_batch_size=2), folder)
-    prompts = sorted(data.next_prompts(2), key=lambda one: one.index)
+    prompts = sorted(data.prompt_queue().take(2), key=lambda one: one.index)
     assert prompts[0].token_ids.tolist() == expected(folder, [user(IMAGE, "colour?")], (5,), generation=True)
     assert [[one.open().tobytes() for one in prompt.attachments] for prompt in prompts] == [[picture(5).tobytes()], []]
     assert "image" not in prompts[0].metadata
@@ -256,7 +256,6 @@ def test_records_keep_references(tmp_path: Path) -> None:
     batch = Experience.from_samples(samples)
     assert batch.attachments == (images, ())
     assert batch.select([1, 0, 0]).attachments == ((), images, images)
-    assert Experience.concat([batch, batch.select([1])]).attachments == (images, (), ())
     assert batch.placeholder().attachments is None
     loaded = torch.load(_saved(tmp_path / "batch.pt", batch.state_dict()), weights_only=True)
     assert Experience.from_state_dict(loaded).attachments == (images, ())

@@ -192,15 +192,12 @@ def test_a_trainer_gets_steps_of_pairs_with_their_totals(write_rows: Write) -> N
     trainer.fit(seen, PreferenceDataModule(write_rows(ROWS), micro_batch_size=2, tokenizer=tiny_tokenizer()))
     assert sum(batch.pairs for batch in seen.batches) == 11
     for first, second in zip(seen.batches[::2], seen.batches[1::2], strict=True):
-        together = PreferenceBatch.concat([first, second])
-        lengths = together.chosen(together.loss_mask).sum(-1).float()
-        assert together.mean_chosen_length == pytest.approx(float(lengths.mean()))
-        assert together.step_sequences == together.pairs
-        for chosen, rejected, mask in zip(
-            together.chosen(together.input_ids),
-            together.rejected(together.input_ids),
-            together.chosen(together.loss_mask),
-            strict=True,
-        ):
-            prompt = int(mask.int().argmax()) + 1
-            assert torch.equal(chosen[:prompt], rejected[:prompt])  # a pair is still a pair
+        step = (first, second)
+        lengths = torch.cat([batch.chosen(batch.loss_mask).sum(-1).float() for batch in step])
+        for batch in step:
+            assert batch.mean_chosen_length == pytest.approx(float(lengths.mean()))
+            assert batch.step_sequences == first.pairs + second.pairs
+            answers = (batch.chosen(batch.input_ids), batch.rejected(batch.input_ids), batch.chosen(batch.loss_mask))
+            for chosen, rejected, mask in zip(*answers, strict=True):
+                prompt = int(mask.int().argmax()) + 1
+                assert torch.equal(chosen[:prompt], rejected[:prompt])  # a pair is still a pair

@@ -107,7 +107,7 @@ def test_text_prompts_are_written_as_in_reinforcement_learning() -> None:
     whole, learned = examples(module(rows, **options))[0]
     prompts = PromptDataModule(rows, rollout_batch_size=1, **options)
     prompts.setup()
-    prompt = tiny_tokenizer().decode(prompts.next_prompts(1)[0].token_ids.tolist())
+    prompt = tiny_tokenizer().decode(prompts.prompt_queue().take(1)[0].token_ids.tolist())
     assert whole == prompt + "2;$"
     assert learned == "_" * len(prompt) + "2;$"
     assert examples(module(rows, apply_chat_template=False, tokenizer=chat_tokenizer(UNMARKED)))[0][0] == "1+1=2$"

@@ -13,7 +13,6 @@ import lightning as L
 from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.loaders.experience import ExperienceLoader
 from rlhfkit.data.loaders.steps import StepLoader
-from rlhfkit.data.types import Prompt
 from rlhfkit.datamodules.base import TextDataModule
 from rlhfkit.datamodules.prompts.curriculum import Curriculum, DeclaresHistoryUse
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
@@ -479,13 +478,6 @@ class PromptDataModule(TextDataModule):
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     @property
-    def num_prompts(self) -> int:
-        """Number of training prompts; RuntimeError for a stream, of which it is not known."""
-        if not isinstance(self._opened, TablePrompts):
-            raise RuntimeError("the number of prompts of a stream is not known: leave streaming=True out")
-        return len(self._opened)
-
-    @property
     def has_validation_prompts(self) -> bool:
         """Whether there are prompts for validation."""
         return self.validation_data is not None
@@ -524,20 +516,6 @@ class PromptDataModule(TextDataModule):
     def _stop_at_end(self) -> None:
         if isinstance(self._prompts, StreamedPrompts):
             self._stop_after_passes(self._prompts.stream, self._prompts.untrained)
-
-    def next_prompts(self, count: int) -> list[Prompt]:
-        """Return the next prompts, all of different rows, without moving the cursor.
-
-        Raises:
-            ValueError: If ``count`` is below 1 or above the number of prompts.
-        """
-        return self.prompt_queue().take(count)
-
-    def advance(self, count: int) -> None:
-        """Move the cursor past what :meth:`next_prompts` returns for the same count."""
-        queue = self.prompt_queue()
-        queue.take(count)
-        self.set_cursor(queue.after)
 
     def pretraining_batch(self, number: int) -> TokenBatch:
         """Return the pretraining text beside one of this rank's micro-batches of samples.

@@ -20,6 +20,8 @@ from tokenizers.processors import TemplateProcessing
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.datamodules import PromptDataModule, final_answer
 
+from .drawing import advance
+
 datasets = LazyModule("datasets")
 
 Write = Callable[..., str]
@@ -40,8 +42,8 @@ def module(data: Any, **options: Any) -> PromptDataModule:
 def taken(data: PromptDataModule, counts: list[int]) -> list[list[int]]:
     batches = []
     for count in counts:
-        batches.append([prompt.index for prompt in data.next_prompts(count)])
-        data.advance(count)
+        batches.append([prompt.index for prompt in data.prompt_queue().take(count)])
+        advance(data, count)
     return batches
 
 
@@ -54,7 +56,7 @@ def test_gsm8k_row_works_as_it_is(write_rows: Write) -> None:
         "question": "Janet's ducks lay 16 eggs per day. How much does she make?",
         "answer": "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18",
     }
-    prompt = module(write_rows([row]), rollout_batch_size=1).next_prompts(1)[0]
+    prompt = module(write_rows([row]), rollout_batch_size=1).prompt_queue().take(1)[0]
     assert prompt.answer == "18"
     assert prompt.text == row["question"]
     assert tiny_tokenizer().decode(prompt.token_ids.tolist()) == row["question"]
@@ -75,7 +77,7 @@ def test_final_answer(answer: Any, expected: Any) -> None:
 
 
 def test_prompt_knows_its_row_and_the_other_columns(write_rows: Write) -> None:
-    for prompt in module(write_rows(ROWS)).next_prompts(4):
+    for prompt in module(write_rows(ROWS)).prompt_queue().take(4):
         row = ROWS[prompt.index]
         assert prompt.text == row["question"]
         assert prompt.metadata == {"level": row["level"]}
@@ -84,8 +86,8 @@ def test_prompt_knows_its_row_and_the_other_columns(write_rows: Write) -> None:
 
 def test_own_extractor_and_no_answer_column(write_rows: Write) -> None:
     path = write_rows(ROWS)
-    assert module(path, answer_extractor=str.upper).next_prompts(1)[0].answer.startswith("ONE MORE.")
-    prompt = module(path, answer=None).next_prompts(1)[0]
+    assert module(path, answer_extractor=str.upper).prompt_queue().take(1)[0].answer.startswith("ONE MORE.")
+    prompt = module(path, answer=None).prompt_queue().take(1)[0]
     assert prompt.answer is None
     assert prompt.metadata["answer"].startswith("One more.")
 
@@ -96,7 +98,7 @@ def test_chat_template_is_used_when_the_tokenizer_has_one(write_rows: Write) -> 
     path = write_rows(ROWS)
 
     def text(**options: Any) -> str:
-        prompt = module(path, tokenizer=tokenizer, shuffle=False, **options).next_prompts(1)[0]
+        prompt = module(path, tokenizer=tokenizer, shuffle=False, **options).prompt_queue().take(1)[0]
         assert prompt.text == "0+1="
         return tokenizer.decode(prompt.token_ids.tolist())
 
@@ -114,7 +116,9 @@ def test_chat_messages_go_through_the_template(write_rows: Write) -> None:
         {"role": "user", "content": "c"},
     ]
     path = write_rows([{"chat": messages}])
-    prompt = module(path, prompt="chat", answer=None, tokenizer=tokenizer, rollout_batch_size=1).next_prompts(1)[0]
+    prompt = (
+        module(path, prompt="chat", answer=None, tokenizer=tokenizer, rollout_batch_size=1).prompt_queue().take(1)[0]
+    )
     assert prompt.text == tokenizer.decode(prompt.token_ids.tolist()) == "<user>a<assistant>b<user>c<assistant>"
     with pytest.raises(ValueError, match="row 0, holds chat messages, but the tokenizer has no chat template"):
         module(path, prompt="chat", answer=None, rollout_batch_size=1)
@@ -139,7 +143,7 @@ def test_texts_and_chat_messages_may_be_in_one_column() -> None:
             shuffle=False,
         )
         data.setup("fit")
-        found = [tokenizer.decode(prompt.token_ids.tolist()) for prompt in data.next_prompts(3)]
+        found = [tokenizer.decode(prompt.token_ids.tolist()) for prompt in data.prompt_queue().take(3)]
         assert found == ["<unk>a", "<user>b<assistant>", "<unk>c"]
 
 
@@ -148,7 +152,7 @@ def test_end_of_sequence_that_the_tokenizer_appends_is_taken_off(write_rows: Wri
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
     )
-    prompt = module(write_rows(ROWS), tokenizer=tokenizer, shuffle=False).next_prompts(1)[0]
+    prompt = module(write_rows(ROWS), tokenizer=tokenizer, shuffle=False).prompt_queue().take(1)[0]
     assert tokenizer.convert_ids_to_tokens(prompt.token_ids.tolist()) == ["<pad>", "0", "+", "1", "="]
 
 
@@ -183,8 +187,8 @@ def test_passes_are_shuffled_anew_by_seed_and_pass(write_rows: Write) -> None:
 
 def test_next_prompts_peeks(write_rows: Write) -> None:
     data = module(write_rows(ROWS))
-    once = [prompt.index for prompt in data.next_prompts(4)]
-    assert once == [prompt.index for prompt in data.next_prompts(4)]
+    once = [prompt.index for prompt in data.prompt_queue().take(4)]
+    assert once == [prompt.index for prompt in data.prompt_queue().take(4)]
     drawn, after = [], None
     for _ in range(5):  # ahead of the cursor, as rollouts do that are sampled ahead
         queue = data.prompt_queue(after)
@@ -263,13 +267,13 @@ def test_overlong_prompts_are_dropped_with_a_count(write_rows: Write, caplog: py
     assert "1 of 12 prompts" in caplog.text
     assert sorted(taken(data, [11])[0]) == [*range(10), 11]
     with pytest.raises(ValueError, match="cannot take 12 different prompts: there are 11"):
-        data.next_prompts(12)
+        data.prompt_queue().take(12)
 
 
 def test_using_it_too_early_says_what_to_do(write_rows: Write) -> None:
     data = PromptDataModule(write_rows(ROWS), prompt="question")
     with pytest.raises(RuntimeError, match=r"call PromptDataModule\.setup\(\) first"):
-        data.next_prompts(1)
+        data.prompt_queue().take(1)
     with pytest.raises(RuntimeError, match=r"pass it to trainer\.fit\(module, datamodule\)"):
         data.train_dataloader()
 
@@ -313,7 +317,7 @@ class Source(Callback):
         return 4
 
     def collect(self) -> list[Experience]:
-        prompts = self.trainer.datamodule.next_prompts(4)
+        prompts = self.trainer.datamodule.prompt_queue().take(4)
         self.collected.append((self.trainer.global_step, [prompt.index for prompt in prompts]))
         return [
             Experience.from_samples([Sample(prompt, i, [5], [-1.0], [0], "stop", reward=1.0) for i in range(2)])
@@ -324,7 +328,7 @@ class Source(Callback):
         # Not in on_train_epoch_end: Lightning leaves that out when a run is resumed from a checkpoint that was saved
         # after the last batch of an epoch.
         if trainer.is_last_batch:
-            trainer.datamodule.advance(4)
+            advance(trainer.datamodule, 4)
 
 
 def trainer(tmp_path: Path, *callbacks: Callback, **options: Any) -> L.Trainer:

@@ -14,6 +14,8 @@ from tiny_models import tiny_tokenizer
 from rlhfkit import Mixture, PromptDataModule, RolloutCallback, SamplingSpec, Validation
 from rlhfkit.datamodules.prompts.rows import source_names
 
+from .drawing import advance
+
 
 def rows(count: int, digit: int) -> list[dict[str, str]]:
     return [{"prompt": f"{digit}{index}=", "answer": str(index)} for index in range(count)]
@@ -47,8 +49,8 @@ def test_iterations_have_the_shares_and_a_source_uses_its_prompts_equally(
     uses: Counter[int] = Counter()
     per_source = [0, 0, 0]
     for iteration in range(1, 12):
-        prompts = data.next_prompts(6)
-        data.advance(6)
+        prompts = data.prompt_queue().take(6)
+        advance(data, 6)
         assert len({prompt.index for prompt in prompts}) == 6
         uses.update(prompt.index for prompt in prompts)
         for prompt in prompts:
@@ -68,22 +70,21 @@ def test_shares_are_of_the_prompts_that_are_left() -> None:
     long = [{"prompt": "long" * 9, "answer": "1"}] * 6
     sources = [(rows(4, 1) + long, 1.0), (rows(4, 2), 1.0)]
     data = opened(Mixture(sources), rollout_batch_size=8, overlong_prompts="drop")
-    data.next_prompts(8)
+    data.prompt_queue().take(8)
     data.check_prompts(longest=9, reason="the engine's limit")
     for _ in range(3):  # each pass has every prompt once
-        found = sorted(prompt.text for prompt in data.next_prompts(8))
+        found = sorted(prompt.text for prompt in data.prompt_queue().take(8))
         assert found == [f"{digit}{index}=" for digit in (1, 2) for index in range(4)]
-        data.advance(8)
+        advance(data, 8)
 
 
 def test_a_prompt_knows_its_source_and_its_index_is_its_own(tmp_path: Path) -> None:
     easy, hard = write(tmp_path / "easy.jsonl", 4, 1), write(tmp_path / "hard.jsonl", 5, 2)
     data = opened({easy: 1.0, hard: 1.0}, rollout_batch_size=4)
-    prompts = {prompt.index: prompt for _ in range(5) for prompt in (data.next_prompts(4), data.advance(4))[0]}
+    prompts = {prompt.index: prompt for _ in range(5) for prompt in (data.prompt_queue().take(4), advance(data, 4))[0]}
     assert sorted(prompts) == list(range(9))
     assert [prompts[index].text for index in (0, 3, 4, 8)] == ["10=", "13=", "20=", "24="]
     assert [prompts[index].metadata["source"] for index in (3, 4)] == ["easy", "hard"]
-    assert data.num_prompts == 9
 
 
 def test_a_resumed_mixture_goes_on_and_other_weights_begin_a_new_pass(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,10 +92,12 @@ def test_a_resumed_mixture_goes_on_and_other_weights_begin_a_new_pass(caplog: py
         return opened(Mixture([(rows(9, 1), weight), (rows(7, 2), 1.0)]))
 
     straight = source(2.0)
-    straight.advance(6)
+    advance(straight, 6)
     resumed = source(2.0)
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
-    assert [prompt.index for prompt in resumed.next_prompts(6)] == [p.index for p in straight.next_prompts(6)]
+    assert [prompt.index for prompt in resumed.prompt_queue().take(6)] == [
+        p.index for p in straight.prompt_queue().take(6)
+    ]
     assert not caplog.records or "are not those" not in caplog.text
     source(1.0).load_state_dict(straight.state_dict())
     assert "are not those that the checkpoint was saved with" in caplog.text

@@ -113,15 +113,15 @@ class TestSpecialTokensInText:
         tokenizer = chat_tokenizer()
         row = {"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b<eos>c<e<eos>os>"}]}
         with caplog.at_level(logging.WARNING):
-            prompt = opened(write_rows([row, row]), tokenizer=tokenizer).next_prompts(1)[0]
+            prompt = opened(write_rows([row, row]), tokenizer=tokenizer).prompt_queue().take(1)[0]
         assert tokenizer.decode(prompt.token_ids.tolist()) == "a<eos>b< eos>c<e< eos>os>!"
         assert prompt.token_ids.tolist().count(tokenizer.eos_token_id) == 1
         assert "special_tokens_in_text='keep'" in caplog.text
 
     def test_plain_text_keeps_its_tokens_unless_told_otherwise(self, write_rows: Write) -> None:
         path, tokenizer = write_rows([{"prompt": "a<eos>b"}] * 2), tiny_tokenizer()
-        assert tokenizer.eos_token_id in opened(path).next_prompts(1)[0].token_ids
-        escaped = opened(path, special_tokens_in_text="escape").next_prompts(1)[0]
+        assert tokenizer.eos_token_id in opened(path).prompt_queue().take(1)[0].token_ids
+        escaped = opened(path, special_tokens_in_text="escape").prompt_queue().take(1)[0]
         assert tokenizer.decode(escaped.token_ids.tolist()) == "a< eos>b"
         with pytest.raises(ValueError, match=r"row 0, has the control token '<eos>' in its text"):
             opened(path, special_tokens_in_text="refuse")

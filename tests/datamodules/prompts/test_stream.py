@@ -20,6 +20,8 @@ from rlhfkit import DynamicSampling, PromptDataModule, RolloutCallback, Sample, 
 from rlhfkit.datamodules import Mixture, PreferenceDataModule, SFTDataModule
 from rlhfkit.datamodules.prompts.cursor import IterationQueue
 
+from .drawing import advance
+
 Write = Callable[..., str]
 ROWS = [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}", "level": i % 3} for i in range(25)]
 
@@ -41,8 +43,8 @@ def test_prompts_are_those_of_a_file_that_was_read_as_a_whole(write_rows: Write)
     path = write_rows(ROWS)
     whole = PromptDataModule(path, answer="answer", tokenizer=tiny_tokenizer(), rollout_batch_size=4, shuffle=False)
     whole.setup("fit")
-    assert module(path, shuffle=False).next_prompts(25) == whole.next_prompts(25)
-    drawn = module(path).next_prompts(75)
+    assert module(path, shuffle=False).prompt_queue().take(25) == whole.prompt_queue().take(25)
+    drawn = module(path).prompt_queue().take(75)
     assert [prompt.index for prompt in drawn] == [*range(75)]
     rows = [ROWS.index({"prompt": one.text, "answer": f"#### {one.answer}"} | one.metadata) for one in drawn]
     passes = [rows[first : first + 25] for first in (0, 25, 50)]
@@ -107,8 +109,8 @@ def test_little_of_an_endless_source_is_read_ahead_or_kept() -> None:
 
     data = module(rows, answer=None)
     for drawn in range(0, 4000, 50):
-        assert len(data.next_prompts(50)) == 50
-        data.advance(50)
+        assert len(data.prompt_queue().take(50)) == 50
+        advance(data, 50)
         assert read[0] < drawn + 50 + 2 * 10
     assert not data._prompts.reader._kept
 
@@ -117,7 +119,7 @@ def test_rows_that_make_no_prompt_are_named_when_they_are_read(write_rows: Write
     def drawn(rows: list[dict[str, Any]], **options: Any) -> list[str]:
         data = module(write_rows([*ROWS[:11], *rows]), shuffle=False, answer=None, **options)
         data.check_prompts(longest=12, reason="the model's context", vocabulary=options.pop("vocabulary", 101))
-        return [prompt.text for prompt in data.next_prompts(12)]
+        return [prompt.text for prompt in data.prompt_queue().take(12)]
 
     long = {"prompt": "1" * 20}
     with pytest.raises(ValueError, match=r"column 'prompt' of .*data\.jsonl, row 11, has no value"):
@@ -132,7 +134,7 @@ def test_rows_that_make_no_prompt_are_named_when_they_are_read(write_rows: Write
     data = module(write_rows(ROWS))
     data.check_prompts(longest=12, reason="the context", vocabulary=4)
     with pytest.raises(ValueError, match=r"data\.jsonl, row \d+, has the token \d+ .* knows the tokens 0 to 3"):
-        data.next_prompts(1)
+        data.prompt_queue().take(1)
 
 
 def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,19 +153,17 @@ def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.
     data = module(path)
     with pytest.raises(ValueError, match="the column 'level' is needed for all prompts before training"):
         data.prompt_column("level")
-    with pytest.raises(RuntimeError, match="the number of prompts of a stream is not known"):
-        data.num_prompts  # noqa: B018
-    data.advance(7)
+    advance(data, 7)
     other = module(path, seed=1)
     other.load_state_dict(data.state_dict())
     assert "the order cannot be continued, so a new pass over them begins" in caplog.text
-    assert [prompt.index for prompt in other.next_prompts(25)] == [*range(7, 32)]
-    assert {prompt.text for prompt in other.next_prompts(25)} == {row["prompt"] for row in ROWS}
+    assert [prompt.index for prompt in other.prompt_queue().take(25)] == [*range(7, 32)]
+    assert {prompt.text for prompt in other.prompt_queue().take(25)} == {row["prompt"] for row in ROWS}
 
 
 def test_sources_are_named_and_take_turns_by_weight(write_rows: Write) -> None:
     sources = {write_rows(ROWS, "a.jsonl"): 3, write_rows(ROWS[:2], "b.jsonl"): 1}
-    found = [prompt.metadata["source"] for prompt in module(sources).next_prompts(40)]
+    found = [prompt.metadata["source"] for prompt in module(sources).prompt_queue().take(40)]
     assert all(Counter(found[i : i + 4]) == {"a": 3, "b": 1} for i in range(0, 40, 4))
 
 
@@ -234,7 +234,7 @@ def test_a_pass_over_a_mixture_ends_as_the_mixture_says(write_rows: Write, until
     data.trainer = trainer
     drawn = 0
     while not trainer.should_stop:
-        data.advance(4)
+        advance(data, 4)
         drawn += 4
     assert drawn == {"all": 2 * 40, "first": 12}[until]
 

@@ -158,7 +158,7 @@ def test_arguments_of_a_row_reach_prompts_and_their_lengths() -> None:
             **options,
         )
         data.setup()
-        return [tokenizer.decode(prompt.token_ids.tolist()) for prompt in data.next_prompts(size)]
+        return [tokenizer.decode(prompt.token_ids.tolist()) for prompt in data.prompt_queue().take(size)]
 
     assert prompts(4) == ["<u>0;<a>x", "<u>1;<a>x", "<u>2;<a>abc", "<u>3;<a>abc"]
     assert prompts(2, max_prompt_length=9, overlong_prompts="drop") == ["<u>0;<a>x", "<u>1;<a>x"]

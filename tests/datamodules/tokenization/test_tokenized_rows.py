@@ -130,7 +130,7 @@ def test_prompts_have_tools_and_system_messages_too() -> None:
     row = {"prompt": "1", "tools": [ADD], "system": "S"}
     data = PromptDataModule([row], rollout_batch_size=1, tokenizer=chat_tokenizer(TOOLED))
     data.setup()
-    assert data.tokenizer.decode(data.next_prompts(1)[0].token_ids.tolist()) == "[add]<s>S;<u>1;<a>"
+    assert data.tokenizer.decode(data.prompt_queue().take(1)[0].token_ids.tolist()) == "[add]<s>S;<u>1;<a>"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from modules import scalar_cases
 from rlhfkit import PreferenceDataModule, RewardModule
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats import PreferenceBatch, PreferenceExample, collate_preferences
 from rlhfkit.modules.reward.base import Calibration
 
@@ -91,7 +92,9 @@ def test_validation_does_not_depend_on_the_micro_batch_size(folder: Path) -> Non
 def test_a_batch_without_pairs_trains_nothing_and_weighs_nothing(folder: Path) -> None:
     module = scalar_cases.module(folder, "reward")
     module.configure_model()
-    batch = collate_preferences([PreferenceExample.from_token_ids([3], [4], [5, 6])]).without_targets()
+    batch = collate_preferences(
+        [PreferenceExample(TokenExample([3, 4], [False, True]), TokenExample([3, 5, 6], [False, True, True]))]
+    ).without_targets()
     assert isinstance(batch, PreferenceBatch)
     result = module.loss(batch, module.scores(batch))
     result.loss.backward()
