@@ -124,6 +124,10 @@ class Part(Configured, Callback):
     """Whether it calls ``module.reference_model()``, which is then loaded with the policy."""
     outputs: tuple[str, ...] = ()
     """What it needs of the policy's output beside log-probs: ``entropy``; for fine-tuning also ``correct``."""
+    of_samples: bool = False
+    """Whether the advantages that it writes are equal for all tokens of a sample."""
+    label: str = ""
+    """Its name in messages; empty: that of its class."""
     number: int = 0
     """Number among the module's parts of its class."""
     module: Any = None
@@ -169,6 +173,9 @@ class Part(Configured, Callback):
     def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Groups of the optimizer, changed; as in :meth:`PolicyModule.parameter_groups`."""
         raise NotImplementedError
+
+    def check_group_size(self, group_size: int) -> None:
+        """Raise ValueError if groups of this many samples teach nothing."""
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End its models on machines of their own."""
@@ -503,7 +510,7 @@ def part_name(part: Part) -> str:
     """A part in messages: its class, or the function that it calls."""
     if isinstance(part, Prepare):
         return getattr(part.function, "__qualname__", repr(part.function))
-    return getattr(part, "label", type(part).__name__)
+    return part.label or type(part).__name__
 
 
 def describe(order: Sequence[Part], parts: Sequence[Part], policy_loss: str) -> str:

@@ -174,7 +174,7 @@ class OnPolicyModule(PolicyModule):
             experience = part.prepare(experience)
         if experience.advantages is None:
             raise NotImplementedError(f"{type(self).__name__} must override advantages(), or be given advantages=...")
-        alike = all(getattr(part, "of_samples", False) for part in self.credit)
+        alike = all(part.of_samples for part in self.credit)
         return experience.advantages[:, 0] if alike else experience.advantages
 
     @property
@@ -280,5 +280,4 @@ class OnPolicyModule(PolicyModule):
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError if groups of this size teach nothing, as the parts say that compute advantages."""
         for part in self.parts:
-            if callable(check := getattr(part, "check_group_size", None)):
-                check(group_size)
+            part.check_group_size(group_size)

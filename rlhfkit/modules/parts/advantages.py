@@ -33,7 +33,6 @@ class GroupAdvantages(Part):
 
     stage, reads, writes = Stage.CREDIT, ("rewards", "group"), ("advantages",)
     of_samples = True
-    """Whether the advantages of a sample's tokens are equal."""
 
     def __init__(self, scale: AdvantageScale = "group") -> None:
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale=scale)  # checks the scale
@@ -166,7 +165,6 @@ class TokenCredit(Part):
     """
 
     stage, reads, writes = Stage.CREDIT, ("advantages",), ("advantages",)
-    of_samples = False
     may_read = ("token_penalty", "token_rewards")
 
     def __init__(self, gamma: float = 1.0, *, earned: bool = False) -> None:
@@ -177,7 +175,7 @@ class TokenCredit(Part):
         """Check that there are advantages of samples to spread."""
         super().attach(module)
         others = [part for part in module.parts if "advantages" in part.creates]
-        if not all(getattr(part, "of_samples", False) for part in others):
+        if not all(part.of_samples for part in others):
             raise ValueError(
                 "TokenCredit spreads the advantage of a sample over its tokens, and those before it differ between "
                 "tokens: leave TokenCredit and KLInReward(place='token') out, or set of_samples = True on the part "
@@ -202,7 +200,6 @@ class WhitenAdvantages(Part):
     """Makes the advantages of all trained tokens of the iteration mean 0 and deviation 1, over all ranks."""
 
     stage, reads, writes = Stage.CREDIT, ("advantages",), ("advantages",)
-    of_samples = False
 
     def prepare(self, rows: Experience) -> Experience:
         """Whiten them."""

@@ -157,7 +157,6 @@ class TeacherAdvantages(Part):
     """
 
     stage, writes = Stage.CREDIT, ("advantages",)
-    of_samples = False
 
     def __init__(self, coef: float = 1.0, *, gamma: float = 0.0, reward_coef: float = 0.0) -> None:
         check_number("TeacherAdvantages.coef", coef, above=0)
