@@ -14,10 +14,10 @@ import rlhfkit.rank_store
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.remote.placement import RankLocation
-from rlhfkit.rollout.remote.pool import RemoteEnginePool
 from rlhfkit.rollout.supervision.calls import Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.health import State
+from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rollout.remote import sleeping_engines
 from rollout.toy_engines import request, toy_engines
@@ -25,23 +25,14 @@ from rollout.toy_engines import request, toy_engines
 SPEC = SamplingSpec(group_size=2, max_new_tokens=8)
 
 
-class ToyPool(RemoteEnginePool):
+class ToyPool(VLLMPool):
     """Engines that answer a prompt after as many tenths of a second as its first token says."""
 
     def __init__(self, num_engines: int = 1) -> None:
-        super().__init__(
-            num_engines,
-            1,
-            colocate=False,
-            sleep_level=2,
-            cpus_per_engine=1,
-            device="cpu",
-            start_timeout=600.0,
-            generate_timeout=60.0,
-            sync_timeout=10.0,
-            bucket_bytes=2**20,
-            health=None,
-        )
+        super().__init__(num_engines, device="cpu", generate_timeout=60.0, sync_timeout=10.0, bucket_bytes=2**20)
+
+    def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
+        """There is no model."""
 
     def start_engines(
         self, model: str, dtype: torch.dtype, trust_remote_code: bool, load_weights: bool, ranks: list[RankLocation]
@@ -50,7 +41,7 @@ class ToyPool(RemoteEnginePool):
         self.sender = ProcessGroupSender("gloo", timeout=10.0)
         self.engines = toy_engines(self.num_engines, dist.get_world_size(), recovery_timeout=5.0)
 
-    def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
+    def make_request(self, prompt: Prompt, index: int, **_: Any) -> Request:
         return request(prompt.token_ids.tolist()[0], seconds=prompt.token_ids.tolist()[0] / 10)
 
 

@@ -26,10 +26,10 @@ from rlhfkit.rollout.engine import sample_seed
 from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.remote import rank_memory
 from rlhfkit.rollout.remote.placement import RankLocation
-from rlhfkit.rollout.remote.pool import RemoteEnginePool
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE, Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
+from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.training_states import TrainingStates
 from rollout.toy_engines import ToyEngine
 from rollout.weight_sync.mapped_ipc import MappedSender, open_mapped
@@ -124,20 +124,15 @@ def start_sleeping_engine(number: int, name: str) -> Any:
     return ray.remote(SleepingEngine).options(**options, runtime_env={"env_vars": path}).remote()
 
 
-class SleepingPool(RemoteEnginePool):
+class SleepingPool(VLLMPool):
     """One engine on the first rank's device. It outlives a run: closing it only forgets the weights."""
 
     can_score = False  # a stand-in has no log-probs
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
-            1,
-            1,
             colocate=True,
-            sleep_level=2,
-            cpus_per_engine=1,
             device="cpu",
-            start_timeout=600.0,
             generate_timeout=60.0,
             sync_timeout=60.0,
             bucket_bytes=2**16,
@@ -153,11 +148,16 @@ class SleepingPool(RemoteEnginePool):
         self.sender = MappedSender(self.folder / "buffer", bucket_bytes=self.bucket_bytes)
         self.engines = Engines.start(self.settings(False), start_sleeping_engine, num_ranks=len(ranks))
 
+    def check_model(self, model: str, *, trust_remote_code: bool = False) -> None:
+        """A stand-in runs any."""
+
     def prepare_requests(self, model: str, trust_remote_code: bool) -> None:
         if int(os.environ.get("LOCAL_RANK", "0")) > 0:
             self.sender = MappedSender(self.folder / "other", bucket_bytes=self.bucket_bytes)
 
-    def make_request(self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int) -> Request:
+    def make_request(
+        self, prompt: Prompt, index: int, *, sampling: SamplingSpec, iteration: int, begun: Any = None
+    ) -> Request:
         seed = sample_seed(sampling.seed, iteration, prompt.index, index)
         return prompt.token_ids.tolist(), {"tokens": sampling.max_new_tokens, "seed": seed, "fails": self.fails}
 
@@ -215,7 +215,7 @@ def rarely(samples: Sequence[Sample]) -> list[float]:
     return [float(sum(sample.token_ids.tolist()) % 13 == 0) for sample in samples]
 
 
-def run(folder: Path, pool: RemoteEnginePool, *, reward: Any = parity, **arguments: Any) -> dict[str, Any]:
+def run(folder: Path, pool: VLLMPool, *, reward: Any = parity, **arguments: Any) -> dict[str, Any]:
     """Two iterations of two updates, with a validation before them and after each; what was learned."""
     other = folder / "validation"
     other.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def run(folder: Path, pool: RemoteEnginePool, *, reward: Any = parity, **argumen
     return {"tokens": look.tokens, "digest": look.digest, "metrics": dict(trainer.callback_metrics)}
 
 
-def events(pool: RemoteEnginePool) -> Events:
+def events(pool: VLLMPool) -> Events:
     """What the engine has written down, which it forgets; only on rank 0."""
     import ray
 

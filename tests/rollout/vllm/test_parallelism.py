@@ -65,7 +65,7 @@ def test_models_without_the_parts_are_refused(sizes: Parallelism, config: Any, s
 
 def test_a_model_is_refused_before_ray_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LLAMA.save_pretrained(tmp_path)
-    monkeypatch.setattr("rlhfkit.rollout.remote.pool.start_ray_for_engines", lambda **_: pytest.fail("Ray is started"))
+    monkeypatch.setattr("rlhfkit.rollout.vllm.pool.start_ray_for_engines", lambda **_: pytest.fail("Ray is started"))
     with pytest.raises(EngineError, match="vLLM cannot divide LlamaConfig as asked"):
         VLLMPool(tensor_parallel_size=3).prepare_requests(str(tmp_path), trust_remote_code=False)
 

@@ -1,6 +1,6 @@
 """``VLLMPool`` on real engines: samples, weights, and what happens when something breaks.
 
-Covers ``actor.py``, ``arguments.py``, ``in_process.py`` and ``remote/pool.py`` too.
+Covers ``actor.py``, ``arguments.py`` and ``in_process.py`` too.
 """
 
 import copy
