@@ -9,7 +9,7 @@ ranks decide by is a log that all read in one order.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from rlhfkit.data.types import Prompt, Sample, decode_texts
 from rlhfkit.protocols import DrawnPrompts
 from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.partial_rollouts import Dropped, ResumableStream
+from rlhfkit.rollout.partial_rollouts import CUT, Dropped, ResumableStream, is_usable
 
 Group = list[Sample]
 """The samples of one prompt."""
@@ -380,6 +380,76 @@ class BatchedGroupStream:
 
     def close(self) -> None:
         self._prompts, self._groups = [], []
+
+
+class OpenGroups:
+    """The groups of a stream that were not collected: their prompts, by number, and the samples that are finished.
+
+    Args:
+        sampling: How they are sampled.
+    """
+
+    def __init__(self, sampling: SamplingSpec) -> None:
+        self.sampling = sampling
+        self.prompts: dict[int, Prompt] = {}
+        """Those whose groups are not complete."""
+        self.begun: dict[tuple[int, int], Sample] = {}
+        """What is to be continued, by the number of the prompt and the position in its group; taken out by who does."""
+        self._number = 0  # of the next prompt
+        self._samples: dict[int, Group] = {}
+        self._complete: list[int] = []
+
+    def open(self, prompts: Sequence[Prompt]) -> range:
+        """Add prompts; returns their numbers."""
+        first, self._number = self._number, self._number + len(prompts)
+        self.prompts |= dict(enumerate(prompts, first))
+        return range(first, self._number)
+
+    def reopen(self, groups: Sequence[Group]) -> dict[int, list[int]]:
+        """Add groups of which something was sampled, and fill :attr:`begun`.
+
+        Returns:
+            The positions that are not finished, by the number of the prompt.
+        """
+        missing: dict[int, list[int]] = {}
+        for number, group in zip(self.open([group[0].prompt for group in groups]), groups, strict=True):
+            usable = {sample.sample_index: sample for sample in group if is_usable(sample, self.sampling)}
+            finished = [sample for sample in usable.values() if sample.finish_reason != CUT]
+            left = sorted({*range(self.sampling.group_size)} - {sample.sample_index for sample in finished})
+            missing[number] = left
+            self.begun |= {(number, index): usable[index] for index in left if index in usable}
+            self.add(number, finished)
+        return missing
+
+    def add(self, number: int, samples: Iterable[Sample]) -> None:
+        """Add finished samples of a prompt."""
+        group = self._samples.setdefault(number, [])
+        group += samples
+        if len(group) == self.sampling.group_size:
+            del self.prompts[number]
+            self._complete.append(number)
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a group to take."""
+        return bool(self._complete)
+
+    def take(self, most: int) -> list[Group]:
+        """Take up to ``most`` complete groups, in the order of their prompts."""
+        self._complete.sort()
+        numbers, self._complete = self._complete[:most], self._complete[most:]
+        return [sorted(self._samples.pop(number), key=lambda sample: sample.sample_index) for number in numbers]
+
+    def take_all(self) -> list[Group]:
+        """Take what there is of all groups, with what was begun; samples without a token are left out."""
+        for (number, _), sample in self.begun.items():
+            self._samples.setdefault(number, []).append(sample)
+        groups = [[sample for sample in group if sample.num_tokens] for _, group in sorted(self._samples.items())]
+        self.clear()
+        return [group for group in groups if group]
+
+    def clear(self) -> None:
+        self.prompts, self.begun, self._samples, self._complete = {}, {}, {}, []
 
 
 def all_groups(

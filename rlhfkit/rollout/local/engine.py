@@ -24,7 +24,7 @@ from rlhfkit.models.attention.families import (
     use_transformers_attention,
 )
 from rlhfkit.models.load import ModelLoading, language_model_class, load_causal_lm, load_tokenizer, stop_token_ids
-from rlhfkit.rollout.collector import sample_all
+from rlhfkit.rollout.collector import Group, OpenGroups, sample_all
 from rlhfkit.rollout.engine import (
     DrainableWeights,
     RolloutEngine,
@@ -36,7 +36,6 @@ from rlhfkit.rollout.engine import (
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.local.generator import Decoding, FinishedRow
 from rlhfkit.rollout.local.weights import EngineWeights, WeightLock, parameters_without_memory
-from rlhfkit.rollout.partial_rollouts import CUT, is_usable
 from rlhfkit.validation import check_integer
 
 log = logging.getLogger(__name__)
@@ -332,17 +331,13 @@ class LocalStream:
 
     def __init__(self, engine: LocalEngine, sampling: SamplingSpec, iteration: int) -> None:
         self._engine = engine
-        self._sampling = sampling
         self._iteration = iteration
-        self._prompts: list[Prompt] = []
-        self._iterations: list[int] = []  # by prompt
-        self._pending: list[tuple[int, int]] = []  # prompt and position in its group
+        self._groups = OpenGroups(sampling)
+        self._iterations: dict[int, int] = {}  # by number of the prompt
+        self._pending: list[tuple[int, int]] = []  # number of the prompt and position in its group
         self._batch: list[tuple[int, int]] = []
-        self._begun: dict[tuple[int, int], Sample] = {}  # what pending and running jobs continue
         self._decoding: Decoding | None = None
         self._running: Iterator[list[FinishedRow]] = iter(())
-        self._samples: dict[int, list[Sample]] = {}  # by prompt
-        self._complete: list[int] = []
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """Begin with the groups of these prompts too, with the seeds of an iteration; ``None``: that of the stream.
@@ -350,96 +345,75 @@ class LocalStream:
         Raises:
             RequestError: If a prompt cannot be sampled.
         """
+        self._check(prompts)
+        positions = list(range(self._groups.sampling.group_size))
+        self._queue(dict.fromkeys(self._groups.open(prompts), positions), iteration)
+
+    def resume(self, groups: Sequence[Group], *, iteration: int | None = None) -> None:
+        """Continue these groups; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
+        self._check([group[0].prompt for group in groups])
+        self._queue(self._groups.reopen(groups), iteration)
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
         engine = self._engine
         limits: dict[str, Any] = {"context": engine.context, "vocabulary": engine.vocabulary}
-        check_requests(prompts, self._sampling, **limits, sees_images=engine.image_processor is not None)
-        places = range(len(self._prompts), len(self._prompts) + len(prompts))
-        self._prompts += prompts
-        self._iterations += [self._iteration if iteration is None else iteration] * len(prompts)
-        self._pending += [(place, index) for place in places for index in range(self._sampling.group_size)]
-        self._sort()
+        check_requests(prompts, self._groups.sampling, **limits, sees_images=engine.image_processor is not None)
 
-    def _sort(self) -> None:
-        """Order jobs: similar lengths in a batch need the least padding; groups stay together to share their prompt."""
+    def _queue(self, missing: Mapping[int, list[int]], iteration: int | None) -> None:
+        """Add jobs; similar lengths in a batch need the least padding, and groups stay together to share a prompt."""
+        groups = self._groups
+        self._iterations |= dict.fromkeys(missing, self._iteration if iteration is None else iteration)
+        self._pending += [(number, index) for number, indices in missing.items() for index in indices]
 
         def tokens(job: tuple[int, int]) -> int:
-            return self._prompts[job[0]].num_tokens + (self._begun[job].num_tokens if job in self._begun else 0)
+            return groups.prompts[job[0]].num_tokens + (groups.begun[job].num_tokens if job in groups.begun else 0)
 
         self._pending.sort(key=lambda job: (self._iterations[job[0]], -tokens(job), job))
 
-    def resume(self, groups: Sequence[list[Sample]], *, iteration: int | None = None) -> None:
-        """Continue these groups; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
-        first = len(self._prompts)
-        self.submit([group[0].prompt for group in groups], iteration=iteration)
-        for place, group in enumerate(groups, first):
-            for sample in group:
-                job = place, sample.sample_index
-                if not is_usable(sample, self._sampling):
-                    continue
-                if sample.finish_reason == CUT:
-                    self._begun[job] = sample
-                else:
-                    self._pending.remove(job)
-                    self._add(place, sample)
-        self._sort()
-
-    def cut(self) -> list[list[Sample]]:
-        groups = {place: list(group) for place, group in self._samples.items()}
-        unfinished = [self._sample(row) for row in self._decoding.cut()] if self._decoding is not None else []
-        unfinished += [(job[0], self._begun[job]) for job in self._pending if job in self._begun]
-        for place, sample in unfinished:
-            if sample.num_tokens:
-                groups.setdefault(place, []).append(sample)
+    def cut(self) -> list[Group]:
+        for row in [] if self._decoding is None else self._decoding.cut():
+            self._add(row)
+        groups = self._groups.take_all()
         self.close()
-        return [group for _, group in sorted(groups.items())]
+        return groups
 
-    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
+    def collect(self, most: int, *, wait: float | None = None) -> list[Group]:
         """Generate until a group is complete, or ``wait`` seconds have passed."""
         deadline = math.inf if wait is None else time.monotonic() + wait
-        while not self._complete:
+        groups = self._groups
+        while not groups.complete:
             ended = next(self._running, None)
             if ended is not None:
-                self._take(ended)
+                for row in ended:
+                    self._add(row)
             elif self._pending:
                 iteration = self._iterations[self._pending[0][0]]
                 ready = [job for job in self._pending if self._iterations[job[0]] == iteration]
                 self._batch = ready[: self._engine.max_sequences]
                 self._pending = self._pending[len(self._batch) :]  # sorted by iteration
-                rows = [(self._prompts[place], index) for place, index in self._batch]
-                begun = [self._begun.get(job) for job in self._batch]
-                self._decoding = self._engine.decode(rows, self._sampling, iteration, begun)
+                rows = [(groups.prompts[number], index) for number, index in self._batch]
+                begun = [groups.begun.pop(job, None) for job in self._batch]
+                self._decoding = self._engine.decode(rows, groups.sampling, iteration, begun)
                 self._running = self._decoding.run()
             else:
                 return []
             if time.monotonic() >= deadline:
                 break
-        self._complete.sort()
-        given, self._complete = self._complete[:most], self._complete[most:]
-        return [self._samples.pop(place) for place in given]
+        return groups.take(most)
 
-    def _take(self, ended: list[FinishedRow]) -> None:
-        for row in ended:
-            self._add(*self._sample(row))
-
-    def _sample(self, made: FinishedRow) -> tuple[int, Sample]:
-        """The place of a row's prompt, and the sample."""
-        place, index = self._batch[made.row]
-        return place, Sample(
-            self._prompts[place],
+    def _add(self, made: FinishedRow) -> None:
+        """Add the sample of a row."""
+        number, index = self._batch[made.row]
+        sample = Sample(
+            self._groups.prompts[number],
             index,
             token_ids=made.token_ids,
             logprobs=made.logprobs,
             versions=made.versions,
             finish_reason=made.finish_reason,
         )
-
-    def _add(self, place: int, sample: Sample) -> None:
-        group = self._samples.setdefault(place, [])
-        group.append(sample)
-        if len(group) == self._sampling.group_size:
-            group.sort(key=lambda sample: sample.sample_index)
-            self._complete.append(place)
+        self._groups.add(number, [sample])
 
     def close(self) -> None:
-        self._pending, self._complete, self._samples, self._running = [], [], {}, iter(())
-        self._begun, self._decoding = {}, None
+        self._groups.clear()
+        self._pending, self._running, self._decoding = [], iter(()), None

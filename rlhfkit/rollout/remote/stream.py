@@ -8,9 +8,10 @@ from typing import cast
 import numpy as np
 
 from rlhfkit.data.types import FinishReason, Prompt, Sample
+from rlhfkit.rollout.collector import Group, OpenGroups
 from rlhfkit.rollout.engine import SamplingSpec, check_requests
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.partial_rollouts import CUT, continued, is_usable
+from rlhfkit.rollout.partial_rollouts import CUT, continued
 from rlhfkit.rollout.remote.scheduler import RequestScheduler, split_into_jobs
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import Engines
@@ -24,9 +25,9 @@ class PoolStream:
 
     It is a :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream` too, if the engines can be cut. Several may be
     open at once. ``make_request`` makes the request for one sample, given prompt, position in the group, ``iteration``
-    and, if it continues one, ``begun``. ``iteration`` is that of prompts submitted without one; ``timeout`` is in
-    seconds without a finished request. Without ``knows_logprobs`` the samples' log-probs are NaN; without
-    ``sees_images`` prompts with images are refused.
+    and what it continues (``begun``). ``iteration`` is that of prompts submitted without one; ``timeout`` is in seconds
+    without a finished request. Without ``knows_logprobs`` the samples' log-probs are NaN; without ``sees_images``
+    prompts with images are refused.
     """
 
     def __init__(
@@ -42,97 +43,74 @@ class PoolStream:
     ) -> None:
         self.scheduler = RequestScheduler(engines, timeout)
         self._engines = engines
-        self._sampling = sampling
         self._make_request = make_request
         self._iteration = iteration
         self._knows_logprobs = knows_logprobs
         self._sees_images = sees_images
-        self._num_rows = 0  # prompts that were submitted
-        self._prompts: dict[int, Prompt] = {}  # by row, until the group is complete
-        self._parts: dict[int, tuple[int, Sequence[int]]] = {}  # job -> row of the prompt and positions in its group
-        self._begun: dict[tuple[int, int], Sample] = {}  # by row and position: what is continued
-        self._samples: dict[int, list[Sample]] = {}  # by row
-        self._complete: list[int] = []  # rows
+        self._groups = OpenGroups(sampling)
+        self._parts: dict[int, tuple[int, Sequence[int]]] = {}  # job -> number of the prompt and positions in its group
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """Start these groups too; RequestError, before anything is sent, if a prompt cannot be sampled."""
-        engines, group_size, first = self._engines, self._sampling.group_size, self._num_rows
-        iteration = self._iteration if iteration is None else iteration
         self._check(prompts)
-        self._prompts |= dict(enumerate(prompts, first))
-        self._num_rows += len(prompts)
-        for row, indices in split_into_jobs(len(prompts), group_size, engines.engines_per_rank):
-            requests = [self._make_request(prompts[row], index, iteration=iteration) for index in indices]
-            self._parts[self.scheduler.submit(requests)] = (first + row, indices)
+        numbers, size = self._groups.open(prompts), self._groups.sampling.group_size
+        for place, indices in split_into_jobs(len(prompts), size, self._engines.engines_per_rank):
+            self._send(numbers[place], indices, iteration)
+
+    def resume(self, groups: Sequence[Group], *, iteration: int | None = None) -> None:
+        """Continue these groups; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
+        self._check([group[0].prompt for group in groups])
+        for number, indices in self._groups.reopen(groups).items():
+            if indices:
+                self._send(number, indices, iteration)
 
     def _check(self, prompts: Sequence[Prompt]) -> None:
         limits = {"context": self._engines.max_model_len, "vocabulary": self._engines.vocabulary}
-        check_requests(prompts, self._sampling, **limits, sees_images=self._sees_images)
+        check_requests(prompts, self._groups.sampling, **limits, sees_images=self._sees_images)
 
-    def resume(self, groups: Sequence[list[Sample]], *, iteration: int | None = None) -> None:
-        """Continue these groups; see :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`."""
+    def _send(self, number: int, indices: Sequence[int], iteration: int | None) -> None:
+        prompt, begun = self._groups.prompts[number], self._groups.begun
         iteration = self._iteration if iteration is None else iteration
-        prompts = [group[0].prompt for group in groups]
-        self._check(prompts)
-        for row, group in enumerate(groups, self._num_rows):
-            begun = {sample.sample_index: sample for sample in group if is_usable(sample, self._sampling)}
-            finished = [sample for sample in begun.values() if sample.finish_reason != CUT]
-            missing = sorted({*range(self._sampling.group_size)} - {sample.sample_index for sample in finished})
-            self._prompts[row] = prompt = group[0].prompt
-            self._begun |= {(row, index): begun[index] for index in missing if index in begun}
-            self._add(row, finished)
-            requests = [
-                self._make_request(prompt, index, iteration=iteration, begun=begun.get(index)) for index in missing
-            ]
-            if requests:
-                self._parts[self.scheduler.submit(requests)] = (row, missing)
-        self._num_rows += len(groups)
+        requests = [
+            self._make_request(prompt, index, iteration=iteration, begun=begun.get((number, index)))
+            for index in indices
+        ]
+        self._parts[self.scheduler.submit(requests)] = (number, indices)
 
-    def cut(self) -> list[list[Sample]]:
+    def cut(self) -> list[Group]:
         for job, completions in self.scheduler.cut(_CUT_SECONDS).items():
             self._take(*self._parts.pop(job), completions, cut=True)
-        for row, indices in self._parts.values():  # what was not begun, or lost with its engine
-            self._add(row, [self._begun[row, index] for index in indices if (row, index) in self._begun])
-        groups = [[sample for sample in group if sample.num_tokens] for _, group in sorted(self._samples.items())]
+        groups = self._groups.take_all()  # with what was not begun again, or lost with its engine
         self.close()
-        return [group for group in groups if group]
+        return groups
 
-    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
+    def collect(self, most: int, *, wait: float | None = None) -> list[Group]:
         """Wait for groups, up to ``wait`` seconds; those of dead engines are sampled by the others.
 
         Raises RequestError if an engine refuses a request, EngineError if all are dead or nothing was finished in time.
         """
         deadline = None if wait is None else time.monotonic() + wait
-        while not self._complete:
+        while not self._groups.complete:
             finished = self.scheduler.collect(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if not finished:
                 return []
             for job, completions in finished.items():
                 self._take(*self._parts.pop(job), completions)
-        self._complete.sort()
-        rows, self._complete = self._complete[:most], self._complete[most:]
-        return [sorted(self._samples.pop(row), key=lambda sample: sample.sample_index) for row in rows]
+        return self._groups.take(most)
 
-    def _take(self, row: int, indices: Sequence[int], completions: list[Completion], *, cut: bool = False) -> None:
+    def _take(self, number: int, indices: Sequence[int], completions: list[Completion], *, cut: bool = False) -> None:
         made = []
         for index, completion in zip(indices, completions, strict=True):
-            sample = _to_sample(self._prompts[row], index, completion, cut=cut)
+            sample = _to_sample(self._groups.prompts[number], index, completion, cut=cut)
             if not self._knows_logprobs:
                 sample.logprobs = [math.nan] * sample.num_tokens
-            begun = self._begun.pop((row, index), None)
+            begun = self._groups.begun.pop((number, index), None)
             made.append(sample if begun is None else continued(begun, sample))
-        self._add(row, made)
-
-    def _add(self, row: int, made: Sequence[Sample]) -> None:
-        group = self._samples.setdefault(row, [])
-        group += made
-        if len(group) == self._sampling.group_size:
-            del self._prompts[row]
-            self._complete.append(row)
+        self._groups.add(number, made)
 
     def close(self) -> None:
         self.scheduler.close()
-        self._complete, self._samples, self._prompts, self._begun = [], {}, {}, {}
+        self._groups.clear()
 
 
 def _to_sample(prompt: Prompt, index: int, completion: Completion, *, cut: bool) -> Sample:

@@ -5,9 +5,8 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.distributed import get_rank, run_on_all_ranks
-from rlhfkit.rollout.collector import sample_all
+from rlhfkit.rollout.collector import Group, OpenGroups, sample_all
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_requests, check_scored
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
 from rlhfkit.rollout.server.completions import (
@@ -327,19 +326,7 @@ class VLLMServer(RolloutEngine):
         connections = self._serving()
         check_vllm_sampling(sampling, same_vocabulary=self._same_vocabulary)
         self._check_weights(connections)
-        return ServerStream(
-            partial(self._sample, connections, sampling, self.configure_logprobs(sampling), self.version or 0),
-            connections.submit,
-            lambda prompts: check_requests(
-                prompts,
-                sampling,
-                context=self._context,
-                vocabulary=self._vocabulary,
-                sees_images=self.image_processor is not None,
-            ),
-            group_size=sampling.group_size,
-            iteration=iteration,
-        )
+        return ServerStream(self, connections, sampling, iteration)
 
     def _serving(self) -> ServerConnections:
         if self._connections is None or not self._stops:
@@ -350,40 +337,6 @@ class VLLMServer(RolloutEngine):
                 "failed. RolloutCallback loads them; or call load() yourself"
             )
         return self._connections
-
-    async def _sample(
-        self,
-        connections: ServerConnections,
-        sampling: SamplingSpec,
-        knows_logprobs: bool,
-        version: int,
-        prompt: Prompt,
-        index: int,
-        *,
-        iteration: int,
-    ) -> Sample:
-        request = sample_request(prompt, index, sampling, iteration, self._stops)
-        if self._images is not None:
-            request = self._images.request(request, prompt.attachments)
-        token_ids, arguments = request
-        if (images := arguments.pop("images", None)) is not None:
-            answer = await ask_with_images(connections, self._name, token_ids, images, arguments)
-        else:
-            answer = await connections.ask(COMPLETIONS, {"model": self._name, **sample_body(request)})
-        token_ids, logprobs, finish = parse_completion(answer)
-        if finish == "length" and len(token_ids) < sampling.max_new_tokens:
-            raise EngineError(
-                f"the server ended a completion after {len(token_ids)} of {sampling.max_new_tokens} tokens, a limit of "
-                "its own: start it with --generation-config vllm"
-            )
-        return Sample(
-            prompt,
-            index,
-            token_ids=np.array(token_ids, dtype=np.int32),
-            logprobs=np.array(logprobs if knows_logprobs else [math.nan] * len(token_ids), dtype=np.float32),
-            finish_reason="stop" if finish == "stop" else "length",
-            versions=np.full(len(token_ids), version),
-        )
 
     def score(self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Any, ...]] = ()) -> list[list[float]]:
         """Return the log-probs of given tokens, of the servers in turn; see :meth:`RolloutEngine.score`. Any thread."""
@@ -407,50 +360,66 @@ class VLLMServer(RolloutEngine):
 class ServerStream:
     """A :class:`~rlhfkit.rollout.collector.GroupStream`, for one thread at a time; several may be open at once.
 
-    Args:
-        sample: Makes the sample at a position of a prompt's group, with the seed of an ``iteration``.
-        submit: Runs a coroutine in the thread of the connections.
-        check: Raises RequestError if one of some prompts cannot be sampled.
-        group_size: Samples of each prompt.
-        iteration: That of prompts submitted without one.
+    ``iteration`` is that of prompts submitted without one.
     """
 
     def __init__(
-        self,
-        sample: Callable[..., Coroutine[Any, Any, Sample]],
-        submit: Callable[[Coroutine[Any, Any, list[Sample]]], Future[list[Sample]]],
-        check: Callable[[Sequence[Prompt]], None],
-        *,
-        group_size: int,
-        iteration: int,
+        self, server: VLLMServer, connections: ServerConnections, sampling: SamplingSpec, iteration: int
     ) -> None:
-        self._sample = sample
-        self._submit = submit
-        self._check = check
-        self._group_size = group_size
+        self._server = server
+        self._connections = connections
         self._iteration = iteration
-        self._running: dict[Future[list[Sample]], int] = {}  # by the number of the prompt
-        self._num_prompts = 0
-        self._done: queue.SimpleQueue[Future[list[Sample]]] = queue.SimpleQueue()
-        self._groups: dict[int, list[Sample]] = {}
+        self._groups = OpenGroups(sampling)
+        self._knows_logprobs = server.configure_logprobs(sampling)
+        self._version = server.version or 0
+        self._running: dict[Future[Group], int] = {}  # by number of the prompt
+        self._done: queue.SimpleQueue[Future[Group]] = queue.SimpleQueue()
 
     def submit(self, prompts: Sequence[Prompt], *, iteration: int | None = None) -> None:
         """Start these groups too; RequestError, before anything is sent, if a prompt cannot be sampled."""
-        self._check(prompts)
-        for prompt in prompts:
-            future = self._submit(self._group(prompt, self._iteration if iteration is None else iteration))
-            self._running[future] = self._num_prompts
-            self._num_prompts += 1
+        server = self._server
+        limits = {"context": server._context, "vocabulary": server._vocabulary}
+        check_requests(prompts, self._groups.sampling, **limits, sees_images=server.image_processor is not None)
+        for number, prompt in zip(self._groups.open(prompts), prompts, strict=True):
+            group = self._group(prompt, self._iteration if iteration is None else iteration)
+            future = self._connections.submit(group)
+            self._running[future] = number
             future.add_done_callback(self._done.put)
 
-    async def _group(self, prompt: Prompt, iteration: int) -> list[Sample]:
+    async def _group(self, prompt: Prompt, iteration: int) -> Group:
         async with asyncio.TaskGroup() as tasks:
             made = [
-                tasks.create_task(self._sample(prompt, index, iteration=iteration)) for index in range(self._group_size)
+                tasks.create_task(self._sample(prompt, index, iteration))
+                for index in range(self._groups.sampling.group_size)
             ]
         return [task.result() for task in made]
 
-    def collect(self, most: int, *, wait: float | None = None) -> list[list[Sample]]:
+    async def _sample(self, prompt: Prompt, index: int, iteration: int) -> Sample:
+        server, sampling = self._server, self._groups.sampling
+        request = sample_request(prompt, index, sampling, iteration, server._stops)
+        if server._images is not None:
+            request = server._images.request(request, prompt.attachments)
+        token_ids, arguments = request
+        if (images := arguments.pop("images", None)) is not None:
+            answer = await ask_with_images(self._connections, server._name, token_ids, images, arguments)
+        else:
+            answer = await self._connections.ask(COMPLETIONS, {"model": server._name, **sample_body(request)})
+        token_ids, logprobs, finish = parse_completion(answer)
+        if finish == "length" and len(token_ids) < sampling.max_new_tokens:
+            raise EngineError(
+                f"the server ended a completion after {len(token_ids)} of {sampling.max_new_tokens} tokens, a limit of "
+                "its own: start it with --generation-config vllm"
+            )
+        return Sample(
+            prompt,
+            index,
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.array(logprobs if self._knows_logprobs else [math.nan] * len(token_ids), dtype=np.float32),
+            finish_reason="stop" if finish == "stop" else "length",
+            versions=np.full(len(token_ids), self._version),
+        )
+
+    def collect(self, most: int, *, wait: float | None = None) -> list[Group]:
         """Wait for groups, up to ``wait`` seconds.
 
         Raises:
@@ -458,7 +427,7 @@ class ServerStream:
             EngineError: If no server answers one.
         """
         deadline = math.inf if wait is None else time.monotonic() + wait
-        while not self._groups and self._running:
+        while not self._groups.complete and self._running:
             left = deadline - time.monotonic()
             try:
                 self._take(self._done.get(timeout=None if left == math.inf else max(left, 0.0)))
@@ -466,17 +435,17 @@ class ServerStream:
                 return []
             while not self._done.empty():
                 self._take(self._done.get())
-        ready = sorted(self._groups)[:most]
-        return [self._groups.pop(number) for number in ready]
+        return self._groups.take(most)
 
-    def _take(self, future: Future[list[Sample]]) -> None:
+    def _take(self, future: Future[Group]) -> None:
         number = self._running.pop(future)
         try:
-            self._groups[number] = future.result()
+            self._groups.add(number, future.result())
         except ExceptionGroup as failures:  # of a task group; the other requests of the group were cancelled
             raise failures.exceptions[0] from None
 
     def close(self) -> None:
         for future in self._running:
             future.cancel()
-        self._running, self._groups = {}, {}
+        self._running = {}
+        self._groups.clear()
