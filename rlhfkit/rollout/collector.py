@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -69,7 +69,7 @@ class GroupOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectedGroups:
-    """What :func:`collect_groups` returns."""
+    """What a :class:`GroupSelection` returns."""
 
     groups: list[Group]
     """Those of this rank, in the order of ``prompts``."""
@@ -96,119 +96,92 @@ class CollectedGroups:
     """At which they were sampled; ``None``: that of the callback's ``SamplingSpec``."""
 
 
-def collect_groups(
-    wanted: int,
-    queue: DrawnPrompts,
-    stream: GroupStream,
-    *,
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-    on_finished: Callable[[list[Group]], None] | None = None,
-    score: Callable[[list[Sample]], None] | None = None,
-    score_together: Callable[[list[Sample]], None] | None = None,
-    keep: Callable[[Sequence[Sample]], bool] | None = None,
-    most: int | None = None,
-    spare: int = 0,
-    rounds: bool = False,
-    begun: Dropped | None = None,
-    log: RankLog | None = None,
-    position: int = 0,
-) -> CollectedGroups:
-    """Draw, generate, score and select until enough groups are accepted, or no more may be sampled.
+@dataclass(eq=False)
+class GroupSelection:
+    """Draws, generates, scores and selects until enough groups are accepted, or no more may be sampled.
 
     Without ``spare`` the accepted groups do not depend on which finish first: the drawn prompts are the shortest prefix
     with enough groups to keep. Groups are accepted one by one, so none is left over; all other prompts are requeued.
-
-    Args:
-        wanted: Groups of the iteration, of all ranks.
-        queue: The prompts of the iteration, the same on every rank.
-        stream: Generates this rank's groups; closed at the end.
-        waiting: Makes a context in which the stream is waited for, to measure it.
-        on_finished: Called with this rank's groups as they are finished, before they are scored.
-        score: Sets the rewards of this rank's samples, in place; ``None``: they have them.
-        score_together: Adds rewards to this rank's samples, in place; a collective, which ranks without any join.
-        keep: Whether to train on a group; ``None``: on every group.
-        most: Maximum number of prompts to sample; ``None``: no limit.
-        spare: Groups in flight beyond those that are still missing.
-        rounds: Score all groups of a rank at once, and draw prompts for rejected groups when all are decided; for
-            engines that generate in batches.
-        begun: What the iteration before has dropped, to be continued by a ``stream`` that is a
-            :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`, as what this one drops is by the next; ``None``:
-            what is dropped is lost.
-        log: Of the ranks that collect together, inside its :meth:`~rlhfkit.rank_store.RankLog.run`; ``None``: this
-            process alone.
-        position: Number of the first prompt; prompt n is sampled by rank ``n % world_size``.
-
-    Raises:
-        ValueError: If there are fewer prompts than wanted groups.
-        RuntimeError: If the stream ends before all groups were returned.
+    What is drawn, accepted and rejected is decided from the log, so equally on every rank.
     """
-    log = log or LocalStore().log("groups")
-    selection = _Selection(
-        wanted, queue, stream, log, most=most, spare=spare, rounds=rounds, begun=begun, position=position
-    )
-    try:
-        selection.begin()
-        while not selection.finished:
-            groups = selection.collect(waiting, on_finished)
-            if groups and score is not None:
-                score(flatten(groups))
-            if score_together is not None:
-                selection.wait_for_round()
-                score_together(flatten(groups))
-            selection.report(groups, keep)
-            selection.follow()
-        if begun is not None:
-            with waiting():
-                selection.cut()
-    finally:
-        stream.close()
-    return selection.result()
 
+    wanted: int
+    """Groups of the iteration, of all ranks."""
+    queue: DrawnPrompts
+    """The prompts of the iteration, the same on every rank."""
+    stream: GroupStream
+    """Generates this rank's groups; closed at the end."""
+    _: KW_ONLY
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes a context in which the stream is waited for, to measure it."""
+    on_finished: Callable[[list[Group]], None] | None = None
+    """Called with this rank's groups as they are finished, before they are scored."""
+    score: Callable[[list[Sample]], None] | None = None
+    """Sets the rewards of this rank's samples, in place; ``None``: they have them."""
+    score_together: Callable[[list[Sample]], None] | None = None
+    """Adds rewards to this rank's samples, in place; a collective, which ranks without any join."""
+    keep: Callable[[Sequence[Sample]], bool] | None = None
+    """Whether to train on a group; ``None``: on every group."""
+    most: int | None = None
+    """Maximum number of prompts to sample; ``None``: no limit."""
+    spare: int = 0
+    """Groups in flight beyond those that are still missing."""
+    rounds: bool = False
+    """Score all groups of a rank at once, and draw prompts for rejected groups when all are decided; for engines that
+    generate in batches."""
+    begun: Dropped | None = None
+    """What the iteration before has dropped, to be continued by a ``stream`` that is a
+    :class:`~rlhfkit.rollout.partial_rollouts.ResumableStream`, as what this one drops is by the next; ``None``: what is
+    dropped is lost."""
+    log: RankLog = field(default_factory=lambda: LocalStore().log("groups"))
+    """Of the ranks that collect together, inside its :meth:`~rlhfkit.rank_store.RankLog.run`; by default of this
+    process alone."""
+    position: int = 0
+    """Number of the first prompt; prompt n is sampled by rank ``n % world_size``."""
 
-class _Selection:
-    """Which groups of an iteration are drawn, accepted and rejected: decided from the log, so equally on every rank."""
-
-    def __init__(
-        self,
-        wanted: int,
-        queue: DrawnPrompts,
-        stream: GroupStream,
-        log: RankLog,
-        *,
-        most: int | None,
-        spare: int,
-        rounds: bool,
-        begun: Dropped | None,
-        position: int,
-    ) -> None:
-        self.wanted = wanted
-        self.queue = queue
-        self.stream = stream
-        self.log = log
-        self.most = most
-        self.spare = spare
-        self.rounds = rounds
+    def __post_init__(self) -> None:
         self.drawn: dict[int, Prompt] = {}  # by index, in the order of drawing
         self.outcomes: dict[int, GroupOutcome] = {}  # by index of the prompt, in the order of the log
         self.accepted = 0
         self.continued = 0
-        self._begun = begun
         self._dropped: Dropped | None = None
-        self._position = position
         self._ranks: dict[int, int] = {}  # who samples the group of each drawn prompt
         self._own: dict[int, Group] = {}
         self._submitted = 0  # this rank's groups that were not collected yet
         self._entries: deque[Any] = deque()  # read, not followed yet
 
-    # ------------------------------------------------------------------ draw
+    def run(self) -> CollectedGroups:
+        """Collect the groups.
 
-    def begin(self) -> None:
-        if self.queue.remaining < self.wanted:
-            raise ValueError(
-                f"an iteration of {self.wanted} groups needs as many different prompts, and there are "
-                f"{self.queue.remaining}"
-            )
-        self._draw()
+        Raises:
+            ValueError: If there are fewer prompts than wanted groups.
+            RuntimeError: If the stream ends before all groups were returned.
+        """
+        try:
+            if self.queue.remaining < self.wanted:
+                raise ValueError(
+                    f"an iteration of {self.wanted} groups needs as many different prompts, and there are "
+                    f"{self.queue.remaining}"
+                )
+            self._draw()
+            while not self.finished:
+                groups = self._collect()
+                if groups and self.score is not None:
+                    self.score(flatten(groups))
+                if self.score_together is not None:
+                    self._wait_for_round()
+                    self.score_together(flatten(groups))
+                if groups:
+                    self.log.append([self._outcome(group) for group in groups])
+                self._follow()
+            if self.begun is not None:
+                with self.waiting():
+                    self._cut()
+        finally:
+            self.stream.close()
+        return self._result()
+
+    # ------------------------------------------------------------------ draw
 
     def _draw(self) -> None:
         """Draw so many prompts that enough groups can be accepted, and submit this rank's share."""
@@ -222,7 +195,7 @@ class _Selection:
         self.drawn |= {prompt.index: prompt for prompt in prompts}
         share = [prompt for prompt in prompts if self._ranks[prompt.index] == self.log.store.rank]
         self._submitted += len(share)
-        begun = [] if self._begun is None else self._begun.begun(share)
+        begun = [] if self.begun is None else self.begun.begun(share)
         if begun:
             cast(ResumableStream, self.stream).resume(begun)
         known = {group[0].prompt.index for group in begun}
@@ -231,9 +204,9 @@ class _Selection:
     def _deal(self, prompts: Sequence[Prompt]) -> None:
         """Give prompts to the ranks in turn; one whose group was begun goes to the rank that has what was made."""
         for prompt in prompts:
-            rank = None if self._begun is None else self._begun.ranks.get(prompt.index)
+            rank = None if self.begun is None else self.begun.ranks.get(prompt.index)
             if rank is None:
-                rank = (self._position + len(self._ranks) - self.continued) % self.log.store.world_size
+                rank = (self.position + len(self._ranks) - self.continued) % self.log.store.world_size
             else:
                 self.continued += 1
             self._ranks[prompt.index] = rank
@@ -245,18 +218,16 @@ class _Selection:
 
     # ------------------------------------------------------------------ this rank's groups
 
-    def collect(
-        self, waiting: Callable[[], AbstractContextManager[None]], on_finished: Callable[[list[Group]], None] | None
-    ) -> list[Group]:
+    def _collect(self) -> list[Group]:
         """Wait a while for this rank's groups; with ``rounds`` until all that were submitted are finished."""
         alone, found = self.log.store.world_size == 1, list[Group]()
         while self._submitted and (self.rounds or not found):
             start = time.monotonic()
             # Only with other ranks is there something to look at meanwhile.
-            with waiting():
+            with self.waiting():
                 groups = self.stream.collect(max(self.wanted - self.accepted, 1), wait=None if alone else _POLL_SECONDS)
-            if groups and on_finished is not None:
-                on_finished(groups)
+            if groups and self.on_finished is not None:
+                self.on_finished(groups)
             if not groups and (alone or time.monotonic() - start < _POLL_SECONDS / 2):
                 ended = len(self._own) + len(found)
                 raise RuntimeError(
@@ -270,26 +241,16 @@ class _Selection:
         self._own |= {group[0].prompt.index: group for group in found}
         return found
 
-    def report(self, groups: Sequence[Group], keep: Callable[[Sequence[Sample]], bool] | None) -> None:
-        if not groups:
-            return
-        self.log.append(
-            [
-                GroupOutcome(
-                    group[0].prompt.index,
-                    keep is None or keep(group),
-                    [sample.reward for sample in group if sample.reward is not None],
-                )
-                for group in groups
-            ]
-        )
+    def _outcome(self, group: Group) -> GroupOutcome:
+        rewards = [sample.reward for sample in group if sample.reward is not None]
+        return GroupOutcome(group[0].prompt.index, self.keep is None or self.keep(group), rewards)
 
     # ------------------------------------------------------------------ what all ranks decide
 
     def _read(self, wait: float) -> None:
         self._entries += [entry for _, entry in self.log.read(wait)]
 
-    def wait_for_round(self) -> None:
+    def _wait_for_round(self) -> None:
         """Wait until all ranks have finished and scored what they were to generate in this round."""
         if self.log.store.world_size == 1:
             return
@@ -299,7 +260,7 @@ class _Selection:
         # Nothing but outcomes of this round can be behind these entries.
         self._entries = deque(entry for entry in self._entries if entry != _ROUND_GENERATED)
 
-    def follow(self) -> None:
+    def _follow(self) -> None:
         """Decide about the groups that the log reports, until this rank has something to do again.
 
         Prompts are drawn at a place in the log, not when a rank happens to read it, so all ranks draw the same.
@@ -323,14 +284,14 @@ class _Selection:
             if self.accepted < self.wanted and (not self.rounds or len(self.outcomes) == len(self.drawn)):
                 self._draw()
 
-    def cut(self) -> None:
+    def _cut(self) -> None:
         """Stop what is not finished, and keep what was made of it, with groups that were finished too late."""
         late = [group for index, group in self._own.items() if index not in self.outcomes]
         made = cast(ResumableStream, self.stream).cut()
         dropped = {index: rank for index, rank in self._ranks.items() if index not in self.outcomes}
         self._dropped = Dropped.of(dropped, [*late, *made])
 
-    def result(self) -> CollectedGroups:
+    def _result(self) -> CollectedGroups:
         """Return the selected groups, and requeue the prompts of groups that were not finished."""
         decided = [self.outcomes[index] for index in self.drawn if index in self.outcomes]
         kept = [each for each in decided if each.accepted]

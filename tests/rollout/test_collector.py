@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
-from rlhfkit.rollout.collector import CollectedGroups, collect_groups
+from rlhfkit.rollout.collector import CollectedGroups, GroupSelection
 
 TOTAL = 12
 
@@ -49,9 +49,9 @@ def prompt(row: int) -> Prompt:
 def fill(after: dict, seed: int, wanted: int, spare: int, teaches: set[int], most: int | None) -> CollectedGroups:
     stream, order = AnyOrder(random.Random(seed)), PromptOrder(TOTAL, seed=2)
     queue = IterationQueue(order, prompt, PromptCursor.from_state_dict(after))
-    filled = collect_groups(
+    filled = GroupSelection(
         wanted, queue, stream, keep=lambda group: group[0].prompt.index in teaches, most=most, spare=spare
-    )
+    ).run()
     groups = [group[0].prompt.index for group in filled.groups]
     good = [index for index in stream.given if index in teaches]
     assert stream.closed
@@ -115,11 +115,11 @@ def test_a_stream_that_ends_too_early_is_an_error() -> None:
     stream = Forgetful(random.Random(0))
     queue = IterationQueue(PromptOrder(TOTAL), prompt, PromptCursor())
     with pytest.raises(RuntimeError, match="4 groups were asked for, and the engine ended with 3 of them"):
-        collect_groups(4, queue, stream)
+        GroupSelection(4, queue, stream).run()
     assert stream.closed
 
 
 def test_more_groups_than_prompts_are_refused() -> None:
     queue = IterationQueue(PromptOrder(3), prompt, PromptCursor())
     with pytest.raises(ValueError, match="iteration of 4 groups needs as many different prompts, and there are 3"):
-        collect_groups(4, queue, AnyOrder(random.Random(0)))
+        GroupSelection(4, queue, AnyOrder(random.Random(0))).run()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 from rlhfkit.rank_store import LocalStore, RankLog
-from rlhfkit.rollout.collector import CollectedGroups, collect_groups
+from rlhfkit.rollout.collector import CollectedGroups, GroupSelection
 from rlhfkit.rollout.partial_rollouts import Dropped
 
 TOTAL = 14
@@ -107,14 +107,14 @@ def collect(after: dict[str, Any], seed: int, log: RankLog, **arguments: Any) ->
     queue = IterationQueue(
         PromptOrder(TOTAL, seed=2), lambda row: Prompt(row, [5]), PromptCursor.from_state_dict(after)
     )
-    found = collect_groups(
+    found = GroupSelection(
         arguments.pop("wanted"),
         queue,
         stream,
         keep=lambda group: group[0].prompt.index in teaches,
         log=log,
         **arguments,
-    )
+    ).run()
     return found, stream
 
 
@@ -224,7 +224,7 @@ def test_a_stream_that_ends_too_early_is_an_error_on_all_ranks() -> None:
 
     def step(log: RankLog) -> CollectedGroups:
         queue = IterationQueue(PromptOrder(TOTAL), lambda row: Prompt(row, [5]), PromptCursor())
-        return collect_groups(6, queue, Forgetful(log.store.rank, True), log=log)
+        return GroupSelection(6, queue, Forgetful(log.store.rank, True), log=log).run()
 
     errors = on_ranks(2, step)
     with pytest.raises(RuntimeError, match="groups were asked for, and the engine ended with"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
 from rlhfkit.rank_store import LocalStore
-from rlhfkit.rollout.collector import collect_groups, flatten
+from rlhfkit.rollout.collector import GroupSelection, flatten
 from rlhfkit.rollout.prompt_stream import PromptStream
 from rollout.test_collector_ranks import ThreadStore
 
@@ -130,7 +130,7 @@ def play(world_size: int, ahead: int, seed: int, wanted: int, teaches: set[int])
                     seeds[iteration][sample.prompt.index] = int(sample.token_ids[0])
 
             one = log.run(
-                lambda log=log: collect_groups(
+                lambda log=log: GroupSelection(
                     wanted,
                     stream,
                     stream,
@@ -139,7 +139,7 @@ def play(world_size: int, ahead: int, seed: int, wanted: int, teaches: set[int])
                     log=log,
                     most=8,
                     position=stream.position,
-                ),
+                ).run(),
                 timeout=30,
                 waiting_for="samples",
             )

@@ -1,7 +1,7 @@
 """``Source``: where the groups of an iteration come from; ``GroupCollector`` is the innermost one.
 
 It draws prompts, generates, scores and selects; each rank has its share.
-:func:`~rlhfkit.rollout.collector.collect_groups` has the order of these, this file the steps. What a run uses besides
+:class:`~rlhfkit.rollout.collector.GroupSelection` has the order of these, this file the steps. What a run uses besides
 is around it: the parts that a ``RolloutCallback`` was given, from the inside to the outside.
 """
 
@@ -23,10 +23,10 @@ from rlhfkit.rollout.collector import (
     BatchedGroupStream,
     CollectedGroups,
     Group,
+    GroupSelection,
     GroupStream,
     StreamingEngine,
     all_groups,
-    collect_groups,
     flatten,
 )
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
@@ -166,7 +166,7 @@ class GroupCollector:
         else:
             stream = self._stream(sampling, iteration)
         finished = None if self.on_finished is None else partial(self.on_finished, ask)
-        collected = collect_groups(
+        selection = GroupSelection(
             wanted,
             queue if prompts is None else prompts,
             stream,
@@ -182,6 +182,7 @@ class GroupCollector:
             log=rank_log,
             position=0 if prompts is None else prompts.position,
         )
+        collected = selection.run()
         if self.partials is not None and collected.dropped is not None:
             self.partials[iteration + 1] = collected.dropped
         if self.complete is not None:
