@@ -21,7 +21,7 @@ from rlhfkit.ray_placement import (
 from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.roles.critic_pool import CriticPool
 from rlhfkit.roles.model_pool import ModelPool
-from rlhfkit.rollout.remote.placement import RankLocation, start_ray_for_engines, visible_gpus
+from rlhfkit.rollout.vllm.placement import RankLocation, start_ray_for_engines, visible_gpus
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.validation import check_integer, check_number
 

@@ -13,13 +13,13 @@ import torch
 from rlhfkit import SamplingSpec, VLLMPool
 from rlhfkit.rollout import HealthPolicy
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.remote.placement import ActorPlacement
-from rlhfkit.rollout.remote.scheduler import RequestScheduler
 from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import Probes, State
+from rlhfkit.rollout.supervision.scheduler import RequestScheduler
 from rlhfkit.rollout.supervision.table import PoolSettings
 from rlhfkit.rollout.vllm import pool
 from rlhfkit.rollout.vllm.actor import ActorLauncher
+from rlhfkit.rollout.vllm.placement import ActorPlacement
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 _NUMBERS = itertools.count()

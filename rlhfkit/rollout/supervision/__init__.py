@@ -1,4 +1,4 @@
-"""Remote engine processes: started, probed, marked dead, started again.
+"""Remote engine processes: started, probed, marked dead, started again; requests to those that serve.
 
 May import: ``rollout/errors.py``, ``rollout/event_loop.py``, ``weight_sync/sender.py``, ``rank_store.py``,
 ``ray_session.py``, and Ray, when used.

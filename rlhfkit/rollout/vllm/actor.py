@@ -18,7 +18,6 @@ import numpy as np
 
 from rlhfkit.gpus import VARIABLE, ask_driver, weights_do_not_fit
 from rlhfkit.rollout.errors import RefusedRequest
-from rlhfkit.rollout.remote.placement import ActorPlacement, assigned_gpus
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.table import this_process
@@ -26,6 +25,7 @@ from rlhfkit.rollout.vllm.adapter_slot import adapter_request
 from rlhfkit.rollout.vllm.engine_load import EngineLoad
 from rlhfkit.rollout.vllm.in_process import InProcessLLM
 from rlhfkit.rollout.vllm.machines import WorkerMachines, node_arguments, run_workers
+from rlhfkit.rollout.vllm.placement import ActorPlacement, assigned_gpus
 
 Result = TypeVar("Result")
 

@@ -25,19 +25,6 @@ from rlhfkit.ray_session import JoinedRay, this_cluster
 from rlhfkit.rollout.collector import sample_all
 from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_scored
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.remote.placement import (
-    ActorPlacement,
-    DedicatedPlacement,
-    RankLocation,
-    check_locations,
-    colocated_placements,
-    held_placements,
-    locate_rank,
-    start_ray_for_engines,
-    why_ray_has_few_gpus,
-)
-from rlhfkit.rollout.remote.rank_memory import free_cached_memory, release_exported_buffers
-from rlhfkit.rollout.remote.stream import PoolStream
 from rlhfkit.rollout.supervision.calls import Request
 from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
@@ -56,6 +43,19 @@ from rlhfkit.rollout.vllm.arguments import (
     vllm_resume_problem,
 )
 from rlhfkit.rollout.vllm.parallelism import Parallelism
+from rlhfkit.rollout.vllm.placement import (
+    ActorPlacement,
+    DedicatedPlacement,
+    RankLocation,
+    check_locations,
+    colocated_placements,
+    held_placements,
+    locate_rank,
+    start_ray_for_engines,
+    why_ray_has_few_gpus,
+)
+from rlhfkit.rollout.vllm.rank_memory import free_cached_memory, release_exported_buffers
+from rlhfkit.rollout.vllm.stream import PoolStream
 from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
 from rlhfkit.rollout.weight_sync.sender import WeightSender
 from rlhfkit.rollout.weight_sync.transfers import Transfer, check_transfer, make_sender, resolve_transfer

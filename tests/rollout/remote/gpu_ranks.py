@@ -31,7 +31,7 @@ def place_engines() -> dict[str, Any]:
     """What a pool does before it starts engines: this rank's GPU, and on rank 0 those of the engines."""
     from rlhfkit.distributed import gather_objects, get_rank
     from rlhfkit.rollout.errors import EngineError
-    from rlhfkit.rollout.remote.placement import locate_rank
+    from rlhfkit.rollout.vllm.placement import locate_rank
     from rlhfkit.rollout.vllm.pool import VLLMPool
 
     locations = gather_objects(locate_rank())
@@ -89,7 +89,7 @@ def beside(rank: Any) -> dict[str, Any]:
     import ray
 
     from rlhfkit.gpus import ask_driver
-    from rlhfkit.rollout.remote.placement import colocated_placements
+    from rlhfkit.rollout.vllm.placement import colocated_placements
 
     (place,) = colocated_placements([rank], 1, 1)
     options = place.options | {"runtime_env": {"env_vars": place.environment}}

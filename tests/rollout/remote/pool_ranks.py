@@ -13,10 +13,10 @@ from rank_store_ranks import raised, start
 import rlhfkit.rank_store
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.supervision.calls import Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.health import State
+from rlhfkit.rollout.vllm.placement import RankLocation
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rollout.remote import sleeping_engines

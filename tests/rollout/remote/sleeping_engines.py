@@ -24,11 +24,11 @@ from rlhfkit.callbacks import SharedDevices
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import sample_seed
 from rlhfkit.rollout.errors import RefusedRequest
-from rlhfkit.rollout.remote import rank_memory
-from rlhfkit.rollout.remote.placement import RankLocation
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE, Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
+from rlhfkit.rollout.vllm import rank_memory
+from rlhfkit.rollout.vllm.placement import RankLocation
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.training_states import TrainingStates
 from rollout.toy_engines import ToyEngine

@@ -23,7 +23,7 @@ from strategies import ranks
 from rlhfkit.ray_placement import fewest_machines
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.remote.placement import RankLocation, assign_ranks, check_locations
+from rlhfkit.rollout.vllm.placement import RankLocation, assign_ranks, check_locations
 from rlhfkit.rollout.weight_sync.cuda_ipc import split_into_chunks
 
 

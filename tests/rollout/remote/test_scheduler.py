@@ -9,11 +9,11 @@ import pytest
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.errors import EngineError, StallError
-from rlhfkit.rollout.remote.scheduler import RequestScheduler
-from rlhfkit.rollout.remote.stream import PoolStream
 from rlhfkit.rollout.supervision.calls import Request
 from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import State
+from rlhfkit.rollout.supervision.scheduler import RequestScheduler
+from rlhfkit.rollout.vllm.stream import PoolStream
 from rollout.toy_engines import BREAKS, request, toy_engines
 
 pytestmark = pytest.mark.ray

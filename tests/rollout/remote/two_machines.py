@@ -14,7 +14,7 @@ def place_engines(folder: Path) -> dict[str, Any]:
 
     from rlhfkit.ray_session import cluster_address
     from rlhfkit.rollout.errors import EngineError
-    from rlhfkit.rollout.remote.placement import DedicatedPlacement, start_ray_for_engines
+    from rlhfkit.rollout.vllm.placement import DedicatedPlacement, start_ray_for_engines
 
     head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rlhfkit.rollout.errors import EngineError, WeightsNeededError
-from rlhfkit.rollout.remote.scheduler import RequestScheduler
 from rlhfkit.rollout.supervision.engines import Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy, State
+from rlhfkit.rollout.supervision.scheduler import RequestScheduler
 from rlhfkit.rollout.supervision.table import EngineProcess, PoolSettings, Snapshot
 from rollout.toy_engines import request, toy_engines
 

@@ -1,6 +1,6 @@
 """Health of engines without engines: the rules, and that no order of events breaks them.
 
-Covers ``calls.py``, ``errors.py`` and the stall detector of ``remote/scheduler.py`` too.
+Covers ``calls.py``, ``errors.py`` and the stall detector of ``scheduler.py`` too.
 """
 
 import logging
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rlhfkit.rollout.errors import EngineFailure, StallError
-from rlhfkit.rollout.remote.scheduler import StallDetector
 from rlhfkit.rollout.supervision.engines import Engine
 from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, can_follow
+from rlhfkit.rollout.supervision.scheduler import StallDetector
 from rlhfkit.rollout.supervision.table import EngineProcess, PoolSettings
 
 

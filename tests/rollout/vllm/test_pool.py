@@ -24,8 +24,8 @@ from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
 from rlhfkit.rollout.errors import EngineError, RequestError
 from rlhfkit.rollout.local.generator import truncate
-from rlhfkit.rollout.remote.scheduler import split_into_jobs
 from rlhfkit.rollout.supervision.calls import EngineReceivers
+from rlhfkit.rollout.supervision.scheduler import split_into_jobs
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights

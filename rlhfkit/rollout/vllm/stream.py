@@ -12,9 +12,9 @@ from rlhfkit.rollout.collector import Group, OpenGroups
 from rlhfkit.rollout.engine import SamplingSpec, check_requests
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.partial_rollouts import CUT, continued
-from rlhfkit.rollout.remote.scheduler import RequestScheduler, split_into_jobs
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import Engines
+from rlhfkit.rollout.supervision.scheduler import RequestScheduler, split_into_jobs
 
 _CUT_SECONDS = 60.0
 """Time for engines to return what they have made; what takes longer is sampled again."""
