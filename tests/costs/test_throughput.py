@@ -16,7 +16,7 @@ from rlhfkit.costs import Throughput
 from rlhfkit.costs.estimation import train_flops
 from rlhfkit.costs.model_shape import model_shape
 from rlhfkit.costs.throughput import gpu_named, rates
-from rlhfkit.rollout.vllm.engine_load import EngineLoad
+from rlhfkit.rollout.vllm.actor import EngineLoad
 
 
 class Clock:

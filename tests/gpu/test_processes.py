@@ -20,9 +20,8 @@ from gpu.comparing import Figures
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.weight_sync.cuda_ipc import without_expandable_segments
 from rlhfkit.rollout.weight_sync.process_group.groups import NcclGroup, call_with_limit
-from rlhfkit.rollout.weight_sync.process_group.receiver import JoinInfo, WeightReceiver
-from rlhfkit.rollout.weight_sync.process_group.rendezvous import open_store
-from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import Rendezvous, open_store
+from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender, WeightReceiver
 
 TESTS = Path(__file__).parents[1]
 
@@ -81,7 +80,7 @@ def receive() -> None:
     for kind, given in asked():
         try:
             if kind == "connect":
-                receiver.join(JoinInfo(**given), 0)
+                receiver.join(Rendezvous(**given), 0)
             elif kind == "update":
                 for named, _ in receiver.receive([WeightInfo(*info) for info in given]):
                     held |= {name: tensor.to(device, copy=True) for name, tensor in named}

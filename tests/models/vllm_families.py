@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from models.families import FAMILIES, Family
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout.engine import WeightSource
-from rlhfkit.rollout.vllm.engine_load import EngineLoad
+from rlhfkit.rollout.vllm.actor import EngineLoad
 from rlhfkit.rollout.vllm.in_process import InProcessLLM
 from rlhfkit.rollout.vllm.parallelism import Parallelism
-from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
+from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 PROMPT = [5, 17, 40, 63, 22, 9, 31, 77, 50, 12, 88, 41]

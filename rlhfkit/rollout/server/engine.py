@@ -37,8 +37,7 @@ from rlhfkit.rollout.server.weights import (
     served_versions,
 )
 from rlhfkit.rollout.vllm.arguments import check_vllm_sampling, sample_request
-from rlhfkit.rollout.weight_sync.coordinator import attempt_sync
-from rlhfkit.rollout.weight_sync.transfers import check_transfer
+from rlhfkit.rollout.weight_sync.coordinator import attempt_sync, check_transfer
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.validation import check_integer, check_number
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.server.connection import ServerConnections, ServerRefusal
-from rlhfkit.rollout.weight_sync.coordinator import SyncSteps
+from rlhfkit.rollout.weight_sync.coordinator import SyncSteps, Transfer, make_sender, resolve_transfer
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import address_towards
 from rlhfkit.rollout.weight_sync.sender import Receivers, WeightSender
-from rlhfkit.rollout.weight_sync.transfers import Transfer, make_sender, resolve_transfer
 from rlhfkit.serving.access import is_loopback
 from rlhfkit.serving.client import Endpoint
 

@@ -22,7 +22,6 @@ from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.table import this_process
 from rlhfkit.rollout.vllm.adapter_slot import adapter_request
-from rlhfkit.rollout.vllm.engine_load import EngineLoad
 from rlhfkit.rollout.vllm.in_process import InProcessLLM
 from rlhfkit.rollout.vllm.machines import WorkerMachines, node_arguments, run_workers
 from rlhfkit.rollout.vllm.placement import ActorPlacement, assigned_gpus
@@ -444,3 +443,46 @@ def _completion(output: Any) -> Completion:
     logprobs = (entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs, strict=True))
     runs = [(int(span.version), span.end - span.start) for span in made.weight_versions or ()]
     return Completion(token_ids, np.fromiter(logprobs, np.float32, len(token_ids)), str(made.finish_reason), runs)
+
+
+class EngineLoad:
+    """How busy an engine is, from what its scheduler reports after each step.
+
+    A stat logger of vLLM 0.32 and 0.33 (``vllm.v1.metrics.loggers.StatLoggerBase``), without its base class.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps, self._running, self._waiting, self._cache = 0, 0, 0, 0.0
+
+    def factory(self, config: Any, number: int = 0) -> "EngineLoad":
+        """Return this object, for each replica of the engine that vLLM makes a logger for."""
+        return self
+
+    def record(self, scheduler_stats: Any, *more: Any, **others: Any) -> None:
+        """Add a step; ``scheduler_stats`` are vLLM's ``SchedulerStats``, or ``None``."""
+        if scheduler_stats is None:
+            return
+        self._steps += 1
+        self._running += scheduler_stats.num_running_reqs
+        self._waiting += scheduler_stats.num_waiting_reqs
+        self._cache = max(self._cache, scheduler_stats.kv_cache_usage)
+
+    def take(self) -> dict[str, float]:
+        """Return the load since the last call: means of requests over steps, and the most of the cache; 0 to 1."""
+        steps = max(self._steps, 1)
+        found = {"running": self._running / steps, "waiting": self._waiting / steps, "kv_cache": self._cache}
+        steps = self._steps
+        self._forget()
+        return found if steps else {}
+
+    def log_engine_initialized(self) -> None:
+        """Nothing is written."""
+
+    def log(self) -> None:
+        """Nothing is written."""
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        """Sleep is not counted."""

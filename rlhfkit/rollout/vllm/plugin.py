@@ -1,7 +1,7 @@
 """A weight-transfer engine named ``rlhfkit`` for vLLM 0.32 and 0.33, beside their own ``nccl`` and ``ipc``.
 
 It receives over gloo or NCCL, as the trainer's
-:class:`~rlhfkit.rollout.weight_sync.sender.ProcessGroupSender` says.
+:class:`~rlhfkit.rollout.weight_sync.process_group.transfer.ProcessGroupSender` says.
 
 It is registered by the entry point ``vllm.general_plugins``, which vLLM loads in each of its processes, and again when
 workers import our ``worker_extension_cls``, which needs no installed metadata. Imported by vLLM's processes only.
@@ -24,7 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.vllm.adapter_slot import check_targets, install_adapter
 from rlhfkit.rollout.vllm.machines import end_with_parent
-from rlhfkit.rollout.weight_sync.process_group.receiver import JoinInfo, WeightReceiver
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import Rendezvous
+from rlhfkit.rollout.weight_sync.process_group.transfer import WeightReceiver
 from rlhfkit.rollout.weight_sync.source import ADAPTER_PREFIX, ADAPTER_SETTINGS
 
 NAME = "rlhfkit"
@@ -32,7 +33,7 @@ NAME = "rlhfkit"
 
 
 @dataclass
-class ProcessGroupInitInfo(JoinInfo, WeightTransferInitInfo):
+class ProcessGroupInitInfo(Rendezvous, WeightTransferInitInfo):
     """How a worker joins the trainer's group."""
 
 

@@ -54,11 +54,17 @@ from rlhfkit.rollout.vllm.placement import (
     start_ray_for_engines,
     why_ray_has_few_gpus,
 )
-from rlhfkit.rollout.vllm.rank_memory import free_cached_memory, release_exported_buffers
 from rlhfkit.rollout.vllm.stream import PoolStream
-from rlhfkit.rollout.weight_sync.coordinator import WeightSyncCoordinator, attempt_sync
+from rlhfkit.rollout.weight_sync.coordinator import (
+    Transfer,
+    WeightSyncCoordinator,
+    attempt_sync,
+    check_transfer,
+    make_sender,
+    resolve_transfer,
+)
+from rlhfkit.rollout.weight_sync.cuda_ipc import free_cached_memory, release_exported_buffers
 from rlhfkit.rollout.weight_sync.sender import WeightSender
-from rlhfkit.rollout.weight_sync.transfers import Transfer, check_transfer, make_sender, resolve_transfer
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:

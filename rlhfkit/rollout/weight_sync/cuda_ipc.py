@@ -6,6 +6,7 @@ in both). Its readers have run on a CPU with memory that both processes map from
 """
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -162,3 +163,30 @@ def _announcement(infos: Sequence[WeightInfo], handles: dict[str, Any]) -> dict[
         # and ranks share a GPU.
         "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
     }
+
+
+# ---------------------------------------------------------------- memory of this rank that engines on its GPU can take
+#
+# When each is called is part of the order in rlhfkit/callbacks/rollout/parts/shared_devices.py.
+
+
+def free_cached_memory() -> None:
+    """Give the driver the memory that torch keeps for later; nothing without a GPU.
+
+    Engines that wake map physical memory, and find none that torch's cache still holds. Objects that
+    refer to one another (tracebacks, modules) keep tensors until they are collected.
+    """
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def release_exported_buffers() -> None:
+    """Free buffers that were exported to engines and that these have closed; nothing without a GPU.
+
+    torch keeps an exported block until its reader has closed it, and looks only when it exports again.
+    """
+    if torch.cuda.is_available():
+        gc.collect()
+        cuda: Any = torch.cuda  # has no types
+        cuda.ipc_collect()

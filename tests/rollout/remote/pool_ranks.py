@@ -18,7 +18,7 @@ from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE
 from rlhfkit.rollout.supervision.health import State
 from rlhfkit.rollout.vllm.placement import RankLocation
 from rlhfkit.rollout.vllm.pool import VLLMPool
-from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
+from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender
 from rollout.remote import sleeping_engines
 from rollout.toy_engines import request, toy_engines
 

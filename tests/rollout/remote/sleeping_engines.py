@@ -27,9 +27,9 @@ from rlhfkit.rollout.errors import RefusedRequest
 from rlhfkit.rollout.supervision.calls import Completion, Request
 from rlhfkit.rollout.supervision.engines import ENGINE_NAMESPACE, Engines
 from rlhfkit.rollout.supervision.health import HealthPolicy
-from rlhfkit.rollout.vllm import rank_memory
 from rlhfkit.rollout.vllm.placement import RankLocation
 from rlhfkit.rollout.vllm.pool import VLLMPool
+from rlhfkit.rollout.weight_sync import cuda_ipc
 from rlhfkit.training_states import TrainingStates
 from rollout.toy_engines import ToyEngine
 from rollout.weight_sync.mapped_ipc import MappedSender, open_mapped
@@ -169,15 +169,15 @@ class SleepingPool(VLLMPool):
 
 
 class Recorder:
-    """Writes down what this rank does with memory; stands in for ``torch.cuda`` and ``gc`` in ``rank_memory.py``."""
+    """Writes down what this rank does with memory; stands in for ``torch.cuda`` and ``gc`` in ``cuda_ipc.py``."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: Events = []
         cuda = SimpleNamespace(
             is_available=lambda: True, empty_cache=self.noting("empty_cache"), ipc_collect=self.noting("ipc_collect")
         )
-        patch.setattr(rank_memory, "torch", SimpleNamespace(cuda=cuda))
-        patch.setattr(rank_memory, "gc", SimpleNamespace(collect=self.noting("gc.collect")))
+        patch.setattr(cuda_ipc, "torch", SimpleNamespace(cuda=cuda, uint8=torch.uint8))
+        patch.setattr(cuda_ipc, "gc", SimpleNamespace(collect=self.noting("gc.collect")))
         offload, reload = TrainingStates.offload_states, TrainingStates.reload_states
         recorder = self
 

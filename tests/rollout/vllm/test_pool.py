@@ -27,7 +27,7 @@ from rlhfkit.rollout.local.generator import truncate
 from rlhfkit.rollout.supervision.calls import EngineReceivers
 from rlhfkit.rollout.supervision.scheduler import split_into_jobs
 from rlhfkit.rollout.vllm.pool import VLLMPool
-from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
+from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rollout.zero3_ranks import run_ranks
 

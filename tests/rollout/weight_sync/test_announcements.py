@@ -10,7 +10,7 @@ from shared_pool import SharedPool
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.supervision.calls import EngineReceivers
-from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
+from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender
 
 INFOS = [WeightInfo("a", (2, 3), torch.float32), WeightInfo("b", (4,), torch.bfloat16)]
 WEIGHTS = [("a", torch.ones(2, 3)), ("b", torch.zeros(4, dtype=torch.bfloat16))]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rlhfkit import VLLMPool
+from rlhfkit.rollout.weight_sync.coordinator import make_sender
 from rlhfkit.rollout.weight_sync.cuda_ipc import IPCSender, without_expandable_segments
 from rlhfkit.rollout.weight_sync.process_group.groups import NcclGroup
-from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
-from rlhfkit.rollout.weight_sync.transfers import make_sender
+from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender
 
 
 class Error(enum.Enum):

@@ -1,6 +1,6 @@
 """Weights in blocks of bytes from training rank 0 to all workers: over gloo or NCCL.
 
 May import: ``engine.py``, ``errors.py``, and ``sender.py`` and ``source.py`` of the folder above.
-Start at :mod:`rlhfkit.rollout.weight_sync.process_group.sender` (the trainer) and ``receiver.py`` (the workers). Only
-``groups.py`` knows what sets the backends apart.
+Start at :mod:`rlhfkit.rollout.weight_sync.process_group.transfer`. Only ``groups.py`` knows what sets the backends
+apart.
 """

@@ -29,7 +29,7 @@ _MARGIN_SECONDS = 5.0
 
 @dataclass
 class Rendezvous:
-    """Where the processes of one group meet, and how they connect; the same for all of them."""
+    """Where the processes of one group meet, and how they connect; the same for all but the ``rank_offset``."""
 
     address: str
     """Address of the trainer's store."""
@@ -43,6 +43,8 @@ class Rendezvous:
     backend: Backend = "gloo"
     """``"gloo"``: blocks come to the CPU; ``"nccl"``: to the worker's GPU."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    rank_offset: int = 0
+    """Rank of the first worker of the engine that is told."""
 
     @property
     def place(self) -> str:

@@ -1,6 +1,6 @@
 """A whole transfer, over real gloo; NCCL differs in ``NcclGroup`` only.
 
-Covers ``groups.py``, ``rendezvous.py``, ``receiver.py``, ``transport.py`` and ``waiting.py`` too.
+Covers ``groups.py``, ``rendezvous.py``, ``transfer.py`` and ``transport.py``.
 """
 
 import itertools
@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.errors import EngineError
-from rlhfkit.rollout.weight_sync.process_group.receiver import JoinInfo, WeightReceiver
 from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
     Rendezvous,
     TrainerWatch,
@@ -26,7 +25,7 @@ from rlhfkit.rollout.weight_sync.process_group.rendezvous import (
     open_store,
     report,
 )
-from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
+from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender, WeightReceiver
 from rlhfkit.rollout.weight_sync.process_group.transport import Transport
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
@@ -79,7 +78,7 @@ class ReceiverThreads:
     def _join(self, number: int, init_info: dict[str, Any]) -> None:
         start = time.monotonic()
         try:
-            self.receivers[number].join(JoinInfo(**init_info, rank_offset=1), number)
+            self.receivers[number].join(Rendezvous(**init_info | {"rank_offset": 1}), number)
         except Exception:
             self.ended_after[number] = time.monotonic() - start
             raise

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rlhfkit.rollout.engine import WeightInfo
-from rlhfkit.rollout.weight_sync.process_group.receiver import JoinInfo, WeightReceiver
-from rlhfkit.rollout.weight_sync.process_group.sender import ProcessGroupSender
+from rlhfkit.rollout.weight_sync.process_group.rendezvous import Rendezvous
+from rlhfkit.rollout.weight_sync.process_group.transfer import ProcessGroupSender, WeightReceiver
 
 TENSORS = 40
 INFOS = [WeightInfo(f"layer.{index}", (2**18,), torch.float32) for index in range(TENSORS)]  # 1 MiB each
@@ -86,7 +86,7 @@ class Pipes:
 
     def connect(self, init_info: dict[str, Any], *, ranked: bool = True) -> "Calls":
         self.timeout = init_info["timeout"]
-        return Calls(self, "connect", JoinInfo(**init_info, rank_offset=1))
+        return Calls(self, "connect", Rendezvous(**init_info | {"rank_offset": 1}))
 
     def update(self, update_info: dict[str, Any]) -> "Calls":
         return Calls(self, "update", None)
