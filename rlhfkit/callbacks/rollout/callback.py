@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -31,15 +31,15 @@ from rlhfkit.callbacks.rollout.parts import default_parts, parts_of
 from rlhfkit.callbacks.rollout.sharing import SharedIteration, iteration_metrics, share_copies, share_iteration
 from rlhfkit.callbacks.rollout.source import Ask, GroupCollector, Source
 from rlhfkit.callbacks.rollout.timing import Timing, slowest
-from rlhfkit.callbacks.rollout.weight_sync import WeightSynchronizer
 from rlhfkit.data.exchange import gather_columns
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.distributed import cpu_group, run_on_all_ranks, true_on_all_ranks
+from rlhfkit.models.load import base_model_name, precision_dtype
 from rlhfkit.parts import overriding
 from rlhfkit.protocols import STATES_OF_RANKS, HasChatTemplate
 from rlhfkit.rewards.base import Reward, mean_metrics, reward_metrics
 from rlhfkit.rollout.collector import CollectedGroups
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
+from rlhfkit.rollout.engine import DrainableWeights, RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import WeightsNeededError
 from rlhfkit.trainer_parts import (
     callbacks_of,
@@ -53,6 +53,7 @@ from rlhfkit.validation import check_number
 
 if TYPE_CHECKING:
     from rlhfkit.rollout.groups import AnyGroupFunction, GroupRunner
+    from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 T = TypeVar("T")
 P = TypeVar("P", bound=RolloutPart)
@@ -140,7 +141,9 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
         """Where the groups of an iteration come from: the collector, and around it what the parts of a run make of it;
         complete after ``setup``."""
         self._sampling_source: Source = self.collector
-        self.weight_synchronizer = self._synchronizer()
+        self.sync_metrics: Mapping[str, float] = {}
+        """What the engine logs of the last weight sync, the same on every rank."""
+        self._sent: _Sent | None = None  # to the engine, in this run
         self.planner: IterationPlanner
         """Plans micro-batches; made in ``setup``."""
         self._sampling = self.sampling  # of the run
@@ -209,7 +212,48 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
             for updating in self._hooks("updating_weights"):
                 allowed.enter_context(updating(trainer))
             with self.timing.record("weight_sync", self.iteration):
-                self.weight_synchronizer.sync(trainer)
+                self._sync_weights(trainer)
+
+    def _sync_weights(self, trainer: L.Trainer) -> None:
+        """Load the weights of ``global_step`` unless the engine has them; it can generate then. A collective."""
+        version = trainer.global_step
+        if true_on_all_ranks(self.engine.version == version):
+            self._call("before_generate", trainer)  # it may sleep during training, with its weights
+            return
+        with profiler_of(trainer).profile("rollout.sync_weights"):
+            sent = self._sent = self._sent or self._choose(trainer)
+            weights = DrainableWeights(sent.weights, why_copied=sent.why_copied)
+            self.engine.configure_weights(weights)
+            self._call("before_start", trainer)
+            run_on_all_ranks(lambda: self._start_engines(sent))
+            self._call("after_start", trainer)
+            self.sync_metrics = run_on_all_ranks(lambda: self._load(weights, version))[0]
+        self._call("after_load", trainer)
+        self._call("before_generate", trainer)
+        self._call("after_sync", trainer)
+
+    def _choose(self, trainer: L.Trainer) -> "_Sent":
+        """Decide what is sent in this run, and what the engine computes with."""
+        from rlhfkit.rollout.weight_sync.source import ModuleWeights
+
+        module, dtype = policy_of(trainer), precision_dtype(trainer.precision, compute=True)
+        weights = ModuleWeights(module.policy, dtype=dtype)
+        reasons = [reason(trainer) for reason in self._hooks("why_copied")]
+        why_copied = next((one for one in reasons if one is not None), None) or weights.why_copied()
+        how = {"dtype": dtype, "trust_remote_code": module.trust_remote_code}
+        return _Sent(weights, why_copied, base_model_name(module.model_name), how)
+
+    def _start_engines(self, sent: "_Sent") -> None:
+        self.engine.start(sent.model, **sent.how)
+        if self.groups is not None:
+            self.groups.function.start(self.engine, sent.model, **sent.how)
+
+    def _load(self, weights: DrainableWeights, version: int) -> Mapping[str, float]:
+        try:
+            self.engine.load(weights, version)
+        finally:
+            weights.drain()
+        return dict(self.engine.sync_metrics())
 
     def collect_groups(self) -> CollectedGroups:
         """Draw prompts, generate, score and select, this rank its share. Called on every rank."""
@@ -322,7 +366,7 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
                 "what it cannot score",
                 *(self.iteration, len(shared.summary)),
             )
-        metrics |= self.weight_synchronizer.metrics
+        metrics |= self.sync_metrics
         if reward is not None:
             metrics |= mean_metrics(run_on_all_ranks(lambda: reward_metrics(reward)))
         for measure in self._hooks("metrics"):
@@ -412,7 +456,7 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
             return
         self._inside_iteration = False
         self.engine.version = None  # equal steps of two runs, or of two checkpoints, are not equal weights
-        self.weight_synchronizer = self._synchronizer()
+        self._sent, self.sync_metrics = None, {}
         prompts_of(trainer)
         check_reward(trainer, self.reward, fit=stage == "fit")
         module = policy_of(trainer)
@@ -463,13 +507,13 @@ class RolloutCallback(Callback, metaclass=AnswersNames):
         for wrap in self._hooks("wrap"):
             self.source = wrap(self.source)
 
-    def _synchronizer(self) -> WeightSynchronizer:
-        more = None if self.groups is None else self.groups.function.start
-        return WeightSynchronizer(self.engine, self._hooks, more)
-
     def _hooks(self, name: str) -> list[Any]:
         """A hook of all parts that have it, those of the module first."""
         return overriding([*self._of_module, *self.parts], name, RolloutPart)
+
+    def _call(self, hook: str, trainer: L.Trainer) -> None:
+        for call in self._hooks(hook):
+            call(trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Free the engine when training ends; ``trainer.validate`` leaves it running."""
@@ -551,6 +595,18 @@ def _group_runner(engine: RolloutEngine, group: "AnyGroupFunction | None") -> "G
     from rlhfkit.rollout.groups import GroupRunner
 
     return GroupRunner(engine, group)
+
+
+class _Sent(NamedTuple):
+    """What a run sends to its engine."""
+
+    weights: "ModuleWeights"
+    why_copied: str | None
+    """Why an engine in this process cannot use their memory; ``None``: it can."""
+    model: str
+    """Folder or hub name that engines are started with."""
+    how: dict[str, Any]
+    """Other arguments of their start."""
 
 
 class _Sampled:

@@ -37,7 +37,7 @@ class Keep(L.Callback):
         self.report["tokens"].append([(one.prompt.index, one.sample_index, one.token_ids.tolist()) for one in samples])
         self.report["versions"].append([sorted({version for one in samples for version in one.versions.tolist()})])
         self.report["probes"].append(rollouts.part(Probe).difference)
-        self.report["sync_bytes"] = rollouts.weight_synchronizer.metrics["rollout/sync_bytes"]
+        self.report["sync_bytes"] = rollouts.sync_metrics["rollout/sync_bytes"]
         self.report["own"].append(len(rollouts.samples))
         self.report["ranks"] = [get_rank(), get_world_size()]
 
