@@ -10,12 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhfkit.ray_placement import PlacementError
-    from rlhfkit.roles.critic_pool import CriticPool, CriticPoolError
-    from rlhfkit.roles.frozen_model import FrozenModel, ModelPoolError
-    from rlhfkit.roles.model_pool import ModelPool
-    from rlhfkit.roles.placement import Placement, RoleResources
-    from rlhfkit.roles.served_model import ServedModel
+    from rlhfkit.ray_placement import PlacementError as PlacementError
+    from rlhfkit.roles.critic_pool import CriticPool as CriticPool
+    from rlhfkit.roles.critic_pool import CriticPoolError as CriticPoolError
+    from rlhfkit.roles.frozen_model import FrozenModel as FrozenModel
+    from rlhfkit.roles.frozen_model import ModelPoolError as ModelPoolError
+    from rlhfkit.roles.model_pool import ModelPool as ModelPool
+    from rlhfkit.roles.placement import Placement as Placement
+    from rlhfkit.roles.placement import RoleResources as RoleResources
+    from rlhfkit.roles.served_model import ServedModel as ServedModel
 
 _HOMES = {
     "CriticPool": "roles.critic_pool",
@@ -29,17 +32,7 @@ _HOMES = {
     "ServedModel": "roles.served_model",
 }
 
-__all__ = [
-    "CriticPool",
-    "CriticPoolError",
-    "FrozenModel",
-    "ModelPool",
-    "ModelPoolError",
-    "Placement",
-    "PlacementError",
-    "RoleResources",
-    "ServedModel",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,20 +31,13 @@ _LAZY = {
 }
 
 __all__ = [
-    "GroupFunction",
-    "GroupSampler",
     "HealthPolicy",
-    "LocalEngine",
-    "ModuleWeights",
-    "ReplayEngine",
     "RolloutEngine",
     "SamplingSpec",
-    "VLLMPool",
-    "VLLMServer",
     "WeightInfo",
     "WeightSource",
-    "sample_groups",
     "sample_seed",
+    *_LAZY,
 ]
 
 

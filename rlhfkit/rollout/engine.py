@@ -183,43 +183,41 @@ class WeightInfo:
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
-class WeightSource(Protocol):
-    """The trainer's weights, sharded or not. Iterating is a collective: every rank must iterate to the end."""
+class WeightSource:
+    """The trainer's weights, sharded or not. Iterating is a collective: every rank must iterate to the end.
+
+    A subclass implements :meth:`metadata` and ``__iter__``.
+    """
 
     def metadata(self) -> list[WeightInfo]:
         """Describe what iterating yields, in order."""
-        ...
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face name and the full value of each tensor; it is valid until the next one is yielded."""
-        ...
+        raise NotImplementedError
 
     def in_checkpoint_format(self) -> "WeightSource":
         """Return the weights with the names, shapes and buffers of ``save_pretrained`` files, which vLLM reads.
 
         Returns the source itself if nothing differs.
         """
-        ...
-
-
-@runtime_checkable
-class AdapterSource(Protocol):
-    """A :class:`WeightSource` whose LoRA adapter can be sent without being merged into the weights under it."""
+        return self
 
     def adapter_settings(self) -> dict[str, Any] | None:
-        """Return rank, scale and targets in peft's terms; ``None``: there is no adapter.
+        """Return rank, scale and targets, in peft's terms, of a LoRA adapter that can be sent apart; ``None``: of none.
 
         Raises:
-            ValueError: With the reason, if it has to be merged.
+            ValueError: With the reason, if it has to be merged into the weights under it.
         """
-        ...
+        return None
 
-    def adapter_apart(self, *, with_base: bool) -> WeightSource:
+    def adapter_apart(self, *, with_base: bool) -> "WeightSource":
         """Return the adapter's matrices alone, ``with_base`` after the weights under it, for an engine's LoRA slots."""
-        ...
+        raise NotImplementedError
 
 
-class DrainableWeights:
+class DrainableWeights(WeightSource):
     """A weight source that can be read to its end after an engine failed, as other ranks wait in its collectives.
 
     ``why_copied``: why an engine in this process has to copy what is yielded; ``None`` if these are the policy's own
@@ -240,11 +238,9 @@ class DrainableWeights:
         return self
 
     def adapter_settings(self) -> dict[str, Any] | None:
-        """Return those of the source; ValueError if its adapter has to be merged."""
-        return self._source.adapter_settings() if isinstance(self._source, AdapterSource) else None
+        return self._source.adapter_settings()
 
     def adapter_apart(self, *, with_base: bool) -> "DrainableWeights":
-        assert isinstance(self._source, AdapterSource)
         self._weights = self._source.adapter_apart(with_base=with_base)
         return self
 

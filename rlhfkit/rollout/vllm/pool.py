@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ from rlhfkit.rank_store import RankLog, RankStore, rank_store
 from rlhfkit.ray_placement import ReservedResources
 from rlhfkit.ray_session import JoinedRay, this_cluster
 from rlhfkit.rollout.collector import sample_all
-from rlhfkit.rollout.engine import AdapterSource, RolloutEngine, SamplingSpec, WeightSource, check_scored
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, check_scored
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.supervision.calls import Request
 from rlhfkit.rollout.supervision.engines import Engines
@@ -271,23 +271,19 @@ class VLLMPool(RolloutEngine, metaclass=_EngineNames):
             return
         self.adapter = None
         try:
-            self.adapter = self._adapter_of(weights)
+            settings = weights.adapter_settings()
+            if settings is None and self.lora == "adapter":
+                raise ValueError("the policy has no LoRA adapter")
+            if settings is not None:
+                adapter_arguments(settings)  # raises if its rank is too large
+                if self.colocate:
+                    raise ValueError("engines on the ranks' GPUs take whole weights")
+            self.adapter = settings
         except ValueError as error:
             if self.lora == "adapter":
                 raise ValueError(f"VLLMPool(lora='adapter') is not possible: {error}") from error
             log.warning("the LoRA adapter is merged at every sync: %s", error)
         self.may_send_adapter = self.adapter is not None
-
-    def _adapter_of(self, weights: WeightSource) -> dict[str, Any] | None:
-        settings = weights.adapter_settings() if isinstance(weights, AdapterSource) else None
-        if settings is None:
-            if self.lora == "adapter":
-                raise ValueError("the policy has no LoRA adapter")
-            return None
-        adapter_arguments(settings)  # raises if its rank is too large
-        if self.colocate:
-            raise ValueError("engines on the ranks' GPUs take whole weights")
-        return settings
 
     # ---------------------------------------------------------------- start and end
 
@@ -574,11 +570,11 @@ class VLLMPool(RolloutEngine, metaclass=_EngineNames):
         apart, with_base = gather_objects((self._engines_apply(weights), self._sync is None or self._sync.needs_base))[
             0
         ]
-        return (cast(AdapterSource, weights).adapter_apart(with_base=with_base) if apart else whole), total
+        return (weights.adapter_apart(with_base=with_base) if apart else whole), total
 
     def _engines_apply(self, weights: WeightSource) -> bool:
         """Whether the weights have the adapter for which the engines were started; known on rank 0."""
-        if self.adapter is None or not isinstance(weights, AdapterSource):
+        if self.adapter is None:
             return False
         try:
             return weights.adapter_settings() == self.adapter

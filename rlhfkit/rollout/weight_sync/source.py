@@ -70,8 +70,8 @@ def plan_buckets(infos: Sequence[WeightInfo], capacity: int = DEFAULT_BUCKET_BYT
     return buckets
 
 
-class ModuleWeights:
-    """The :class:`~rlhfkit.rollout.engine.WeightSource` of a module, sharded or not.
+class ModuleWeights(WeightSource):
+    """The weights of a module, sharded or not.
 
     Iterating is a collective if the module is sharded: every rank iterates to the end. First all ranks check that every
     weight is finite, so that a diverged policy never reaches an engine.
@@ -265,7 +265,7 @@ ADAPTER_SETTINGS = ADAPTER_PREFIX + "settings"
 """First tensor of an adapter in a transfer: (bytes,) uint8, ``adapter_settings()`` as JSON."""
 
 
-class AdapterApart:
+class AdapterApart(WeightSource):
     """The weights under an adapter (``None``: engines have them), its settings, and its matrices."""
 
     def __init__(
@@ -275,9 +275,6 @@ class AdapterApart:
         self._adapter = adapter
         self._check_finite = check_finite
         self._settings = torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8)
-
-    def in_checkpoint_format(self) -> "WeightSource":
-        return self
 
     def metadata(self) -> list[WeightInfo]:
         settings = WeightInfo(ADAPTER_SETTINGS, tuple(self._settings.shape), torch.uint8)
