@@ -36,16 +36,16 @@ def parts_of(module: GenerativeModule) -> list[RolloutPart]:
 
     found: list[RolloutPart] = []
     if module.scorer is not None:
-        from rlhfkit.callbacks.rollout.parts.model_scores import ModelScores
+        from rlhfkit.callbacks.rollout.parts.of_module import ModelScores
 
         found.append(ModelScores())
     askers = [module, *getattr(module, "parts", ())]
     if any(isinstance(one, UsesGreedyRewards) and one.needs_greedy_rewards for one in askers):
-        from rlhfkit.callbacks.rollout.parts.greedy_answers import GreedyAnswers
+        from rlhfkit.callbacks.rollout.parts.of_module import GreedyAnswers
 
         found.append(GreedyAnswers())
     if isinstance(module, AsksWhileSampling) and module.placed.present:
-        from rlhfkit.callbacks.rollout.parts.ask_early import AskEarly
+        from rlhfkit.callbacks.rollout.parts.of_module import AskEarly
 
         found.append(AskEarly(module))
     return found

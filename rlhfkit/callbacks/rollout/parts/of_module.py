@@ -1,13 +1,19 @@
-"""``ModelScores``: scores of the module's own reward models are added to the rewards of samples."""
+"""What a module brings to its rollouts: scores of its reward models, early questions to placed ones, greedy answers.
 
+A ``RolloutCallback`` has these parts without being told, if its module needs them.
+"""
+
+import math
 from collections.abc import Sequence
 
 import lightning as L
 
 from rlhfkit.callbacks.rollout.part import RolloutPart
 from rlhfkit.callbacks.rollout.source import Ask, Source
-from rlhfkit.data.types import Experience, Sample
-from rlhfkit.rollout.collector import CollectedGroups, flatten
+from rlhfkit.data.types import GREEDY_REWARD, Experience, Sample
+from rlhfkit.protocols import AsksWhileSampling
+from rlhfkit.rank_store import RankLog
+from rlhfkit.rollout.collector import CollectedGroups, Group, flatten
 from rlhfkit.trainer_parts import policy_of, prompts_of
 
 
@@ -15,7 +21,7 @@ class ModelScores(RolloutPart):
     """Scores the samples of an iteration, together on all ranks, in the main thread.
 
     Selection, and a curriculum that goes by rewards, need the scores while groups are collected: then the collector
-    asks for them (:attr:`early`). A ``RolloutCallback`` has it if its module has reward models.
+    asks for them (:attr:`early`).
     """
 
     def __init__(self) -> None:
@@ -84,3 +90,73 @@ def check_names(samples: Sequence[Sample]) -> None:
             "a part of RolloutCallback(reward=...) is called 'model', as the score of the module's RewardModel "
             "is: give it another name"
         )
+
+
+class AskEarly(RolloutPart):
+    """Asks the module's models on machines of their own about groups that are finished, before they are scored.
+
+    Args:
+        module: The module that has them.
+    """
+
+    def __init__(self, module: AsksWhileSampling) -> None:
+        self.module = module
+
+    def check(self, trainer: L.Trainer) -> None:
+        self.rollouts.collector.on_finished = self.ask
+
+    def before_collect(self, trainer: L.Trainer, iteration: int) -> None:
+        self.module.placed.begin_asking(iteration)
+
+    def ask(self, ask: Ask, groups: Sequence[Group]) -> None:
+        """Ask about groups; in any thread."""
+        for group in groups:
+            temperature = ask.sampling.temperature or 1.0
+            rows = Experience.from_samples(group, temperature=temperature, before_rewards=True)
+            self.module.placed.ask_early(rows, ask.iteration)
+
+    def after_prepare(self, trainer: L.Trainer, iteration: int) -> None:
+        """Note how long this rank has waited for the models, and how long they worked unnoticed."""
+        self.rollouts.timing.note(self.module.placed.take_seconds(), iteration)
+
+    def close(self) -> None:
+        """End the models, as the module's ``teardown`` does, which Lightning does not call after an error."""
+        self.module.placed.close()
+
+
+class GreedyAnswers(RolloutPart):
+    """Has the collector sample and score a greedy answer to each selected prompt, which ReMax compares samples with."""
+
+    def check(self, trainer: L.Trainer) -> None:
+        """Raise ValueError if greedy answers cannot be made, scored or named."""
+        collector = self.rollouts.collector
+        if collector.reward is None or policy_of(trainer).scorer is not None:
+            raise ValueError(
+                "a module that compares samples with greedy answers (ReMax) needs their rewards while samples are "
+                "collected: give RolloutCallback(reward=...), with a ModelReward in place of the module's RewardModel"
+            )
+        if collector.engine.recorded:
+            raise ValueError(
+                f"{type(collector.engine).__name__} has no greedy answers, which the module compares samples with "
+                "(ReMax): use another engine, or other advantages"
+            )
+        if GREEDY_REWARD in (collector.reward_parts() or ()):
+            raise ValueError(
+                f"a part of RolloutCallback(reward=...) is called {GREEDY_REWARD!r}, as the reward of a greedy answer "
+                "is (ReMax): give it another name"
+            )
+        collector.complete = self.add
+
+    def add(self, ask: Ask, collected: CollectedGroups, rank_log: RankLog) -> None:
+        """Make the reward of a greedy answer a part of those of each group of this rank."""
+        groups, collector = collected.groups, self.rollouts.collector
+        if not groups:
+            return
+        prompts = [collected.drawn[group[0].prompt.index] for group in groups]  # an environment begins them anew
+        with collector.timing.record("generate", ask.iteration):
+            made = collector.generate(collector.policy_source, prompts, ask.sampling.greedy(), ask.iteration, rank_log)
+        answers = flatten(made)
+        collector.score(ask.trainer, answers, ask.iteration, rank_log)
+        for group, answer in zip(groups, answers, strict=True):
+            for sample in group:
+                sample.reward_parts[GREEDY_REWARD] = math.nan if answer.reward is None else answer.reward
