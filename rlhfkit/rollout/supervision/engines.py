@@ -153,6 +153,12 @@ class Engines:
     def _ask(self, method: str, *args: Any, timeout: float = _ANSWER_SECONDS) -> Any:
         return self._answer(self._call(method, *args), timeout, method)
 
+    def _change(self, method: str, *args: Any, timeout: float = _ANSWER_SECONDS) -> Any:
+        """Have the table change engines, and learn of it."""
+        answer = self._ask(method, *args, timeout=timeout)
+        self.update(at_once=True)
+        return answer
+
     def _answer(self, future: "Future[Any]", timeout: float, method: str) -> Any:
         try:
             return _result(future, timeout, method)
@@ -266,8 +272,7 @@ class Engines:
         """
         if self.rank:
             reason += f" (reported by rank {self.rank})"
-        self._ask("mark_dead", handle.process, reason, cause)
-        self.update(at_once=True)
+        self._change("mark_dead", handle.process, reason, cause)
 
     def call(self, state: State, method: str, *args: Any, doing: str, timeout: float) -> dict[int, Any]:
         """Call a method on all engines in a state; returns results by engine number.
@@ -300,16 +305,16 @@ class Engines:
                 loads.append(ray.get(call))
         return [load for load in loads if load]
 
-    # ---------------------------------------------------------------- weights and sleep: rank 0
+    # ---------------------------------------------------------------- weights and sleep: rank 0, as the table says
 
     def wait_until_up(self, *, wait_for_all: bool = False) -> None:
-        """Wait until an engine can be sent weights; with ``wait_for_all``, until none is starting.
+        """See :meth:`~rlhfkit.rollout.supervision.table.EngineTable.wait_until_up`."""
+        self._change("wait_until_up", wait_for_all, timeout=self._start_limit)
 
-        Raises EngineError if none is up within ``start_timeout``.
-        """
-        limit = self.settings.start_timeout + self.policy.detection_seconds + _ANSWER_SECONDS
-        self._ask("wait_until_up", wait_for_all, timeout=limit)
-        self.update(at_once=True)
+    @property
+    def _start_limit(self) -> float:
+        limit: float = self.settings.start_timeout + self.policy.detection_seconds + _ANSWER_SECONDS
+        return limit
 
     @property
     def engines_up(self) -> tuple[Engine, ...]:
@@ -319,43 +324,29 @@ class Engines:
 
     def begin_sync(self) -> EngineReceivers:
         """Take the engines that are up out of service for new weights; those that are starting get the next."""
-        limit = self.settings.start_timeout + self.policy.detection_seconds + _ANSWER_SECONDS
-        processes = self._ask("begin_sync", timeout=limit)
-        self.update(at_once=True)
+        processes = self._change("begin_sync", timeout=self._start_limit)
         engines = tuple(handle for handle in self.handles if handle.process in processes)
         if len(engines) < self.num_engines:
             log.warning("weights go to %d of %d engines:\n%s", len(engines), self.num_engines, self.report())
-        settings = self.settings
-        return EngineReceivers(
-            engines, settings.workers_per_engine, cluster_address(), settings.sync_timeout, self.update
-        )
+        workers, limit = self.settings.workers_per_engine, self.settings.sync_timeout
+        return EngineReceivers(engines, workers, cluster_address(), limit, self.update)
 
     def end_sync(self, receivers: EngineReceivers, version: int | None, *, asleep: bool = False) -> None:
-        """Return engines to service with ``version``; ``None``: the transfer failed and their weights are unusable.
-
-        ``asleep``: they have their weights, and serve after :meth:`wake`.
-        """
-        self._ask("end_sync", [engine.process for engine in receivers.engines], version, asleep)
-        self.update(at_once=True)
+        """See :meth:`~rlhfkit.rollout.supervision.table.EngineTable.end_sync`."""
+        self._change("end_sync", [engine.process for engine in receivers.engines], version, asleep)
 
     def sleep(self, level: int) -> None:
-        """Have engines that are up free GPU memory: vLLM's level 1 keeps weights in main memory, 2 drops them."""
-        self._ask("sleep", level, timeout=self.settings.sync_timeout + _ANSWER_SECONDS)
-        self.update(at_once=True)
+        """See :meth:`~rlhfkit.rollout.supervision.table.EngineTable.sleep`."""
+        self._change("sleep", level, timeout=self.settings.sync_timeout + _ANSWER_SECONDS)
 
     def wake(self) -> None:
-        """Have every sleeping engine allocate its memory; those that kept their weights serve.
-
-        Engines that died while the others slept are started again.
-        """
-        self._ask("wake", timeout=self.settings.sync_timeout + _ANSWER_SECONDS)
-        self.update(at_once=True)
+        """See :meth:`~rlhfkit.rollout.supervision.table.EngineTable.wake`."""
+        self._change("wake", timeout=self.settings.sync_timeout + _ANSWER_SECONDS)
 
     def probe_now(self, engines: Sequence[Engine]) -> bool:
         """Probe engines at once, after a failure; returns whether any of them is dead."""
         limit = self.policy.probe_timeout * self.policy.probe_failures + _ANSWER_SECONDS
-        dead: bool = self._ask("probe_now", [engine.process for engine in engines], timeout=limit)
-        self.update(at_once=True)
+        dead: bool = self._change("probe_now", [engine.process for engine in engines], timeout=limit)
         return dead
 
 
