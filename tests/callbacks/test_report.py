@@ -21,6 +21,7 @@ from rlhfkit.callbacks.report.run_report import MOST_IMAGES, shown_prompt
 from rlhfkit.callbacks.report.timeline import Interval, merged, recorded_intervals
 from rlhfkit.callbacks.rollout.parts.alarms import Alarm, Alarms
 from rlhfkit.cli.main import main
+from rlhfkit.costs import Throughput
 from rlhfkit.data.images import Image
 from rlhfkit.data.types import Prompt
 
@@ -37,7 +38,7 @@ def fit(folder: Path, report: RunReport, epochs: int = 3, **arguments: Any) -> t
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReport, L.Trainer, RolloutCallback, RunData]:
     folder = tmp_path_factory.mktemp("run")
     report = RunReport(str(folder / "report.html"), name="a test")
-    trainer, _, rollouts = fit(folder, report)
+    trainer, _, rollouts = fit(folder, report, more=[Throughput()])
     assert report.saved == folder / "report.html"
     [found] = read_page(report.saved)
     return report, trainer, rollouts, found
@@ -53,6 +54,7 @@ def test_every_metric_has_a_point_for_each_iteration(run: Run) -> None:
     for name in ("loss", "rollout/reward", "policy/entropy", "time/generate"):
         assert found.curves[name].xs == [0, 1, 2]
         assert found.curves[name].ys[-1] == pytest.approx(float(trainer.callback_metrics[name]), rel=1e-4)
+    assert found.curves.keys().isdisjoint({"reward", "hours left", "GFLOP/s"})  # names on the bar
     assert found.state == "finished"
     assert dict(found.facts)["optimizer steps"] == "6 of 6"
 

@@ -236,7 +236,8 @@ class RunReport(Callback):
     def _add(self, trainer: L.Trainer, x: int, wanted: Any) -> None:
         metrics = trainer.callback_metrics  # exchanged between ranks, so every rank asks for them
         found = {name: value for name, value in metrics.items() if wanted(name)}
-        twice = {f"{name}{end}" for name in found for end in ("_step", "_epoch")} | {"reward"}  # it is for the bar
+        twice = {f"{name}{end}" for name in found for end in ("_step", "_epoch")}
+        twice |= trainer.progress_bar_metrics.keys() - trainer.logged_metrics.keys()  # others' short names on the bar
         if trainer.is_global_zero:
             self.data.add_metrics({name: value for name, value in found.items() if name not in twice}, x)
 
