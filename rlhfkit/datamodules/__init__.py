@@ -7,22 +7,13 @@ Start at :mod:`rlhfkit.datamodules.sft`; for reinforcement learning at :mod:`rlh
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhfkit.datamodules.preference import PreferenceDataModule
-    from rlhfkit.datamodules.prompts.datamodule import PromptDataModule, final_answer
-    from rlhfkit.datamodules.sft import SFTDataModule
-    from rlhfkit.datamodules.stepwise import StepwiseDataModule
-    from rlhfkit.datamodules.tokenization.mixture import Mixture
-    from rlhfkit.datamodules.unpaired import UnpairedPreferenceDataModule
-
-__all__ = [
-    "Mixture",
-    "PreferenceDataModule",
-    "PromptDataModule",
-    "SFTDataModule",
-    "StepwiseDataModule",
-    "UnpairedPreferenceDataModule",
-    "final_answer",
-]
+    from rlhfkit.datamodules.preference import PreferenceDataModule as PreferenceDataModule
+    from rlhfkit.datamodules.prompts.datamodule import PromptDataModule as PromptDataModule
+    from rlhfkit.datamodules.prompts.datamodule import final_answer as final_answer
+    from rlhfkit.datamodules.sft import SFTDataModule as SFTDataModule
+    from rlhfkit.datamodules.stepwise import StepwiseDataModule as StepwiseDataModule
+    from rlhfkit.datamodules.tokenization.mixture import Mixture as Mixture
+    from rlhfkit.datamodules.unpaired import UnpairedPreferenceDataModule as UnpairedPreferenceDataModule
 
 _HOMES = {
     "Mixture": "rlhfkit.datamodules.tokenization.mixture",
@@ -33,6 +24,8 @@ _HOMES = {
     "UnpairedPreferenceDataModule": "rlhfkit.datamodules.unpaired",
     "final_answer": "rlhfkit.datamodules.prompts.datamodule",
 }
+
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

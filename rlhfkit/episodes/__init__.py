@@ -27,18 +27,7 @@ _LAZY = {
     "tool_schemas": "rlhfkit.episodes.tools",
 }
 
-__all__ = [
-    "Action",
-    "AgentEpisodes",
-    "Environment",
-    "Episodes",
-    "GymEnvironment",
-    "MCPTools",
-    "OpenAIEndpoint",
-    "Step",
-    "ToolEnvironment",
-    "tool_schemas",
-]
+__all__ = ["Action", "Environment", "Step", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
