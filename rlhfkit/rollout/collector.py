@@ -1,4 +1,4 @@
-"""Collect the groups of one iteration: draw prompts, generate, score, select, until enough groups are accepted.
+"""Collect groups of an iteration: draw, generate, score, select, until enough are accepted.
 
 With dynamic sampling a rejected group is replaced by that of the next prompt. With oversampling more groups are in
 flight than are needed, the first to finish are taken, and the other prompts are requeued; what was made of them may be
