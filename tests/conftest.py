@@ -23,6 +23,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import pytest
+import ray_worker
 import torch
 from shared_pool import SharedPool
 from tiny_models import tiny_model
@@ -46,6 +47,11 @@ def group(item: pytest.Item) -> str | None:
     if "ray_session" in fixtures:  # vllm_pool has started one; another pays where a further process has nothing to do
         return "ray" if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) > 2 else "vllm"
     return "on_two_ranks" if "on_two_ranks" in fixtures else None  # a launch that two files share
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        ray_worker.share()  # with the processes of pytest-xdist, too
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -120,6 +126,7 @@ def ray_session() -> Iterator[None]:
     """A small Ray of the suite's own, whatever else runs on the machine."""
     import ray
 
+    ray_worker.use()
     ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
     # It reads the logs of all processes again and again, for drivers that want them.
     ray._private.worker._global_node.kill_log_monitor()

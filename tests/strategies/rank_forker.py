@@ -20,8 +20,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Their threads would not survive a fork. Read when pyarrow and tokenizers are imported.
-WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TOKENIZERS_PARALLELISM": "false"}
 PRELOADED = (
     "torch",
     "lightning.pytorch",
@@ -38,9 +36,12 @@ PRELOADED = (
 
 def preload() -> None:
     """Import what ranks need, and keep the garbage collector from ever looking at it again."""
-    os.environ.update(WITHOUT_THREADS)
+    import ray_worker
+
+    os.environ.update(ray_worker.WITHOUT_THREADS)
     for name in PRELOADED:
         importlib.import_module(name)
+    ray_worker.use()  # by a Ray that a rank starts
     import rlhfkit
 
     for name in rlhfkit.__all__:

@@ -1,0 +1,213 @@
+"""Ray's worker processes, forked from one that has imported everything once, as are the ranks of ``rank_forker.py``.
+
+A worker that imports torch, Transformers or vLLM anew costs up to nine seconds of processor time, and the suite has two
+hundred. Ray runs this file in place of its own ``setup_worker.py`` (``use`` sees to it). It asks the parent of workers
+with the same variables for a process, starting that parent if it is the first, and lives as long as that process, for
+which Ray takes it. Lightning and rlhfkit are left for the worker to import: they read a rank from the environment.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import hashlib
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from functools import partial
+from typing import Any
+
+FOLDER = "RLHFKIT_RAY_PARENTS"
+"""Variable with the folder of the parents' sockets, and the process that they end with."""
+# Their threads would not survive a fork. Read when pyarrow and tokenizers are imported.
+WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TOKENIZERS_PARALLELISM": "false"}
+RAY = ("ray", "ray._private.node", "ray.actor", "ray._private.async_compat", "ray._private.runtime_env.setup_hook")
+ENGINE = ("vllm.v1.engine.llm_engine", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker", "xgrammar")
+OTHERS = ("torch", "transformers.models.llama.modeling_llama", "datasets", "peft", "deepspeed", "networkx",
+          "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
+
+
+def share() -> None:
+    """Let this process and all that it starts have the same parents of workers, which end with it."""
+    if FOLDER not in os.environ:
+        folder = tempfile.mkdtemp(prefix="workers", dir="/tmp")  # paths of sockets are short
+        os.environ[FOLDER] = f"{folder}:{os.getpid()}"
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def use() -> None:
+    """Let a Ray that this process starts from now on, or a rank that it forks, fork its workers."""
+    from ray._private import ray_constants
+
+    share()
+    ray_constants.SETUP_WORKER_FILENAME = __file__
+
+
+# ---------------------------------------------------------------- what Ray starts
+
+
+def main(arguments: list[str]) -> None:
+    """Be the worker that Ray asks for, or its stand-in."""
+    context = json.loads(next((one for one in arguments if one.startswith("--serialized")), "={}").partition("=")[2])
+    variables = context.get("env_vars") or {}
+    command = [one for one in arguments if not one.startswith(("--serialized-runtime-env-context", "--language"))]
+    if (
+        FOLDER in os.environ
+        and "--language=PYTHON" in arguments
+        and command[0].endswith("default_worker.py")
+        and not context.get("command_prefix")
+        and not any("$" in value for value in variables.values())
+    ):
+        os.environ.update(variables)
+        be_worker(command, variables)
+    from ray._private.workers import setup_worker
+
+    os.execv(sys.executable, [sys.executable, setup_worker.__file__, *arguments])
+
+
+def be_worker(command: list[str], variables: dict[str, str]) -> None:
+    """Ask for a process, and end as it does; returns if there is none."""
+    read_at_import = variables | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    name = hashlib.sha256(json.dumps(read_at_import, sort_keys=True).encode()).hexdigest()[:16]
+    parent = connect(os.path.join(os.environ[FOLDER].rpartition(":")[0], name))
+    request = {"command": command, "environment": dict(os.environ), "place": os.getcwd()}
+    try:
+        socket.send_fds(parent, [b"\n"], [0, 1, 2])
+        parent.sendall(json.dumps(request).encode() + b"\n")
+        answers = parent.makefile()
+        pid = int(answers.readline())
+    except (OSError, ValueError):
+        return  # the parent has not come up
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, number))
+    code = int(answers.readline() or -signal.SIGKILL)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def connect(path: str) -> socket.socket:
+    """To the parent, which reads what it is asked when it has imported everything."""
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        client = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):
+            client.connect(path)
+            return client
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        with socket.socket(socket.AF_UNIX) as server, open(f"{path}.log", "ab") as log:
+            server.bind(path)
+            server.listen(64)
+            subprocess.Popen(
+                [sys.executable, __file__, "parent", str(server.fileno())],
+                env=os.environ | WITHOUT_THREADS,
+                pass_fds=[server.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        client.connect(path)
+        return client
+
+
+# ---------------------------------------------------------------- the parent of the workers
+
+
+def preload() -> None:
+    """Import what workers with these variables need."""
+    for name in (*RAY, *(ENGINE if "VLLM_NO_USAGE_STATS" in os.environ else OTHERS)):
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1
+    gc.collect()
+    gc.freeze()
+
+
+def serve(server: socket.socket) -> None:
+    """Fork a worker for each request, until the tests have ended."""
+    with selectors.DefaultSelector() as ready:
+        ready.register(os.pidfd_open(int(os.environ[FOLDER].rpartition(":")[2])), selectors.EVENT_READ, sys.exit)
+        ready.register(server, selectors.EVENT_READ, partial(fork, ready, server))
+        while True:
+            for key, _ in ready.select():
+                if key.fd in ready.get_map():  # or an event before this one has been its end
+                    key.data()
+
+
+def fork(ready: selectors.BaseSelector, server: socket.socket) -> None:
+    """Fork the worker that a stand-in asks for."""
+    client = server.accept()[0]
+    files = socket.recv_fds(client, 1, 3)[1]
+    request = client.makefile().readline()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            server.close()
+            client.close()
+            become_worker(json.loads(request), files)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    for file in files:
+        os.close(file)
+    client.sendall(b"%d\n" % pid)
+    end = os.pidfd_open(pid)
+
+    def ended() -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(OSError):  # Ray has killed the stand-in
+            client.sendall(b"%d\n" % code)
+        for one in (end, client):
+            ready.unregister(one)
+        os.close(end)
+        client.close()
+
+    def killed() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        ended()
+
+    ready.register(end, selectors.EVENT_READ, ended)
+    ready.register(client, selectors.EVENT_READ, killed)
+
+
+def become_worker(request: dict[str, Any], files: list[int]) -> None:
+    """In the forked process: what a worker that Ray has started would see."""
+    import numpy
+
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["place"])
+    numpy.random.seed()
+    sys.argv = request["command"]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "parent":
+        sys.path[0] = os.path.dirname(os.path.abspath(__file__))
+        preload()
+        serve(socket.socket(fileno=int(sys.argv[2])))
+    main(sys.argv[1:])
