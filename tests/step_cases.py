@@ -1,5 +1,6 @@
 """One or two optimizer steps of any module on tiny data, split, packed and ordered as asked."""
 
+import functools
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from rlhfkit import (
     KTOModule,
     LocalEngine,
     OnlineDPOModule,
+    Optimization,
     ORPOModule,
     PPOModule,
     PreferenceDataModule,
@@ -36,6 +38,7 @@ from rlhfkit import (
     UnpairedPreferenceDataModule,
 )
 from rlhfkit.callbacks import Probe
+from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.mesh import SequenceParallel, forward_group_of
 from rlhfkit.models import ModelLoading, unwrap
 from rlhfkit.modules.parts import Critic, EntropyBonus, MaskTruncated
@@ -113,6 +116,16 @@ class Steps(L.Callback):
                 weights = getattr(pl_module, name).state_dict()
             self.weights |= {f"{name}.{key}": value.detach().clone() for key, value in weights.items()}
         self.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("time/")}
+
+
+class Save(L.Callback):
+    """A checkpoint after every micro-batch; called before the parts, as all callbacks that a user gives are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}, {batch_idx}.ckpt")
 
 
 def rows_of(data: str, order: int | None, *, images: bool = False) -> list[dict[str, Any]]:
@@ -242,4 +255,42 @@ def on_ranks(folder: Path, place: str, cases: list[Mapping[str, Any]]) -> list[A
         if rank == 0:
             torch.save(weights, Path(place) / f"case_{number}.pt")
         found.append((losses, metrics))
+    return found
+
+
+STOPPED: dict[str, Any] = {"attention": None, "order": None, "max_epochs": 2, "enable_checkpointing": True}
+"""Arguments of runs that are stopped and resumed, beside :func:`own_optimizer`: two epochs of two steps."""
+
+
+def own_optimizer(**more: Any) -> dict[str, Any]:
+    """Arguments of a module whose optimizer and learning rates have a state."""
+    return {"lr": 1e-2, "optimization": Optimization(lr_schedule="cosine", warmup_steps=1)} | more
+
+
+def resumed_on_ranks(folder: Path, place: str, stages: Mapping[str, int], straight: bool) -> dict[str, str]:
+    """Entry point of a rank: what differs, or fails, when each kind goes on from inside a step.
+
+    Args:
+        folder: Of the results of ranks.
+        place: See ``folder`` of :func:`train`; has the checkpoints, too.
+        stages: ZeRO stage of each kind.
+        straight: Run until the end first, which saves the checkpoints, and compare.
+    """
+    world, found = int(os.environ["WORLD_SIZE"]), {}
+    for kind, stage in stages.items():
+        options = STOPPED | {"size": STEP // 2 // world, "devices": world, "strategy": f"rlhf_zero{stage}"}
+        run = functools.partial(train, Path(place), kind, 0, **options, own=own_optimizer())
+        os.environ["WORLD_SIZE"] = str(world)  # Lightning deletes it when a fit ends
+        expected = run(callbacks=[Save(Path(place) / kind)]) if straight else None
+        os.environ["WORLD_SIZE"] = str(world)
+        try:
+            resumed = run(resume=Path(place) / kind / "0, 2.ckpt")
+        except (CheckpointError, ValueError) as error:
+            found[kind] = f"{type(error).__name__}: {error}"
+            continue
+        assert expected is not None
+        assert expected.losses[0] != expected.losses[-1]
+        same = {name: torch.equal(value, expected.weights[name]) for name, value in resumed.weights.items()}
+        differ = [name for name, equal in same.items() if not equal]
+        found[kind] = " ".join(differ + ["losses"] * (resumed.losses != expected.losses[1:]))
     return found

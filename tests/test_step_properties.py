@@ -10,13 +10,11 @@ import torch
 from arguments import learning
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import Callback
 from models.vision_families import save_vision_model
-from step_cases import KINDS, STEP, Found, train
+from step_cases import KINDS, STEP, STOPPED, Found, Save, own_optimizer, train
 from strategies import ranks
 from transformers import AutoModelForImageTextToText
 
-from rlhfkit import Optimization
 from rlhfkit.modules.parts.moving_reference import MovingReference
 
 CASES = [(kind, setting) for kind, (_, _, chosen) in KINDS.items() for setting in range(len(chosen))]
@@ -90,21 +88,9 @@ def test_a_step_does_not_depend_on_micro_batches_packing_and_order(
 )
 def test_a_stopped_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
     """Two epochs of two steps of two micro-batches, saved after a step, inside a window and at the end of an epoch."""
-
-    class Save(Callback):  # called before the parts, as all callbacks that a user gives are
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}, {batch_idx}.ckpt")
-
-    optimization = Optimization(lr_schedule="cosine", warmup_steps=1)
-    options: dict[str, Any] = {
-        "size": STEP // 2,
-        "attention": None,
-        "order": None,
-        "max_epochs": 2,
-        "enable_checkpointing": True,
-    }
-    run = functools.partial(train, folder, kind, -1, **options, own={"lr": 1e-2, "optimization": optimization} | more)
-    straight = run(callbacks=[Save()])
+    own = own_optimizer(**more)
+    run = functools.partial(train, folder, kind, -1, size=STEP // 2, **STOPPED, own=own)
+    straight = run(callbacks=[Save(tmp_path)])
     for batch, done in ((1, 1), (2, 1), (3, 2)):
         resumed = run(resume=tmp_path / f"0, {batch}.ckpt")
         assert resumed.losses == straight.losses[done:]
@@ -138,6 +124,18 @@ def test_a_step_does_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
     reports = ranks.run("step_cases:on_ranks", 2, tmp_path, place=str(folder), cases=cases)
     for number, case in enumerate(cases):
         same(together(reports, number, folder), whole(folder, case["kind"], case["setting"]))
+
+
+@pytest.mark.distributed
+def test_a_run_stopped_on_ranks_goes_on_bit_for_bit_and_nowhere_else(folder: Path, tmp_path: Path) -> None:
+    """What engines save does not depend on the module, nor what loaders and iterations save on the stage."""
+    stages = {"sft": 0, "dpo": 1, "grpo": 2, "ppo": 3}
+    start = functools.partial(ranks.run, "step_cases:resumed_on_ranks", place=str(folder))
+    for report in start(2, tmp_path, stages=stages, straight=True):
+        assert report == dict.fromkeys(stages, "")
+    (found,) = start(1, tmp_path, stages={"sft": 0, "grpo": 2}, straight=False)
+    assert "world_size was 2 and is 1" in found["sft"]
+    assert "its data loaders differ between ranks" in found["grpo"], "samples of an iteration belong to ranks"
 
 
 SEEING: list[dict[str, Any]] = [
