@@ -395,7 +395,7 @@ def configuration(
 
 def effective_arguments(module: Any) -> dict[str, Any]:
     """What a module has in place of arguments that are ``None``, from a preset or its policy loss, and its parts."""
-    missing = [name for name, value in module.hparams.items() if value is None]
+    missing = [name for name, value in dict(module.hparams).items() if value is None]
     found = {name: value for name in missing if (value := getattr(module, name, None)) and not callable(value)}
     loss = getattr(module, "policy_loss", None)
     if loss is not None:
