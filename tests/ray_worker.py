@@ -45,7 +45,12 @@ def share() -> None:
 
 
 def use() -> None:
-    """Let a Ray that this process starts from now on, or a rank that it forks, fork its workers."""
+    """Let a Ray that this process starts from now on, or a rank that it forks, fork its workers.
+
+    Not on a machine with GPUs, where what is imported may have asked for them: a fork could not use them.
+    """
+    if os.path.exists("/dev/nvidiactl"):
+        return
     from ray._private import ray_constants
 
     share()
