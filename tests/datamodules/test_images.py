@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import numpy as np
 import PIL.Image
 import pytest
@@ -164,7 +163,9 @@ def _plain(folder: Path) -> Any:
 
 
 def test_prompts_and_texts_without_a_template(folder: Path, tmp_path: Path) -> None:
-    table = datasets.Dataset.from_list(
+    from datasets import Dataset
+
+    table = Dataset.from_list(
         [{"prompt": "colour?", "image": picture(5), "answer": "red"}, {"prompt": "none", "image": None, "answer": "x"}]
     )
     table.to_parquet(tmp_path / "rows.parquet")
