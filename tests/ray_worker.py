@@ -28,6 +28,8 @@ from typing import Any
 
 FOLDER = "RLHFKIT_RAY_PARENTS"
 """Variable with the folder of the parents' sockets, and the process that they end with."""
+FIRST_JOB = "01000000"
+"""Workers of a later driver of a Ray are not forked: they were seen to wait for ever."""
 # Their threads would not survive a fork. Read when pyarrow and tokenizers are imported.
 WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "TOKENIZERS_PARALLELISM": "false"}
 RAY = ("ray", "ray._private.node", "ray.actor", "ray._private.async_compat", "ray._private.runtime_env.setup_hook")
@@ -45,7 +47,7 @@ def share() -> None:
 
 
 def use() -> None:
-    """Let a Ray that this process starts from now on, or a rank that it forks, fork its workers.
+    """Let a Ray that this process starts from now on fork its workers.
 
     Not on a machine with GPUs, where what is imported may have asked for them: a fork could not use them.
     """
@@ -67,6 +69,7 @@ def main(arguments: list[str]) -> None:
     command = [one for one in arguments if not one.startswith(("--serialized-runtime-env-context", "--language"))]
     if (
         FOLDER in os.environ
+        and os.environ.get("RAY_JOB_ID") == FIRST_JOB
         and "--language=PYTHON" in arguments
         and command[0].endswith("default_worker.py")
         and not context.get("command_prefix")

@@ -41,7 +41,6 @@ def preload() -> None:
     os.environ.update(ray_worker.WITHOUT_THREADS)
     for name in PRELOADED:
         importlib.import_module(name)
-    ray_worker.use()  # by a Ray that a rank starts
     import rlhfkit
 
     for name in rlhfkit.__all__:
