@@ -309,7 +309,12 @@ class VLLMActor:
             for token_ids, arguments in requests
         ]
         names = [f"request-{next(self._numbers)}" for _ in checked]
-        running = [self._generate(name, *request) for name, request in zip(names, checked, strict=True)]
+        read = None
+        if any(images is not None for *_, images in checked):
+            from rlhfkit.rollout.vllm.images import ReadPrompts
+
+            read = ReadPrompts(self._engine.renderer).read
+        running = [self._generate(name, *request, read) for name, request in zip(names, checked, strict=True)]
         tasks = [asyncio.ensure_future(one) for one in running]
         self._running[key] = dict(zip(names, tasks, strict=True))
         try:
@@ -319,25 +324,25 @@ class VLLMActor:
             for task in tasks:  # if one has failed, the others are not needed
                 task.cancel()
 
-    async def _generate(self, name: str, token_ids: list[int], params: Any, priority: int, images: Any) -> Any:
+    async def _generate(
+        self, name: str, token_ids: list[int], params: Any, priority: int, images: Any, read: Any
+    ) -> Any:
         """Run one request and return its ``RequestOutput``; RefusedRequest if it cannot be run."""
         last: Any = None
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
         try:
             if images is not None:
-                from rlhfkit.rollout.vllm.images import check_read, vllm_prompt
-
-                prompt = vllm_prompt(images)
+                prompt = await read(token_ids, images)
             outputs = self._engine.generate(prompt, params, name, lora_request=self._adapter, priority=priority)
             async for output in outputs:
                 last = output
+        except RefusedRequest:
+            raise
         except Exception as error:
             if self._engine.errored:
                 raise
             cause = error.__cause__ or error  # vLLM wraps unexpected exceptions
             raise RefusedRequest(f"{type(cause).__name__}: {cause}") from None
-        if images is not None:
-            check_read(token_ids, last.prompt_token_ids)
         return last
 
     @plain_errors

@@ -5,6 +5,7 @@ Tokens that are written already would be written again, and the log-probs be wro
 it says it has read are compared with the prompt's.
 """
 
+import asyncio
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ class ImageRequests:
     engine_arguments = {"load_format": "auto", "mm_processor_cache_gb": 0}
     """Of ``vllm.EngineArgs``. Random first weights would also replace the mean of pixels in Qwen's models. Of processed
     images vLLM has two lists, in its front process and its engine, which differ after a pause while requests arrive
-    (``MultiModalCacheMissError``)."""
+    (``MultiModalCacheMissError``); :class:`ReadPrompts` has what a group needs."""
 
     def __init__(self, processor: VisionProcessor, tokenizer: Any) -> None:
         self.processor = processor
@@ -86,8 +87,30 @@ def _find(part: Sequence[int], whole: Sequence[int]) -> int | None:
     return next((place for place in places if whole[place : place + len(part)] == part), None)
 
 
-def vllm_prompt(sent: SentImages) -> dict[str, Any]:
-    """A sequence with images as vLLM takes it; in the engine's process."""
+class ReadPrompts:
+    """What vLLM's processor makes of the prompts with images of one call, in the engine's process.
+
+    The samples of a group have one prompt, which is read once.
+    """
+
+    def __init__(self, renderer: Any) -> None:
+        """``renderer`` is vLLM's."""
+        self._renderer = renderer
+        self._known: list[tuple[SentImages, asyncio.Future[Any]]] = []
+
+    async def read(self, token_ids: Sequence[int], sent: SentImages) -> dict[str, Any]:
+        """Return a prompt as an engine computes it, with processed images; RefusedRequest if it is not these tokens."""
+        reading = next((reading for known, reading in self._known if known == sent), None)
+        if reading is None:
+            reading = asyncio.ensure_future(self._renderer.render_cmpl_async([_vllm_prompt(sent)]))
+            self._known.append((sent, reading))
+        (prompt,) = await asyncio.shield(reading)  # others may wait for it when this request is cancelled
+        check_read(token_ids, prompt["prompt_token_ids"])
+        return dict(prompt)
+
+
+def _vllm_prompt(sent: SentImages) -> dict[str, Any]:
+    """A sequence with images as vLLM takes it."""
     pictures = [Image(encoded, f"image {number} of a request").open() for number, encoded in enumerate(sent.encoded)]
     return {"prompt_token_ids": sent.token_ids, "multi_modal_data": {"image": pictures}}
 

@@ -178,6 +178,11 @@ class InProcessLLM:
         return bool(await self._post(lambda: self._paused))
 
     @property
+    def renderer(self) -> Any:
+        """What turns prompts into what the engine computes, in threads of its own."""
+        return self._engine.renderer
+
+    @property
     def errored(self) -> bool:
         return self._failure is not None
 

@@ -1,5 +1,6 @@
 """``VLLMPool`` with images: vLLM reads the tokens and the pictures that the trainer has, after every sync."""
 
+import asyncio
 import contextlib
 import dataclasses
 import time
@@ -9,19 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from models.vision_families import VISION_FAMILIES, prompts, save_vision_model
+from models.vision_families import VISION_FAMILIES, picture, prompts, save_vision_model
 from shared_pool import SharedPool
 from transformers.models.smolvlm import processing_smolvlm
 
 from rlhfkit.data.types import Experience, Sample
-from rlhfkit.models import load_causal_lm, policy_output
+from rlhfkit.models import LoRA, load_causal_lm, policy_output
 from rlhfkit.models.forward import UnpaddedBatch
 from rlhfkit.models.load import load_config, load_tokenizer
 from rlhfkit.models.vision import VISION_FAMILIES as KNOWN
 from rlhfkit.models.vision import image_token_id, vision_processor
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
-from rlhfkit.rollout.errors import RequestError
-from rlhfkit.rollout.vllm.images import ImageRequests, SentImages
+from rlhfkit.rollout.errors import RefusedRequest, RequestError
+from rlhfkit.rollout.vllm.images import ImageRequests, ReadPrompts, SentImages
+from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 EXACT = 5e-5  # float32 on both sides; what is left is the order of summation, at logits of 50 here
@@ -48,6 +50,31 @@ def test_vllm_is_sent_one_token_for_each_image(
         sent = requests.sent(prompt.token_ids.tolist(), prompt.attachments)
         assert sent.token_ids == tokenizer(f"which colour? {written}").input_ids
         assert sent.encoded == [image.encoded() for image in prompt.attachments]
+
+
+def test_a_prompt_is_read_once_for_its_group_also_if_a_sample_is_dropped() -> None:
+    class Renderer:
+        asked = 0
+
+        async def render_cmpl_async(self, prompts: list[Any]) -> list[Any]:
+            self.asked += 1
+            await asyncio.sleep(0.01)
+            return [{"prompt_token_ids": [1, 7, 7, *prompt["prompt_token_ids"][2:]]} for prompt in prompts]
+
+    async def run() -> None:
+        renderer = Renderer()
+        prompts = ReadPrompts(renderer)
+        file = picture(0).encoded()
+        group = [asyncio.ensure_future(prompts.read([1, 7, 7, 2], SentImages([1, 7, 2], [file]))) for _ in range(4)]
+        await asyncio.sleep(0)
+        group[0].cancel()
+        assert await asyncio.gather(*group[1:]) == [{"prompt_token_ids": [1, 7, 7, 2]}] * 3
+        assert renderer.asked == 1
+        with pytest.raises(RefusedRequest, match="vLLM has read 4 tokens of a prompt with images"):
+            await prompts.read([1, 7, 2], SentImages([1, 7, 3], [file]))
+        assert renderer.asked == 2
+
+    asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +134,38 @@ def logprobs_of(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
     batch = Experience.from_samples([sample], before_rewards=True)
     with torch.no_grad():
         return policy_output(model, batch, batch.action_mask).logprobs[batch.action_mask]
+
+
+@pytest.mark.vllm
+def test_an_adapter_of_the_language_part_is_sent_alone_and_applied(folder: Path, ray_session: None) -> None:
+    model = load_causal_lm(str(folder), lora=LoRA(rank=4)).eval()
+    adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = VLLMPool(
+        lora="adapter",
+        device="cpu",
+        kv_cache_gib=1 / 16,
+        engine_arguments={"block_size": 32},
+        start_timeout=600,
+        generate_timeout=120,
+    )
+    engine.configure_weights(ModuleWeights(model))
+    engine.configure_logprobs(SPEC)
+    try:
+        engine.start(str(folder), dtype=torch.float32)
+        sent = []
+        for version in (1, 2):
+            generator = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for parameter in adapter:
+                    parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            engine.load(ModuleWeights(model), version)
+            sent.append(engine.sync_metrics()["rollout/sync_bytes"])
+            for sample in engine.generate(prompts(folder, several=True), SPEC, iteration=version):
+                found = torch.tensor(sample.logprobs.tolist())
+                torch.testing.assert_close(found, logprobs_of(model, sample), atol=EXACT, rtol=0)
+        assert sent[1] < 0.5 * sent[0]
+    finally:
+        engine.close()
 
 
 @pytest.mark.vllm
