@@ -1,5 +1,7 @@
 """What ranks on Ray do in the tests. Only the standard library at the top: ranks that need no torch start fast."""
 
+import contextlib
+import io
 import os
 import signal
 import sys
@@ -89,6 +91,18 @@ def drive(folder: Path, address: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["RAY_ADDRESS"] = address
     launcher(RayLauncher).launch(wait_for_ever, str(folder))
+
+
+def drive_around(folder: Path, address: str) -> dict[str, Any]:
+    """A driver that joined the suite's Ray, whose ranks are no forks: what one sees, and what the driver prints."""
+    from rlhfkit.strategies.ray.launcher import RayLauncher
+
+    os.environ |= {"RAY_ADDRESS": address, "FROM_THE_DRIVER": "set after Ray was started", "PL_GLOBAL_SEED": "17"}
+    os.chdir(folder)
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        seen = launcher(RayLauncher).launch(look_around, str(folder))
+    return {"seen": seen, "output": output.getvalue(), "errors": errors.getvalue()}
 
 
 def note_place(folder: str) -> None:

@@ -165,14 +165,12 @@ def test_the_driver_saves_no_checkpoint_without_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_ranks_know_where_they_are_and_their_text_reaches_the_driver(
-    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FROM_THE_DRIVER", "set after Ray was started")
-    monkeypatch.setenv("PL_GLOBAL_SEED", "17")
-    monkeypatch.chdir(tmp_path)
-    seen = ray_cases.launcher(RayLauncher).launch(ray_cases.look_around, str(tmp_path))
-    assert seen == {
+def test_ranks_know_where_they_are_and_their_text_reaches_the_driver(ray_session: None, tmp_path: Path) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    (found,) = ranks.run("strategies.ray_cases:drive_around", 1, tmp_path, address=address)
+    assert found["seen"] == {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "NODE_RANK": "0",
@@ -184,9 +182,8 @@ def test_ranks_know_where_they_are_and_their_text_reaches_the_driver(
         "torch": False,  # nothing heavy is imported before the environment is complete
         "threads": True,  # signal handlers and CUDA want the main thread
     }
-    output = capsys.readouterr()
-    assert sorted(output.out.splitlines()) == ["[rank 1] hello", "[rank 1] no end", "hello"]
-    assert output.err.splitlines() == ["[rank 1] 100%"]
+    assert sorted(found["output"].splitlines()) == ["[rank 1] hello", "[rank 1] no end", "hello"]
+    assert found["errors"].splitlines() == ["[rank 1] 100%"]
     assert alive(tmp_path) == []
 
 
