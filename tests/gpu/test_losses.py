@@ -5,20 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_device.loss_cases import called, examples, other_shapes
+from simulated_device.loss_cases import FUNCTIONS, called, examples, other_shapes
 from simulated_device.test_losses import NAMES
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gpu.comparing import Figures, distance
-from rlhfkit import losses
 
 BOUND = 1e-4
 """Relative in norm. float32 gives 1e-5 at most: exponentials of log-ratios that are summed over a sequence."""
 
 
 def arguments_of(name: str) -> dict[str, Any]:
-    wanted, shared = inspect.signature(getattr(losses, name)).parameters.values(), examples()
+    wanted, shared = inspect.signature(FUNCTIONS[name]).parameters.values(), examples()
     required = {one.name: shared[one.name] for one in wanted if one.default is one.empty and one.name in shared}
     return required | other_shapes().get(name, {})
 
@@ -32,7 +31,7 @@ def placed(arguments: dict[str, Any], device: str, dtype: torch.dtype) -> dict[s
 
 def test_every_function_gives_what_the_cpu_gives_in_float64(device: str, figures: Figures) -> None:
     for name in NAMES:
-        function, arguments = getattr(losses, name), arguments_of(name)
+        function, arguments = FUNCTIONS[name], arguments_of(name)
         exact = called(function, placed(arguments, "cpu", torch.float64))
         found = called(function, placed(arguments, device, torch.float32))
         figures(name, distance(found, exact), BOUND)
@@ -40,7 +39,7 @@ def test_every_function_gives_what_the_cpu_gives_in_float64(device: str, figures
 
 @pytest.mark.parametrize("name", ["ppo_loss", "grpo_loss", "dpo_loss"])
 def test_a_loss_compiled_as_a_whole_gives_the_same(device: str, name: str, figures: Figures) -> None:
-    function, arguments = getattr(losses, name), arguments_of(name)
+    function, arguments = FUNCTIONS[name], arguments_of(name)
     backend = "inductor" if device == "cuda" else "eager"  # which compiles for seconds
     exact = called(function, placed(arguments, "cpu", torch.float64))
     compiled = torch.compile(function, fullgraph=True, backend=backend)

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -19,10 +20,12 @@ FOLDER = Path(__file__).parent
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free now, and that no process is given which asks for any port: those are from 32768 on."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_environment(rank: int, ranks: int, port: int, folder: Path) -> dict[str, str]:
