@@ -183,7 +183,8 @@ def test_ranks_know_where_they_are_and_their_text_reaches_the_driver(ray_session
         "threads": True,  # signal handlers and CUDA want the main thread
     }
     assert sorted(found["output"].splitlines()) == ["[rank 1] hello", "[rank 1] no end", "hello"]
-    assert found["errors"].splitlines() == ["[rank 1] 100%"]
+    own = [line for line in found["errors"].splitlines() if "INFO worker.py" not in line]  # Ray says that it connects
+    assert own == ["[rank 1] 100%"]
     assert alive(tmp_path) == []
 
 
