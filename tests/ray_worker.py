@@ -49,9 +49,10 @@ def share() -> None:
 def use() -> None:
     """Let a Ray that this process starts from now on fork its workers.
 
-    Not on a machine with GPUs, where what is imported may have asked for them: a fork could not use them.
+    Not on a machine with GPUs, where what is imported may have asked for them: a fork could not use them. Nor with
+    ``RLHFKIT_FORKED_WORKERS=0``, to see whether a test fails for this reason.
     """
-    if os.path.exists("/dev/nvidiactl"):
+    if os.path.exists("/dev/nvidiactl") or os.environ.get("RLHFKIT_FORKED_WORKERS") == "0":
         return
     from ray._private import ray_constants
 
