@@ -31,6 +31,7 @@ FLOORS = {
     "ray_calls": 1,
     "ray_placement": 1,
     "gpus": 1,
+    "hub": 1,
     "serving": 1,
     "models": 2,
     "parts": 2,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.first_lines import without_weights_bar
+from rlhfkit.hub import check_hub_model
 from rlhfkit.models.activation_memory import save_activation_memory
 from rlhfkit.models.attention.families import attention_cap, sees_images, use_packed_attention
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
@@ -80,13 +81,16 @@ def precision_dtype(precision: str, *, compute: bool = False) -> torch.dtype:
 
 
 def existing_name(name: str) -> str:
-    """Refuse a name that looks like a path but is no folder; Transformers' own error is about repositories."""
+    """Refuse a name that looks like a path but is no folder, or that the hub would have but does not answer."""
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path and not Path(name).expanduser().is_dir():
         raise FileNotFoundError(
             f"there is no model folder {name!r}; give a folder written by save_pretrained or a hub name"
         )
-    return str(Path(name).expanduser()) if looks_like_path else name
+    if looks_like_path:
+        return str(Path(name).expanduser())
+    check_hub_model(name)
+    return name
 
 
 def base_model_name(name: str) -> str:

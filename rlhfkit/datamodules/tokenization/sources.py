@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfkit.first_lines import without_file_bars
+from rlhfkit.hub import HUB_NAME, why_hub_is_unreachable
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -29,12 +30,6 @@ Rows come before paths: a command line would make a path of their text.
 
 PlacedRow = tuple[str, Mapping[str, Any]]
 """Where a row stands, for messages (``"corpus.jsonl, row 7,"``), and the row."""
-
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""What may be the name of a data set on the hub; nothing else is asked for there."""
-
-HUB_TIMEOUT = 5.0
-"""Seconds that the hub has for an answer; it is asked twice."""
 
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 """Builder of ``datasets.load_dataset`` by file suffix; a suffix of compression behind it (``.gz``) is ignored."""
@@ -185,7 +180,8 @@ def _load_from_hub(name: str, /, **options: Any) -> Any:
     """
     import datasets
 
-    online, reason = not datasets.config.HF_HUB_OFFLINE, _why_the_hub_is_unreachable()
+    online = not datasets.config.HF_HUB_OFFLINE
+    reason = why_hub_is_unreachable(datasets.config.HF_ENDPOINT, offline=not online)
     datasets.config.HF_HUB_OFFLINE = reason is not None
     try:
         return _load(name, name, **options)
@@ -198,21 +194,6 @@ def _load_from_hub(name: str, /, **options: Any) -> Any:
         ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = not online
-
-
-def _why_the_hub_is_unreachable() -> str | None:
-    """Ask the hub for an answer, whatever it is; ``None``: it has answered."""
-    import datasets
-    from huggingface_hub.utils import http_backoff  # type: ignore[attr-defined]  # it is loaded when it is asked for
-
-    if datasets.config.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE forbids to ask there"
-    address = datasets.config.HF_ENDPOINT
-    try:
-        http_backoff("HEAD", address, timeout=HUB_TIMEOUT, max_retries=1, retry_on_status_codes=())
-    except Exception as error:  # of the HTTP client, which differs between versions of huggingface_hub
-        return f"{address} cannot be reached ({error})"
-    return None
 
 
 def format_of(path: Path) -> str | None:
