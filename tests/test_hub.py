@@ -1,7 +1,9 @@
 """Models of the hub without a network; data sets are in ``datamodules/tokenization/test_sources.py``."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -24,8 +26,7 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("load", [load_config, load_tokenizer, load_causal_lm])
-def test_a_model_that_is_nowhere_is_an_error_within_seconds(load: object) -> None:
-    assert callable(load)
+def test_a_model_that_is_nowhere_is_an_error_within_seconds(load: Callable[[str], Any]) -> None:
     start = time.monotonic()
     with pytest.raises(ConnectionError, match=f"(?s)nobody/nothing is no folder.*{NOBODY} cannot be re.*give a folder"):
         load("nobody/nothing")
