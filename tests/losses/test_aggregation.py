@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit.losses import aggregate, masked_mean, masked_sum, whiten
-from rlhfkit.losses.aggregation import check_same_shape, full_precision, masked_moments, select
+from rlhfkit.losses.aggregation import masked_moments, select
 
 from .policy_cases import TRL, gradient, policy_batch
 
@@ -112,37 +112,9 @@ def test_equal_values_whiten_to_zero():
     assert (whiten(torch.full((2, 3), 0.5), torch.ones(2, 3)) == 0.0).all()
 
 
-def test_full_precision_casts_halves_up_and_leaves_the_rest():
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert full_precision(torch.zeros(1, dtype=dtype)).dtype == torch.float32
-    assert full_precision(torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_aggregate_gradcheck_and_compile(mode):
     batch = policy_batch().leaf()
     assert torch.autograd.gradcheck(lambda loss: reduce(loss, batch.mask, mode), batch.logprobs)
     compiled = torch.compile(reduce, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(batch.logprobs, batch.mask, mode), reduce(batch.logprobs, batch.mask, mode))
-
-
-def test_bad_arguments_raise():
-    loss, mask = torch.zeros(2, 3), torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"first \(2, 3\), second \(3, 2\)"):
-        check_same_shape(first=loss, second=loss.T, third=None)
-    with pytest.raises(ValueError, match="same shape"):
-        aggregate(loss, mask[:, :2])
-    with pytest.raises(ValueError, match="mode must be one of token-mean"):
-        aggregate(loss, mask, "mean")
-    with pytest.raises(ValueError, match=r"'constant-length' .* got mode 'token-mean' and max_length 3"):
-        aggregate(loss, mask, max_length=3)
-    with pytest.raises(ValueError, match="got mode 'constant-length' and max_length None"):
-        aggregate(loss, mask, "constant-length")
-    with pytest.raises(ValueError, match="max_length must be positive"):
-        aggregate(loss, mask, "constant-length", max_length=0)
-    with pytest.raises(ValueError, match="denominator must be positive"):
-        aggregate(loss, mask, denominator=0)
-    with pytest.raises(ValueError, match="same shape"):
-        whiten(loss, mask[:, :2])
-    with pytest.raises(ValueError, match="same shape"):
-        masked_moments(loss, mask[:, :2])

@@ -68,14 +68,6 @@ def test_a_divergence_of_teacher_and_student_is_refused_instead_of_fed_by_positi
             distillation_loss(student, teacher, mask, divergence=swapped)
 
 
-def test_jensen_shannon_joins_both_divergences_at_its_ends():
-    student, teacher, mask = logits_batch()
-    for weight, name in ((1e-7, "forward_kl"), (1 - 1e-7, "reverse_kl")):
-        jensen = distillation_loss(student, teacher, mask, divergence="jsd", teacher_weight=weight).loss / 1e-7
-        expected = distillation_loss(student, teacher, mask, divergence=name).loss
-        torch.testing.assert_close(jensen, expected, rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_equal_models_give_zero_and_others_more(divergence, form):
@@ -145,7 +137,6 @@ def test_tokens_banned_by_the_teacher_or_by_both_stay_finite(divergence, form):
 
 def test_banned_tokens_do_not_change_the_forward_divergence_of_the_others():
     student, teacher, mask = logits_batch()
-    expected = distillation_loss(student, teacher, mask).loss
     banned = F.pad(student, (0, 1), value=-torch.inf), F.pad(teacher, (0, 1), value=-torch.inf)
     for divergence in DIVERGENCES:
         expected = distillation_loss(student, teacher, mask, divergence=divergence).loss
@@ -157,44 +148,6 @@ def test_a_function_can_be_the_divergence():
     output = distillation_loss(student, teacher, mask, divergence=lambda p, q: (p.exp() - q.exp()).abs().sum(-1) / 2)
     total_variation = (student.softmax(-1) - teacher.softmax(-1)).abs().sum(-1)[mask].mean() / 2
     torch.testing.assert_close(output.loss, total_variation)
-
-
-def test_teacher_carries_no_gradient_and_half_precision_is_computed_in_float32():
-    student, teacher, mask = logits_batch(dtype=torch.bfloat16)
-    output = distillation_loss(student.requires_grad_(), teacher.requires_grad_(), mask)
-    output.loss.backward()
-    assert teacher.grad is None
-    assert not output.metrics["distillation/divergence"].requires_grad
-    assert output.loss.dtype == torch.float32
-    assert student.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(output.loss, distillation_loss(student.float(), teacher.float(), mask).loss)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"temperature": 0.0}, "temperature must be positive"),
-        ({"teacher_weight": 1.0}, "teacher_weight must lie"),
-        ({"top_k": 0}, "top_k must lie"),
-        ({"top_k": 8}, "top_k must lie"),
-        ({"remainder": "drop"}, "remainder must be"),
-        ({"mask": torch.ones(4, 6)}, r"mask \(B, T\)"),
-        ({"teacher": torch.zeros(4, 5, 6)}, "share one vocabulary"),
-        ({"teacher_ids": torch.zeros(4, 5, 3).long()}, "same shape"),
-        (
-            {
-                "teacher": torch.zeros(4, 5, 3),
-                "teacher_ids": torch.zeros(4, 5, 3).long(),
-                "temperature": 2.0,
-            },
-            "normaliser is unknown",
-        ),
-    ],
-)
-def test_nonsense_is_refused(knobs, message):
-    student, teacher, mask = logits_batch()
-    with pytest.raises(ValueError, match=message):
-        distillation_loss(**{"student": student, "teacher": teacher, "mask": mask, **knobs})
 
 
 # --- on sampled tokens -----------------------------------------------------------------------------------------------
@@ -239,20 +192,3 @@ def test_sampled_advantages_are_detached_and_0_where_masked():
     )
     poisoned = (torch.where(mask, tensor, float("nan")) for tensor in (logprobs, teacher))
     torch.testing.assert_close(on_policy_distillation_advantages(*poisoned, mask), advantages)
-
-
-def test_sampled_gradient_matches_prime_rl():
-    # prime-rl puts a trust region around it: tokens that lost more than 0.2 of their probability since the rollout are
-    # dropped, and 1e-3 * (log ratio)² is added for all. Both are rebuilt here around ours, which has neither.
-    golden = json.loads((GOLDEN_FOLDER / "field.json").read_text())
-    case = golden["prime_rl"]["ref_kl_opd(ref=old)"]
-    inputs = {name: torch.tensor(golden["inputs"][name], dtype=torch.float64) for name in ("new", "old", "rollout")}
-    mask = torch.tensor(golden["inputs"]["mask"]).bool()
-    logprobs, teacher, rollout = inputs["new"].requires_grad_(), inputs["old"], inputs["rollout"]
-    moved = logprobs.detach().exp() - rollout.exp()
-    kept = mask & (moved >= -0.2)
-    penalty = 1e-3 * (logprobs - rollout)[mask].square().sum()
-    total = sampled_loss(logprobs, teacher, kept, rollout, denominator=1.0) + penalty
-    total.backward()
-    assert total.item() == pytest.approx(case["loss"], rel=1e-9)
-    torch.testing.assert_close(logprobs.grad, torch.tensor(case["grad"], dtype=torch.float64), rtol=1e-9, atol=1e-12)

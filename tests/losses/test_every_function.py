@@ -1,5 +1,6 @@
-"""Every function of ``rlhfkit.losses``: compiled whole, in half precision, and with knobs that cannot be."""
+"""Every function of ``rlhfkit.losses``: compiled whole, in half precision, and given what cannot be."""
 
+import importlib
 import inspect
 import math
 import re
@@ -7,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from simulated_device.loss_cases import FUNCTIONS, called, examples, other_shapes
 from torch import Tensor
-
-from .whole_graph import WHOLE_GRAPH
+from torch.utils._pytree import tree_leaves
 
 ON_HOST = {"best_and_worst", "density_ratio_weights", "turn_advantages"}  # of an iteration, before its first update
 NAMES = sorted(FUNCTIONS)
-LOSSES = [name for name in NAMES if name.endswith("_loss")]
+WHOLE_GRAPH = pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 13),
+    reason="torch 2.7 breaks the graph at properties of tuples and compiles the parts; 2.13 is tested",
+)
 KNOBS: dict[str, list[dict[str, Any]]] = {
     "distillation_loss": [{"divergence": "jsd"}, {"top_k": 3}],
     "dpo_loss": [
@@ -45,30 +49,66 @@ def test_compiles_without_graph_breaks(name: str, knobs: dict[str, Any]) -> None
     torch.testing.assert_close(called(compiled, given), called(function, given))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_half_precision_is_computed_in_float32(name: str) -> None:
-    given = {
-        key: value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in arguments_of(name).items()
-    }
-    widened = {
-        key: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+def outputs(name: str, given: dict[str, Any]) -> list[Tensor]:
+    found = [one.detach() for one in tree_leaves(FUNCTIONS[name](**given)) if isinstance(one, Tensor)]
+    return [one.as_subclass(Tensor) for one in found if one.is_floating_point()]
+
+
+def cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in given.items()
     }
-    halves, floats = FUNCTIONS[name](**given), FUNCTIONS[name](**widened)
-    assert halves.loss.dtype == torch.float32
-    torch.testing.assert_close(halves.loss, floats.loss, rtol=1e-5, atol=1e-6)
+
+
+AS_GIVEN = {"best_and_worst", "clipped_surrogate", "divergence_score", "kto_kl_estimate", "rejected_values", "select"}
+"""Steps of others, which have widened what they give them, and choices of rows."""
+AS_GIVEN |= {"masked_mean", "masked_sum"}
+IN_HALF = {"linear_logprobs"}
+"""Multiplies in the precision of the head: ``fused_head/test_logprobs.py``."""
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - AS_GIVEN - IN_HALF - {"turn_advantages"}))
+def test_half_precision_is_computed_in_float32_and_double_stays_double(name: str) -> None:
+    halves = cast(arguments_of(name), torch.bfloat16)
+    found = outputs(name, halves)
+    assert {one.dtype for one in found} <= {torch.float32, torch.float64}
+    torch.testing.assert_close(found, outputs(name, cast(halves, torch.float32)), rtol=1e-5, atol=1e-6)
+    if found and name not in ON_HOST | {"length_adaptive_lambda"}:
+        assert outputs(name, cast(halves, torch.float64))[0].dtype == torch.float64
+
+
+UNCHECKED = {"clipped_surrogate", "masked_mean", "masked_sum", "rejected_values", "select"}
+"""Their callers check what they give."""
+OF_ANY_WIDTH = {("density_ratio_weights", "embeddings"), ("gdpo_advantages", "rewards"), ("token_rewards", "mask")}
+SHAPES = [
+    (name, key)
+    for name in NAMES
+    if name not in UNCHECKED | {"turn_advantages"} and not name.endswith("_metric")
+    for key, value in arguments_of(name).items()
+    if isinstance(value, Tensor)
+    and value.dim()
+    and sum(isinstance(one, Tensor) for one in arguments_of(name).values()) > 1
+]
+
+
+@pytest.mark.parametrize(("name", "key"), SHAPES)
+def test_a_tensor_that_does_not_fit_the_others_is_refused(name: str, key: str) -> None:
+    given = arguments_of(name)
+    for dim in {0, given[key].dim() - 1} if (name, key) not in OF_ANY_WIDTH else {0}:
+        with pytest.raises(ValueError, match=r"shape|one value|share|same|gathered|lie in|must be"):
+            FUNCTIONS[name](**given | {key: given[key].narrow(dim, 0, given[key].shape[dim] - 1)})
 
 
 OF_DATA = {"margin", "mean_chosen_length", "empty", "weights", "denominator"}
 SEEN_IN_THE_LOSS = {"nll_coef", "alpha", "coef"}
 """Factors of terms, with which the loss is NaN."""
-UNCHECKED = {"clipped_surrogate", "whiten", "normalize_rewards", "off_policy_sequence_mask", "top_entropy_mask"}
-"""Their callers check what they give."""
+OF_CALLERS = {"clipped_surrogate", "whiten", "normalize_rewards", "off_policy_sequence_mask", "top_entropy_mask"}
+"""Numbers that their callers check."""
 FLOATS = [
     (name, one.name)
     for name in NAMES
-    if name not in UNCHECKED | ON_HOST
+    if name not in OF_CALLERS | ON_HOST
     for one in inspect.signature(FUNCTIONS[name]).parameters.values()
     if one.kind is one.KEYWORD_ONLY and "float" in str(one.annotation) and one.name not in OF_DATA | SEEN_IN_THE_LOSS
 ]
@@ -97,3 +137,163 @@ def test_a_choice_that_is_none_is_refused_with_what_there_is(name: str, knob: st
     with pytest.raises(ValueError, match="no such") as caught:
         function(**arguments_of(name) | {knob: "no such"})
     assert [one for one in choices if one not in str(caught.value)] == []
+
+
+ZEROS = torch.zeros
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gae", {"gamma": 1.5}, "gamma"),
+    ("gae", {"lam": -0.1}, "lam"),
+    ("gae", {"lam": ZEROS(3)}, r"lam must be a number or \(4,\)"),
+    ("gae", {"last_values": ZEROS(4, 1)}, r"last_values must be \(4,\)"),
+    ("discounted_returns", {"gamma": 2.0}, "gamma"),
+    ("length_adaptive_lambda", {"alpha": 0.0}, "alpha"),
+    ("token_rewards", {"rewards": ZEROS(4, 1)}, r"rewards must be \(4,\)"),
+    ("token_rewards", {"kl_coef": 0.1}, "needs kl"),
+    ("token_rewards", {"kl": ZEROS(4, 5), "kl_coef": -0.1}, "kl_coef"),
+    ("token_rewards", {"kl": ZEROS(4, 4), "kl_coef": 0.1}, "same shape"),
+    *(
+        (name, {"group": ZEROS(4)}, "integer")
+        for name in NAMES
+        if name.endswith("_advantages") and "group" in arguments_of(name)
+    ),
+    ("group_advantages", {"eps": -1.0}, "eps"),
+    ("group_advantages", {"rewards": ZEROS(4, 1), "group": ZEROS(4, 1).long()}, r"\(B"),
+    ("pass_at_k_advantages", {"k": 0}, "k must be at least 1"),
+    ("gdpo_advantages", {"weights": [1.0]}, "weights must be 2 numbers"),
+    # KL and importance weights
+    ("kl_estimate", {"clamp": 0.0}, "positive"),
+    ("kl_estimate", {"importance_weight": ZEROS(4, 1)}, "same shape"),
+    ("kl_estimate", {"mask": ZEROS(4)}, "same shape"),
+    ("importance_weights", {"mode": "truncate", "low": 0.5}, "needs high and no low"),
+    ("importance_weights", {"mode": "truncate", "high": None}, "needs high and no low"),
+    ("importance_weights", {"mode": "mask", "high": None}, "needs low, high or both"),
+    ("importance_weights", {"mode": "clip", "low": 3.0, "high": 2.0}, "0 <= low < high"),
+    ("importance_weights", {"reject_level": "geometric"}, "go together"),
+    ("importance_weights", {"reject_high": 2.0}, "go together"),
+    ("importance_weights", {"log_ratio_clamp": 0.0}, "log_ratio_clamp"),
+    ("rejection_mask", {"level": "token", "divergence": "kl", "high": 1.0}, "k1, k2, k3"),
+    (
+        "rejection_mask",
+        {"level": "token", "divergence": "k3", "low": 0.5, "high": 1.0},
+        "low belongs to divergence 'k1'",
+    ),
+    ("rejection_mask", {"level": "token", "divergence": "k1", "low": 2.0, "high": 1.0}, "low <= high"),
+    ("rejection_mask", {"level": "token", "high": 0.0}, "0 < low <= high"),
+    ("off_policy_sequence_mask", {"advantages": ZEROS(3)}, "one value per sequence"),
+    ("log_linear_proximal_logprobs", {"version": 3, "proximal_version": 4}, "ahead"),
+    # policy losses
+    ("ppo_loss", {"clip_low": 1.1}, r"clip_low must lie in \[0, 1\]"),
+    ("ppo_loss", {"clip_high": -0.1}, "clip_high"),
+    ("ppo_loss", {"dual_clip": 1.0}, "dual_clip must be larger than 1"),
+    ("ppo_loss", {"delta": 1.1}, "delta must be at least"),
+    ("ppo_loss", {"log_ratio_clamp": 0.0}, "log_ratio_clamp"),
+    ("ppo_loss", {"weights": ZEROS(3)}, "weights must be one value per sequence"),
+    ("ppo_loss", {"max_length": 5}, "constant-length"),
+    ("ppo_loss", {"aggregation": "constant-length"}, "constant-length"),
+    ("cispo_loss", {"ratio_min": 2.0, "ratio_max": 1.0}, "ratio_min < ratio_max"),
+    ("cispo_loss", {"ratio_min": -1.0}, "0 <= ratio_min"),
+    ("sapo_loss", {"temperature_positive": 0.0}, "positive"),
+    ("gspo_loss", {"clip_low": 2.0}, "clip_low"),
+    ("gspo_token_loss", {"clip_high": -1.0}, "clip_high"),
+    ("gmpo_loss", {"clip_low": -0.4}, "nats"),
+    ("vespo_loss", {"k_negative": -1.0}, "must not be negative"),
+    ("vespo_loss", {"weights": ZEROS(4, 3)}, "weights must be one value per sequence"),
+    ("dppo_loss", {"mask_low": 1.5}, "probabilities"),
+    ("dppo_loss", {"log_ratio_coef": -1.0}, "log_ratio_coef"),
+    ("clip_cov_loss", {"fraction": 0.0}, "fraction"),
+    ("clip_cov_loss", {"covariance_low": 5.0}, "covariance_low < covariance_high"),
+    ("clip_cov_loss", {"priority": ZEROS(4)}, "priority"),
+    ("kl_cov_loss", {"fraction": 2.0}, "fraction"),
+    ("kl_cov_loss", {"kl_coef": -1.0}, "kl_coef"),
+    ("top_entropy_mask", {"fraction": 0.0}, "fraction"),
+    ("value_loss", {"clip": 0.0}, "clip must be positive"),
+    ("aggregate", {"mode": "mean"}, "mode must be one of token-mean"),
+    ("aggregate", {"max_length": 3}, r"'constant-length' .* got mode 'token-mean' and max_length 3"),
+    ("aggregate", {"mode": "constant-length"}, "got mode 'constant-length' and max_length None"),
+    ("aggregate", {"mode": "constant-length", "max_length": 0}, "max_length must be positive"),
+    ("aggregate", {"denominator": 0}, "denominator must be positive"),
+    # pairs, unpaired answers and scores
+    ("dpo_loss", {"beta": 0.0}, "beta must be positive"),
+    ("dpo_loss", {"loss_type": "dpo"}, "loss_type must be a function or one of"),
+    ("dpo_loss", {"loss_type": {}}, "at least one loss"),
+    ("dpo_loss", {"label_smoothing": 0.5}, "label_smoothing must lie"),
+    ("dpo_loss", {"label_smoothing": 0.1, "loss_type": "hinge"}, "no effect"),
+    ("dpo_loss", {"loss_type": "exo_pair"}, "label_smoothing > 0"),
+    ("dpo_loss", {"loss_type": "ipo"}, "chosen_lengths and rejected_lengths"),
+    ("dpo_loss", {"loss_type": "sft"}, "mean_chosen_length"),
+    ("dpo_loss", {"loss_type": "sft", "denominator": 4, "chosen_lengths": torch.ones(4)}, "mean_chosen_length"),
+    ("dpo_loss", {"nll_coef": 1.0}, "give chosen_lengths"),
+    ("dpo_loss", {"divergence": "tv"}, "divergence must be a function or one of"),
+    ("dpo_loss", {"divergence": "js", "loss_type": "apo_zero"}, "'reverse_kl' only"),
+    ("dpo_loss", {"divergence_alpha": 0.3}, "divergence_alpha=0.3 belongs to divergence 'alpha'"),
+    ("dpo_loss", {"discopop_temperature": 0.1}, "discopop_temperature=0.1 belongs to 'discopop'"),
+    ("dpo_loss", {"weights": ZEROS(4), "loss_type": "aot"}, "sort the batch"),
+    ("dpo_loss", {"mask": ZEROS(4), "loss_type": "aot_unpaired"}, "sort the batch"),
+    ("dpo_loss", {"weights": ZEROS(2)}, "same shape"),
+    ("dpo_loss", {"reference_free": True}, "ref_chosen and ref_rejected"),
+    ("dpo_loss", {"ref_chosen": None, "ref_rejected": None}, "reference_free=True"),
+    ("dpo_loss", dict.fromkeys(("chosen", "rejected", "ref_chosen", "ref_rejected"), ZEROS(4, 5)), "sequence_logprobs"),
+    ("length_desensitized_logprobs", {"alpha": 1.5}, "alpha must lie"),
+    ("simpo_loss", {"beta": 0.0}, "beta must be positive"),
+    ("simpo_loss", {"gamma": -1.0}, "gamma must not be negative"),
+    ("simpo_loss", {"label_smoothing": 0.5}, "label_smoothing must lie"),
+    ("cpo_loss", {"loss_type": "ipo", "label_smoothing": 0.1}, "no effect"),
+    ("cpo_loss", {"denominator": 8}, "mean_chosen_length"),
+    ("orpo_loss", {"denominator": 8}, "mean_chosen_length"),
+    ("orpo_loss", {"mask": ZEROS(2)}, "same shape"),
+    ("kto_loss", {"kl": None}, "kl is needed"),
+    ("kto_loss", {"loss_type": "apo_zero_unpaired"}, "has no meaning"),
+    ("kto_loss", {"beta": -0.1}, "beta must be positive"),
+    ("kto_loss", {"desirable_weight": -1.0}, "weights must not be negative"),
+    ("kto_loss", {"mask": ZEROS(3)}, "same shape"),
+    ("kto_loss", dict.fromkeys(("logprobs", "ref_logprobs", "desirable"), ZEROS(4, 5)), "sequence_logprobs"),
+    ("kto_kl_estimate", {"sums": ZEROS(3)}, r"sums must be \(2,\)"),
+    ("density_ratio_weights", {"desirable": torch.ones(4)}, "one class only"),
+    ("bradley_terry_loss", {"centering": -1.0}, "centering must not be negative"),
+    ("bradley_terry_loss", {"label_smoothing": 0.5}, "label_smoothing must lie"),
+    ("bradley_terry_loss", {"margin": ZEROS(2)}, "same shape"),
+    ("bradley_terry_loss", {"mask": ZEROS(2)}, "same shape"),
+    ("bradley_terry_loss", {"chosen": ZEROS(4, 1), "rejected": ZEROS(4, 1)}, "squeeze"),
+    ("process_reward_loss", {"logits": ZEROS(4, 5, 5), "labels": ZEROS(4, 5)}, "class 0 of 2"),
+    # teachers and the output layer
+    ("distillation_loss", {"temperature": 0.0}, "temperature must be positive"),
+    ("distillation_loss", {"teacher_weight": 1.0}, "teacher_weight must lie"),
+    ("distillation_loss", {"top_k": 0}, "top_k must lie"),
+    ("distillation_loss", {"top_k": 8}, "top_k must lie"),
+    ("distillation_loss", {"remainder": "drop"}, "remainder must be"),
+    ("distillation_loss", {"teacher": ZEROS(4, 5, 6)}, "share one vocabulary"),
+    ("distillation_loss", {"teacher_ids": ZEROS(4, 5, 3).long()}, "same shape"),
+    (
+        "distillation_loss",
+        {"teacher": ZEROS(4, 5, 3), "teacher_ids": ZEROS(4, 5, 3).long(), "temperature": 2.0},
+        "normaliser is unknown",
+    ),
+    ("linear_logprobs", {"weight": ZEROS(0)}, "was not gathered"),
+    ("linear_logprobs", {"targets": ZEROS(20, dtype=torch.int32)}, "int64 token ids, got torch.int32"),
+    ("linear_logprobs", {"targets": torch.full((20,), 7)}, r"lie in \[0, 7\), got values from 7 to 7"),
+    ("linear_logprobs", {"targets": torch.full((20,), -100)}, "from -100 to -100; give ignored positions"),
+    ("linear_logprobs", {"bias": ZEROS(5)}, r"bias must have shape \(7,\), got \(5,\)"),
+    ("linear_logprobs", {"weight": ZEROS(7, 3).long()}, "floating point"),
+    ("linear_logprobs", {"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
+    ("linear_logprobs", {"logit_scale": -1.0}, "logit_scale must be"),
+    ("linear_logprobs", {"logit_softcap": 0.0}, "logit_softcap must be"),
+    ("linear_logprobs", {"chunk": 0}, "chunk is a number of vocabulary entries"),
+    ("logits_logprobs", {"targets": torch.full((20,), 7)}, r"lie in \[0, 7\)"),
+    ("logits_logprobs", {"logits": ZEROS(20, 7).long()}, "floating point"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_what_cannot_be_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FUNCTIONS[name](**arguments_of(name) | change)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_loss")])
+def test_what_a_loss_refers_to_describes_the_argument(name: str) -> None:
+    for names, role, target in re.findall(
+        r"^    (\w+(?:,\s+\w+)*): See\s+:(\w+):`([\w.]+)`", inspect.getdoc(FUNCTIONS[name]) or "", re.MULTILINE
+    ):
+        text = inspect.getdoc(importlib.import_module(target) if role == "mod" else FUNCTIONS[target]) or ""
+        entry = r"^- [^:]*``{}``" if role == "mod" else r"^    {}: "
+        assert [one for one in re.split(r",\s+", names) if not re.search(entry.format(one), text, re.MULTILINE)] == []

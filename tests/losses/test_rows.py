@@ -111,9 +111,13 @@ def test_gradcheck_and_detached_metrics(name: str) -> None:
     key, leaf = trained(arguments)
     if CASES[name].loss is not losses.dft_loss:  # whose factor is detached, so that numbers cannot find the gradient
         assert torch.autograd.gradcheck(lambda value: loss(**arguments | {key: value}).loss, (leaf,))
-    output = loss(**{other: value.requires_grad_(value.is_floating_point()) for other, value in arguments.items()})
+    given = {other: value.requires_grad_(value.is_floating_point()) for other, value in arguments.items()}
+    output = loss(**given)
     assert output.loss.dtype == torch.float64
     assert all(value.shape == () and not value.requires_grad for value in output.metrics.values())
+    output.loss.backward()
+    of_targets = ("ref_", "teacher", "old_", "returns")
+    assert [name for name, value in given.items() if name.startswith(of_targets) and value.grad is not None] == []
 
 
 @whole_by_parts

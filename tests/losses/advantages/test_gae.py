@@ -141,17 +141,6 @@ def test_gae_is_the_recursion_over_actions(seed, steps, gamma, lam):
         torch.testing.assert_close(returns, torch.where(mask, expected + values, 0.0))
 
 
-def test_environment_tokens_change_nothing():
-    rewards, values = torch.tensor([[0.1, 0.2, 1.0]]), torch.tensor([[0.5, 0.4, 0.3]])
-    plain = gae(rewards, values, torch.ones(1, 3), gamma=0.9, lam=0.8)
-    gapped = torch.tensor([[False, True, False, False, True, True, False]])
-    spread = [torch.full((1, 7), 99.0).masked_scatter(gapped, tensor) for tensor in (rewards, values)]
-    for got, expected in zip(gae(*spread, gapped, gamma=0.9, lam=0.8), plain, strict=True):
-        torch.testing.assert_close(got[gapped], expected[0])
-    returns = discounted_returns(spread[0], gapped, gamma=0.9)
-    torch.testing.assert_close(returns[gapped], torch.tensor([0.1 + 0.9 * 0.2 + 0.81, 0.2 + 0.9, 1.0]))
-
-
 def test_one_lambda_per_sequence():
     batch = policy_batch()
     lam = torch.tensor([0.0, 0.3, 0.9, 0.95, 1.0], dtype=torch.float64)
@@ -172,8 +161,6 @@ def test_length_adaptive_lambda():
     got = length_adaptive_lambda(torch.tensor([10, 20, 40, 400, 0]))
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, 0.5, 0.95, 0.0]))
     assert length_adaptive_lambda(torch.tensor([40]), alpha=0.25).item() == pytest.approx(0.9)
-    with pytest.raises(ValueError, match="alpha"):
-        length_adaptive_lambda(torch.tensor([1]), alpha=0.0)
 
 
 def test_long_sequences_take_few_steps_and_stay_exact():
@@ -182,29 +169,3 @@ def test_long_sequences_take_few_steps_and_stay_exact():
     got = discounted_returns(rewards, torch.ones(1, 5000), gamma=0.999)
     expected = 0.999 ** torch.arange(4999, -1, -1, dtype=torch.float64)
     torch.testing.assert_close(got[0], expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_lower_precision_is_computed_in_float32(dtype):
-    batch = policy_batch(dtype=dtype)
-    advantages, returns = gae(batch.advantages, batch.old_logprobs, batch.mask)
-    assert advantages.dtype == returns.dtype == torch.float32
-    exact, _ = gae(batch.advantages.double(), batch.old_logprobs.double(), batch.mask)
-    torch.testing.assert_close(advantages.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-def test_bad_arguments_raise():
-    batch = policy_batch()
-    inputs = batch.advantages, batch.old_logprobs, batch.mask
-    for knobs, message in (
-        ({"gamma": 1.5}, "gamma"),
-        ({"lam": -0.1}, "lam"),
-        ({"lam": torch.ones(4)}, r"lam must be a number or \(5,\)"),
-        ({"last_values": torch.ones(5, 1)}, r"last_values must be \(5,\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            gae(*inputs, **knobs)
-    with pytest.raises(ValueError, match="same shape"):
-        gae(inputs[0], inputs[1][:, 1:], inputs[2])
-    with pytest.raises(ValueError, match="gamma"):
-        discounted_returns(inputs[0], inputs[2], gamma=2.0)

@@ -65,11 +65,3 @@ def test_entropy_bonus_of_zero_measures_and_has_no_gradient():
     assert bonus.loss.item() == 0.0
     assert not bonus.loss.requires_grad
     assert bonus.metrics["policy/entropy"].item() > 0
-
-
-def test_bad_arguments_raise():
-    entropy, mask = torch.rand(2, 3), torch.ones(2, 3)
-    with pytest.raises(ValueError, match="fraction"):
-        top_entropy_mask(entropy, mask, fraction=0.0)
-    with pytest.raises(ValueError, match="same shape"):
-        top_entropy_mask(entropy, mask[:, :2])

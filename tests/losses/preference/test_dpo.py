@@ -2,13 +2,11 @@
 
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlhfkit.losses import (
     PreferencePairs,
@@ -18,7 +16,7 @@ from rlhfkit.losses import (
     sequence_logprobs,
     wpo_weights,
 )
-from rlhfkit.losses.preference.dpo import PAIR_LOSSES
+from rlhfkit.losses.preference.dpo import PAIR_LOSSES, best_and_worst, pair_partners, rejected_values
 
 GOLDEN_FOLDER = Path(__file__).parents[2] / "golden"
 OPENRLHF = json.loads((GOLDEN_FOLDER / "openrlhf.json").read_text())["dpo"]
@@ -161,35 +159,6 @@ def test_length_desensitising_counts_tokens_along_the_mask():
         assert length_desensitized_logprobs(logprobs, mask, torch.tensor([2]), alpha=alpha).item() == expected
 
 
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10_000), padding=st.integers(0, 4))
-def test_loss_from_tokens_does_not_depend_on_padding(seed, padding):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = -3 * torch.rand(4, 3, 6, generator=generator, dtype=torch.float64)
-    mask = torch.rand(4, 3, 6, generator=generator) < 0.6
-    padded = F.pad(tokens, (padding, padding), value=float("nan")).requires_grad_()
-    tokens.requires_grad_()
-    for logprobs, kept in ((tokens, mask), (padded, F.pad(mask, (padding, padding)))):
-        dpo_loss(*(sequence_logprobs(*answer) for answer in zip(logprobs, kept, strict=True))).loss.backward()
-    expected = F.pad(torch.where(mask, tokens.grad, 0.0), (padding, padding))
-    torch.testing.assert_close(padded.grad, expected)
-
-
-@pytest.mark.parametrize("reduce", [sequence_logprobs, length_desensitized_logprobs, wpo_weights])
-def test_half_precision_tokens_are_summed_in_float32(reduce):
-    logprobs = (-torch.rand(2, 300, generator=torch.Generator().manual_seed(0))).bfloat16()
-    mask = torch.ones(2, 300)
-    arguments = {
-        sequence_logprobs: ((), {}),
-        length_desensitized_logprobs: ((torch.tensor([250, 280]),), {"alpha": 0.5}),
-        wpo_weights: ((0.5 * logprobs,), {}),
-    }
-    positional, knobs = arguments[reduce]
-    output = reduce(logprobs, mask, *positional, **knobs)
-    assert output.dtype == torch.float32
-    torch.testing.assert_close(output, reduce(logprobs.float(), mask, *positional, **knobs))
-
-
 def test_wpo_weight_is_one_for_a_uniform_policy():
     vocabulary = 11
     logprobs = torch.full((2, 3), -math.log(vocabulary), dtype=torch.float64, requires_grad=True)
@@ -231,49 +200,31 @@ def test_transport_losses_ignore_the_order(name):
     torch.testing.assert_close(loss_of(name, *batch).loss, loss_of(name, *(tensor[order] for tensor in batch)).loss)
 
 
-def test_reference_and_metrics_carry_no_gradient():
-    batch = [tensor.requires_grad_() for tensor in pair_batch()[:4]]
-    output = dpo_loss(*batch)
-    output.loss.backward()
-    assert batch[2].grad is None
-    assert batch[3].grad is None
-    assert not any(metric.requires_grad for metric in output.metrics.values())
+# --- pairs among the samples of a prompt, against a search by hand ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"beta": 0.0}, "beta must be positive"),
-        ({"loss_type": "dpo"}, "loss_type must be a function or one of"),
-        ({"loss_type": {}}, "at least one loss"),
-        ({"label_smoothing": 0.5}, "label_smoothing must lie"),
-        ({"label_smoothing": 0.1, "loss_type": "hinge"}, "no effect"),
-        ({"loss_type": "exo_pair"}, "label_smoothing > 0"),
-        ({"loss_type": "ipo"}, "chosen_lengths and rejected_lengths"),
-        ({"loss_type": "sft"}, "mean_chosen_length"),
-        ({"loss_type": "sft", "denominator": 4, "chosen_lengths": torch.ones(3)}, "mean_chosen_length"),
-        ({"nll_coef": 1.0}, "give chosen_lengths"),
-        ({"divergence": "tv"}, "divergence must be a function or one of"),
-        ({"divergence": "js", "loss_type": "apo_zero"}, "'reverse_kl' only"),
-        ({"divergence_alpha": 0.3}, "divergence_alpha=0.3 belongs to divergence 'alpha'"),
-        ({"discopop_temperature": 0.1}, "discopop_temperature=0.1 belongs to 'discopop'"),
-        ({"weights": torch.ones(3), "loss_type": "aot"}, "sort the batch"),
-        ({"mask": torch.ones(3), "loss_type": "aot_unpaired"}, "sort the batch"),
-        ({"weights": torch.ones(2)}, "same shape"),
-        ({"reference_free": True}, "ref_chosen and ref_rejected"),
-    ],
-)
-def test_nonsense_is_refused(knobs, message):
-    with pytest.raises(ValueError, match=message):
-        dpo_loss(*torch.zeros(4, 3), **knobs)
+def test_best_and_worst_are_those_of_a_search_over_each_group() -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        group = [generator.randrange(4) for _ in range(12)]
+        rewards = [generator.choice([0.0, 1.0, 2.0, float("nan")]) for _ in range(12)]
+        signs = best_and_worst(torch.tensor(rewards), torch.tensor(group)).tolist()
+        for number in set(group):
+            known = {row: rewards[row] for row in range(12) if group[row] == number and rewards[row] == rewards[row]}
+            chosen = [row for row in range(12) if group[row] == number and signs[row] == 1]
+            rejected = [row for row in range(12) if group[row] == number and signs[row] == -1]
+            if len(set(known.values())) < 2:
+                assert not chosen
+                assert not rejected
+            else:
+                assert [known[row] for row in chosen] == [max(known.values())]
+                assert [known[row] for row in rejected] == [min(known.values())]
 
 
-def test_missing_reference_and_token_logprobs_are_refused():
-    with pytest.raises(ValueError, match="reference_free=True"):
-        dpo_loss(torch.zeros(3), torch.zeros(3))
-    with pytest.raises(ValueError, match="sequence_logprobs"):
-        dpo_loss(*torch.zeros(4, 3, 5))
-    with pytest.raises(ValueError, match="public_lengths"):
-        length_desensitized_logprobs(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(3), alpha=0.5)
-    with pytest.raises(ValueError, match="alpha must lie"):
-        length_desensitized_logprobs(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2), alpha=1.5)
+def test_partners_have_the_values_of_the_rejected_answers() -> None:
+    signs = torch.tensor([0.0, 1, -1, -1, 0, 1, 1])
+    group = torch.tensor([3, 3, 3, 8, 8, 8, 9])
+    partners, pairs = pair_partners(signs, group)
+    assert pairs.tolist() == [False, True, False, False, False, True, False]  # group 9 has no rejected answer
+    values = torch.tensor([1.0, 2, 3, 4, 5, 6, 7])
+    assert rejected_values(partners, values).tolist() == [0, 3, 0, 0, 0, 4, 0]
