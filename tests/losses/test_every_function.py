@@ -161,6 +161,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("pass_at_k_advantages", {"k": 0}, "k must be at least 1"),
     ("gdpo_advantages", {"weights": [1.0]}, "weights must be 2 numbers"),
     # KL and importance weights
+    ("kl_loss", {"coef": -0.1}, "coef"),
     ("kl_estimate", {"clamp": 0.0}, "positive"),
     ("kl_estimate", {"importance_weight": ZEROS(4, 1)}, "same shape"),
     ("kl_estimate", {"mask": ZEROS(4)}, "same shape"),

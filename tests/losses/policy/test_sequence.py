@@ -40,7 +40,7 @@ def test_gmpo_clips_tokens_in_log_space_on_the_pessimistic_side():
     for advantage, expected in ((1.0, (0.4 - 1.0) / 2), (-1.0, (1.0 - 0.4) / 2)):
         output = gmpo_loss(logprobs, old, torch.tensor([advantage]), torch.ones(1, 2))
         assert output.loss.item() == pytest.approx(-advantage * math.exp(expected))
-        assert output.metrics["policy/clip_fraction"].item() == 0.5
+        assert output.metrics[f"policy/clip_fraction_{'high' if advantage > 0 else 'low'}"].item() == 0.5
         clipped_token = 0 if advantage > 0 else 1
         assert gradient(output.loss, logprobs)[0, clipped_token].item() == 0.0
 

@@ -62,6 +62,26 @@ def test_ipo_drops_what_dppo_drops_and_tokens_that_return_to_the_sampling_policy
     assert wide.loss.item() == pytest.approx(-(1.5 + 20.0 - 0.5 + 0.5))
 
 
+def covariance(batch):
+    keep = batch.mask
+    return (batch.advantages - batch.advantages[keep].mean()) * (batch.logprobs - batch.logprobs[keep].mean())
+
+
+def test_clip_cov_takes_the_gradient_of_a_few_candidates_of_highest_priority():
+    batch = policy_batch(3).leaf()
+    priority = torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
+    knobs = {"fraction": 0.2, "covariance_low": 0.0, "covariance_high": 1e9, "priority": priority}
+    got = gradient(clip_cov_loss(*batch, **knobs).loss, batch.logprobs)
+    plain = gradient(ppo_loss(*batch).loss, batch.logprobs)
+    candidates = batch.mask & (covariance(batch) > 0) & (plain != 0)
+    count = int(0.2 * batch.mask.sum())
+    assert 1 < count < candidates.sum()
+    chosen = torch.where(candidates, priority, -1.0).flatten().topk(count).indices
+    expected = plain.flatten().clone()
+    expected[chosen] = 0.0
+    torch.testing.assert_close(got.flatten(), expected)
+
+
 def test_clip_cov_without_candidates_is_ppo_and_draws_from_torchs_generator():
     batch = policy_batch(3)
     none = clip_cov_loss(*batch, covariance_low=1e8, covariance_high=1e9)
