@@ -1,17 +1,14 @@
 """ModelReward against Transformers' classifier, and as the reward of a real run."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
-from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_scalar_model
 from rlhfkit.rewards import ModelReward, score_samples
@@ -97,33 +94,3 @@ def test_only_trained_reward_models_are_taken(folder: Path) -> None:
         ValueError, match="dtype must be the name of a torch type such as 'bfloat16', got 'half precision'"
     ):
         ModelReward("unused", dtype="half precision")
-
-
-def test_a_policy_is_trained_on_it(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
-
-    class Rewards(L.Callback):
-        seen: list[float]
-
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            self.seen.append(sum(sample.reward for sample in rollouts.samples) / len(rollouts.samples))
-
-    keep = Rewards()
-    keep.seen = []
-    rollouts = RolloutCallback(
-        ModelReward(str(folder / "reward"), device="cpu"), sampling=SamplingSpec(group_size=8, max_new_tokens=4)
-    )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=8,
-        callbacks=[keep, rollouts],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )
-    data = PromptDataModule(str(tmp_path / "prompts.jsonl"), rollout_batch_size=8, micro_batch_size=64)
-    trainer.fit(GRPOModule(str(folder / "policy"), lr=3e-3), data)
-    assert len(keep.seen) == 8
-    assert keep.seen[-1] > keep.seen[0] + 0.5

@@ -55,10 +55,6 @@ def rewards(reward: CodeExecution) -> dict[str, tuple[object, object, object]]:
     return {name: (given[2 * i], given[2 * i + 1], given[2 * i + 2]) for i, (name, *_) in enumerate(hacks)}
 
 
-def test_there_are_at_least_forty() -> None:
-    assert len(CALLED) + len(PRINTING) >= 40
-
-
 @pytest.mark.parametrize("name", [*CALLED, *(f"{name}, printing" for name in PRINTING)])
 def test_a_hack_gets_nothing_and_harms_nobody(rewards: dict[str, tuple[object, object, object]], name: str) -> None:
     assert rewards[name] == (1.0, 0.0, 1.0)

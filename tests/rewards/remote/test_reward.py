@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.data.images import Image
-from rlhfkit.rewards import RemoteReward, WeightedSum, score_samples
+from rlhfkit.rewards import RemoteReward, score_samples
 from rlhfkit.rewards.base import OnFailure, RewardError
 from rlhfkit.rewards.remote.wire import OpenRLHFFormat, SampleFormat
 from rlhfkit.serving.access import AccessToken
@@ -181,15 +181,6 @@ def test_work_is_spread_over_servers_and_limited(reward: Any, app: Misbehaviour)
     app.times.clear()
     scored(reward("slow", batch_size=1, concurrency=1), samples(2))
     assert app.times[1] - app.times[0] > 0.55  # the second waited for the first
-
-
-def test_several_remote_rewards_are_parts_of_a_sum_at_the_same_time(reward: Any, app: Misbehaviour) -> None:
-    both = WeightedSum(one=reward("slow"), two=(reward("slow"), 2.0))
-    given = samples()
-    app.times.clear()
-    assert scored(both, given) == [pytest.approx(3 * value) for value in EXPECTED]
-    assert app.times[1] - app.times[0] < 0.55  # the second did not wait for the first
-    assert given[6].reward_parts == {"one": 2.0, "two": 2.0}
 
 
 def test_null_is_a_sample_without_a_reward(reward: Any, caplog: pytest.LogCaptureFixture) -> None:

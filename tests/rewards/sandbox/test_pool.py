@@ -214,13 +214,6 @@ def test_what_is_printed_is_bounded_and_its_end_is_kept(one: SandboxPool) -> Non
     assert len(flooded.message) < 10_000
 
 
-def test_forged_answers_are_not_read_as_anything(one: SandboxPool) -> None:
-    forged = one.run("forge", timeout=10)
-    assert forged.status == "error"
-    assert "answered a request that was not made, and was killed" in forged.message
-    assert one.run(0).status == "ok"
-
-
 @LINUX
 @pytest.mark.long
 def test_a_thousand_calls_leak_no_process_and_no_descriptor() -> None:
