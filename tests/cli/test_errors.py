@@ -1,27 +1,8 @@
 """Errors of the command line: at most five lines, and a traceback where it is needed."""
 
-from pathlib import Path
-
 import pytest
 
 from rlhfkit.cli.errors import of_parser, print_error, short_errors
-from rlhfkit.validation import check_number
-
-
-def test_a_message_of_ours_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), short_errors("fit"):
-        check_number("lr", -1, minimum=0)
-    assert capsys.readouterr().err == "rlhfkit fit: error: lr must be a finite number of at least 0, got -1\n"
-
-
-def test_debug_keeps_the_traceback() -> None:
-    with pytest.raises(ValueError, match="lr must be"), short_errors("fit", debug=True):
-        check_number("lr", -1, minimum=0)
-
-
-def test_an_error_of_the_users_code_keeps_its_traceback() -> None:
-    with pytest.raises(ValueError, match="mine"), short_errors("fit"):
-        raise ValueError("mine")
 
 
 def test_a_mistake_of_ours_keeps_its_traceback() -> None:
@@ -30,14 +11,6 @@ def test_a_mistake_of_ours_keeps_its_traceback() -> None:
 
     with pytest.raises(TypeError, match="not supported"), short_errors("fit"):
         _outside(None, 0, None, None, None)  # type: ignore[arg-type]
-
-
-def test_a_file_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rlhfkit.datamodules.tokenization.sources import read_rows
-
-    with pytest.raises(SystemExit), short_errors("fit"):
-        read_rows(str(tmp_path / "no.jsonl"))
-    assert capsys.readouterr().err.startswith("rlhfkit fit: error: no such file or folder")
 
 
 def test_a_long_message_is_cut(capsys: pytest.CaptureFixture[str]) -> None:

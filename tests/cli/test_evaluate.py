@@ -3,17 +3,14 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from tiny_models import tiny_model
 
-from rlhfkit import LocalEngine, Sample, SamplingSpec
+from rlhfkit import Sample, SamplingSpec
 from rlhfkit.cli.evaluate import evaluate
 from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.main import main
-from rlhfkit.models import load_causal_lm
 from rlhfkit.rewards import exact_match
 from rlhfkit.rewards.benchmarks import GradedSample, metrics_by_source
 
@@ -64,20 +61,3 @@ def test_completions_that_are_there_are_graded_by_the_command(tmp_path: Path) ->
 def test_a_missing_column_is_an_error_before_anything_is_sampled(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="source='topic' is not a column"):
         evaluate(ROWS, tmp_path / "run", grader=exact_match, model="none", prompt="question", source="topic")
-
-
-@pytest.mark.parametrize(("precision", "expected"), [(None, torch.bfloat16), ("32-true", torch.float32)])
-def test_the_model_computes_in_the_type_it_is_saved_in(tmp_path: Path, precision: str | None, expected: Any) -> None:
-    started: list[torch.dtype] = []
-
-    class Seen(LocalEngine):
-        def start(self, model: str, *, dtype: torch.dtype, **options: Any) -> None:
-            started.append(dtype)
-            super().start(model, dtype=dtype, **options)
-
-    folder = tiny_model(tmp_path / "model")
-    load_causal_lm(str(folder), dtype=torch.bfloat16).save_pretrained(folder)
-    sampling = SamplingSpec(group_size=1, max_new_tokens=2)
-    options = {"grader": two_tokens, "prompt": "question", "progress": False, "precision": precision}
-    evaluate(ROWS[:1], tmp_path / "run", model=str(folder), sampling=sampling, engine=Seen(), **options)
-    assert started == [expected]

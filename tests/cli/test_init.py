@@ -1,5 +1,6 @@
-"""``rlhfkit init``, and configurations of the package by name."""
+"""``rlhfkit init``, configurations of the package by name, and the list of ``rlhfkit parts``."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import rlhfkit
 from rlhfkit.cli.init import FOLDER, methods, with_files
 from rlhfkit.cli.main import main
+
+PACKAGE = Path(rlhfkit.__file__).parent
 
 
 def test_a_configuration_is_written_and_none_is_overwritten(
@@ -56,3 +60,20 @@ def test_the_package_is_the_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "grpo" in done.stdout
+
+
+def test_every_part_is_listed_once_with_its_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["parts"])
+    printed = capsys.readouterr().out
+    lines = [line.strip() for line in printed.splitlines()]
+    for path in [*PACKAGE.glob("modules/parts/*.py"), *PACKAGE.glob("callbacks/rollout/parts/*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            bases = {base.id for base in getattr(node, "bases", []) if isinstance(base, ast.Name)}
+            if isinstance(node, ast.ClassDef) and bases & {"Part", "RolloutPart"}:
+                name = ".".join(("rlhfkit", *path.relative_to(PACKAGE).with_suffix("").parts, node.name))
+                is_base = node.name in ("TokenFilter", "KLPart", "AnswerReference")
+                assert lines.count(name) == (not is_base), name
+    place = lines.index("rlhfkit.modules.parts.kl_control.KLTarget")
+    assert lines[place + 1].startswith("Moves the weight of the KL penalty towards")
+    assert lines[place + 2] == "CREDIT; reads old_logprobs, ref_logprobs; writes nothing"
+    assert ":func:" not in printed

@@ -16,10 +16,9 @@ from models.vision_families import SIDE, save_vision_model
 from tiny_models import tiny_model
 
 from rlhfkit import PreferenceDataModule, PromptDataModule, SFTDataModule, SFTModule, UnpairedPreferenceDataModule
-from rlhfkit.data.batch import PaddedBatch, collate_tokens
+from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.data.images import Image
 from rlhfkit.data.types import Experience, Prompt, Sample
-from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.vision import load_processor
 from rlhfkit.rollout.replay import load_samples, sample_from_state, sample_state, save_samples
 
@@ -138,28 +137,6 @@ def test_a_processor_of_another_size_finds_no_cached_tokens(folder: Path, tmp_pa
     for model, files in ((folder, 1), (folder, 1), (changed, 2)):
         opened(SFTDataModule(rows, cache_dir=tmp_path / "cache"), model)
         assert len(list((tmp_path / "cache").iterdir())) == files
-
-
-def test_log_probs_of_a_batch_are_those_of_transformers(folder: Path) -> None:
-    rows = [{"prompt": "which colour?", "completion": "red", "image": picture(1)}]
-    rows += [{"prompt": "which colour?", "completion": "red", "image": picture(2)}]
-    data = opened(SFTDataModule(rows), folder)
-    batch = collate_tokens([data.examples[0], data.examples[1]])
-    model = load_causal_lm(str(folder)).eval()
-    found = policy_output(model, batch, batch.attention_mask[:, 1:]).logprobs
-    processor = load_processor(str(folder))
-    text = processor.apply_chat_template([user(IMAGE, "which colour?"), answer("red")])
-    for row, seed in enumerate((1, 2)):
-        inputs = processor(text=[text], images=[[picture(seed)]], return_tensors="pt")
-        logits = _plain(folder)(**inputs).logits
-        wanted = logits[0, :-1].float().log_softmax(-1).gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
-        torch.testing.assert_close(found[row], wanted, atol=2e-5, rtol=0)
-
-
-def _plain(folder: Path) -> Any:
-    from transformers import AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def test_prompts_and_texts_without_a_template(folder: Path, tmp_path: Path) -> None:

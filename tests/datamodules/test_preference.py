@@ -4,12 +4,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
 from tiny_models import tiny_tokenizer
 
-from rlhfkit.data import PreferenceBatch
 from rlhfkit.datamodules import PreferenceDataModule
 
 Write = Callable[..., str]
@@ -167,37 +164,3 @@ def test_margins_stay_with_their_pairs() -> None:
 def test_mistakes_are_named(rows: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         module(rows, **options)
-
-
-class Seen(L.LightningModule):
-    """Remembers the pairs of each optimizer step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.batches: list[PreferenceBatch] = []
-
-    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> torch.Tensor:
-        self.batches.append(batch)
-        return self.weight
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_a_trainer_gets_steps_of_pairs_with_their_totals(write_rows: Write) -> None:
-    seen = Seen()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=2, enable_model_summary=False, **quiet)
-    trainer.fit(seen, PreferenceDataModule(write_rows(ROWS), micro_batch_size=2, tokenizer=tiny_tokenizer()))
-    assert sum(batch.pairs for batch in seen.batches) == 11
-    for first, second in zip(seen.batches[::2], seen.batches[1::2], strict=True):
-        step = (first, second)
-        lengths = torch.cat([batch.chosen(batch.loss_mask).sum(-1).float() for batch in step])
-        for batch in step:
-            assert batch.mean_chosen_length == pytest.approx(float(lengths.mean()))
-            assert batch.step_sequences == first.pairs + second.pairs
-            answers = (batch.chosen(batch.input_ids), batch.rejected(batch.input_ids), batch.chosen(batch.loss_mask))
-            for chosen, rejected, mask in zip(*answers, strict=True):
-                prompt = int(mask.int().argmax()) + 1
-                assert torch.equal(chosen[:prompt], rejected[:prompt])  # a pair is still a pair

@@ -3,20 +3,15 @@
 Covers tokenization/examples.py and tokenization/token_examples.py too.
 """
 
-from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from lightning.pytorch.callbacks import Callback
 from tiny_models import tiny_tokenizer
 
-from rlhfkit.data import TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data import TokenExample
 from rlhfkit.datamodules import SFTDataModule
-from rlhfkit.losses import aggregate
 from rlhfkit.mesh import Mesh
 
 Write = Callable[..., str]
@@ -126,17 +121,6 @@ def test_end_of_sequence_inside_the_marks_counts_when_the_template_writes_more_b
     assert examples(data) == [("<u>1;<a>ab$;<u>2;<a>c$;", "________ab$_________c$_")]
 
 
-def test_more_rows_than_are_tokenised_at_once_keep_their_order() -> None:
-    rows = [{"prompt": f"{i}=", "completion": str(i)} for i in range(1100)]
-    assert [text for text, _ in examples(module(rows))] == [f"{i}={i}$" for i in range(1100)]
-
-
-def test_template_that_rewrites_earlier_turns_needs_no_marks() -> None:
-    last_only = "{% for m in messages %}{% if loop.last %}*{% endif %}{{ m.content }}{% endfor %}"
-    data = module([{"messages": CHAT}], messages="messages", tokenizer=chat_tokenizer(last_only))
-    assert examples(data) == [("1ab2*c$", "_ab__c$")]
-
-
 def test_marks_that_leave_out_what_ends_a_turn_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """A marker behind the marks that is a special token: it is never learned, so the model would talk for ever."""
     tokenizer = chat_tokenizer(MARKED.replace(";{% endgeneration %}", "{% endgeneration %}<eos>"))
@@ -201,86 +185,6 @@ def test_bad_input_names_the_value_and_the_cure(rows: Any, options: dict[str, An
 
 
 # -- with the real Trainer ---------------------------------------------------------------------------------------------
-
-
-class Learner(L.LightningModule):
-    """A bigram model; remembers what it was trained on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch.float64))
-        self.tokenizer = tiny_tokenizer()
-        self.seen: list[tuple[int, ...]] = []
-        self.epochs: list[int] = []
-
-    def _loss(self, batch: TokenBatch) -> torch.Tensor:
-        logprobs = self.table[batch.input_ids[:, :-1]].log_softmax(-1)
-        token_loss = -logprobs.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
-        return aggregate(token_loss, batch.loss_mask, "token-mean", batch.token_denominator)
-
-    def training_step(self, batch: TokenBatch, batch_idx: int) -> torch.Tensor:
-        for row, real in zip(batch.input_ids, batch.attention_mask, strict=True):
-            self.seen.append(tuple(row[real].tolist()))
-            self.epochs.append(self.current_epoch)
-        return self._loss(batch)
-
-    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        self.log("val/loss", self._loss(batch), batch_size=1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-def fit(tmp_path: Path, data: SFTDataModule, *callbacks: Callback, **options: Any) -> tuple[Learner, L.Trainer]:
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    ckpt_path = options.pop("ckpt_path", None)
-    trainer = L.Trainer(accelerator="cpu", callbacks=list(callbacks), default_root_dir=tmp_path, **(quiet | options))
-    learner = Learner()
-    trainer.fit(learner, data, ckpt_path=ckpt_path, weights_only=True)
-    return learner, trainer
-
-
-def test_each_epoch_has_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:
-    data = SFTDataModule(ROWS, micro_batch_size=2)
-    learner, trainer = fit(tmp_path, data, max_epochs=3, accumulate_grad_batches=2)
-    assert trainer.global_step == 9  # 11 rows in steps of 4
-    epochs = [[row for row, epoch in zip(learner.seen, learner.epochs, strict=True) if epoch == e] for e in range(3)]
-    whole = Counter(tuple(data.examples[index].input_ids) for index in range(11))
-    assert [Counter(epoch) for epoch in epochs] == [whole] * 3
-    assert len(set(map(tuple, epochs))) == 3
-
-
-@pytest.mark.parametrize(("micro", "accumulate"), [(4, 1), (2, 2), (1, 4)])
-def test_trained_weights_do_not_depend_on_micro_batches(tmp_path: Path, micro: int, accumulate: int) -> None:
-    expected, _ = fit(tmp_path, SFTDataModule(ROWS, micro_batch_size=4), max_epochs=2)
-    found, _ = fit(
-        tmp_path, SFTDataModule(ROWS, micro_batch_size=micro), max_epochs=2, accumulate_grad_batches=accumulate
-    )
-    torch.testing.assert_close(found.table, expected.table, rtol=0, atol=1e-12)
-
-
-def test_validation_loss_is_the_mean_over_all_validation_tokens(tmp_path: Path) -> None:
-    held_out = [{"prompt": "1", "completion": "2" * length} for length in (1, 9, 2, 30, 3, 4, 1)]
-    learner, _ = fit(tmp_path, SFTDataModule(ROWS, micro_batch_size=4), max_epochs=1)
-    whole = module(held_out)
-    everything = collate_tokens([whole.examples[index] for index in range(7)])
-    exact = float(learner._loss(everything))
-    for micro in (1, 3, 11):
-        data = SFTDataModule(ROWS, validation_data=held_out, micro_batch_size=micro)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        found = trainer.validate(learner, data, verbose=False)[0]["val/loss"]
-        assert found == pytest.approx(exact, rel=1e-6)
 
 
 def test_a_row_may_be_as_long_as_the_ranks_that_divide_it_have_room_for() -> None:

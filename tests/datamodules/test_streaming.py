@@ -48,12 +48,11 @@ def taken(data: SFTDataModule, count: int, place: Any = None) -> list[tuple[Any,
     return [(at, example.input_ids) for at, example in itertools.islice(data.stream.open(place), count)]
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "folder"])
-def test_each_pass_has_every_row_once_in_blocks_of_its_own_order(write_rows: Write, name: str) -> None:
+def test_each_pass_has_every_row_once_in_blocks_of_its_own_order(write_rows: Write) -> None:
     whole = SFTDataModule(ROWS, tokenizer=tiny_tokenizer())
     whole.setup()
     expected = [whole.examples[index].input_ids for index in range(25)]
-    data = module(write_rows(ROWS, name))
+    data = module(write_rows(ROWS, "rows.csv"))
     found = [token_ids for _, token_ids in taken(data, 75)]
     orders = []
     for number in range(3):
@@ -63,7 +62,7 @@ def test_each_pass_has_every_row_once_in_blocks_of_its_own_order(write_rows: Wri
         assert sorted(one[20:]) == list(range(20, 25))
         orders.append(tuple(one))
     assert len(set(orders)) == 3
-    unshuffled = module(write_rows(ROWS, name), shuffle=False)
+    unshuffled = module(write_rows(ROWS, "folder"), shuffle=False)
     assert [token_ids for _, token_ids in taken(unshuffled, 25)] == expected
 
 

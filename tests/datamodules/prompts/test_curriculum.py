@@ -145,7 +145,6 @@ def by_progress(one: PromptPass) -> list[int]:
     return [row for row in reversed(one.rows) if row not in solved]
 
 
-CURRICULA = pytest.mark.parametrize("curriculum", [BySuccess(keep=0.1), by_progress], ids=["history", "recent"])
 Run = Callable[..., tuple[Any, Watch]]
 
 
@@ -170,7 +169,7 @@ def run(tmp_path: Path) -> Run:
     return fit
 
 
-@CURRICULA
+@pytest.mark.parametrize("curriculum", [BySuccess(keep=0.1), by_progress], ids=["history", "recent"])
 def test_rewards_decide_what_comes_next_however_far_sampling_is_ahead(run: Run, curriculum: Any) -> None:
     _, turns = run(curriculum)
     _, ahead = run(curriculum, staleness=2)
@@ -183,8 +182,9 @@ def test_rewards_decide_what_comes_next_however_far_sampling_is_ahead(run: Run, 
         assert second_pass[2] > 5 * max(second_pass[0], second_pass[1], 1)
 
 
-@pytest.mark.parametrize("after", [22, 24], ids=["inside an iteration", "at its end"])
-@CURRICULA
+@pytest.mark.parametrize(
+    ("after", "curriculum"), [(22, BySuccess(keep=0.1)), (24, by_progress)], ids=["inside an iteration", "at its end"]
+)
 def test_a_resumed_run_goes_on_bitwise(run: Run, tmp_path: Path, after: int, curriculum: Any) -> None:
     straight, watch = run(curriculum, watch=Watch(tmp_path / "saved.ckpt", after))
     resumed, rest = run(curriculum, ckpt_path=str(tmp_path / "saved.ckpt"))

@@ -1,23 +1,16 @@
 """The prompts of reinforcement learning and their cursor."""
 
-import itertools
-import json
 import random
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lazy_module import LazyModule
-from lightning.pytorch.callbacks import Callback
 from tiny_models import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.datamodules import PromptDataModule, final_answer
 
 from .drawing import advance
@@ -159,22 +152,6 @@ def test_end_of_sequence_that_the_tokenizer_appends_is_taken_off(write_rows: Wri
 # -- cursor ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 7, 10])
-def test_each_pass_has_every_row_once_and_no_batch_has_a_row_twice(write_rows: Write, count: int) -> None:
-    passes = 6
-    data = module(write_rows(ROWS))
-    batches = taken(data, [count] * (10 * passes // count))
-    assert all(len(set(batch)) == count for batch in batches)
-    uses = Counter(itertools.chain(*batches))
-    assert set(uses) == set(range(10))
-    # What a batch that spans two passes put off comes one batch later, so rows are never more than one use apart ...
-    assert max(uses.values()) - min(uses.values()) <= 1
-    # ... and what is missing from whole passes is exactly what was put off.
-    state = data.state_dict()
-    finished = state["pass"] * 10 + state["offset"]
-    assert sum(uses.values()) == finished - len(state["postponed"])
-
-
 def test_passes_are_shuffled_anew_by_seed_and_pass(write_rows: Write) -> None:
     path = write_rows(ROWS)
     first, second, third = taken(module(path), [10, 10, 10])
@@ -281,96 +258,6 @@ def test_using_it_too_early_says_what_to_do(write_rows: Write) -> None:
 # -- with the real Trainer ---------------------------------------------------------------------------------------------
 
 
-class Learner(L.LightningModule):
-    """One weight; remembers what it was trained and validated on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.tokenizer = tiny_tokenizer()
-        self.seen: list[int] = []
-        self.validated: list[list[Prompt]] = []
-
-    def training_step(self, batch: Experience, batch_idx: int) -> torch.Tensor:
-        self.seen += batch.group.tolist()
-        return self.weight * batch.rewards.sum()
-
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
-        self.validated.append(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Source(Callback):
-    """Experience without a model: two samples per prompt."""
-
-    group_size = 2
-
-    def __init__(self) -> None:
-        self.collected: list[tuple[int, list[int]]] = []
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.trainer = trainer
-
-    def batches_per_iteration(self) -> int:
-        return 4
-
-    def collect(self) -> list[Experience]:
-        prompts = self.trainer.datamodule.prompt_queue().take(4)
-        self.collected.append((self.trainer.global_step, [prompt.index for prompt in prompts]))
-        return [
-            Experience.from_samples([Sample(prompt, i, [5], [-1.0], [0], "stop", reward=1.0) for i in range(2)])
-            for prompt in prompts
-        ]
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        # Not in on_train_epoch_end: Lightning leaves that out when a run is resumed from a checkpoint that was saved
-        # after the last batch of an epoch.
-        if trainer.is_last_batch:
-            advance(trainer.datamodule, 4)
-
-
-def trainer(tmp_path: Path, *callbacks: Callback, **options: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return L.Trainer(
-        accelerator="cpu", callbacks=list(callbacks), default_root_dir=tmp_path, accumulate_grad_batches=2,
-        **(quiet | {"enable_checkpointing": False} | options),
-    )  # fmt: skip
-
-
-def test_trainer_collects_once_per_epoch_from_current_weights(write_rows: Write, tmp_path: Path) -> None:
-    data = PromptDataModule(write_rows(ROWS), prompt="question", rollout_batch_size=4)
-    source, learner = Source(), Learner()
-    trainer(tmp_path, source, max_epochs=5).fit(learner, data)
-    assert [step for step, _ in source.collected] == [0, 2, 4, 6, 8]  # two updates per iteration, none of them stale
-    assert learner.seen == [index for _, batch in source.collected for index in batch for _ in range(2)]
-    assert max(Counter(learner.seen).values()) == 4
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_trainer_needs_exactly_one_source(write_rows: Write, tmp_path: Path, count: int) -> None:
-    data = PromptDataModule(write_rows(ROWS), prompt="question", rollout_batch_size=4)
-    sources = [type(f"Source{number}", (Source,), {})() for number in range(count)]
-    found = "none" if count == 0 else "Source0, Source1"
-    with pytest.raises(ValueError, match=rf"exactly one callback that collects experience.*found {found}"):
-        trainer(tmp_path, *sources, max_epochs=1).fit(Learner(), data)
-
-
-def test_validation_prompts_come_in_file_order(write_rows: Write, tmp_path: Path) -> None:
-    held_out = write_rows(ROWS[:5], "held_out.jsonl")
-    data = PromptDataModule(
-        write_rows(ROWS), prompt="question", validation_data=held_out, rollout_batch_size=4, validation_batch_size=2
-    )
-    learner = Learner()
-    trainer(tmp_path, Source(), max_epochs=1, num_sanity_val_steps=0).fit(learner, data)
-    assert [[prompt.text for prompt in batch] for batch in learner.validated] == [
-        ["0+1=", "1+1="],
-        ["2+1=", "3+1="],
-        ["4+1="],
-    ]
-
-
 def test_validation_batches_are_dealt_to_ranks_and_all_ranks_have_equally_many(write_rows: Write) -> None:
     from rlhfkit.datamodules.prompts.table import PromptBatches
 
@@ -379,19 +266,3 @@ def test_validation_batches_are_dealt_to_ranks_and_all_ranks_have_equally_many(w
     assert [len(share) for share in shares] == [3, 3]
     indices = [[[prompt.index for prompt in batch] for batch in share] for share in shares]
     assert indices == [[[0, 2], [3, 5], [6]], [[1], [4], []]]
-
-
-def test_without_validation_data_there_is_no_validation(write_rows: Write, tmp_path: Path) -> None:
-    data = PromptDataModule(write_rows(ROWS), prompt="question", rollout_batch_size=4)
-    learner = Learner()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(tmp_path, Source(), max_epochs=1).fit(learner, data)
-    assert not [warning for warning in caught if "across ranks is zero" in str(warning.message)]
-    assert learner.validated == []
-
-
-def test_state_holds_plain_values_only(write_rows: Write) -> None:
-    data = module(write_rows(ROWS))
-    taken(data, [7, 7])
-    assert json.loads(json.dumps(data.state_dict())) == data.state_dict()

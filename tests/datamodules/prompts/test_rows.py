@@ -14,7 +14,6 @@ from rl_runs import setup_run
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import PreferenceDataModule, PromptDataModule, RolloutCallback, SamplingSpec, SFTDataModule, Validation
-from rlhfkit.datamodules.tokenization.chat import PromptFormatter
 
 Write = Callable[..., str]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% else %}!{% endif %}{% endfor %}"
@@ -148,9 +147,3 @@ class TestSpecialTokensInText:
         assert read(special_tokens_in_text="keep") == "b<eos>!c<eos>"
         with pytest.raises(ValueError, match=r"data\.jsonl, row 0, has the control token '<eos>' in its text"):
             read(special_tokens_in_text="refuse")
-
-    def test_other_words_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="special_tokens_in_text must be 'keep', 'refuse', 'escape' or None, got"):
-            PromptDataModule("none.jsonl", special_tokens_in_text="drop")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="special_tokens_in_text must be"):
-            PromptFormatter(tiny_tokenizer(), special_tokens_in_text="x")  # type: ignore[arg-type]

@@ -161,12 +161,6 @@ def test_what_needs_the_whole_data_is_refused(write_rows: Write, caplog: pytest.
     assert {prompt.text for prompt in other.prompt_queue().take(25)} == {row["prompt"] for row in ROWS}
 
 
-def test_sources_are_named_and_take_turns_by_weight(write_rows: Write) -> None:
-    sources = {write_rows(ROWS, "a.jsonl"): 3, write_rows(ROWS[:2], "b.jsonl"): 1}
-    found = [prompt.metadata["source"] for prompt in module(sources).prompt_queue().take(40)]
-    assert all(Counter(found[i : i + 4]) == {"a": 3, "b": 1} for i in range(0, 40, 4))
-
-
 def by_number(samples: Sequence[Sample]) -> list[float]:
     """Two prompts of three give no signal, whatever the policy."""
     return [(1.0, 0.0, sample.sample_index % 2)[sample.prompt.index % 3] for sample in samples]

@@ -1,6 +1,5 @@
 """Rows are tokenised once, by any number of processes, and the cache is never stale."""
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -146,15 +145,6 @@ def test_several_processes_make_the_same_examples(tmp_path: Path, write_rows: Wr
         module([*rows[:1030], {"prompt": None, "completion": "a"}], num_proc=2)
 
 
-def test_errors_of_other_processes_name_the_row(tmp_path: Path) -> None:
-    messages = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 600
-    broken = [{"messages": [{"role": "stranger", "content": "1"}]}]
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% if messages[0].role != 'user' %}{{ raise_exception('who?') }}{% endif %}" + TEMPLATE
-    with pytest.raises(ValueError, match="row 600, is not accepted by the chat template: who"):
-        module([*messages, *broken], tokenizer=tokenizer, num_proc=2)
-
-
 def test_preference_pairs_are_kept_too(write_rows: Write, tokenised: list[int]) -> None:
     path = write_rows([{"prompt": f"{i}=", "chosen": "ab", "rejected": "c", "margin": i / 10} for i in range(5)])
     found = []
@@ -195,9 +185,3 @@ def test_a_saved_folder_of_arrow_files_is_kept_outside_of_it(write_rows: Write, 
     assert tokenised == [40]
     assert sorted(Path(folder).iterdir()) == before
     assert list((Path(datasets.config.HF_DATASETS_CACHE) / "rlhfkit").glob("tokens-*.arrow"))
-
-
-def test_cached_examples_are_logged(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        module(write_rows(ROWS))
-    assert "examples that were tokenised before" in caplog.text

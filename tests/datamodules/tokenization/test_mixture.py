@@ -1,12 +1,9 @@
 """Several sources by weight: shares are those asked for, no example is repeated before all were used once."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,38 +81,6 @@ def test_without_shuffling_sources_take_turns(write_rows: Write) -> None:
     data = module({write_rows(CHAT, "chat.jsonl"): 1, write_rows(CHAT[:3], "other.jsonl"): 1})
     sources = [source for source, _ in data.examples.places]
     assert sources == [0, 1] * 6
-
-
-def test_epochs_of_a_real_trainer_have_every_share(tmp_path: Path, write_rows: Write) -> None:
-    class Counting(L.LightningModule):
-        seen: list[int] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.seen += batch.lengths.tolist()
-
-        def configure_optimizers(self) -> None:
-            return None
-
-    sources = {write_rows(CHAT, "chat.jsonl"): 0.25, write_rows(TEXT, "text.jsonl"): 0.75}
-    data = module(sources, micro_batch_size=5)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    learner = Counting()
-    trainer.fit(learner, data)
-    assert Counter(learner.seen) == {length: 2 * count for length, count in Counter(data.examples.lengths).items()}
-
-
-def test_shares_are_logged(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        module({write_rows(CHAT, "chat.jsonl"): 0.25, write_rows(TEXT, "text.jsonl"): 0.75})
-    assert "18 of an epoch's 24 examples, from 9" in caplog.text
 
 
 @pytest.mark.parametrize(

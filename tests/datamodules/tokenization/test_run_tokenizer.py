@@ -204,12 +204,6 @@ def test_data_that_was_opened_alone_brings_its_tokenizer_to_the_run(model: str) 
     assert module.tokenizer.chat_template == TEMPLATE
 
 
-def test_no_tokenizer_says_where_to_give_one() -> None:
-    data = conversations(tokenizer=None)
-    with pytest.raises(ValueError, match="give the DataModule one, tokenizer='folder or hub name'"):
-        data.setup()
-
-
 def test_a_tokenizer_without_padding_pads_with_its_end(model: str) -> None:
     tokenizer, module = templated(), SFTModule(model)
     tokenizer.pad_token = None

@@ -133,12 +133,6 @@ def test_broken_and_unknown_formats(tmp_path: Path) -> None:
         read_rows(3)
 
 
-def test_unknown_column_names_the_argument_and_the_columns_there_are(write_rows: Write) -> None:
-    path = write_rows(ROWS)
-    with pytest.raises(ValueError, match=r"answer='solution' is not a column of .*data\.jsonl; it has prompt, answer"):
-        check_columns(read_rows(path), path, prompt="prompt", answer="solution", other=None)
-
-
 def test_missing_values_are_counted_and_the_first_is_named(write_rows: Write) -> None:
     path = write_rows([*ROWS, {"prompt": "3", "answer": None}, {"prompt": "4", "answer": None}])
     with pytest.raises(ValueError, match=r"column 'answer' of .* has 2 missing values, the first in row 2"):

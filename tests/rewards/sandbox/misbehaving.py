@@ -79,16 +79,6 @@ def flood() -> None:
     raise ValueError("enough")
 
 
-def forge() -> None:
-    """What is no answer, written where answers go."""
-    for descriptor in range(3, 1024):  # it has the number that it has in the trainer
-        try:
-            os.write(descriptor, b"\x00\x00\x00\x00\x00\x00\x00\x05hello")
-        except OSError:
-            continue
-    hang()
-
-
 def answer_for_ever() -> None:
     """An answer of no bytes that does not end, wherever one may be written."""
     for _ in range(1000):
@@ -131,7 +121,6 @@ ACTS = {
     "kill supervisor": kill_supervisor,
     "hide": hide_from_killers,
     "flood": flood,
-    "forge": forge,
     "answer for ever": answer_for_ever,
     "print for ever": print_for_ever,
     "nest folders": nest_folders,
