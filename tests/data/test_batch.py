@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhfkit.data import TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data import TokenExample, collate_tokens
 from rlhfkit.data.batch import StepTotals
 
 EXAMPLES = [TokenExample([5, 6, 7], [True, False, True]), TokenExample([8, 9], [False, True])]
@@ -32,11 +32,6 @@ def test_without_targets_keeps_the_sequences() -> None:
     assert torch.equal(empty.input_ids, batch.input_ids)
     assert empty.step_tokens == 40.0
     assert batch.loss_mask.any()
-
-
-def test_select_trims() -> None:
-    assert collate_tokens(EXAMPLES).select([1]).input_ids.tolist() == [[8, 9]]
-    assert isinstance(collate_tokens(EXAMPLES).select([1]), TokenBatch)
 
 
 def test_a_placeholder_is_two_tokens_with_the_fields_of_any_batch() -> None:

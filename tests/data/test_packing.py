@@ -54,18 +54,6 @@ def test_fullest_bin_is_within_grahams_bound(lengths: list[int], data: st.DataOb
     assert fullest <= sum(lengths) / num_bins + (1 - 1 / num_bins) * max(lengths) + 1e-6
 
 
-def test_partition_finds_the_even_split() -> None:
-    # Greedy gives {8, 5, 4} and {7, 6}, 17 to 13; differencing 16 to 14; the textbook example of Karmarkar and Karp.
-    assert sorted(totals([8, 7, 6, 5, 4], balanced_partition([8, 7, 6, 5, 4], 2))) == [14, 16]
-
-
-def test_rollout_lengths_are_balanced_to_a_percent() -> None:
-    generator = random.Random(0)
-    lengths = [min(2048, int(generator.expovariate(1 / 500)) + 50) for _ in range(512)]
-    sizes = totals(lengths, balanced_partition(lengths, 64))
-    assert max(sizes) / (sum(lengths) / 64) < 1.01
-
-
 def test_a_big_partition_does_not_take_long() -> None:
     lengths = [index * 7919 % 4096 for index in range(20_000)]
     sizes = totals(lengths, balanced_partition(lengths, 2_500))
@@ -120,10 +108,6 @@ def test_an_iteration_of_sixteen_thousand_samples_is_planned_in_a_moment() -> No
     plan = plan_micro_batches(lengths, num_updates=16, accumulate=4, world_size=64, split=split)
     assert time.process_time() - start < 2  # 0.15 s
     assert sorted(row for share in plan for batch in share for row in batch.rows) == list(range(16_384))
-
-
-def test_iteration_shape_of_the_readme() -> None:
-    assert iteration_shape(72, 8, 4, 8, 6) == IterationShape(sequences=576, micro_batches_per_rank=24, updates=3)
 
 
 @given(
@@ -275,13 +259,6 @@ def test_bins_are_those_of_looking_at_every_bin(lengths: list[int], spare: int) 
     assert bins == best_fit_by_hand(lengths, capacity)
     assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
     assert max(totals(lengths, bins), default=0) <= capacity
-
-
-def test_bins_of_many_mixed_lengths_are_full() -> None:
-    generator = random.Random(0)
-    lengths = [min(int(generator.lognormvariate(5.5, 0.8)) + 1, 2048) for _ in range(5000)]
-    bins = best_fit_decreasing(lengths, 4096)
-    assert sum(lengths) / (len(bins) * 4096) > 0.995
 
 
 def test_ties_follow_the_order_that_is_given() -> None:

@@ -121,22 +121,6 @@ def test_a_sequence_longer_than_the_cap_is_a_micro_batch_of_its_own() -> None:
         assert plan[0][0].rows == [0]  # it runs first
 
 
-def test_one_long_update_gives_all_updates_its_number_of_micro_batches() -> None:
-    packed, _ = forwards([(10, [50] * 4), (10, [1] * 4)])
-    plan = plan_capped_micro_batches(packed, 8, max_tokens=60, num_updates=2, world_size=1)
-    assert [batch.update for batch in plan[0]] == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
-def test_ranks_without_a_row_left_repeat_one_that_is_not_trained_on() -> None:
-    packed, _ = forwards([(10, [90, 90, 90, 20]), (10, [1, 1, 1, 1])])
-    plan = plan_capped_micro_batches(packed, 8, max_tokens=100, num_updates=2, world_size=3)
-    assert plan == [
-        [MicroBatch([0], 0), MicroBatch([3], 0), MicroBatch([4], 1), MicroBatch([7], 1)],
-        [MicroBatch([1], 0), MicroBatch([1], 0, trained=False), MicroBatch([5], 1), MicroBatch([5], 1, trained=False)],
-        [MicroBatch([2], 0), MicroBatch([2], 0, trained=False), MicroBatch([6], 1), MicroBatch([6], 1, trained=False)],
-    ]
-
-
 @settings(deadline=None)
 @given(iterations, st.integers(1, 200), st.booleans())
 def test_batches_within_a_cap_have_every_row_once(drawn: list[tuple[int, list[int]]], cap: int, packed: bool) -> None:

@@ -1,7 +1,6 @@
 """Properties of samples and the batches made of them."""
 
 import io
-import math
 
 import pytest
 import torch
@@ -49,32 +48,10 @@ def test_lists_become_right_padded_tensors(experience: Experience) -> None:
     assert experience.temperature == 0.7
 
 
-def test_entry_t_belongs_to_token_t_plus_1(experience: Experience) -> None:
-    labels = torch.where(experience.action_mask, experience.input_ids[:, 1:], -1)
-    assert labels.tolist() == [
-        [-1, 50, 51, 52, -1, -1, -1],
-        [-1, 50, -1, -1, -1, -1, -1],
-        [-1, -1, -1, 50, -1, -1, 53],
-    ]
-    assert experience.rollout_logprobs[0].tolist() == [0, -0.5, -1.5, -2.5, 0, 0, 0]
-    assert experience.rollout_logprobs[2].tolist() == [0, 0, 0, -0.5, 0, 0, -3.5]
-
-
-def test_environment_tokens_and_prompts_have_no_version(experience: Experience) -> None:
-    assert torch.equal(experience.versions, torch.where(experience.action_mask, 3, -1))
-
-
 def test_missing_reward_part_is_nan(experience: Experience) -> None:
     assert experience.reward_parts.keys() == {"correct", "format"}
     assert experience.reward_parts["format"][1] == 0.5
     assert experience.reward_parts["format"].isnan().tolist() == [True, False, True]
-
-
-def test_unscored_sample_keeps_its_tokens_but_trains_on_none() -> None:
-    unscored = Experience.from_samples([sample(1, 0, 2, 3, reward=None), sample(1, 1, 2, 3)])
-    assert math.isnan(unscored.rewards[0])
-    assert unscored.action_mask.any(-1).tolist() == [False, True]
-    assert unscored.rollout_logprobs[0].tolist() == [0, -0.5, -1.5, -2.5]
 
 
 def test_floats_stay_float32_whatever_the_default_type_is() -> None:
@@ -87,19 +64,6 @@ def test_floats_stay_float32_whatever_the_default_type_is() -> None:
     assert batch.rewards.tolist() == [1000.5]
     assert batch.reward_parts["a"].tolist() == [1000.5]
     assert batch.rollout_logprobs.dtype == torch.float32
-
-
-def test_empty_completion_is_allowed() -> None:
-    batch = Experience.from_samples([sample(1, 0, 1, 0)])
-    assert batch.input_ids.shape == (1, 1)
-    assert batch.action_mask.shape == (1, 0)
-    assert not batch.action_mask.any()
-
-
-@pytest.mark.parametrize("name", ["logprobs", "versions", "action_mask"])
-def test_sample_whose_lists_disagree_is_rejected(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"one length.*'{name}': 2"):
-        sample(1, 0, 2, 3, **{name: [1, 1]})
 
 
 def test_no_sample_and_empty_prompt_are_rejected() -> None:
@@ -174,10 +138,12 @@ def test_denominators_are_the_steps_counts_per_averaged_micro_batch(experience: 
     assert experience.token_denominator == 1 / 8
 
 
-def test_what_each_token_earned_lies_where_the_token_is_chosen() -> None:
-    mixed = Experience.from_samples([sample(7, 0, 2, 3, token_rewards=[0.5, 0.0, 1.0]), sample(7, 1, 2, 1)])
-    assert mixed.token_rewards is not None
-    assert mixed.token_rewards.tolist() == [[0, 0.5, 0, 1.0], [0, 0, 0, 0]]
-    assert Experience.from_samples([sample(7, 1, 2, 1)]).token_rewards is None
-    with pytest.raises(ValueError, match="token_rewards"):
-        sample(7, 0, 2, 3, token_rewards=[1.0])
+def test_the_summary_of_an_iteration_has_lengths_and_versions_of_each_row(experience: Experience) -> None:
+    samples = [sample(7, 0, 2, 3, versions=[3, 3, 4]), sample(7, 1, 2, 5, reward=None), sample(9, 0, 2, 1)]
+    summary = Experience.from_samples(samples).summary
+    assert (summary.lengths.tolist(), summary.prompt_lengths.tolist()) == ([5, 7, 3], [2, 0, 2])
+    assert summary.trained_tokens.tolist() == [3, 0, 1]
+    assert (summary.oldest_version.tolist(), summary.newest_version.tolist()) == ([3, -1, 3], [4, -1, 3])
+    chosen = summary.select([2, 0])
+    assert (chosen.group.tolist(), chosen.columns()["lengths"].tolist()) == ([9, 7], [3, 5])
+    assert experience.own_rows.tolist() == [0, 1, 2]  # numbered from 0 unless they are a part

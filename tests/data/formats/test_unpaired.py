@@ -168,8 +168,3 @@ def test_moving_a_batch_moves_its_mismatched_pairs() -> None:
     )
     moved = next(iter(loader)).to("meta")
     assert {tensor.device.type for tensor in (moved.desirable, moved.mismatched[0].loss_mask)} == {"meta"}
-
-
-def test_every_answer_needs_a_label() -> None:
-    with pytest.raises(ValueError, match=r"there are 11, .* got 2 of desirable"):
-        paired(PROMPTS, [True, False])

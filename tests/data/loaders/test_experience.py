@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlhfkit.data import Experience, ExperienceLoader, Prompt, Sample
-from rlhfkit.protocols import ExperienceSource
 
 
 class Collector:
@@ -136,8 +135,3 @@ def test_an_iteration_of_another_number_of_updates_is_rejected() -> None:
     next(iter(saved))
     with pytest.raises(ValueError, match="iteration of 6 micro-batches per rank, this run has 3, or a multiple"):
         other.load_state_dict(saved.state_dict())
-
-
-def test_source_is_recognised_by_what_it_has() -> None:
-    assert isinstance(Collector(1), ExperienceSource)
-    assert not isinstance(object(), ExperienceSource)
