@@ -214,3 +214,57 @@ def test_strategies_are_known_by_name_once_a_module_is_imported(loaded: dict[str
     offloading = {f"rlhf_zero{stage}_offload" for stage in (1, 2, 3)}
     assert {name for name in loaded["strategies"] if name.startswith("rlhf_zero")} == plain | offloading
     assert "deepspeed" not in loaded["GRPOModule"]
+
+
+# ---------------------------------------------------------------------- parts
+
+PARTS = {path for path in PACKAGE.rglob("parts/*.py") if path.name != "__init__.py"}
+
+
+def imports_at_the_top(path: Path) -> set[str]:
+    """Dotted names that are imported when a file is, those for type checkers included; not those in functions.
+
+    Nor those of the names that a package offers, for type checkers.
+    """
+    found: set[str] = set()
+    open_nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while open_nodes:
+        node = open_nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if path.name == "__init__.py" and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue  # the types of names that are imported when they are used
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        open_nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def test_no_file_but_what_offers_it_and_other_parts_imports_a_part_at_its_top() -> None:
+    """A part's file is loaded when it is used."""
+    names = {".".join(("rlhfkit", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in PARTS}
+    assert len(names) > 20
+    found = {path: imports_at_the_top(path) & names for path in modules().values() if path not in PARTS}
+    assert {str(path): others for path, others in found.items() if others} == {}
+
+
+def test_ranks_meet_through_the_module_only() -> None:
+    assert [path.name for path in PARTS if "torch.distributed" in path.read_text(encoding="utf-8")] == []
+
+
+def test_the_loop_of_rollouts_names_no_part() -> None:
+    """Docstrings may, for readers; code asks hooks."""
+    kinds = {
+        node.name
+        for part in PARTS
+        for node in ast.parse(part.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+    for path in PACKAGE.glob("callbacks/rollout/*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+        assert not names & kinds, path.name
