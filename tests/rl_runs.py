@@ -66,15 +66,18 @@ def setup_run(
     data_arguments: dict[str, Any] | None = None,
     datamodule: Callable[..., PromptDataModule] = PromptDataModule,
     rollouts: RolloutCallback | None = None,
+    model: Path | None = None,
     callbacks: Sequence[L.Callback] = (),
     **trainer_arguments: Any,
 ) -> tuple[L.Trainer, GRPOModule, PromptDataModule, RolloutCallback]:
-    """Trainer, module, data and callback: 8 prompts x 4 samples in two updates of two micro-batches unless told."""
+    """Trainer, module, data and callback: 8 prompts x 4 samples in two updates of two micro-batches unless told.
+
+    ``model``: a folder; ``None``: a tiny model is made in ``folder``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model = folder / "model"
-    if not model.exists():
-        tiny_model(model)
-    made = module(str(model), **({"lr": 1e-3} | (module_arguments or {})))
+    if model is None and not (folder / "model").exists():
+        tiny_model(folder / "model")
+    made = module(str(model or folder / "model"), **({"lr": 1e-3} | (module_arguments or {})))
     data = datamodule(
         prompts_file(folder),
         **({"answer": "answer", "rollout_batch_size": 8, "micro_batch_size": 8} | (data_arguments or {})),
@@ -171,26 +174,3 @@ def train_on_ranks(folder: Path, strategies: list[str], world: int) -> dict[str,
             "steps": trainer.global_step,
         }
     return results
-
-
-def fail_on_one_rank(folder: Path) -> str:
-    """Entry point of a rank: the reward raises on rank 0 only; every rank must end with an error that says so."""
-
-    def broken(samples: Sequence[Sample]) -> list[float]:
-        if os.environ["LOCAL_RANK"] == "0":
-            raise ArithmeticError("the reward is broken")
-        return digits(samples)
-
-    rollouts = RolloutCallback(broken, sampling=SamplingSpec(group_size=4, max_new_tokens=4))
-    trainer, module, data, _ = setup_run(
-        folder / f"rank{os.environ['LOCAL_RANK']}",
-        rollouts=rollouts,
-        strategy="ddp",
-        devices=2,
-        data_arguments={"micro_batch_size": 4},
-    )
-    try:
-        trainer.fit(module, data)
-    except Exception as error:  # the test reads what each rank says
-        return f"{type(error).__name__}: {error}"
-    return "no error"

@@ -1,13 +1,9 @@
 """Alarms are triggered once, for metrics out of bounds, and give advice."""
 
-import logging
 import math
-from pathlib import Path
 
 import pytest
-from rl_runs import setup_run
 
-from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.callbacks.rollout.parts.alarms import ROLLOUT_ALARMS, Alarm, Alarms
 
 
@@ -38,17 +34,3 @@ def test_an_alarm_on_a_metric_that_is_not_logged_says_so_once(caplog: pytest.Log
         "an alarm on rollout/truncated_fractions has nothing to check: iteration 0 logged no such metric; near it are "
         "rollout/truncated_fraction"
     ]
-
-
-def test_a_constant_reward_is_noticed_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rollouts = RolloutCallback(
-        lambda samples: [1.0] * len(samples), sampling=SamplingSpec(group_size=4, max_new_tokens=4)
-    )
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=2)
-    with caplog.at_level(logging.WARNING):
-        trainer.fit(module, data)
-    assert (
-        sum("rollout/zero_advantage_fraction is 1: almost all samples" in message for message in caplog.messages) == 1
-    )
-    assert not any("logprob_abs_diff" in message for message in caplog.messages)
-    assert len({alarm.metric for alarm in ROLLOUT_ALARMS}) == len(ROLLOUT_ALARMS)

@@ -1,17 +1,15 @@
 """NonFiniteGuard on one rank under plain Lightning; several ranks and engines: tests/strategies/test_guard.py."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rlhfkit.callbacks import NonFiniteGuard
-from rlhfkit.callbacks.guard import NonFiniteError, plain
+from rlhfkit.callbacks.guard import NonFiniteError
 
 
 class Line(L.LightningModule):
@@ -89,18 +87,3 @@ def test_an_overflow_of_torchs_gradient_scaler_is_left_to_it(tmp_path: Path) -> 
     plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with pytest.raises(NonFiniteError):
         fit([3e38] * 6, guard, plugins=[plugin], default_root_dir=tmp_path)
-
-
-def test_everything_becomes_plain() -> None:
-    @dataclass
-    class Pair:
-        first: Tensor
-        second: Any
-
-    value = {"pair": Pair(torch.ones(1, requires_grad=True), None), 3: (np.float64(0.5), np.arange(2)), "odd": object}
-    found = plain(value)
-    assert found["pair"]["second"] is None
-    assert not found["pair"]["first"].requires_grad
-    assert found[3] == [0.5, [0, 1]]
-    assert type(found[3][0]) is float
-    assert found["odd"] == repr(object)

@@ -8,25 +8,8 @@ import pytest
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from rl_runs import setup_run
 
-from rlhfkit import RolloutCallback, SampleTable
+from rlhfkit import SampleTable
 from rlhfkit.costs import Throughput
-
-
-@pytest.fixture(scope="module")
-def rollouts(tmp_path_factory: pytest.TempPathFactory) -> RolloutCallback:
-    trainer, module, data, rollouts = setup_run(tmp_path_factory.mktemp("run"), max_epochs=3)
-    trainer.fit(module, data)
-    return rollouts
-
-
-def test_the_table_shows_prompt_completion_parts_and_advantage(rollouts: RolloutCallback) -> None:
-    columns, rows = SampleTable(rows=4).table(rollouts)
-    assert columns == ["prompt", "completion", "digits", "reward", "advantage"]
-    best = max(rollouts.samples, key=lambda sample: sample.reward or 0.0)
-    assert len(rows) == 4
-    assert rows[0][0] == best.prompt.text
-    assert rows[0][3] == best.reward
-
 
 LOGGERS = {
     TensorBoardLogger: "tensorboard",
@@ -95,12 +78,19 @@ def from_mlflow(logger: Any, folder: Path) -> tuple[set[str], list[str], int]:
 READERS = {TensorBoardLogger: from_tensorboard, WandbLogger: from_wandb, MLFlowLogger: from_mlflow}
 
 
-def test_the_table_is_printed_every_so_many_iterations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer, module, data, _ = setup_run(tmp_path, callbacks=[SampleTable(every_n_iterations=2)], max_epochs=4)
+def test_the_table_is_printed_every_so_many_iterations_with_prompts_and_parts_of_the_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, module, data, rollouts = setup_run(tmp_path, callbacks=[SampleTable(every_n_iterations=2)], max_epochs=3)
     trainer.fit(module, data)
     printed = capsys.readouterr().out
     assert "iteration 0" in printed
-    for heading in ("prompt", "completion", "digits", "reward", "advantage"):
-        assert heading in printed
-    assert "iteration 2" in printed
     assert "iteration 1" not in printed
+    assert "iteration 2" in printed
+    columns, rows = SampleTable(rows=4).table(rollouts)
+    assert columns == ["prompt", "completion", "digits", "reward", "advantage"]
+    assert all(heading in printed for heading in columns)
+    best = max(rollouts.samples, key=lambda sample: sample.reward or 0.0)
+    assert len(rows) == 4
+    assert rows[0][0] == best.prompt.text
+    assert rows[0][3] == best.reward

@@ -133,14 +133,9 @@ def small_buckets(monkey: Any = source) -> None:
 
 def everything(folder: Path) -> dict[str, Any]:
     """All cases of this file."""
-
-    def too_few(samples: Sequence[Sample]) -> list[float]:
-        return digits(samples)[RANK:]
-
     sampling = SamplingSpec(group_size=4, max_new_tokens=4)
     report = {
         "validation": validation(folder),
-        "reward": failure(folder, "ddp", rollouts=RolloutCallback(too_few, sampling=sampling)),
         "ddp inside": resumed(folder, "ddp", after=6),
         "zero2 inside": resumed(folder, "rlhf_zero2", after=6),
         "selected": selected(folder, "ddp", LocalEngine()),

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
-from rl_runs import PlainGRPO, digits, setup_run, weights
+from rl_runs import PlainGRPO, digits, setup_run
 
 from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.models.forward import forward_of, unwrap
@@ -85,55 +84,25 @@ def run(folder: Path, *, data_arguments: dict[str, Any] | None = None, **argumen
     )
 
 
-def scattered(folder: Path, strategy: str) -> dict[str, Any]:
-    """Updates of 9 samples, each alone in a micro-batch: two ranks have 5 each, of which one repeats a sample."""
-    os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
-    arguments = capped(5) | {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
-    arguments["data_arguments"]["rollout_batch_size"] = 6
-    rollouts = RolloutCallback(digits, engine=Growing(), sampling=SamplingSpec(group_size=3, max_new_tokens=16))
-    watch = Watch()
-    trainer, module, data, _ = run(
-        folder / f"rank{RANK}", callbacks=[watch], rollouts=rollouts, max_epochs=2, **arguments
-    )
-    trainer.fit(module, data)
-    return {
-        "weights": watch.weights,
-        "accumulated": watch.accumulated,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-    }
+def scattered(folder: Path, strategies: list[str]) -> dict[str, Any]:
+    """Entry point of a rank: updates of 9 samples, each alone in a micro-batch, of which two ranks have 5 each.
 
-
-def on_ranks(folder: Path, strategies: list[str], cap: int, scattered_strategies: list[str]) -> dict[str, Any]:
-    """Entry point of a rank: a straight run under each strategy, and one resumed inside the last iteration."""
+    So one of them repeats a sample.
+    """
     report: dict[str, Any] = {}
     for strategy in strategies:
-        arguments = capped(cap) | {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
-        own = folder / f"rank{RANK}"  # ranks must not write the same model
-
-        def fit(watch: Watch, ckpt_path: str | None = None) -> tuple[Any, Any]:
-            os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
-            trainer, module, data, _ = run(own, callbacks=[watch], **arguments)  # noqa: B023
-            trainer.fit(module, data, ckpt_path=ckpt_path)
-            return trainer, module
-
-        straight, rest = Watch(folder / f"{strategy}.ckpt", after=11), Watch()
-        trainer, module = fit(straight)
-        expected = weights(module)
+        os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
+        arguments = capped(5) | {"strategy": strategy, "devices": RANKS, "use_distributed_sampler": False}
+        arguments["data_arguments"]["rollout_batch_size"] = 6
+        rollouts = RolloutCallback(digits, engine=Growing(), sampling=SamplingSpec(group_size=3, max_new_tokens=16))
+        watch = Watch()
+        trainer, module, data, _ = run(
+            folder / f"rank{RANK}", callbacks=[watch], rollouts=rollouts, max_epochs=2, **arguments
+        )
+        trainer.fit(module, data)
         report[strategy] = {
-            "weights": straight.weights,
-            "tokens": straight.tokens,
-            "accumulated": straight.accumulated,
-            "steps": straight.steps,
-            "loss": float(trainer.callback_metrics["loss"]),
+            "weights": watch.weights,
+            "accumulated": watch.accumulated,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         }
-        if strategy == "ddp":
-            continue  # saves the micro-batches of rank 0 only, and cannot resume inside an iteration
-        _, resumed = fit(rest, str(straight.path))
-        report[strategy] |= {
-            "same weights": all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items()),
-            "resumed rows": rest.rows == straight.rows[-len(rest.rows) :],
-            "resumed batches": len(rest.rows),
-        }
-    for strategy in scattered_strategies:
-        report[f"scattered, {strategy}"] = scattered(folder, strategy)
     return report

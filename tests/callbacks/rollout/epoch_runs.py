@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import PlainGRPO, digits, weights
+from rl_runs import PlainGRPO, ahead, digits, weights
 
 from callbacks.rollout import capped_runs
 from callbacks.rollout.capped_runs import Growing, Watch, capped
-from rlhfkit import Ahead, OnlineDPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import OnlineDPOModule, PPOModule, RolloutCallback, SamplingSpec
 
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -59,9 +59,9 @@ def fit(folder: Path, *, epochs: int = 3, resume: Any = None, cap: int | None = 
     given |= {"accumulate_grad_batches": 4 // updates, "data_arguments": {"micro_batch_size": 8 // RANKS}}
     if cap is not None:
         given |= capped(cap, updates)
-    if staleness := arguments.pop("max_staleness", 0):
-        sampling = SamplingSpec(group_size=4, max_new_tokens=16)
-        given["rollouts"] = RolloutCallback(digits, engine=Growing(), sampling=sampling, parts=[Ahead(staleness)])
+    sampling = SamplingSpec(group_size=4, max_new_tokens=16, temperature=arguments.pop("temperature", 1.0))
+    parts = ahead(arguments.pop("max_staleness", 0))
+    given["rollouts"] = RolloutCallback(digits, engine=Growing(), sampling=sampling, parts=parts)
     given["data_arguments"] |= {"epochs_per_iteration": epochs, **arguments.pop("data_arguments", {})}
     trainer, module, data, rollouts = capped_runs.run(folder, **given | arguments)
     trainer.fit(module, data, ckpt_path=resume)
@@ -69,7 +69,6 @@ def fit(folder: Path, *, epochs: int = 3, resume: Any = None, cap: int | None = 
 
 
 ON_RANKS: dict[str, dict[str, Any]] = {
-    "two updates": {"epochs": 2},
     "two updates, PPO": {"epochs": 2, "max_epochs": 1, **PPO_ARGUMENTS},
     "one update": {"epochs": 2, "max_epochs": 1, "updates": 1, "module_arguments": {"advantages": "remax_advantages"}},
     "capped": {"epochs": 2, "cap": 30},
@@ -87,10 +86,11 @@ def on_ranks(folder: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
         for name in names:
             arguments, path = ON_RANKS[name], folder / f"{name}.ckpt"
             # DDP saves the micro-batches of rank 0 only, and cannot resume inside an iteration.
-            stopped = strategy != "ddp" and name == "two updates"
+            stopped = strategy != "ddp" and name == "capped"
             straight = Watch(path, after=7) if stopped else Watch()
             trainer, module, watch, _ = fit(own, **shared, **arguments, watch=straight)
-            report[f"{strategy}, {name}"] = {"weights": watch.weights, "steps": trainer.global_step}
+            most = max(map(max, watch.tokens))
+            report[f"{strategy}, {name}"] = {"weights": watch.weights, "steps": trainer.global_step, "tokens": most}
             if not stopped:
                 continue
             expected = weights(module)
@@ -98,6 +98,6 @@ def on_ranks(folder: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
             report[f"{strategy}, {name}, resumed"] = {
                 "same weights": all(torch.equal(tensor, expected[key]) for key, tensor in weights(resumed).items()),
                 "same rows": rest.rows == straight.rows[-len(rest.rows) :],
-                "batches": len(rest.rows),
+                "batches": len(straight.rows) - len(rest.rows),
             }
     return report

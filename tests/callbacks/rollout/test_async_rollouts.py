@@ -3,7 +3,6 @@
 Covers ``parts/ahead.py`` and ``timing.py`` of ``callbacks/rollout/``.
 """
 
-import copy
 import itertools
 import json
 import pickle
@@ -57,14 +56,13 @@ def run(folder: Path, staleness: int, **arguments: Any) -> tuple[Any, Any, Rollo
     return trainer, module, rollouts, watch
 
 
-@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_path: Path, staleness: int) -> None:
+def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_path: Path) -> None:
     _, _, _, turns = run(tmp_path, 0)
-    trainer, _, rollouts, ahead = run(tmp_path, staleness)
+    trainer, _, rollouts, ahead = run(tmp_path, 1)
     assert ahead.prompts == turns.prompts
     updates = 2  # per iteration
     # A thread that gets little of the processor begins later, and is then less stale, never more.
-    assert all(max(ages) <= updates * min(number, staleness) for number, ages in enumerate(ahead.ages))
+    assert all(max(ages) <= updates * min(number, 1) for number, ages in enumerate(ahead.ages))
     assert max(max(ages) for ages in ahead.ages) >= updates
     assert all(len(ages) == 1 for ages in ahead.ages)  # an iteration is sampled from one policy
     assert [max(ages) for ages in turns.ages] == [0] * 4
@@ -103,16 +101,14 @@ class Handshake:
 
 
 class Training(L.Callback):
-    """Tells the handshake that an iteration is being trained on, and keeps every policy that samples may come from."""
+    """Tells the handshake that an iteration is being trained on, and keeps its samples."""
 
     def __init__(self, handshake: Handshake) -> None:
         self.handshake = handshake
-        self.policies: dict[int, torch.nn.Module] = {}
         self.samples: list[Sample] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            self.policies[trainer.global_step] = copy.deepcopy(pl_module.policy).eval()
             self.handshake.train(trainer.current_epoch)
             self.samples += trainer.callbacks[0].samples
 
@@ -169,7 +165,10 @@ class HalfWay(LocalEngine):
 
 
 def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) -> None:
-    """Four tokens of each sample are from one policy and four from the next, with the log-probs of just these."""
+    """Four tokens of each sample are from one policy and four from the next.
+
+    That their log-probs are those of just these policies is in ``rollout/local/test_generator.py``.
+    """
     handshake = Handshake(last=3)
     training = Training(handshake)
     sampling = SamplingSpec(group_size=4, max_new_tokens=8, min_new_tokens=8)
@@ -188,20 +187,6 @@ def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) ->
     assert trainer.callback_metrics["rollout/mixed_fraction"] == 1.0
     expected = [[0] * 8, [0] * 4 + [2] * 4, [2] * 4 + [4] * 4, [4] * 4 + [6] * 4]
     assert [sample.versions.tolist() for sample in training.samples[::32]] == expected
-    worst, elsewhere = 0.0, 0.0
-    for sample in training.samples:
-        ids = torch.tensor([sample.all_token_ids.tolist()])
-        first = len(sample.prompt.token_ids) - 1
-        for version in set(sample.versions.tolist()):
-            with torch.no_grad():
-                logits = training.policies[version](input_ids=ids).logits[0, :-1]
-            logprobs = logits.log_softmax(-1)
-            difference = logprobs.gather(-1, ids[0, 1:, None])[first:, 0] - torch.tensor(sample.logprobs)
-            own = torch.tensor(sample.versions.tolist()) == version
-            worst = max(worst, float(difference[own].abs().max()))
-            elsewhere = max([elsewhere, *difference[~own].abs().tolist()])
-    assert worst <= 2e-5
-    assert elsewhere > 1e-2  # the policies differ: another version's log-probs would have been noticed
 
 
 def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
@@ -230,26 +215,6 @@ def test_validation_has_the_engine_to_itself(tmp_path: Path) -> None:
     )
     assert "val/reward" in trainer.callback_metrics
     assert 0.0 < trainer.callback_metrics["rollout_corr/eff_sample_size"] <= 1.0
-
-
-@pytest.mark.long
-def test_reward_rises_with_weights_that_change_in_flight(tmp_path: Path) -> None:
-    watch = Watch()
-    rollouts = RolloutCallback(digits, sampling=SAMPLING, parts=[Ahead(1, in_flight=True)])
-    trainer, module, data, _ = setup_run(
-        tmp_path,
-        rollouts=rollouts,
-        module_arguments={"lr": 3e-3, "parts": [Correction("tis").plain()]},
-        data_arguments={"rollout_batch_size": 16, "micro_batch_size": 32},
-        callbacks=[watch],
-        accumulate_grad_batches=1,
-        max_epochs=30,
-    )
-    trainer.fit(module, data)
-    # 64 samples an iteration; a random policy has about 0.1 with a standard error of about 0.015.
-    assert watch.rewards[0] < 0.2
-    assert sum(watch.rewards[-3:]) / 3 > 0.6
-    assert trainer.callback_metrics["rollout/staleness"] > 0
 
 
 def test_an_error_while_sampling_ahead_ends_the_run_with_that_error(tmp_path: Path) -> None:

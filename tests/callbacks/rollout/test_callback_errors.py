@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rl_runs import digits, setup_run
 
 from rlhfkit import (
@@ -16,7 +15,6 @@ from rlhfkit import (
     RolloutCallback,
     Sample,
     SamplingSpec,
-    SFTModule,
     VLLMPool,
 )
 from rlhfkit.rewards import CodeExecution, LastTurnReward, WeightedSum, exact_match, math_match
@@ -35,13 +33,6 @@ def fails(tmp_path: Path, error: type[Exception], match: str, **arguments: Any) 
 def callback(reward: Any = digits, **arguments: Any) -> RolloutCallback:
     sampling = SamplingSpec(**({"group_size": 4, "max_new_tokens": 8} | arguments.pop("sampling", {})))
     return RolloutCallback(reward, sampling=sampling, **arguments)
-
-
-def test_group_of_one(tmp_path: Path) -> None:
-    rollouts = callback(sampling={"group_size": 1})
-    fails(
-        tmp_path, ValueError, r"group_size=1 every advantage is 0: use SamplingSpec\(group_size=2\)", rollouts=rollouts
-    )
 
 
 def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
@@ -182,40 +173,8 @@ def test_a_tampered_transfer_is_caught_and_nothing_is_sampled(tmp_path: Path) ->
     assert engine.version is None
 
 
-def test_module_without_prepare(tmp_path: Path) -> None:
-    fails(
-        tmp_path,
-        TypeError,
-        r"SFTModule has no prepare\(\); an SFTModule needs no RolloutCallback",
-        module=SFTModule,  # type: ignore[arg-type]
-    )
-
-
-def test_no_rollout_callback(tmp_path: Path) -> None:
-    trainer, module, data, _ = setup_run(tmp_path)
-    trainer.callbacks = []  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"exactly one callback that collects experience, .* found none"):
-        trainer.fit(module, data)
-
-
-def test_no_datamodule(tmp_path: Path) -> None:
-    trainer, module, _, _ = setup_run(tmp_path)
-    with pytest.raises(TypeError, match="takes its prompts from a DataModule"):
-        trainer.fit(module, train_dataloaders=torch.utils.data.DataLoader([1, 2]))
-
-
 def test_limits_that_throw_samples_away(tmp_path: Path) -> None:
     fails(tmp_path, ValueError, "limit_train_batches=2 would throw generated samples away", limit_train_batches=2)
-
-
-def test_prompts_that_do_not_fit_the_context(tmp_path: Path) -> None:
-    rollouts = callback(sampling={"max_new_tokens": 600})
-    fails(
-        tmp_path,
-        ValueError,
-        r"no prompt has room: the model's context of 512 less max",
-        rollouts=rollouts,
-    )
 
 
 def test_things_that_are_not_what_they_should_be() -> None:

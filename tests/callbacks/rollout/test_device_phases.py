@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rl_runs import digits, prompts_file, setup_run
 from strategies import ranks
 
-from rlhfkit import Ahead, LocalEngine, LoRA, RolloutCallback
+from rlhfkit import Ahead, DynamicSampling, LocalEngine, LoRA, RolloutCallback
 from rlhfkit.callbacks.rollout.parts.shared_devices import SharedDevices
 from rlhfkit.modules.parts import RewardModel
 
@@ -30,9 +30,9 @@ def plain(folder: Path) -> dict[str, Any]:
     return run(folder, offload=False)
 
 
-@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_phases_follow_one_another_and_the_run_is_the_same(folder: Path, plain: dict[str, Any], level: int) -> None:
-    found = run(folder, offload=True, engine=Tenant(level=level))
+def test_phases_follow_one_another_and_the_run_is_the_same(folder: Path, plain: dict[str, Any]) -> None:
+    """With real engines of both levels: ``rollout/remote/test_rank_memory.py``."""
+    found = run(folder, offload=True, engine=Tenant(level=1))
     assert all(found[name] == plain[name] for name in SAME)
     # What the engine does, whether weights are on the device, and whether optimizer states are.
     iteration = [("load", True, False), ("wake", False, False), ("generate", False, False), ("sleep", False, False)]
@@ -82,11 +82,17 @@ def test_trainer_validate_leaves_the_weights_on_the_device(folder: Path, tmp_pat
     assert found[0] == found[1]
 
 
-def test_an_engine_that_loses_its_weights_gets_them_again(folder: Path, plain: dict[str, Any]) -> None:
-    found = run(folder, offload=True, engine=Tenant(loses_at=2))
-    assert all(found[name] == plain[name] for name in SAME)
-    assert [what for what, *_ in found["log"]].count("load") == 3
-    assert all(weights for what, weights, _ in found["log"] if what == "load")
+def test_rounds_of_dynamic_sampling_are_one_generating_phase(folder: Path) -> None:
+    def only_odd(samples: Any) -> Any:
+        return [reward * (one.prompt.index % 2) for one, reward in zip(samples, digits(samples), strict=True)]
+
+    expected, found = (
+        run(folder, offload=offload, reward=only_odd, parts=[DynamicSampling(max_rounds=8)])
+        for offload in (False, True)
+    )
+    assert found["metrics"]["rollout/accepted_fraction"] < 1.0  # so one round was not enough
+    assert all(found[name] == expected[name] for name in SAME)
+    assert [what for what, *_ in found["log"]] == ["load", "wake", "sleep"] * 2
 
 
 def test_after_an_error_the_states_are_back(folder: Path) -> None:
@@ -142,22 +148,10 @@ def test_adapters_and_a_reward_model_that_scores(folder: Path) -> None:
     assert found["metrics"]["memory/train_offloaded_gib"] * 2**30 > 400_000
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.run(
-        "callbacks.rollout.offload_runs:on_ranks",
-        ranks=2,
-        folder=tmp_path_factory.mktemp("two"),
-        strategies=["rlhf_zero3", "ddp"],
-    )
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["rlhf_zero3", "ddp"])
-def test_two_ranks_learn_the_same(two_ranks: list[dict[str, Any]], strategy: str) -> None:
-    """PPO with an engine each for policy and critic, a reference and a reward model."""
-    for rank in two_ranks:
-        without, found = rank[strategy]
+def test_two_ranks_learn_the_same(tmp_path: Path) -> None:
+    """PPO with an engine each for policy and critic, a reference and a reward model; DDP is in ``rollout/remote``."""
+    for without, found in ranks.run("callbacks.rollout.offload_runs:on_ranks", 2, tmp_path):
         assert all(found[name] == without[name] for name in SAME)
         assert found["metrics"]["memory/train_offloaded_gib"] > 4 * found["metrics"]["memory/generate_gib"]
         assert not any(weights and what in ("wake", "generate") for what, weights, _ in found["log"]) or (

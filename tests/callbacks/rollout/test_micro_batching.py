@@ -3,9 +3,7 @@
 Covers ``callbacks/rollout/micro_batching.py`` and ``IterationLength`` of ``datamodules/prompts/datamodule.py``.
 """
 
-import itertools
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from callbacks.rollout.capped_runs import Watch, capped
 from rlhfkit import PPOModule, PromptDataModule, SFTDataModule
 from rlhfkit.callbacks.rollout.micro_batching import plan_iteration
 from rlhfkit.data import Experience, IterationShape, Prompt, Sample
-from rlhfkit.models import ModelLoading
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 
 
@@ -39,7 +36,6 @@ def fit(folder: Path, **arguments: Any) -> tuple[L.Trainer, Any, Watch]:
 PPO = {"module": PlainPPO, "module_arguments": {"critic_lr": 0.05, "kl_coef": 0.01}}
 CASES: dict[str, dict[str, Any]] = {
     "GRPO": {"module_arguments": {"optimization": {"lr_schedule": "linear"}}},
-    "GRPO, padded": {"module_arguments": {"loading": ModelLoading(attention="sdpa")}},
     "PPO": PPO,
 }
 
@@ -69,9 +65,15 @@ def test_weights_updates_and_rates_are_those_of_the_run_without_a_cap(tmp_path: 
 
 
 def test_the_number_of_micro_batches_follows_from_the_samples_of_each_iteration(tmp_path: Path) -> None:
-    trainer, _, watch = fit(tmp_path, **capped(30))
+    """Also that on the progress bar, validation after a share of each, and a loader that Lightning makes anew."""
+    arguments = capped(30)
+    arguments["data_arguments"] |= {"validation_data": [{"prompt": "1+1=", "answer": "2"}], "validation_split": "train"}
+    arguments |= {"enable_progress_bar": True, "reload_dataloaders_every_n_epochs": 1}
+    trainer, _, watch = fit(tmp_path, **arguments, val_check_interval=0.5, num_sanity_val_steps=0)
     assert watch.accumulated == sorted(watch.accumulated)
     assert watch.accumulated[0] < watch.accumulated[-1]
+    assert watch.bars == watch.lengths == [2 * each for each in watch.accumulated]
+    assert watch.validated_after == [(epoch, 2 * epoch + update) for epoch in range(3) for update in (1, 2)]
     first = 0
     for accumulated, sizes in zip(watch.accumulated, watch.tokens, strict=True):
         counts = watch.counts[first : first + len(sizes)]
@@ -80,19 +82,6 @@ def test_the_number_of_micro_batches_follows_from_the_samples_of_each_iteration(
         assert sum(sizes) > 0.5 * 30 * len(sizes)
         first += len(sizes)
     assert trainer.accumulate_grad_batches == 1  # as it was given, for the next run
-
-
-def test_the_progress_bar_shows_the_number_of_the_current_iteration(tmp_path: Path) -> None:
-    _, _, watch = fit(tmp_path, **capped(30), enable_progress_bar=True)
-    assert watch.bars == watch.lengths
-    assert len(set(watch.lengths)) > 1
-
-
-def test_validation_runs_after_a_share_of_each_iteration(tmp_path: Path) -> None:
-    arguments = capped(30)
-    arguments["data_arguments"] |= {"validation_data": [{"prompt": "1+1=", "answer": "2"}], "validation_split": "train"}
-    _, _, watch = fit(tmp_path, **arguments, val_check_interval=0.5, num_sanity_val_steps=0)
-    assert watch.validated_after == [(epoch, 2 * epoch + update) for epoch in range(3) for update in (1, 2)]
 
 
 def test_a_run_resumed_inside_an_update_is_bitwise_the_straight_one(tmp_path: Path) -> None:
@@ -135,14 +124,6 @@ def test_a_longer_sequence_is_trained_alone_with_one_warning(tmp_path: Path, cap
     _, without, _ = fit(tmp_path)
     for name, tensor in weights(module).items():
         torch.testing.assert_close(tensor, weights(without)[name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.long
-def test_a_loader_that_lightning_makes_anew_each_epoch_adapts_too(tmp_path: Path) -> None:
-    _, module, once = fit(tmp_path, **capped(30))
-    _, other, watch = fit(tmp_path, **capped(30), reload_dataloaders_every_n_epochs=1)
-    assert watch.lengths == once.lengths
-    assert all(torch.equal(tensor, weights(module)[name]) for name, tensor in weights(other).items())
 
 
 class Texts(L.Callback):
@@ -234,33 +215,17 @@ def test_a_plan_is_made_of_a_summary_and_changes_nothing() -> None:
 
 
 @pytest.mark.distributed
-def test_two_ranks_train_as_one_and_resume_bitwise_inside_an_iteration(tmp_path: Path) -> None:
-    run, strategies = "callbacks.rollout.capped_runs:on_ranks", ["ddp", "rlhf_zero2"]
-    one = ranks.run(run, 1, tmp_path / "one", strategies=["auto"], cap=30, scattered_strategies=["auto"])[0]
+def test_a_sample_that_a_rank_repeats_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have enough of them are in ``test_epochs.py``."""
     sharded = ["rlhf_zero2", "rlhf_zero3"]
-    both = ranks.run(run, 2, tmp_path / "two", strategies=strategies, cap=30, scattered_strategies=sharded)
-    alone = one["auto"]
-    for name in strategies:
-        first, second = both[0][name], both[1][name]
-        assert first["accumulated"] == second["accumulated"]
-        assert [math.ceil(one / 2) for one in alone["accumulated"]] == pytest.approx(first["accumulated"], abs=1)
-        assert first["steps"] == second["steps"]
-        assert first["steps"][-1] == alone["steps"][-1] == 6
-        assert max(max(map(max, rank["tokens"])) for rank in (first, second)) <= 30
-        assert first["loss"] == pytest.approx(alone["loss"], rel=1e-4, abs=1e-6)
-        assert first["weights"] == pytest.approx(alone["weights"], rel=1e-5), name
-    for resumed in (alone, *(each["rlhf_zero2"] for each in both)):
-        assert resumed["same weights"]
-        assert resumed["resumed rows"]
-        assert 0 < resumed["resumed batches"] < len(resumed["steps"])
-        # Inside an iteration, whose first micro-batches are not trained on again.
-        assert resumed["resumed batches"] not in itertools.accumulate(2 * each for each in resumed["accumulated"][::-1])
-    scattered = one["scattered, auto"]
-    assert scattered["accumulated"] == [9, 9]
+    both = ranks.run("callbacks.rollout.capped_runs:scattered", 2, tmp_path / "two", strategies=sharded)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    alone = capped_runs.scattered(tmp_path / "one", ["auto"])["auto"]
+    assert alone["accumulated"] == [9, 9]
     for name in sharded:
-        first = both[0][f"scattered, {name}"]
+        first = both[0][name]
         assert first["accumulated"] == [5, 5]  # of 2 ranks: 10 for 9 samples
-        assert first["weights"] == pytest.approx(scattered["weights"], rel=1e-5), name
-        for metric, value in scattered["metrics"].items():
+        assert first["weights"] == pytest.approx(alone["weights"], rel=1e-5), name
+        for metric, value in alone["metrics"].items():
             if not metric.startswith("time/"):
                 assert first["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=2e-6), (name, metric)

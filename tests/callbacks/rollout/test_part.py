@@ -1,9 +1,7 @@
-"""Sources and parts of the rollout side: what wraps what, and that a plain run enters no file of a feature."""
+"""Parts of the rollout side: what wraps what, their plain values, and what a resumed run has of them."""
 
 import dataclasses
 import json
-import sys
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import lightning as L
 import pytest
 from rl_runs import digits, setup_run, weights
 
-import rlhfkit
 from rlhfkit import (
     Ahead,
     DynamicSampling,
@@ -31,52 +28,7 @@ from rlhfkit.callbacks.rollout.source import Ask, Source
 from rlhfkit.rollout.collector import CollectedGroups
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
-PACKAGE = Path(rlhfkit.__file__).parent
-FEATURES = (
-    *(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("callbacks/rollout/parts/*.py")),
-    *("rollout/groups.py", "rollout/request_batcher.py", "rollout/event_loop.py"),
-    *("rollout/prompt_stream.py", "rollout/partial_rollouts.py"),
-)
-DEFAULT = {f"callbacks/rollout/parts/{name}.py" for name in ("__init__", "alarms", "probe")}
 """What every run has: bounds on metrics, and a comparison after each sync."""
-
-
-def entered(folder: Path, parts: Any) -> set[str]:
-    """Files of features of which a run calls a function between the start and the end of its fit."""
-    trainer, module, data, _ = setup_run(folder, rollouts=RolloutCallback(digits, sampling=SAMPLING, parts=parts))
-    found: set[str] = set()
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        found.add(frame.f_code.co_filename)
-
-    class Trace(L.Callback):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            sys.setprofile(note)
-            threading.setprofile(note)
-
-        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
-
-    trainer.callbacks.append(Trace())
-    trainer.fit(module, data)
-    return {name for name in FEATURES if str(PACKAGE / name) in found}
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ([], set()),
-        ([DynamicSampling()], {"callbacks/rollout/parts/dynamic_sampling.py"}),
-        ([Oversampling(0.5)], {"callbacks/rollout/parts/oversampling.py"}),
-        # Replay compares groups by the functions of dynamic sampling.
-        ([ReplayBuffer()], {f"callbacks/rollout/parts/{name}.py" for name in ("replay_buffer", "dynamic_sampling")}),
-        ([Ahead(1)], {"callbacks/rollout/parts/ahead.py"}),
-    ],
-    ids=["plain", "dynamic sampling", "oversampling", "replay", "ahead"],
-)
-def test_a_run_enters_the_files_of_its_features_only(tmp_path: Path, parts: Any, expected: set[str]) -> None:
-    assert entered(tmp_path, parts) - DEFAULT == expected
 
 
 def by_digits(sample: Sample) -> float:

@@ -1,10 +1,15 @@
-"""Bounds on differences of log-probs: strict where types are exact, on the mean where they are not."""
+"""The probe after a weight sync: strict where types are exact, on the mean of sampled tokens where they are not."""
 
+import logging
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from rl_runs import digits, setup_run
 
+from rlhfkit import LocalEngine, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.parts.probe import ProbeBounds
 
 MANTISSA = {torch.bfloat16: 8, torch.float16: 11}
@@ -37,13 +42,6 @@ def test_logits_that_are_rounded_pass_and_those_of_other_weights_do_not(dtype: t
     assert bounds.measure(others) > bounds.fail > bounds.warn
 
 
-def test_a_single_token_does_not_fail_where_rounding_makes_some_far_off() -> None:
-    differences = torch.full((64,), 0.01)
-    differences[3] = 1.5
-    bounds = ProbeBounds.of(torch.bfloat16)
-    assert bounds.measure(differences) < bounds.warn
-
-
 def test_tf32_is_not_held_to_float32() -> None:
     assert ProbeBounds.of(torch.float32, tf32=True) == ProbeBounds.of(torch.float16)
     assert ProbeBounds.of(torch.float64, tf32=True) == ProbeBounds.of(torch.float64)
@@ -69,3 +67,69 @@ def test_only_engines_in_8_bits_may_be_as_far_off_as_8_bits_make_them(dtype: tor
     assert exact.measure(differences) > exact.warn
     assert quantized.measure(differences) < quantized.warn < quantized.fail < quantized.measure(8 * differences)
     assert ProbeBounds.of(dtype, 0.1, quantized=True).fail == 0.1
+
+
+class Shifted(LocalEngine):
+    """Scores as if its weights were a little different, more after each sync; notes what it is asked."""
+
+    def __init__(self, *shifts: float) -> None:
+        super().__init__()
+        self.shifts = shifts
+        self.asked: list[list[int]] = []
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self.asked += map(list, sequences)
+        shift = self.shifts[len(self.asked) - 1]
+        return [[logprob + shift for logprob in row] for row in super().score(sequences)]
+
+
+class Samples(RolloutCallback):
+    """Keeps the first sample of each iteration."""
+
+    def remembered(self) -> list[list[int]]:
+        return self.kept
+
+    def share(self, collected):  # type: ignore[no-untyped-def]
+        shared = super().share(collected)
+        first: Sample = shared.samples[0]
+        self.kept = [*getattr(self, "kept", []), [*first.prompt.token_ids.tolist(), *first.token_ids.tolist()]]
+        return shared
+
+
+def test_a_small_mean_difference_is_fine_a_larger_one_warned_of_and_a_large_one_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Shifted(0.0, 0.2, 0.5)
+    sampling = SamplingSpec(group_size=4, max_new_tokens=40, min_new_tokens=40)
+    rollouts = Samples(digits, engine=engine, sampling=sampling)
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, precision="bf16-true", max_epochs=3)
+    caplog.set_level(logging.WARNING, logger="rlhfkit.callbacks.rollout.parts.probe")
+    with pytest.raises(RuntimeError, match=r"differ from the trainer's by 0\.\d+ on average over 40 tokens, more than"):
+        trainer.fit(module, data)
+    warned = [record.message for record in caplog.records if "on average over 40 tokens" in record.message]
+    assert len(warned) == 1
+    assert engine.version is None
+    random, *sampled = engine.asked
+    assert len(random) == 32
+    assert sampled == rollouts.remembered()
+
+
+class Several(Shifted):
+    """Three engines, of which one has other weights."""
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        right = LocalEngine.score(self, sequences)
+        return {
+            "engine 0": right,
+            "engine 1": [[one + self.shifts[0] for one in row] for row in right],
+            "engine 2": right,
+        }
+
+
+@pytest.mark.parametrize("shift", [-0.5, math.nan])
+def test_one_of_several_engines_with_other_weights_is_named(tmp_path: Path, shift: float) -> None:
+    rollouts = RolloutCallback(digits, engine=Several(shift), sampling=SamplingSpec(group_size=4, max_new_tokens=4))
+    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
+    with pytest.raises(RuntimeError, match=r"engine 1's log-probs differ from the trainer's by (0\.5|nan), more than"):
+        trainer.fit(module, data)
+    assert rollouts.engine.version is None

@@ -1,7 +1,6 @@
 """Engines that lose their weights get the current ones again, and the run continues with the same samples."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +91,7 @@ def test_a_run_that_takes_turns_is_bitwise_the_undisturbed_one(tmp_path: Path, c
     assert disturbed.calls > calm.calls
 
 
-@pytest.mark.parametrize(
-    ("loses_at", "in_flight"), [pytest.param(1, True, marks=pytest.mark.long), (2, False), (3, True)]
-)
+@pytest.mark.parametrize(("loses_at", "in_flight"), [(2, False), (3, True)])
 def test_sampling_ahead_begins_anew_with_the_same_prompts(tmp_path: Path, loses_at: int, in_flight: bool) -> None:
     options: dict[str, Any] = {"parts": [Ahead(1, in_flight=in_flight)]}
     seen, *_ = run(tmp_path, Forgetful(), **options)
@@ -132,29 +129,12 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         trainer.fit(module, data)
         total = sum(float(tensor.double().abs().sum()) for tensor in weights(module).values())
         results[name] = [total, engine.loads]
-
-    def reward(samples: Sequence[Any]) -> list[float]:
-        raise ArithmeticError("no such reward")
-
-    broken = RolloutCallback(reward if rank == 0 else digits, engine=Forgetful(), sampling=SPEC)
-    os.environ["WORLD_SIZE"] = "2"
-    trainer, module, data, _ = setup_run(
-        folder / f"rank{rank}", data_arguments={"micro_batch_size": 4}, strategy="rlhf_zero2", rollouts=broken,
-        devices=2, use_distributed_sampler=False,
-    )  # fmt: skip
-    try:
-        trainer.fit(module, data)
-    except Exception as error:
-        results["broken"] = f"{type(error).__name__}: {error}"
     return results
 
 
 @pytest.mark.distributed
 def test_all_ranks_send_the_weights_that_rank_0_needs(tmp_path: Path) -> None:
-    first, second = ranks.run("callbacks.rollout.test_recovery:on_two_ranks", 2, tmp_path)
-    for report in (first, second):
+    for report in ranks.run("callbacks.rollout.test_recovery:on_two_ranks", 2, tmp_path):
         (calm, loads), (disturbed, again) = report["calm"], report["disturbed"]
         assert disturbed == calm
         assert again == loads + 2
-    assert first["broken"].startswith("ArithmeticError")
-    assert second["broken"].startswith("RuntimeError: rank 0 failed: ArithmeticError")

@@ -91,27 +91,6 @@ def test_a_curriculum_remembers_the_scores(tmp_path: Path) -> None:
     assert all(seen.values())
 
 
-def too_long(samples: Sequence[Sample]) -> list[float]:
-    """A penalty on length that no two answers share."""
-    return [-sample.sample_index / 100 for sample in samples]
-
-
-def mostly_solved(samples: Sequence[Sample]) -> list[float]:
-    """Everybody answers two of three prompts right, and all but the first sample the third."""
-    return [float(sample.prompt.index % 3 != 0 or sample.sample_index > 0) for sample in samples]
-
-
-@pytest.mark.parametrize("by", [None, "right", lambda sample: sample.reward_parts["right"]], ids=["total", "part", "f"])
-def test_a_length_penalty_makes_no_signal_where_a_part_decides(tmp_path: Path, by: Any) -> None:
-    reward = WeightedSum(right=mostly_solved, length=too_long)
-    rollouts = RolloutCallback(reward, sampling=SAMPLING, parts=[DynamicSampling(by=by)])
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, max_epochs=1)
-    trainer.fit(module, data)
-    unsolved = fmean(sample.prompt.index % 3 == 0 for sample in rollouts.samples)
-    accepted = float(trainer.callback_metrics["rollout/accepted_fraction"])
-    assert (unsolved == 1.0 and accepted < 0.7) if by else (unsolved < 0.7 and accepted == 1.0)
-
-
 def plain(samples: Sequence[Sample]) -> list[float]:
     return [0.0] * len(samples)
 

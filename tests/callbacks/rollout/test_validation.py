@@ -1,14 +1,16 @@
-"""Validation metrics against enumeration.
-
-Covers validation.py.
-"""
+"""Validation: metrics against enumeration, several ways of sampling and sources, the best checkpoint by any of them."""
 
 import functools
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from rl_runs import digits, setup_run
 
 from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
@@ -98,36 +100,6 @@ def test_sources_are_told_apart_over_all_batches_when_there_are_several() -> Non
     assert runs.source_metrics() == {}
 
 
-@extracts_answer(lambda sample: sample.text[:1])
-def first_letter(samples: Sequence[Sample]) -> list[float]:
-    """Share of digits; the first letter is the answer."""
-    return digits(samples)
-
-
-def test_a_run_logs_metrics_of_k_samples_for_sampled_validation(tmp_path: Path) -> None:
-    rollouts = RolloutCallback(
-        WeightedSum(digits=first_letter),
-        sampling=SamplingSpec(group_size=4, max_new_tokens=8),
-        parts=[Validation(SamplingSpec(group_size=4, max_new_tokens=8), success_threshold=0.25)],
-    )
-    (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
-    held = {"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"}
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, data_arguments=held)
-    metrics = trainer.validate(module, data, verbose=False)[0]
-    assert 0.0 <= metrics["val/pass@1"] <= metrics["val/pass@2"] <= metrics["val/pass@4"] <= 1.0
-    right = [(sample.reward or 0.0) >= 0.25 for sample in rollouts.validation_samples]
-    assert metrics["val/pass@1"] == pytest.approx(sum(right) / 8)
-    groups = [rollouts.validation_samples[:4], rollouts.validation_samples[4:]]
-    best = [max(sample.reward or 0.0 for sample in group) for group in groups]
-    assert metrics["val/best@4"] == pytest.approx(sum(best) / 2)
-    assert metrics["val/maj@1"] == pytest.approx(metrics["val/avg@4"]) == pytest.approx(metrics["val/reward"])
-    voted = [
-        majority_at_k([sample.text[:1] for sample in group], [sample.reward or 0.0 for sample in group], 4)
-        for group in groups
-    ]
-    assert metrics["val/maj@4"] == pytest.approx(sum(voted) / 2)
-
-
 def test_rewards_that_read_answers_say_how_and_those_around_them_too() -> None:
     one = Sample(Prompt(0, [5]), 0, [7], [0.0], [0], "stop", text=r" So \boxed{1/2}. ", info={"last_text": " B. "})
     read = {name: answer_reader(reward) for name, reward in {
@@ -143,3 +115,84 @@ def test_rewards_that_read_answers_say_how_and_those_around_them_too() -> None:
     }  # fmt: skip
     assert read["plain"] is None
     assert read["no part"] is None
+
+
+@extracts_answer(lambda sample: sample.text[:1])
+def first_letter(samples: Sequence[Sample]) -> list[float]:
+    """Share of digits; the first letter is the answer."""
+    return digits(samples)
+
+
+MONITORS = ("val/greedy/reward", "val/sampled/pass@2/hard")
+
+
+class Scores(L.Callback):
+    """Every validation's metrics."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append({name: float(trainer.callback_metrics[name]) for name in MONITORS})
+
+
+def test_the_best_checkpoint_is_the_one_with_the_best_evaluation(tmp_path: Path) -> None:
+    held = [{"prompt": f"{i}+1=", "answer": "", "source": "easy" if i % 3 else "hard"} for i in range(12)]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+
+    def run(*callbacks: L.Callback, **arguments: Any) -> Any:
+        rollouts = RolloutCallback(
+            WeightedSum(digits=first_letter),
+            sampling=SamplingSpec(group_size=4, max_new_tokens=8),
+            parts=[
+                Validation(
+                    {
+                        "greedy": SamplingSpec(group_size=1, max_new_tokens=8, temperature=0.0),
+                        "sampled": SamplingSpec(group_size=4, max_new_tokens=8, seed=7),
+                    },
+                    success_threshold=0.5,
+                )
+            ],
+        )
+        data = {"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"}
+        return *setup_run(
+            tmp_path,
+            module_arguments={"lr": 1e-2},  # too much: validation goes up and down
+            data_arguments=data,
+            rollouts=rollouts,
+            callbacks=callbacks,
+            num_sanity_val_steps=0,
+            enable_checkpointing=bool(callbacks),
+            max_epochs=6,
+            **arguments,
+        ), rollouts
+
+    scores = Scores()
+    savers = [
+        ModelCheckpoint(tmp_path / name.replace("/", "-"), monitor=name, mode="max", filename="{epoch}")
+        for name in MONITORS
+    ]
+    trainer, module, data, _, rollouts = run(scores, *savers)
+    trainer.fit(module, data)
+    assert len(scores.seen) == 6
+    for name, saver in zip(MONITORS, savers, strict=True):
+        values = [each[name] for each in scores.seen]
+        assert len(set(values)) > 1
+        assert float(saver.best_model_score) == max(values)  # type: ignore[arg-type]
+        assert Path(saver.best_model_path).stem == f"epoch={values.index(max(values))}"
+        trainer, module, data, _, rollouts = run()
+        metrics = trainer.validate(module, data, ckpt_path=saver.best_model_path, verbose=False)[0]
+        assert metrics[name] == pytest.approx(max(values))
+    assert len(rollouts.validation_samples) == 12 + 12 * 4
+    greedy = rollouts.validation_samples[:12]
+    assert metrics["val/greedy/reward"] == pytest.approx(sum(digits(greedy)) / 12)
+    hard = [sample for sample in greedy if sample.prompt.metadata["source"] == "hard"]
+    assert metrics["val/greedy/reward/hard"] == pytest.approx(sum(digits(hard)) / len(hard))
+    groups = [rollouts.validation_samples[first : first + 4] for first in range(12, 60, 4)]
+    rewards = [[sample.reward or 0.0 for sample in group] for group in groups]
+    assert metrics["val/sampled/best@4"] == pytest.approx(fmean(map(max, rewards)))
+    voted = [
+        majority_at_k([sample.text[:1] for sample in group], found, 4)
+        for group, found in zip(groups, rewards, strict=True)
+    ]
+    assert metrics["val/sampled/maj@4"] == pytest.approx(fmean(voted))
