@@ -59,6 +59,8 @@ def test_every_format_says_the_same_call(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "calls"),
     [
+        ("hermes", 'so <tool_call>\n{"name": "f"}\n</tool_call> and<tool_call>{"name": "g"}</tool_call>', ["f", "g"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', ["f"]),  # the end was a stop text
         ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "g", "arguments": {"a": 1}}', ["f", "g"]),
         ("llama3_json", '{"city": "Rome"}', []),  # an answer in JSON
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": "{}"}]', ["f", "g"]),
@@ -85,6 +87,11 @@ def test_several_calls_and_newer_forms(name: str, text: str, calls: list[str]) -
 @pytest.mark.parametrize(
     ("name", "text", "error"),
     [
+        ("hermes", "<tool_call>f(1)</tool_call>", "is not valid JSON"),
+        ("hermes", "<tool_call>[1]</tool_call>", "a tool call is"),
+        ("hermes", '<tool_call>{"name": 3}</tool_call>', "a tool call is"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "must be a JSON object"),
         ("llama3_json", '<|python_tag|>{"name": "f", ', "not valid JSON"),
         ("llama3_json", "<|python_tag|>f(1)", "is a JSON object"),
         ("mistral", "[TOOL_CALLS][{]", "not valid JSON"),

@@ -10,7 +10,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from episodes.episode_cases import CHAT_TEMPLATE, prompts_of, runner_of
 from rlhfkit.episodes import Action, Episodes, ToolEnvironment, tool_schemas
-from rlhfkit.episodes.tool_calls import ToolCall, parse_tool_calls
+from rlhfkit.episodes.tool_calls import ToolCall
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.rollout.groups import GroupRunner
 
@@ -52,39 +52,6 @@ def shout() -> str:
 
 def said(text: str) -> Action:
     return Action(0, [1], text, text, "stop")
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("42", []),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [ToolCall("f", {"a": 1})]),
-        ('so <tool_call>\n{"name": "f"}\n</tool_call> and', [ToolCall("f", {})]),
-        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [ToolCall("f", {"a": 1})]),
-        (
-            '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
-            [ToolCall("f", {}), ToolCall("g", {})],
-        ),
-        ('<tool_call>{"name": "f"}', [ToolCall("f", {})]),  # the closing tag was a stop text
-    ],
-)
-def test_calls_are_read_as_hermes_and_qwen_write_them(text: str, calls: list[ToolCall]) -> None:
-    assert parse_tool_calls(said(text)) == calls
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("<tool_call>f(1)</tool_call>", "is not valid JSON"),
-        ("<tool_call>[1]</tool_call>", "a tool call is"),
-        ('<tool_call>{"name": 3}</tool_call>', "a tool call is"),
-        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object"),
-        ('<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "must be a JSON object"),
-    ],
-)
-def test_calls_that_cannot_be_read_say_why(text: str, error: str) -> None:
-    (call,) = parse_tool_calls(said(text))
-    assert error in call.error
 
 
 def call(name: str, arguments: str = "{}") -> str:

@@ -162,15 +162,6 @@ def test_an_agent_cannot_go_on_once_its_episode_is_over(runner: GroupRunner) -> 
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
 
 
-def test_what_the_engine_raises_is_raised(runner: GroupRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(prompts: Any, sampling: Any, *, iteration: int) -> Any:
-        raise ZeroDivisionError("the engine died")
-
-    monkeypatch.setattr(runner.engine, "generate", broken)
-    with pytest.raises(ZeroDivisionError, match="the engine died"):
-        run(runner, talker, prompts_of(["1"]))
-
-
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="agent must be a function"):
         AgentEpisodes("agent")  # type: ignore[arg-type]
