@@ -1,10 +1,9 @@
 """Samples that were cut and continued: nothing of them changes, and what follows is the new weights' own.
 
-Ranks that share them are in ``test_collector_ranks.py``, vLLM's engines in ``vllm/test_pool.py``, whole runs in
+Ranks that share them are in ``test_collector.py``, vLLM's engines in ``vllm/test_pool.py``, whole runs in
 ``tests/callbacks/rollout/test_oversampling.py``.
 """
 
-import copy
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,32 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import tiny_tokenizer
 
 from rlhfkit import LocalEngine, Oversampling, Prompt, ReplayEngine, RolloutCallback, Sample, SamplingSpec, VLLMPool
-from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.rollout.local.engine import LocalStream
 from rlhfkit.rollout.partial_rollouts import Dropped, dropped_from
 
 TEXTS = ["1+2=", "hello world", "a"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def models(folder: Path) -> list[torch.nn.Module]:
-    """Two policies, far from one another."""
-    made = [load_causal_lm(str(folder)).eval()]
-    made.append(copy.deepcopy(made[0]))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in made[1].parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return made
 
 
 @pytest.fixture(scope="module")

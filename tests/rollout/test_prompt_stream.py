@@ -18,7 +18,7 @@ from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, Pro
 from rlhfkit.rank_store import LocalStore
 from rlhfkit.rollout.collector import GroupSelection, flatten
 from rlhfkit.rollout.prompt_stream import PromptStream
-from rollout.test_collector_ranks import ThreadStore
+from rollout.test_collector import ThreadStore
 
 
 class Engine:
@@ -75,22 +75,6 @@ def test_what_takes_the_place_of_a_rejected_group_was_started_before() -> None:
     assert stream.after["offset"] == 5  # a run that is resumed here draws 5, 6 and 7 next
     stream.drop()
     assert engine.closed
-
-
-def test_a_prompt_that_the_iteration_has_waits_for_the_next_one() -> None:
-    stream, order, engine = stream_of(total=5)
-    stream.begin(0, queue_of(order), lambda: engine)
-    stream.newest = 2
-    stream.submit(stream.take(3))
-    stream.collect(9)
-    assert [index for index, _ in engine.sent] == [0, 1, 2, 3, 4]  # of the second pass nothing may be in flight yet
-    queue = queue_of(order)
-    queue.cursor = PromptCursor.from_state_dict(stream.after)
-    stream.begin(1, queue, lambda: engine)
-    drawn = stream.take(3)
-    assert rows(drawn) == [3, 4, 0]
-    stream.submit(drawn)
-    assert engine.sent[5:] == [(0, 1)]
 
 
 def test_another_order_of_prompts_than_the_one_that_was_started_is_an_error() -> None:

@@ -6,11 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec
-from rlhfkit.rollout.request_batcher import EngineFailedError, RequestBatcher, request_index
+from rlhfkit.rollout.request_batcher import EngineFailedError, RequestBatcher
 
 
 class Timed:
@@ -129,9 +127,3 @@ def test_a_request_that_was_given_up_is_not_sent() -> None:
 
     asyncio.run(run())
     assert engine.calls == [1]
-
-
-@pytest.mark.parametrize("other", [(1, 2, 4), (1, 3, 3), (2, 2, 3), (12, 3, 0)])
-def test_every_turn_has_a_seed_of_its_own(other: Any) -> None:
-    assert request_index(1, 2, 3) == request_index(1, 2, 3) != request_index(*other)
-    assert 0 <= request_index(1, 2, 3) < 2**63

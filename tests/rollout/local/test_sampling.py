@@ -3,8 +3,6 @@
 Covers ``sample_tokens`` and ``truncate`` of rollout/local/generator.py.
 """
 
-import math
-
 import pytest
 import torch
 
@@ -34,23 +32,6 @@ def test_truncation_keeps_what_its_rule_says(spec: SamplingSpec, tokens: list[in
     assert kept(spec) == tokens
 
 
-@pytest.mark.parametrize("spec", [SamplingSpec(top_k=2), SamplingSpec(top_p=0.65), SamplingSpec(min_p=0.5)])
-def test_logprobs_are_those_before_truncation(spec: SamplingSpec) -> None:
-    token, logprob = sample_tokens(PROBABILITIES.log(), torch.tensor([0.99], dtype=torch.float64), spec)
-    assert token.item() == 3
-    assert logprob.item() == pytest.approx(math.log(0.3), abs=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logprobs_are_those_before_tokens_were_forbidden(temperature: float) -> None:
-    spec = SamplingSpec(group_size=1, temperature=temperature, min_new_tokens=1)
-    token, logprob = sample_tokens(
-        PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), spec, torch.tensor([1, 2])
-    )
-    assert token.item() == 3
-    assert logprob.item() == pytest.approx(math.log(0.3), abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("spec", "truncates"),
     [
@@ -71,20 +52,6 @@ def test_a_spec_knows_whether_it_takes_tokens_away(spec: SamplingSpec, truncates
 def test_draw_inverts_the_cumulative_distribution(uniform: float, token: int) -> None:
     drawn, _ = sample_tokens(PROBABILITIES.log(), torch.tensor([uniform], dtype=torch.float64), SamplingSpec())
     assert drawn.item() == token
-
-
-def test_temperature_sharpens() -> None:
-    _, logprob = sample_tokens(
-        PROBABILITIES.log(), torch.tensor([0.5], dtype=torch.float64), SamplingSpec(temperature=0.5)
-    )
-    squares = PROBABILITIES[0].square()
-    assert logprob.exp().item() == pytest.approx((squares[1] / squares.sum()).item(), abs=1e-6)
-
-
-def test_forbidden_tokens_are_never_drawn() -> None:
-    uniforms = torch.linspace(0, 0.999, 200, dtype=torch.float64)
-    tokens, _ = sample_tokens(PROBABILITIES.log().expand(200, 5), uniforms, SamplingSpec(), torch.tensor([1, 3]))
-    assert set(tokens.tolist()) == {0, 2, 4}
 
 
 def test_seeds_tell_samples_apart() -> None:

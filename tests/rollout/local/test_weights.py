@@ -9,16 +9,13 @@ import pytest
 import torch
 from callbacks.rollout.offload_runs import Look
 from rl_runs import digits, setup_run
-from tiny_models import tiny_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhfkit import Ahead, LocalEngine, LoRA, Prompt, RolloutCallback, SamplingSpec
 from rlhfkit.callbacks import SharedDevices
 from rlhfkit.models import load_causal_lm
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.rollout.engine import DrainableWeights
-from rlhfkit.rollout.local.weights import EngineWeights, parameters_without_memory
 
 SPEC = SamplingSpec(group_size=4, max_new_tokens=6)
 
@@ -91,11 +88,6 @@ def test_weights_are_copied_where_they_cannot_be_shared(
     assert message.startswith(f"LocalEngine copies the policy's weights: {why}")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def policy(folder: Path) -> nn.Module:
     return load_causal_lm(str(folder)).eval()
@@ -159,23 +151,3 @@ def test_sharing_can_be_demanded(folder: Path, policy: nn.Module) -> None:
     assert own_bytes(engine) == 0
     with pytest.raises(TypeError, match="share_weights must be None, True or False, got 'no'"):
         LocalEngine(share_weights="no")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_is_built_without_memory_and_is_the_same_once_written(tmp_path: Path, tied: bool) -> None:
-    folder = tiny_model(tmp_path, tied=tied)
-    config = AutoConfig.from_pretrained(folder)
-    with parameters_without_memory():
-        built = AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()
-    assert all(parameter.is_meta for parameter in built.parameters())
-    assert not any(buffer.is_meta for buffer in built.buffers())
-    parameters = EngineWeights(built, torch.device("cpu"))
-    loaded = load_causal_lm(str(folder)).eval()
-    assert parameters.names == dict(loaded.named_parameters()).keys()
-    for name, tensor in loaded.named_parameters():
-        parameters.copy(name, tensor)
-    ids = torch.arange(3, 20)[None]
-    loaded.config._attn_implementation = "sdpa"
-    with torch.no_grad():
-        assert torch.equal(built(ids).logits, loaded(ids).logits)
-    assert (built.lm_head.weight is built.get_input_embeddings().weight) == tied

@@ -41,15 +41,6 @@ class TestProbes:
         assert probes.failed(17.0)
         assert self.policy.detection_seconds == 17.0  # counted from its last answer, at 0
 
-    def test_an_answer_however_late_wipes_the_slate(self) -> None:
-        probes = Probes(self.policy, now=0.0)
-        probes.sent(5.0)
-        assert probes.missed(16.0) == 2
-        probes.answered(16.0)
-        assert probes.missed(16.0) == 0
-        assert not probes.due(20.9)
-        assert probes.due(21.0)
-
     def test_time_in_which_nobody_could_listen_does_not_count(self) -> None:
         probes = Probes(self.policy, now=0.0)
         probes.sent(5.0)

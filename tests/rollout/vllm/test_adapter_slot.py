@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from torch import nn
 
 from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
 from rlhfkit.rollout.vllm.adapter_slot import adapter_arguments
 from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.source import ADAPTER_SETTINGS, ModuleWeights
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("adapter"))
 
 
 def adapted(folder: Path, **arguments: Any) -> nn.Module:

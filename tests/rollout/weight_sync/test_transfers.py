@@ -73,11 +73,6 @@ def test_each_transfer_has_its_sender_and_our_own_are_one_class_that_can_recover
     assert [senders[kind].group_backend for kind in ("gloo", "nccl")] == ["gloo", "nccl"]
 
 
-def test_buckets_between_gpus_are_larger_unless_their_size_is_given() -> None:
-    sizes = {kind: make_sender(kind, timeout=7.0, bucket_bytes=None).bucket_bytes for kind in ("gloo", "nccl", "ipc")}  # type: ignore[attr-defined]
-    assert sizes == {"gloo": 64 * 2**20, "nccl": 512 * 2**20, "ipc": 512 * 2**20}
-
-
 def test_memory_for_handles_is_taken_without_expandable_segments_and_the_settings_stay() -> None:
     allocator: Any = torch._C
     read, write = allocator._accelerator_getAllocatorSettings, allocator._accelerator_setAllocatorSettings
