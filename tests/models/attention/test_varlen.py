@@ -1,7 +1,7 @@
 """What kernels for sequences of different lengths are given, against attention to one sequence at a time.
 
 They have no CPU build. ``varlen_reference.py`` takes their place with their signatures; on a GPU, the tests marked
-``cuda`` and ``make gpu-check`` run them. Covers layout.py too.
+``cuda`` and ``make gpu-check`` run them. Covers layout.py and packed.py too.
 """
 
 import functools
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.attention import varlen_reference
 from models.attention.varlen_reference import plug_in
@@ -289,6 +290,61 @@ def test_the_first_kernel_that_can_run_is_chosen_and_logged_once(
     assert not out.any()  # the probability reaches the kernel
 
 
+def packed(lengths: list[int], heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    shapes = [(1, heads, sum(lengths), size)] + [(1, key_heads, sum(lengths), size)] * 2
+    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+
+
+def test_a_nan_in_one_sequence_stays_there() -> None:
+    lengths = [4, 3, 5]
+    query, key, value = packed(lengths)
+    value[:, :, 5] = torch.nan  # second token of the second sequence
+    layout = PackedLayout.from_lengths(lengths, query.device)
+    out, _ = packed_attention(torch.nn.Identity(), query, key, value, None, packed_layout=layout)
+    assert out[:, :4].isfinite().all()
+    assert out[:, 7:].isfinite().all()
+    assert out[:, 5:7].isnan().all()
+
+
+def test_padding_within_a_bucket_is_less_than_twofold() -> None:
+    lengths = list(range(1, 65))
+    layout = PackedLayout.from_lengths(lengths, torch.device("cpu"))
+    for bucket in layout.buckets:
+        assert bucket.gather.numel() < 2 * len(bucket.real)
+
+
+def test_a_layer_that_is_not_causal_sees_everything() -> None:
+    query, key, value = packed([6])
+    tower = torch.nn.Identity()
+    tower.is_causal = False
+    out, _ = packed_attention(tower, query, key, value, None)
+    everything = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(out, everything.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most entries of any tensor that an operation makes."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.entries = max(self.entries, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("count", [16, 64])
+def test_no_tensor_grows_with_the_square_of_the_packed_row(folder: Path, count: int) -> None:
+    """The largest one has 128 numbers a token (the gate of the feed-forward network, the logits): no (N, N) mask."""
+    model, batch = load_causal_lm(str(folder)), experience([(4, 28)] * count)
+    with Largest() as seen, torch.no_grad():
+        policy_output(model, batch, batch.action_mask)
+    assert seen.entries <= 128 * 32 * count
+
+
 def test_indices_are_made_on_the_cpu_whatever_the_default_device_is() -> None:
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [4, 0, 0, 0]])
     expected, row = PackedLayout.from_batch(ids, ids != 0)
@@ -304,18 +360,6 @@ def test_indices_are_made_on_the_cpu_whatever_the_default_device_is() -> None:
             assert torch.equal(mine, other)
         assert layout.cumulative.gather is not None
         assert layout.cumulative.gather.tolist() == [0, 1, 2, 3, 0, 1, 4, 5]
-
-
-def test_padding_of_a_bucket_points_at_the_same_sequence_and_nowhere_often() -> None:
-    lengths, shared = [5, 6, 7, 8, 3, 4], [0, 2, 2, 2, 0, 0]
-    layout = PackedLayout.from_lengths(lengths, torch.device("cpu"), shared)
-    for bucket in layout.buckets:
-        for row in bucket.gather.tolist():
-            own = next(
-                places for places in layout.places.tolist() if places[: len(set(row))] == list(dict.fromkeys(row))
-            )
-            assert set(row) <= set(own)
-            assert max(row.count(place) for place in row) <= 2
 
 
 def test_fewer_key_heads_are_repeated_where_fused_kernels_would_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.parallel.ring_models import differences as differences_of_models
-from models.parallel.ring_models import zero
+from models.parallel import sequence_ranks
 from rlhfkit.mesh import ForwardGroup, Mesh
 from rlhfkit.models.attention.layout import PackedLayout
 from rlhfkit.models.attention.packed import packed_attention
@@ -85,7 +84,7 @@ def everything(**_: Any) -> dict[str, dict[str, float]]:
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=4)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    found: dict[str, dict[str, float]] = {"float64": {}, "float32": {}, "bfloat16": {}, "models": {}, "engines": {}}
+    found: dict[str, dict[str, float]] = {"float64": {}, "float32": {}, "bfloat16": {}, "models": {}}
     cases = itertools.product(((4, dist.group.WORLD), (2, pairs[rank // 2])), ROWS, HEADS, (None, 5))
     for (ranks, group), row, heads, window in cases:
         if row != "shared prefixes" and (window is not None or heads == "one head"):
@@ -106,9 +105,10 @@ def everything(**_: Any) -> dict[str, dict[str, float]]:
             same = whole(layout, half, window, torch.float64)
             rounding = largest(whole(layout, half, window), same, same)
             found["bfloat16"][name] = differences(ring, layout, half, same, window) / rounding
-    found["models"] = differences_of_models()
-    for stage in (2, 3):
-        found["engines"] |= zero(stage)
+    for ranks in (2, 4):
+        together = ForwardGroup.create(Mesh(rank, 4, sequence=ranks), "ring")
+        apart = sequence_ranks.differences(together, sequence_ranks.RING_CASES)
+        found["models"] |= {f"{name}, ring of {ranks}": far for name, far in apart.items()}
     return found
 
 

@@ -182,6 +182,28 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, list
 }
 
 
+def three_heads() -> nn.Module:
+    """Three heads with one key head, which no even number of ranks can divide; windows; recomputed layers."""
+    model = language_model(family="mistral", num_attention_heads=3, num_key_value_heads=1, sliding_window=6)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    return model
+
+
+def two_heads() -> nn.Module:
+    """Fewer heads than four ranks, recomputed in the backward pass."""
+    model = language_model(num_attention_heads=2, num_key_value_heads=1)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+RING_CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, list[Tensor]]]]] = {
+    "four heads": (language_model, policy_loss),
+    "two heads, checkpointing": (two_heads, policy_loss),
+    "three heads, window, reentrant checkpointing": (three_heads, policy_loss),
+    "scalar": (scalar_model, scalar_loss),
+}
+
+
 def attach(model: nn.Module, group: ForwardGroup) -> None:
     """Let a group compute a model's forward passes."""
     setattr(model.model if isinstance(model, ScalarModel) else model, FORWARD_GROUP, group)
@@ -191,14 +213,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def everything(sequence: int, kind: str = "ulysses", **_: Any) -> dict[str, Any]:
-    """The largest difference of each case, between a group and each rank alone."""
-    rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    group = ForwardGroup.create(Mesh(rank, world_size, sequence=sequence), kind)
-    found: dict[str, Any] = {}
+def differences(
+    group: ForwardGroup, cases: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, list[Tensor]]]]]
+) -> dict[str, float]:
+    """The largest difference of each case, of losses, outputs and gradients, between a group and each rank alone."""
+    rank, found = dist.get_rank(), {}
     batch = Batch(LENGTHS[rank % len(LENGTHS)], seed=rank)
-    for name, (build, loss_of) in CASES.items():
+    for name, (build, loss_of) in cases.items():
         alone = build()
         together = copy.deepcopy(alone)
         attach(together, group)
@@ -209,13 +230,18 @@ def everything(sequence: int, kind: str = "ulysses", **_: Any) -> dict[str, Any]
             mean = gradients(model)
             for gradient in mean.values():
                 dist.all_reduce(gradient)
-            results.append((loss, [column.detach() for column in columns], mean))
+            results.append((loss.detach(), [column.detach() for column in columns], mean))
         (loss, columns, mean), (joint_loss, joint_columns, joint_mean) = results
         assert mean.keys() == joint_mean.keys()
-        found[name] = {
-            "loss": float((loss - joint_loss).detach().abs() / loss.detach().abs()),
-            "outputs": max(float((a - b).abs().max()) for a, b in zip(columns, joint_columns, strict=True)),
-            "gradients": max(float((mean[key] - joint_mean[key]).abs().max()) for key in mean),
-            "largest gradient": max(float(gradient.abs().max()) for gradient in mean.values()),
-        }
+        largest = max(1.0, *(float(gradient.abs().max()) for gradient in mean.values()))
+        apart = [(loss - joint_loss).abs() / loss.abs().clamp(min=1e-9)]
+        apart += [(a - b).abs().max() for a, b in zip(columns, joint_columns, strict=True) if a.numel()]
+        apart += [(mean[key] - joint_mean[key]).abs().max() / largest for key in mean]
+        found[name] = float(torch.stack([one.double() for one in apart]).max())  # NaN stays NaN
     return found
+
+
+def everything(**_: Any) -> dict[str, float]:
+    """The largest difference of each case on a group of two ranks."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    return differences(ForwardGroup.create(Mesh(dist.get_rank(), 2, sequence=2), "ulysses"), CASES)
