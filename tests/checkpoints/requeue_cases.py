@@ -1,8 +1,7 @@
-"""A rank of a Slurm job that is told to end: ``model data folder``. Rank 0 prints each step, and the weights."""
+"""A rank of a Slurm job that is told to end. Rank 0 prints each step, and the weights."""
 
 import hashlib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ class EndedBySlurm(Callback):
             print("step", trainer.global_step, flush=True)
 
 
-def main(model: str, data: str, folder: str) -> None:
-    """Train, from the checkpoint that Lightning finds in ``folder`` if there is one."""
+def train(folder: Path, model: str, data: str, saved: str) -> None:
+    """Train, from the checkpoint that Lightning finds in ``saved`` if there is one."""
+    os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["LOCAL_RANK"]
     L.seed_everything(0)
     module = SFTModule(model, lr=1e-3)
     trainer = L.Trainer(
@@ -37,8 +37,8 @@ def main(model: str, data: str, folder: str) -> None:
         accelerator="cpu",
         max_steps=30,
         accumulate_grad_batches=2,
-        callbacks=[EndedBySlurm(Path(folder) / "queued_again")],
-        default_root_dir=folder,
+        callbacks=[EndedBySlurm(Path(saved) / "queued_again")],
+        default_root_dir=saved,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -50,7 +50,3 @@ def main(model: str, data: str, folder: str) -> None:
         for parameter in module.policy.parameters():
             digest.update(parameter.detach().float().numpy().tobytes())
         print("weights", trainer.global_step, digest.hexdigest(), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

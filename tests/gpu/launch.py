@@ -1,4 +1,4 @@
-"""Ranks on a device, each started from nothing: CUDA does not work in a process that is forked after it was used."""
+"""Ranks on a device: on a GPU each is started from nothing, as CUDA does not work in a process that is forked."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from strategies import ranks as forked
 from strategies.ranks import free_port, rank_environment
 
 TESTS = Path(__file__).parents[1]
@@ -23,8 +24,10 @@ value = getattr(importlib.import_module(module), name)(folder=folder, **json.loa
 """
 
 
-def launch(function: str, ranks: int, folder: Path, *, timeout: float = 200, **arguments: Any) -> list[Any]:
-    """Run ``"module:function"`` of the tests on all ranks and return their results; fails with their logs."""
+def launch(function: str, ranks: int, folder: Path, *, on: str, timeout: float = 200, **arguments: Any) -> list[Any]:
+    """What ``"module:function"`` of the tests returns on each rank; fails with their logs."""
+    if on == "cpu":
+        return forked.run(function, ranks, folder, **arguments)
     folder.mkdir(parents=True, exist_ok=True)
     port, path = free_port(), os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     processes = [

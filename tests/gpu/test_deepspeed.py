@@ -24,21 +24,21 @@ def installed() -> None:
 @pytest.mark.parametrize("names", [STAGES, ["rlhf_zero2_offload", "rlhf_zero3_offload"]], ids=["stages", "offload"])
 def test_a_step_is_that_of_plain_lightning(device: str, names: list[str], tmp_path: Path, figures: Figures) -> None:
     """With a frozen reference, and with an engine that is sent the weights; offloaded states are updated on the CPU."""
-    (found,) = launch("gpu.cases:deepspeed", 1, tmp_path, device=device, names=names)
+    (found,) = launch("gpu.cases:deepspeed", 1, tmp_path, on=device, device=device, names=names)
     assert found.pop("backend") == ("nccl" if device == "cuda" else "gloo")
     for name, value in found.items():
         figures(name, value, APART)
 
 
 def test_fp16_finds_a_loss_scale_that_fits(device: str, tmp_path: Path) -> None:
-    for stage, found in launch("gpu.cases:overflows", 1, tmp_path, device=device)[0].items():
+    for stage, found in launch("gpu.cases:overflows", 1, tmp_path, on=device, device=device)[0].items():
         assert found["finite"], stage
         assert found["lowered"], stage
         assert found["moved"], stage
 
 
 def test_a_fused_optimizer_goes_on_after_a_resume_on_other_ranks(device: str, tmp_path: Path, figures: Figures) -> None:
-    for stage, apart in launch("gpu.cases:resumed_on_other_ranks", 1, tmp_path, device=device)[0].items():
+    for stage, apart in launch("gpu.cases:resumed_on_other_ranks", 1, tmp_path, on=device, device=device)[0].items():
         figures(stage, apart, 1e-3)
 
 
@@ -52,10 +52,9 @@ def test_ranks_that_share_forward_passes_are_one_rank(device: str, tmp_path: Pat
     }
     alone = {"sft, alone": {"stage": 2} | options}
     place = {"place": str(tmp_path)}
-    launch("strategies.tensor_cases:train", 1, tmp_path / "1", cases=alone, **place)
-    launch(
-        "strategies.tensor_cases:train", 2, tmp_path / "2", cases={n: c | options for n, c in cases.items()}, **place
-    )
+    launch("strategies.tensor_cases:train", 1, tmp_path / "1", on=device, cases=alone, **place)
+    together = {name: case | options for name, case in cases.items()}
+    launch("strategies.tensor_cases:train", 2, tmp_path / "2", on=device, cases=together, **place)
     expected = torch.load(tmp_path / "sft, alone, 1 ranks.pt", map_location="cpu")
     for name in cases:
         found = torch.load(tmp_path / f"{name}, 2 ranks.pt", map_location="cpu")

@@ -1,4 +1,4 @@
-"""What one rank runs for the feature tests: stages per child, offloading, sharded building, LoRA, export."""
+"""What one rank runs for the feature tests: stages per child, offloading, sharded building, LoRA."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def strategies() -> dict[str, Any]:
     }
 
 
-def everything(folder: Path, model: str, tied: str, mixtral: str) -> dict[str, Any]:
+def everything(folder: Path, model: str, mixtral: str) -> dict[str, Any]:
     """All features in one launch."""
     options: dict[str, Any] = {"model": model, "critic": True, "reference": True, "batches": 3}
     plain = fit(None, **options)
@@ -52,7 +52,6 @@ def everything(folder: Path, model: str, tied: str, mixtral: str) -> dict[str, A
     return {
         "equal": equal,
         "experts": experts(mixtral),
-        "export": export(folder, model, tied),
         "sharded": sharded_build(model),
         "stages": one_module_at_many_stages(model),
         "adapters": {str(stage): adapters(folder / f"lora{stage}", model, stage) for stage in range(4)},
@@ -130,34 +129,6 @@ def adapters(place: Path, model: str, stage: int) -> dict[str, Any]:
         "saved_base": [name for name in saved if "lora" not in name],
         "moved": straight.losses[0] != straight.losses[2],
     }
-
-
-class Export(toys.pl.Callback):
-    """Writes the policy as a Hugging Face folder while the engines live."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        state = trainer.strategy.consolidated_state_dict("policy")
-        if trainer.is_global_zero:
-            module.policy.module.save_pretrained(self.place, state_dict=state)
-
-
-def export(folder: Path, model: str, tied: str) -> dict[str, float]:
-    """Exported weights of every stage, loaded by Transformers, against plain Lightning's; tied embeddings too."""
-    report = {}
-    for kind, source in (("plain", model), ("tied", tied)):
-        plain = fit(None, model=source, batches=2)["weights"]
-        for stage in range(4) if kind == "plain" else (1, 3):
-            place = folder / f"export-{kind}-{stage}"
-            module = toys.Toy(source)
-            run = toys.trainer(f"rlhf_zero{stage}", RANKS, callbacks=[Export(place)])
-            run.fit(module, toys.ShareLoader(toys.global_batches(2), RANK, RANKS))
-            run.strategy.barrier()
-            loaded = {f"policy.{k}": v for k, v in LlamaForCausalLM.from_pretrained(place).state_dict().items()}
-            report[f"{kind}, stage {stage}"] = weight_difference(loaded, plain)
-    return report
 
 
 class Mixture(torch.nn.Module):

@@ -1,19 +1,14 @@
 """What one rank runs for the fp16 tests: one loss over two engines, each with a loss scale of its own."""
 
-import copy
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_optimizer_state
-from rl_runs import digits, setup_run
-from tiny_models import tiny_model
 from torch import Tensor
 
-from rlhfkit import LocalEngine, PPOModule, Prompt, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS
@@ -122,7 +117,6 @@ def everything(folder: Path, model: str) -> dict[str, Any]:
     """All cases in one launch."""
     # torch computes in fp16 on every CPU, slowly; DeepSpeed refuses CPUs without instructions for it.
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    tiny_model(folder / f"rank{RANK}" / "model")  # while there is no process group: in one, rank 0 alone would save
     exact, report = reference(model), {}
     for stage in range(4):
         overflow = "the critic overflows" if stage % 2 else "the policy overflows"
@@ -138,7 +132,7 @@ def everything(folder: Path, model: str) -> dict[str, Any]:
                 "distance": {n: distance(b, [g[n] for g in gradients]) for n, b in scales.buffers.items()},
             }
         report[f"resume, stage {stage}"] = resume(folder / f"{stage}.ckpt", stage, model)
-    return report | ppo_runs(folder / f"rank{RANK}")
+    return report
 
 
 def resume(path: Path, stage: int, model: str) -> dict[str, Any]:
@@ -156,68 +150,3 @@ def resume(path: Path, stage: int, model: str) -> dict[str, Any]:
             for key, value in values.items()
         ),
     }
-
-
-class SummedPPO(PPOModule):
-    """The weights stay; the optimizer adds up the gradients of all updates."""
-
-    def configure_optimizers(self: Any) -> Any:
-        return torch.optim.SGD([{**group, "lr": 0.0} for group in self.parameter_groups()], lr=0.0, momentum=1.0)
-
-
-class Recorded(LocalEngine):
-    """Samples once, and returns the same samples in later runs, whose rounding would give others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[tuple[int, ...], list[Sample]] = {}
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, iteration: int) -> list[Sample]:
-        key = (iteration, *(prompt.index for prompt in prompts))
-        if key not in self.kept:
-            self.kept[key] = super().generate(prompts, sampling, iteration=iteration)
-        return copy.deepcopy(self.kept[key])
-
-
-def ppo_runs(folder: Path) -> dict[str, Any]:
-    """Two iterations of PPO in fp16, and the distance of its summed gradients to those of DDP in fp32."""
-    engine, exact = Recorded(), dict[str, dict[str, Tensor]]()
-
-    def run(precision: str, strategy: Any) -> tuple[Scales, dict[str, float]]:
-        os.environ["WORLD_SIZE"] = str(RANKS)  # Lightning deletes it when a fit ends
-        scales = Scales()
-        sampling = SamplingSpec(group_size=4, max_new_tokens=8)
-        trainer, module, data, _ = setup_run(
-            folder,
-            module=SummedPPO,
-            module_arguments={"kl_coef": 0.05},
-            data_arguments={"micro_batch_size": 8 // RANKS},
-            rollouts=RolloutCallback(digits, engine=engine, sampling=sampling),
-            callbacks=[scales],
-            precision=precision,
-            strategy=strategy,
-            devices=RANKS,
-            use_distributed_sampler=False,
-        )
-        trainer.fit(module, data)
-        return scales, {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-    exact = run("32-true", "ddp")[0].buffers
-    report = {}
-    for stage in (1, 2, 3):
-        powers = (18, 3) if stage == 2 else (12, 3)  # stage 2 begins with updates that overflow
-        strategy = RLHFDeepSpeedStrategy(
-            stage=stage,
-            initial_scale_power=powers[0],
-            hysteresis=1,
-            engine_configs={"critic": {"fp16": {"initial_scale_power": powers[1]}}},
-        )
-        scales, metrics = run("16-true", strategy)
-        report[f"ppo, stage {stage}"] = {
-            "scales": scales.history,
-            "rescaled": scales.rescaled,
-            "skipped": strategy.skipped_updates,
-            "distance": {n: distance(b, [exact[n]]) for n, b in scales.buffers.items()},
-            "loss": metrics["loss"],
-        }
-    return report

@@ -1,4 +1,4 @@
-"""Scripts that users start themselves: plainly, or with torchrun. Prints one JSON line on rank 0."""
+"""A script that users start themselves. Prints one JSON line on rank 0."""
 
 import json
 import sys

@@ -87,7 +87,6 @@ def weight_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Te
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "adamw": {},
     "sgd, accumulate 3 of 4, clip": {
         "optimizer": "sgd",
         "trainer": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5},

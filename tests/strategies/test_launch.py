@@ -1,4 +1,4 @@
-"""Plain scripts, torchrun, ranks that do not join, locks of interrupted builds.
+"""Plain scripts, ranks that do not join, locks of interrupted builds.
 
 Covers strategies/strategy.py, deepspeed/rendezvous.py and deepspeed/process_group.py, with launch_cases.py.
 """
@@ -9,11 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
@@ -23,45 +21,27 @@ from strategies import ranks
 SCRIPT = Path(__file__).with_name("launch_cases.py")
 
 
-STARTERS = ("python", "torchrun")
-
-
-@pytest.fixture(scope="module")
-def scripts(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: str
-) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Started at a time: each waits for its ranks to import everything."""
-    processes = {}
-    for starter in STARTERS:
-        folder, port = tmp_path_factory.mktemp(starter), str(ranks.free_port())
-        environment = ranks.rank_environment(0, 2, int(port), folder)
-        for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
-            environment.pop(name)
-        environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, str(SCRIPT), model_folder]
-        if starter == "torchrun":
-            command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-        processes[starter] = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield processes
-    finally:
-        for process in processes.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("starter", STARTERS)
-def test_two_ranks_from_a_script(starter: str, scripts: dict[str, subprocess.Popen[bytes]]) -> None:
-    output = scripts[starter].communicate(timeout=120)[0].decode()
+def test_two_ranks_from_a_script(tmp_path: Path, model_folder: str) -> None:
+    """Of which Lightning starts the second; torchrun and Slurm start those of tests/test_cluster.py."""
+    environment = ranks.rank_environment(0, 2, ranks.free_port(), tmp_path)
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+        environment.pop(name)
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), model_folder],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output = process.communicate(timeout=300)[0].decode()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     (line,) = [line for line in output.splitlines() if line.startswith('{"losses"')] or [output[-3000:]]
     result = json.loads(line)
     assert result["world_size"] == 2
@@ -103,11 +83,3 @@ def test_missing_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"rlhfkit\[deepspeed\]"):
         RLHFDeepSpeedStrategy()
-
-
-def test_the_precision_plugin_leaves_batches_alone() -> None:
-    import lightning as L
-
-    trainer = L.Trainer(strategy="rlhf_zero2", accelerator="cpu", devices=1, precision="bf16-true", logger=False)
-    batch = {"advantages": torch.ones(2)}
-    assert trainer.precision_plugin.convert_input(batch)["advantages"].dtype == torch.float32

@@ -60,26 +60,3 @@ def test_a_resumed_run_has_the_scales_and_the_state_of_the_straight_one_bitwise(
     assert values["losses"]
     assert values["scales"]
     assert values["momentum"]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ppo_has_the_gradients_of_fp32(report: dict[str, Any], stage: int) -> None:
-    """Policy, critic and reference are in fp16, of four updates of two iterations."""
-    values = report[f"ppo, stage {stage}"]
-    assert values["scales"] == [[2.0**12, 2.0**3]] * 4
-    assert values["skipped"] == 0
-    assert values["distance"]["policy"] < 5e-3
-    assert values["distance"]["critic"] < 5e-3
-
-
-def test_ppo_lowers_the_scale_that_overflows_and_goes_on(report: dict[str, Any]) -> None:
-    values = report["ppo, stage 2"]
-    policy, critic = zip(*values["scales"], strict=True)
-    assert set(critic) == {2.0**3}
-    lowered = int(values["rescaled"][-1])
-    assert 1 <= lowered < 4, "the first updates overflow, the last ones do not"
-    assert policy[-1] == 2.0 ** (18 - lowered)
-    assert values["skipped"] == 0
-    # Those that overflowed are missing from both sums.
-    assert 0.1 < values["distance"]["policy"] < 0.95
-    assert 0.1 < values["distance"]["critic"] < 0.95

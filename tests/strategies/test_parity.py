@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 # Losses are about 4; neighbouring fp32 numbers there are 4.8e-7 apart, so 1e-6 is two units in the last place.
 TOLERANCE = 1e-6
 STAGES = [0, 1, 2, 3]
-CASES = ["adamw", "sgd, accumulate 3 of 4, clip", "two engines, reference", "tied", "gradient checkpointing"]
+CASES = ["sgd, accumulate 3 of 4, clip", "two engines, reference", "tied", "gradient checkpointing"]
 
 
 Reports = Callable[[int], dict[str, Any]]

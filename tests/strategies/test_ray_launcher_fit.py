@@ -66,14 +66,6 @@ def state_after(trainer: Any, data: SharedBatches) -> dict[str, Any]:
     }
 
 
-def test_weights_are_collected_only_when_wanted(model_folder: str, tmp_path: Path) -> None:
-    trainer = make_trainer("auto", 1, tmp_path)
-    trainer.fit(Watched(model_folder), datamodule=SharedBatches())
-    assert RunResult.collect(trainer, None, return_weights=False).weights is None
-    collected = RunResult.collect(trainer, None, return_weights=True).weights
-    assert collected.keys() == trainer.lightning_module.state_dict().keys()
-
-
 def test_large_weights_stay_on_the_ranks_unless_asked_for_and_a_line_says_what_to_use(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,8 +77,11 @@ def test_large_weights_stay_on_the_ranks_unless_asked_for_and_a_line_says_what_t
         assert RunResult.collect(trainer, None, return_weights=None).weights is not None
         assert "not sent" not in caplog.text
         monkeypatch.setattr(remote_run, "MAX_RETURNED_BYTES", size / 2)
-        assert RunResult.collect(trainer, None, return_weights=True).weights is not None
+        collected = RunResult.collect(trainer, None, return_weights=True).weights
+        assert collected.keys() == trainer.lightning_module.state_dict().keys()
         assert RunResult.collect(trainer, None, return_weights=None).weights is None
+        monkeypatch.setattr(remote_run, "MAX_RETURNED_BYTES", 2 * size)
+        assert RunResult.collect(trainer, None, return_weights=False).weights is None
     (line,) = [record.message for record in caplog.records if "not sent" in record.message]
     assert "not sent to the driver" in line
     assert "HFExport or ModelCheckpoint" in line
