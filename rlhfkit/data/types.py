@@ -254,13 +254,15 @@ def decode_texts(samples: Sequence[Sample], decode: Callable[[list[list[int]]], 
         decode: Writes token ids of several sequences as texts, such as a tokenizer's ``batch_decode``.
     """
     waiting: list[Sample] = []
+    tokens = 0
     for place, sample in enumerate(samples):
         waiting.append(sample)
-        if sum(each.num_tokens for each in waiting) >= DECODED_TOKENS or place == len(samples) - 1:
+        tokens += sample.num_tokens
+        if tokens >= DECODED_TOKENS or place == len(samples) - 1:
             texts = decode([each.token_ids.tolist() for each in waiting])
             for each, text in zip(waiting, texts, strict=True):
                 each.text = text
-            waiting = []
+            waiting, tokens = [], 0
 
 
 @dataclass(kw_only=True, eq=False)
