@@ -238,6 +238,7 @@ def test_a_module_can_be_made_again_from_its_hyperparameters(kind: type) -> None
     """As ``load_from_checkpoint`` does, which hands all of them to a class with ``**kwargs``."""
     module = kind(**{"model": "anywhere"} | LEAST_OF.get(kind, {}))
     assert kind(**module.hparams).hparams == module.hparams
+    assert {name.partition(".")[0] for name in arguments_of(kind)} <= module.hparams.keys()  # a run's log is complete
 
 
 class CuriousDPO(OnlineDPOModule):

@@ -14,19 +14,14 @@ from models.vision_families import SIDE, save_vision_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rlhfkit import (
-    DPOModule,
     GRPOModule,
-    KTOModule,
     LocalEngine,
     Optimization,
-    PreferenceDataModule,
     PromptDataModule,
-    RewardModule,
     RolloutCallback,
     SamplingSpec,
     SFTDataModule,
     SFTModule,
-    UnpairedPreferenceDataModule,
 )
 from rlhfkit.models.lora import vision_parameters
 
@@ -82,21 +77,6 @@ def test_sft_learns_what_it_sees_and_exports_the_processor(folder: Path, tmp_pat
     inputs = processor(text=["<image>colour?"], images=[[PIL.Image.new("RGB", (SIDE, SIDE))]], return_tensors="pt")
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, module.policy.eval()(**inputs).logits)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [DPOModule, KTOModule, RewardModule])
-def test_preferences_are_learned_from_pictures(kind: Any, folder: Path, tmp_path: Path) -> None:
-    found = []
-    for shuffled in (False, True):
-        torch.manual_seed(0)
-        loader: Any = UnpairedPreferenceDataModule if kind is KTOModule else PreferenceDataModule
-        names = {"chosen": "chosen", "rejected": "rejected", "prompt": "prompt"}
-        data = loader(rows(tmp_path, shuffled=shuffled), micro_batch_size=16, **names)
-        module = kind(str(folder), lr=2e-3, loading=SEEING)
-        trainer = trained(module, data, tmp_path, max_epochs=10)
-        found.append(float(trainer.callback_metrics["loss"]))
-    assert found[0] < found[1] - 0.05
 
 
 def test_vision_has_a_learning_rate_of_its_own_or_none(folder: Path, tmp_path: Path) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
 from tiny_models import tiny_model
 
-from rlhfkit import GRPOModule, LoRA, Optimization, RolloutCallback, SamplingSpec, SFTDataModule, SFTModule
-from rlhfkit.callbacks import Probe
+from rlhfkit import GRPOModule, LoRA, Optimization, SFTDataModule, SFTModule
 from rlhfkit.models import ModelLoading, load_causal_lm
 
 
@@ -103,53 +101,6 @@ def test_an_exported_adapter_is_trained_on_with_itself_as_the_reference(folder: 
         with second.reference_model() as reference:
             assert torch.equal(reference(input_ids=ids).logits, before)
         assert not torch.allclose(second.policy(input_ids=ids).logits, before, atol=1e-2)
-
-
-@pytest.fixture(scope="module")
-def rl_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """GRPO with adapters and a KL penalty; what it has seen."""
-    seen: dict[str, Any] = {"probes": [], "kl": [], "rewards": []}
-
-    class Keep(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if "first" not in seen:
-                seen["first"] = batch
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            experience = trainer.callbacks[0].experience
-            seen["kl"].append(float(trainer.callback_metrics["policy/ref_kl"]))
-            seen["rewards"].append(float(experience.rewards.mean()))
-            seen["probes"].append(trainer.callbacks[0].part(Probe).difference)
-
-    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
-    trainer, module, data, _ = setup_run(
-        tmp_path_factory.mktemp("grpo"),
-        module_arguments={"lora": LoRA(rank=8, alpha=32), "kl_coef": 1e-3, "lr": 2e-2},
-        data_arguments={"rollout_batch_size": 16, "micro_batch_size": 64},
-        rollouts=rollouts,
-        callbacks=[Keep()],
-        max_epochs=12,
-        accumulate_grad_batches=1,
-    )
-    trainer.fit(module, data)
-    return seen | {"module": module}
-
-
-def test_reinforcement_learning_with_adapters_learns(rl_run: dict[str, Any]) -> None:
-    # 128 samples an iteration; a random policy has about 0.1 with a standard error of about 0.01.
-    assert sum(rl_run["rewards"][-3:]) / 3 > sum(rl_run["rewards"][:2]) / 2 + 0.1
-
-
-def test_the_engine_samples_from_the_merged_policy(rl_run: dict[str, Any]) -> None:
-    assert max(rl_run["probes"]) <= 1e-5
-
-
-def test_the_reference_is_the_policy_before_its_adapters(rl_run: dict[str, Any]) -> None:
-    module = rl_run["module"]
-    assert not hasattr(module, "reference")
-    batch = rl_run["first"]
-    assert torch.allclose(batch.columns["ref_logprobs"], batch.rollout_logprobs, atol=1e-5)
-    assert max(rl_run["kl"][-3:]) > 0.01
 
 
 def test_weights_of_4_bits_are_trained_beside_saved_and_merged(folder: Path, tmp_path: Path) -> None:

@@ -84,23 +84,6 @@ def test_a_plan_that_cannot_be_met_says_what_is_missing_and_what_there_is(found:
     assert found["all"]["machines"] == {"trainer": [4, 4, 4]}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"trainer": "with engines"}, "takes a number of ranks"),
-        ({"engines": "with reference", "reference": 1}, "engines can be with trainer"),
-        ({"reward": "with engines", "engines": 1}, "reward can be with trainer"),
-        ({"reward": "with reference", "reference": "with trainer"}, "reward can be with trainer"),
-        ({"reference": "elsewhere"}, "a number of processes or 'with trainer', got 'elsewhere'"),
-        ({"reference": {"count": 2}}, "takes processes, resources and machines"),
-        ({"reference": {"processes": 2, "resources": {"GPU": 0}}}, "above 0"),
-    ],
-)
-def test_what_is_asked_for_is_checked_at_once(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        Placement(**arguments)
-
-
 def test_a_role_that_the_plan_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="the plan has no teacher"):
         Placement(trainer=1, reference=1).teacher("model")

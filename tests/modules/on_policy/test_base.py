@@ -3,22 +3,17 @@
 Covers base.py, grpo.py and presets.py.
 """
 
-import dataclasses
 import functools
-import inspect
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonargparse
-import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
 from torch import Tensor
 
 import rlhfkit.losses
-from rlhfkit import GRPOModule, OnPolicyDistillationModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import GRPOModule, PPOModule
 from rlhfkit.callbacks.rollout.micro_batching import MicroBatches
 from rlhfkit.data import Experience
 from rlhfkit.data.packing import MicroBatch
@@ -34,7 +29,6 @@ from rlhfkit.losses import (
     group_advantages,
     grpo_loss,
     gspo_loss,
-    importance_weights,
     kl_estimate,
     kl_loss,
     opo_advantages,
@@ -48,17 +42,15 @@ from rlhfkit.losses import (
 from rlhfkit.losses import cispo_loss as lifted_cispo_loss
 from rlhfkit.losses.advantages.rewards import token_rewards
 from rlhfkit.models import PolicyOutput
-from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.presets import PRESETS
-from rlhfkit.modules.parts import EntropyBonus, NoCorrection, Reference
-from rlhfkit.modules.parts.advantages import AdvantagesBy, TokenCredit
+from rlhfkit.modules.parts import EntropyBonus, NoCorrection
+from rlhfkit.modules.parts.advantages import AdvantagesBy
 from rlhfkit.modules.parts.correction import Correction
-from rlhfkit.modules.parts.critic import GAE
+from rlhfkit.modules.parts.critic import Returns
 from rlhfkit.modules.parts.kl_penalty import KLInReward, KLPenalty
 from rlhfkit.modules.parts.rewards import MaskTruncated
 from rlhfkit.parts import Stage
-from rlhfkit.roles import ModelPool
 
 
 def my_estimator(rewards: Tensor, group: Tensor) -> Tensor:
@@ -246,22 +238,6 @@ def test_the_optimal_token_baseline_is_reached_by_name_and_reads_the_engines_log
     assert len(prepared.advantages[0][batch.action_mask[0]].unique()) > 1
 
 
-def test_correction_weights_the_policy_loss_and_entropy_is_rewarded() -> None:
-    batch = experience()
-    batch.columns.pop("ref_logprobs", None)
-    assert batch.old_logprobs is not None
-    module = GRPOModule("anywhere", parts=[EntropyBonus(0.01), Correction("tis")])
-    entropy = torch.rand(6, 6, generator=torch.Generator().manual_seed(1))
-    logprobs = batch.old_logprobs + 0.05
-    made = loss_of(module, batch, PolicyOutput(logprobs, entropy))
-    old, mask = batch.old_logprobs, batch.action_mask
-    weights = importance_weights(old, batch.rollout_logprobs, mask, level="token", mode="truncate", high=2.0).weights
-    advantages = group_advantages(batch.rewards, batch.group)
-    surrogate = ppo_loss(logprobs, old, advantages, mask, clip_high=0.28, weights=weights, denominator=20.0)
-    expected = surrogate.loss + entropy_bonus(entropy, mask, coef=0.01, denominator=20.0).loss
-    torch.testing.assert_close(made, expected)
-
-
 @pytest.mark.parametrize(
     ("module", "set_by_default", "correction"),
     [
@@ -399,7 +375,7 @@ def test_advantages_may_be_a_function_of_rewards_and_groups_for_every_module(kin
         expected = opo_advantages(batch.rewards, batch.group, batch.action_mask.sum(-1))
     assert filled.advantages is not None
     torch.testing.assert_close(filled.advantages, expected[:, None].expand(6, 6))
-    assert kind(**module.hparams).hparams == module.hparams
+    assert any(type(part) is Returns for part in module.parts) == (kind is PPOModule)  # for its critic all the same
 
 
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
@@ -424,21 +400,7 @@ def test_a_function_of_the_experience_sees_the_reward_without_the_kl_penalty_of_
     assert torch.equal(filled.rewards, batch.rewards)  # of the tokens' penalty, the last
 
 
-def test_ppo_subtracts_the_kl_of_an_answer_from_its_last_token_where_it_is_told_to() -> None:
-    batch = experience()
-    assert batch.old_logprobs is not None
-    batch.columns["values"], mask = torch.zeros(6, 6), batch.action_mask
-    kl = torch.where(mask, batch.old_logprobs - batch.columns["ref_logprobs"], 0.0)
-    for place, rewards in (
-        ("token", token_rewards(batch.rewards, mask, kl=kl, kl_coef=0.1)),
-        ("sequence", token_rewards(batch.rewards - 0.1 * kl.sum(-1), mask)),
-    ):
-        penalty = KLInReward(0.1, place=place)  # type: ignore[arg-type]
-        module = PPOModule("anywhere", parts=[penalty], lam=1.0, whiten_advantages=False)
-        gae = next(part for part in module.parts if type(part) is GAE)
-        found = gae.prepare(penalty.prepare(batch)).advantages
-        torch.testing.assert_close(found, discounted_returns(rewards, mask))
-
+def test_ppo_has_a_penalty_in_the_reward_of_each_token_unless_another_is_given() -> None:
     def penalties(module: Any) -> list[Any]:
         return [part.plain()["init_args"] for part in module.parts if isinstance(part, KLInReward | KLPenalty)]
 
@@ -448,124 +410,6 @@ def test_ppo_subtracts_the_kl_of_an_answer_from_its_last_token_where_it_is_told_
     assert penalties(PPOModule("anywhere", parts=[given])) == [given.plain()["init_args"]]
 
 
-def test_the_kl_penalty_of_rloo_is_part_of_the_reward_that_is_left_out() -> None:
-    """Rewards 1 0 1 0 and a first answer of ten tokens that each cost half a nat: 0.05 * 10 * 0.5 = 0.25."""
-    mask = torch.ones(4, 10, dtype=torch.bool)
-    old = torch.full((4, 10), -1.0)
-    batch = dataclasses.replace(
-        experience(),
-        input_ids=torch.zeros(4, 11, dtype=torch.int64),
-        attention_mask=torch.ones(4, 11, dtype=torch.bool),
-        action_mask=mask,
-        rollout_logprobs=old,
-        versions=torch.zeros(4, 10, dtype=torch.int64),
-        rewards=torch.tensor([1.0, 0.0, 1.0, 0.0]),
-        group=torch.zeros(4, dtype=torch.int64),
-        sample_index=torch.arange(4),
-        truncated=torch.zeros(4, dtype=torch.bool),
-        update=torch.ones(4, dtype=torch.int64),
-        old_logprobs=old,
-        columns={"ref_logprobs": old - 0.5 * (torch.arange(4) == 0)[:, None]},
-    )
-
-    def advantages_of(**arguments: Any) -> Tensor:
-        found = credited(GRPOModule("anywhere", **arguments), batch).advantages
-        assert found is not None
-        return found
-
-    advantages = advantages_of(preset="rloo")[:, 0]
-    # Ahmadian et al.: reward 0.75 0 1 0, each minus the mean of the other three.
-    assert advantages.tolist() == pytest.approx([5 / 12, -7 / 12, 3 / 4, -7 / 12], abs=1e-6)
-    per_token = advantages_of(preset="rloo", parts=[KLInReward(0.05, place="token")])
-    assert per_token[0].mean().item() == pytest.approx(2 / 3 - 0.25 * 11 / 20, abs=1e-6)  # 0.529
-
-
-def shorter_is_better(batch: Experience) -> Tensor:
-    return -batch.action_mask.sum(-1).float()
-
-
-@pytest.mark.parametrize("kind", [GRPOModule, PPOModule, OnPolicyModule])
-def test_an_estimator_that_sees_the_whole_iteration_is_a_function_and_survives_checkpoints(
-    tmp_path: Path, kind: Any
-) -> None:
-    trainer, module, data, rollouts = setup_run(
-        tmp_path, module=kind, module_arguments={"advantages": shorter_is_better}, max_epochs=1
-    )
-    trainer.fit(module, data)
-    batch = rollouts.experience
-    assert batch is not None
-    assert batch.advantages is not None
-    lengths = [len(sample.token_ids) for sample in rollouts.samples]
-    assert batch.advantages[:, 0].tolist() == [-float(length) for length in lengths]
-    if kind is PPOModule:
-        assert batch.columns["returns"].abs().sum() > 0  # the critic's targets are computed all the same
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    loaded = kind.load_from_checkpoint(tmp_path / "run.ckpt")
-    assert loaded.hparams["advantages"] == f"{__name__}.shorter_is_better"
-
-
-def test_every_argument_shows_in_the_hyperparameters() -> None:
-    """Those of base classes too, so that a run's log is complete."""
-    for kind in (GRPOModule, PPOModule):
-        module = kind("anywhere", **({"preset": "dapo"} if kind is GRPOModule else {}))
-        for base in kind.__mro__[: kind.__mro__.index(PolicyModule) + 1]:
-            parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
-            names = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} - {"self"}
-            assert names <= module.hparams.keys(), base
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        (GRPOModule, {"advantages", "advantage_scale", "preset"}),
-        (PPOModule, {"critic", "critic_lr", "value_clip", "lam"}),
-        (OnPolicyDistillationModule, {"teacher", "divergence", "reward_coef"}),
-    ],
-)
-def test_help_shows_what_most_users_set(kind: type, names: set[str]) -> None:
-    names |= {"lr", "policy_loss", "clip_low", "clip_high", "kl_coef", "parts", "lora", "optimization"}
-    assert names <= inspect.signature(kind).parameters.keys()
-
-
-def penalty(name: str, **arguments: Any) -> dict[str, Any]:
-    """A KL penalty as in YAML."""
-    return {"class_path": f"rlhfkit.modules.parts.kl_penalty.{name}", "init_args": arguments}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"advantages": "discounted_returns"}, r"takes \(rewards, mask\)"),
-        ({"advantages": "pass_at_k_advantages"}, r"takes \(rewards, group, k\).*functools.partial\(function, k="),
-        (
-            {"advantages": lambda rewards, baseline: rewards},
-            r"takes \(rewards, baseline\), and a function is given what",
-        ),
-        ({"advantages": lambda rewards, group, counts: rewards}, r"takes \(rewards, group, counts\)"),
-        ({"advantages": lambda rewards, greedy_rewards, group: rewards}, "name its arguments so"),
-        ({"advantages": lambda *, experience: experience}, r"takes \(experience\).*functools.partial"),
-        ({"advantages": "rloo"}, "did you mean 'rloo_advantages'"),
-        ({"advantages": my_estimator, "advantage_scale": "none"}, "advantage_scale would have no effect beside"),
-        (
-            {"advantages": shorter_is_better, "parts": [TokenCredit(0.9).plain()]},
-            "spreads the advantage of a sample over its tokens, and those before it differ",
-        ),
-        ({"parts": [penalty("KLPenalty", coef=0.1, estimator="k1")]}, "gradient of mean 0.*'k3', or importance_weight"),
-        ({"parts": [penalty("KLPenalty", coef=0.1), penalty("KLInReward", coef=0.1)]}, "a module has one KL penalty"),
-        ({"parts": [Reference(ModelPool("elsewhere"))]}, r"Reference\(ModelPool\(...\)\) is a model that nothing asks"),
-        (
-            {"parts": [{"class_path": "rlhfkit.modules.parts.Correction", "init_args": {"kind": "tiss"}}]},
-            "correction must be one of tis",
-        ),
-        ({"clip_low": -1.0}, "clip_low"),
-        ({"aggregation": "constant-length"}, "max_length"),
-    ],
-)
-def test_a_bad_argument_is_an_error_when_the_module_is_made(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GRPOModule("anywhere", **arguments)
-
-
 def test_groups_in_which_no_answer_can_have_an_advantage_are_refused() -> None:
     best_of_eight = GRPOModule("anywhere", advantages=functools.partial(pass_at_k_advantages, k=8))
     with pytest.raises(ValueError, match="with group_size=8 every advantage is 0, however many answers are right"):
@@ -573,23 +417,3 @@ def test_groups_in_which_no_answer_can_have_an_advantage_are_refused() -> None:
     best_of_eight.check_group_size(9)
     GRPOModule("anywhere", advantages=lambda rewards, group: (rewards > 5).float()).check_group_size(8)
     GRPOModule("anywhere", advantages="opo_advantages").check_group_size(2)
-
-
-def test_reinforce_plus_plus_learns_without_groups(tmp_path: Path) -> None:
-    seen: list[float] = []
-
-    class Keep(L.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.append(sum(sample.reward or 0.0 for sample in rollouts.samples) / len(rollouts.samples))
-
-    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=1, max_new_tokens=8))
-    trainer, module, data, _ = setup_run(
-        tmp_path,
-        module_arguments={"preset": "reinforce++"} | {"lr": 5e-3},
-        data_arguments={"rollout_batch_size": 32, "micro_batch_size": 16},
-        rollouts=rollouts,
-        callbacks=[Keep()],
-        max_epochs=12,
-    )
-    trainer.fit(module, data)
-    assert sum(seen[-3:]) / 3 > sum(seen[:3]) / 3 + 0.15

@@ -5,12 +5,10 @@ Functions as ``advantages`` are in test_base.py.
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rl_runs import setup_run
 from torch import Tensor
 
 import rlhfkit.losses
@@ -19,24 +17,17 @@ from rlhfkit.data import Experience
 from rlhfkit.losses import (
     LossOutput,
     dppo_loss,
-    grpo_loss,
     gspo_loss,
     importance_weights,
-    kl_loss,
     ppo_loss,
-    sum_losses,
     vespo_loss,
 )
-from rlhfkit.losses.policy.base import policy_tokens
 from rlhfkit.models import PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.parts import Correction
-from rlhfkit.modules.parts.kl_penalty import KLPenalty
 
 from .test_base import experience
 
-INPUTS = ["logprobs", "old_logprobs", "advantages", "mask"]
-COMMON = {"weights", "aggregation", "denominator", "max_length"}
 EVERY: dict[str, Callable[..., LossOutput]] = {
     name: getattr(rlhfkit.losses, name)
     for name in rlhfkit.losses.__all__
@@ -63,60 +54,19 @@ def through(module: OnPolicyModule, batch: Experience, logprobs: Tensor) -> tupl
     return value_and_gradient(module.loss(batch, PolicyOutput(logprobs, None)).loss, logprobs)
 
 
-def test_all_of_them_are_found_and_have_one_signature() -> None:
-    assert len(EVERY) >= 18
-    for name, loss in EVERY.items():
-        parameters = inspect.signature(loss).parameters
-        assert list(parameters)[:4] == INPUTS, name
-        others = [each for each in parameters.values() if each.name not in INPUTS]
-        assert {each.kind for each in others} == {inspect.Parameter.KEYWORD_ONLY}, name
-        # By its definition the token mean of a micro-batch knows no count of the step.
-        assert parameters.keys() >= COMMON - ({"denominator"} if name == "bnpo_loss" else set()), name
-
-
-@pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
-@pytest.mark.parametrize("name", EVERY)
-def test_a_module_calls_the_loss_as_by_hand_with_its_own_defaults(name: str, kind: Any) -> None:
-    loss, (batch, logprobs) = EVERY[name], prepared()
-    assert batch.advantages is not None
-    assert batch.old_logprobs is not None
-    module = kind(
-        "anywhere",
-        policy_loss=name,
-        kl_coef=0.0,
-        policy_loss_arguments={"max_length": 6} if name == "dr_grpo_loss" else {},
-    )
-    batch.columns.pop("ref_logprobs", None)
-    torch.manual_seed(0)  # Clip-Cov draws
-    got = through(module, batch, logprobs)
-    parameters = inspect.signature(loss).parameters
-    knobs: dict[str, Any] = {"max_length": 6} if name == "dr_grpo_loss" else {}
-    if "rollout_logprobs" in parameters:
-        knobs["rollout_logprobs"] = batch.rollout_logprobs
-    if "denominator" in parameters:
-        knobs["denominator"] = COUNTED.get(parameters["aggregation"].default, SEQUENCES)
-    torch.manual_seed(0)
-    by_hand = loss(logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **knobs)
-    expected = value_and_gradient(by_hand.loss, logprobs)
-    for mine, theirs in zip(got, expected, strict=True):
-        assert torch.equal(mine, theirs)
-    assert expected[1].abs().sum() > 0
-    assert kind(**module.hparams).policy_loss.name == module.hparams["policy_loss"] == f"{loss.__module__}.{name}"
-
-
-@pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
 @pytest.mark.parametrize("name", sorted(EVERY.keys() - {"decoupled_ppo_loss", "dppo_loss"}))
-def test_a_correction_weighs_every_loss_that_is_not_given_the_engines_log_probs(name: str, kind: Any) -> None:
+def test_every_loss_is_called_as_by_hand_with_its_own_defaults_and_weighed_by_a_correction(name: str) -> None:
+    """Those two, which are given the engine's log-probs, are presets: ``test_base.py``."""
     loss, (batch, logprobs) = EVERY[name], prepared()
     assert batch.advantages is not None
     assert batch.old_logprobs is not None
     batch.columns.pop("ref_logprobs", None)
     knobs: dict[str, Any] = {"max_length": 6} if name == "dr_grpo_loss" else {}
     correction = {"level": "sequence", "mode": "truncate", "high": 1.1}
-    module = kind(
+    module = GRPOModule(
         "anywhere", policy_loss=name, kl_coef=0.0, policy_loss_arguments=knobs, parts=[Correction(correction)]
     )
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # Clip-Cov draws
     got = through(module, batch, logprobs)
     mask = batch.action_mask
     log_ratio = torch.where(mask, batch.old_logprobs - batch.rollout_logprobs, 0.0).sum(-1)
@@ -177,30 +127,6 @@ def test_dppo_sees_the_engines_log_probs_in_the_first_update_too() -> None:
     assert float(same.metrics["policy/clip_fraction"]) == 0.0
 
 
-def test_the_kl_penalty_is_added_to_any_policy_loss() -> None:
-    batch, logprobs = prepared()
-    assert batch.old_logprobs is not None
-    assert batch.advantages is not None
-    inputs, reference = (
-        (logprobs, batch.old_logprobs, batch.advantages, batch.action_mask),
-        batch.columns["ref_logprobs"],
-    )
-    weighted = {"policy_loss": "grpo_loss", "parts": [KLPenalty(0.3, importance_weight=True)]}
-    knobs: dict[str, Any] = {"aggregation": "sequence-mean-token-mean", "denominator": SEQUENCES}
-    got = through(GRPOModule("anywhere", **weighted), batch, logprobs)
-    surrogate = grpo_loss(*inputs, denominator=SEQUENCES)  # first, as gradients are added in the order of the graph
-    ratio = policy_tokens(*inputs).ratio
-    penalty = kl_loss(logprobs, reference, batch.action_mask, coef=0.3, importance_weight=ratio, **knobs)
-    expected = sum_losses(surrogate, penalty).loss
-    for mine, theirs in zip(got, value_and_gradient(expected, logprobs), strict=True):
-        assert torch.equal(mine, theirs)
-    got = through(GRPOModule("anywhere", policy_loss="gspo_loss", kl_coef=0.3), batch, logprobs)
-    penalty = kl_loss(logprobs, reference, batch.action_mask, coef=0.3, **knobs)
-    expected = gspo_loss(*inputs, denominator=SEQUENCES).loss + penalty.loss
-    for mine, theirs in zip(got, value_and_gradient(expected, logprobs), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
 def test_weights_of_tokens_and_of_sequences_enter_the_kernel_of_vespo_as_what_they_are() -> None:
     batch, logprobs = prepared()
     assert batch.old_logprobs is not None
@@ -230,19 +156,6 @@ def in_another_order(
     return ppo_loss(logprobs, old_logprobs, advantages, mask, denominator=denominator)
 
 
-def of_other_names(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> LossOutput:
-    """As in verl, whose old log-probs come first."""
-    return ppo_loss(log_prob, old_log_prob, advantages, response_mask)
-
-
-def with_other_knobs(logprobs: Tensor, old_log_prob: Tensor, advantages: Tensor, **knobs: Any) -> LossOutput:
-    return ppo_loss(logprobs, old_log_prob, advantages, **knobs)
-
-
-def passed_on(*inputs: Tensor, **knobs: Any) -> LossOutput:
-    return ppo_loss(*inputs, **knobs)
-
-
 def wrapped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **knobs: Any) -> LossOutput:
     return ppo_loss(logprobs, old_logprobs, advantages, mask, **knobs)
 
@@ -262,60 +175,6 @@ def test_a_loss_of_ones_own_is_given_what_it_names() -> None:
     assert torch.equal(made, ppo_loss(*inputs, clip_high=0.3, denominator=TOKENS).loss)
     mixed = GRPOModule("anywhere", policy_loss=in_another_order).loss(batch, PolicyOutput(logprobs, None)).loss
     assert torch.equal(mixed, ppo_loss(*inputs, denominator=TOKENS).loss)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"policy_loss": "gspo"}, r"policy_loss='gspo' cannot be imported.*did you mean 'gspo_loss'"),
-        ({"policy_loss": "rlhfkit.losses.no_such_loss"}, "cannot be imported"),
-        ({"policy_loss": "dpo_loss"}, r"dpo_loss is no policy loss: it takes \(chosen, rejected"),
-        ({"policy_loss": passed_on}, "is no policy loss"),
-        ({"policy_loss": of_other_names}, r"takes \(old_log_prob, .* so that logprobs, old_logprobs, mask is missing"),
-        ({"policy_loss": with_other_knobs}, "does not take what it is given: .*old_log"),
-        ({"policy_loss_arguments": {"mask": 1.0}}, "must not have mask: it is a tensor of the micro-batch"),
-        ({"policy_loss": "cispo_loss", "clip_low": 0.2}, r"cispo_loss does not take clip_low; it takes ratio_min"),
-        ({"policy_loss_arguments": {"ratio_max": 5.0}}, r"dapo_loss does not take ratio_max; it takes clip_low"),
-        ({"policy_loss_arguments": {"denominator": 5.0}}, "must not have denominator: it is the count"),
-        ({"policy_loss_arguments": {"kl_coef": 0.1}}, "dapo_loss does not take kl_coef"),
-        ({"policy_loss_arguments": {"clip_low": 0.1}, "clip_low": 0.2}, "clip_low is given twice"),
-        ({"policy_loss": "dr_grpo_loss"}, "max_length"),
-        ({"policy_loss": "dppo_loss", "parts": [Correction("tis").plain()]}, "would count them twice"),
-        ({"policy_loss": plain, "parts": [Correction("tis").plain()]}, "takes no weights"),
-        ({"policy_loss": "gspo_loss", "clip_low": 2.0}, "clip_low"),
-    ],
-)
-def test_what_a_loss_cannot_be_given_is_an_error_when_the_module_is_made(
-    arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        GRPOModule("anywhere", **arguments)
-
-
-@pytest.mark.parametrize("preset", ["decoupled_ppo", "dppo"])
-def test_a_run_gives_the_loss_what_its_own_engine_said(tmp_path: Path, preset: str) -> None:
-    given: list[tuple[Tensor, Tensor]] = []
-
-    class Listen(GRPOModule):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            function = self.policy_loss.function
-
-            def listen(*, rollout_logprobs: Tensor, mask: Tensor, **knobs: Any) -> LossOutput:
-                given.append((rollout_logprobs, mask))
-                return function(rollout_logprobs=rollout_logprobs, mask=mask, **knobs)
-
-            self.policy_loss.function = listen
-
-    trainer, module, data, rollouts = setup_run(
-        tmp_path, module=Listen, module_arguments={"preset": preset}, max_epochs=1
-    )
-    given.clear()  # of the module's own trial
-    trainer.fit(module, data)
-    said = sorted(round(value, 6) for sample in rollouts.samples for value in sample.logprobs.tolist())
-    heard = sorted(round(value, 6) for logprobs, mask in given for value in logprobs[mask].tolist())
-    assert heard == pytest.approx(said, abs=2e-6)
-    assert (preset == "decoupled_ppo") == ("rollout_corr/is_mean" in trainer.callback_metrics)
 
 
 def test_an_argument_that_is_named_like_one_of_the_module_belongs_to_the_loss_where_it_is_its_own() -> None:

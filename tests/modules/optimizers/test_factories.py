@@ -166,10 +166,6 @@ def passes_on(groups: Any, **more: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, **more)
 
 
-def without_rate(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(groups, lr=1.0)
-
-
 def test_functions_and_classes_are_given_what_they_take() -> None:
     module = SFTModule(
         "a model", lr=0.1, optimization=Optimization(betas=(0.5, 0.6), weight_decay=0.2, optimizer="torch.optim.RAdam")
@@ -192,32 +188,6 @@ def test_functions_and_classes_are_given_what_they_take() -> None:
     wrapper.policy = torch.nn.Linear(2, 2)
     defaults = wrapper.configure_optimizers().defaults  # AdamW's own lr is 1e-3
     assert (defaults["lr"], defaults["weight_decay"], defaults["eps"]) == (0.1, 0.2, 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"optimizer": "adam_w"}, "optimizer='adam_w' cannot be imported.*did you mean 'adamw'"),
-        (
-            {"optimizer_arguments": {"epsilon": 1}},
-            "epsilon, which optimizer='adamw' does not take: it takes eps, amsgrad",
-        ),
-        ({"optimizer_arguments": {"eps": -1.0}}, "refuses optimizer_arguments.*[Ii]nvalid epsilon"),
-        (
-            {"optimizer": "torch.optim.RAdam", "optimizer_arguments": {"lr": 1}},
-            "lr: lr is an argument of the module",
-        ),
-        ({"optimizer": without_rate}, "without_rate' takes no lr.* give the function an argument lr"),
-        ({"optimizer": "sgd", "optimizer_arguments": {"nesterov": True}}, "Nesterov momentum requires"),
-        ({"optimizer": "muon", "optimizer_arguments": {"adjust_lr": "no"}}, "refuses optimizer_arguments"),
-        ({"warmup_steps": 2, "warmup_ratio": 0.1}, "give warmup_steps=2 or warmup_ratio=0.1, not both"),
-        ({"min_lr_ratio": 0.1}, "min_lr_ratio would have no effect beside lr_schedule='constant'"),
-        ({"decay_ratio": 0.1, "lr_schedule": "linear"}, "decay_ratio would have no effect beside lr_schedule='linear'"),
-    ],
-)
-def test_what_cannot_be_is_refused_when_the_module_is_made(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        SFTModule("a model", optimization=Optimization(**arguments))
 
 
 def trainer_on(device: str, precision: Precision | None = None) -> Any:

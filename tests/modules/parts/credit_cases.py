@@ -10,14 +10,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, setup_run
+from rl_runs import setup_run
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from modules.on_policy.ppo_cases import PlainPPO, logprobs_of
+from modules.on_policy.ppo_cases import logprobs_of
 from modules.on_policy.test_base import experience
-from rlhfkit import Experience, GRPOModule, OnlineDPOModule, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import Experience, GRPOModule, OnlineDPOModule, PPOModule
 from rlhfkit.modules.parts.advantages import (
     AdvantagesBy,
     GroupAdvantages,
@@ -59,8 +59,6 @@ def group_formula(folder: Path) -> None:
     for scale, expected in (("none", centred), ("group", scores)):
         found = prepared(GroupAdvantages(scale), rows).advantages  # type: ignore[arg-type]
         torch.testing.assert_close(found, of_tokens(rows, expected), rtol=1e-3, atol=1e-4)
-    with pytest.raises(ValueError, match="scale"):
-        GroupAdvantages("sample")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="with group_size=1 every advantage is 0"):
         GRPOModule("no/model").check_group_size(1)
 
@@ -104,17 +102,6 @@ def credit_formula(folder: Path) -> None:
             for step in steps:
                 expected = sum(0.5 ** (later - step) * value for later, value in rewards.items() if later >= step)
                 assert float(found[row, step]) == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(ValueError, match=r"TokenCredit\.gamma"):
-        TokenCredit(1.5)
-    with pytest.raises(ValueError, match="those before it differ between tokens"):
-        GRPOModule("no/model", parts=[AdvantagesBy(by_surprise), TokenCredit(0.5)])
-    with pytest.raises(ValueError, match="units of the reward"):
-        GRPOModule("no/model", parts=[TokenCredit(0.5, earned=True)])
-
-
-def by_surprise(experience: Experience) -> Tensor:
-    """A function of the rows."""
-    return -experience.rollout_logprobs
 
 
 def whiten_formula(folder: Path) -> None:
@@ -158,9 +145,6 @@ def gae_formula(folder: Path) -> None:
     rows, part = with_values(), GAE(0.9, 0.5)
     PPOModule("no/model", parts=[part], kl_coef=0.0)
     torch.testing.assert_close(part.prepare(rows).advantages, lambda_returns(rows, 0.9, 0.5)[0])
-    for given in ({"gamma": 1.5}, {"lam": -0.1}, {"length_adaptive_alpha": 0.0}):
-        with pytest.raises(ValueError, match=rf"GAE\.{next(iter(given))}"):
-            GAE(**given)
 
 
 def returns_formula(folder: Path) -> None:
@@ -211,21 +195,22 @@ def value_loss_formula(folder: Path) -> None:
 def warmup_formula(folder: Path) -> None:
     """The policy is bitwise the same for so many steps, and then not."""
     before: list[Tensor] = []
+    moments: list[bool] = []
 
     class Watch(L.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if not batch_idx % trainer.accumulate_grad_batches:
+                moments.append(any(one in trainer.optimizers[0].state for one in pl_module.policy.parameters()))
                 before.append(torch.cat([one.detach().flatten() for one in pl_module.policy.parameters()]))
 
-    rollouts = RolloutCallback(digits, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
     trainer, module, data, _ = setup_run(
         folder,
-        module=PlainPPO,
-        module_arguments={"lr": 0.05, "parts": [CriticWarmup(2)]},
-        rollouts=rollouts,
+        module=PPOModule,
+        module_arguments={"lr": 0.05, "parts": [CriticWarmup(2)], "optimization": {"weight_decay": 0.1}},
         callbacks=[Watch()],
     )
     trainer.fit(module, data)
+    assert moments == [False, False, False, True]  # of Adam, which has not begun there
     assert torch.equal(before[0], before[2])
     assert not torch.equal(before[2], before[3])
 

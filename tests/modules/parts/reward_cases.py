@@ -29,7 +29,9 @@ def shaped(part: Part, rewards: list[float] = REWARDS) -> list[float]:
     if part.module is None:
         GRPOModule("no/model", parts=[part])
     rows = dataclasses.replace(experience(), rewards=torch.tensor(rewards), truncated=torch.tensor(CUT_OFF))
-    return part.prepare(rows).rewards.tolist()
+    found = part.prepare(rows).rewards.tolist()
+    assert [math.isnan(value) for value in found] == [math.isnan(value) for value in rewards]  # missing ones stay so
+    return found
 
 
 def stop_properly_formula(folder: Path) -> None:
@@ -37,17 +39,11 @@ def stop_properly_formula(folder: Path) -> None:
     assert shaped(StopProperly(0.25))[:5] == [0.25, -2.0, 0.5, 3.0, 0.0]
     assert shaped(StopProperly(0.0))[:5] == [0.0, -2.0, 0.5, 3.0, 0.0]
     assert shaped(StopProperly(-1.5))[:5] == [-1.5, -1.5, 0.5, 3.0, -1.5]
-    for coef in (1.5, math.nan):
-        with pytest.raises(ValueError, match=r"StopProperly\.coef"):
-            StopProperly(coef)
 
 
 def missing_end_formula(folder: Path) -> None:
     """A difference."""
     assert shaped(MissingEndPenalty(0.75))[:5] == [0.25, -2.75, 0.5, 3.0, -0.75]
-    for penalty in (0.0, -1.0):
-        with pytest.raises(ValueError, match=r"MissingEndPenalty\.penalty must be a finite number above 0"):
-            MissingEndPenalty(penalty)
 
 
 def normalize_formula(folder: Path) -> None:
@@ -70,15 +66,14 @@ def normalize_formula(folder: Path) -> None:
 def clip_formula(folder: Path) -> None:
     """Limits on both sides."""
     assert shaped(ClipRewards(0.75))[:5] == [0.75, -0.75, 0.5, 0.75, 0.0]
-    with pytest.raises(ValueError, match=r"ClipRewards\.limit must be a finite number above 0"):
-        ClipRewards(0.0)
 
 
 def mask_formula(folder: Path) -> None:
     """No token of an answer that was cut off; all others' stay."""
     rows = dataclasses.replace(experience(), truncated=torch.tensor(CUT_OFF))
     part = MaskTruncated()
-    GRPOModule("no/model", parts=[part])
+    module = GRPOModule("no/model", parts=[part])
+    assert module.order[-1] is part  # after the advantages, in whose baseline these answers are
     found = part.prepare(rows).action_mask
     for row, cut_off in enumerate(CUT_OFF):
         assert torch.equal(found[row], torch.zeros(6, dtype=torch.bool) if cut_off else rows.action_mask[row])

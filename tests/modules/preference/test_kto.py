@@ -1,6 +1,5 @@
 """KTOModule against a loop written by hand; splits, ranks and resuming: ``test_step_properties.py``."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -68,26 +67,13 @@ def test_a_step_costs_the_gradient_pass_and_one_without_gradient(folder: Path, t
     assert not hasattr(module, "reference")
 
 
-def test_a_mixture_is_trained_on_with_the_reference_on_disk(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_text("".join(json.dumps({"prompt": f"{i}?", "chosen": "a", "rejected": "b"}) + "\n" for i in range(6)))
-    mixture = {str(folder / "data.jsonl"): 0.5, str(other): 0.5}
-    steps = kto_cases.Steps()
-    for knobs in ({}, {"precompute_ref_log_probs": True}):
-        data = UnpairedPreferenceDataModule(mixture, micro_batch_size=6, max_length=64)
-        run = kto_cases.trainer(tmp_path, max_epochs=1, callbacks=[steps])
-        run.fit(kto_cases.made(folder, **knobs), data)
-    assert len(steps.losses) == 16
-    assert steps.losses[8:] == pytest.approx(steps.losses[:8], rel=1e-5)
-
-
 ADAPTERS = {"lr": 2e-2, "lora": LoRA(rank=4)}
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"lr": 3e-3}, ADAPTERS, ADAPTERS | {"precompute_ref_log_probs": True}],
-    ids=["full", "lora", "lora, reference on disk"],
+    [{"lr": 3e-3}, ADAPTERS],
+    ids=["full", "lora"],
 )
 def test_it_learns_which_answers_are_wanted(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """The optimum is known: every implicit reward has the sign of its label and the loss goes to 0."""

@@ -85,29 +85,6 @@ def test_a_step_has_the_value_of_the_formula(
 
 ROWS = [{"prompt": "x or y? ", "chosen": "x", "rejected": "y"}] * 3
 ROWS += [{"prompt": "x or y? ", "chosen": "y", "rejected": "x"}]
-G = math.exp(-0.5)
-
-
-@pytest.mark.parametrize(
-    ("module", "margin"),
-    [
-        # Three of four prefer x. The best margin d solves 3 σ(γ - d) = σ(γ + d), a quadratic equation in e^d.
-        (lambda model: SimPOModule(model, gamma=0.5, lr=3e-3), math.log((1 + math.sqrt(1 + 3 * G * G)) / G)),
-        # Without a margin that is σ(d) = 3/4.
-        (lambda model: CPOModule(model, beta=0.5, nll_coef=0.0, lr=3e-3), math.log(3)),
-    ],
-    ids=["simpo", "cpo"],
-)
-@pytest.mark.long
-def test_the_margin_goes_to_the_optimum(
-    folder: Path, tmp_path: Path, module: Callable[[str], PreferenceModule], margin: float
-) -> None:
-    source = PreferenceDataModule(
-        ROWS, validation_data=ROWS[:1], validation_split="train", micro_batch_size=4, shuffle=False
-    )
-    run = dpo_cases.trainer(tmp_path, max_epochs=80, check_val_every_n_epoch=80)
-    run.fit(module(str(folder / "model")), source)
-    assert float(run.callback_metrics["val/rewards/margins"]) == pytest.approx(margin, abs=0.02)
 
 
 def test_orpo_learns_to_write_the_chosen_answer_and_prefers_it(folder: Path, tmp_path: Path) -> None:

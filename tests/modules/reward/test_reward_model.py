@@ -9,8 +9,6 @@ import torch
 
 from modules import scalar_cases
 from rlhfkit import PreferenceDataModule, RewardModule
-from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats import PreferenceBatch, PreferenceExample, collate_preferences
 from rlhfkit.modules.reward.base import Calibration
 
 
@@ -87,20 +85,6 @@ def test_validation_does_not_depend_on_the_micro_batch_size(folder: Path) -> Non
         seen.append(scalar_cases.trainer(folder).validate(module, source, verbose=False)[0])
     assert 0 < seen[0]["val/accuracy"] < 1
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
-
-
-def test_a_batch_without_pairs_trains_nothing_and_weighs_nothing(folder: Path) -> None:
-    module = scalar_cases.module(folder, "reward")
-    module.configure_model()
-    batch = collate_preferences(
-        [PreferenceExample(TokenExample([3, 4], [False, True]), TokenExample([3, 5, 6], [False, True, True]))]
-    ).without_targets()
-    assert isinstance(batch, PreferenceBatch)
-    result = module.loss(batch, module.scores(batch))
-    result.loss.backward()
-    assert float(result.loss) == 0.0
-    assert not any(parameter.grad.any() for parameter in module.policy.parameters())
-    assert len(module.predictions(batch, module.scores(batch))[0]) == 0
 
 
 def test_calibration_is_the_sum_over_bins() -> None:

@@ -5,7 +5,6 @@ Covers ``teachers.py`` and ``data/formats.py`` too.
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from modules import distillation_cases as cases
 from rlhfkit import DistillationModule, SFTDataModule
-from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
+from rlhfkit.models import ModelLoading, load_causal_lm
 
 
 @pytest.fixture(autouse=True)
@@ -94,37 +93,24 @@ def test_two_ranks_train_as_one_with_the_teacher_sharded_or_on_disk(folder: Path
             torch.testing.assert_close(tensor.double(), weights[name], rtol=1e-4, atol=5e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "left"),
-    # Adapters leave the output layer as it is, so they cannot say everything that the teacher says.
-    [({"lr": 3e-3}, 0.01), pytest.param({"lr": 2e-2, "lora": LoRA(rank=8)}, 0.2, marks=pytest.mark.long)],
-    ids=["full", "lora"],
-)
-def test_the_student_comes_to_agree_with_its_teacher(tmp_path: Path, arguments: dict[str, Any], left: float) -> None:
+def test_the_student_comes_to_agree_with_its_teacher(tmp_path: Path) -> None:
     """The optimum is known: a divergence of 0, in which the student's likeliest tokens are the teacher's."""
     student = str(tiny_model(tmp_path / "student"))
     teacher = str(tiny_model(tmp_path / "teacher", seed=1))
     data = SFTDataModule(
         [{"text": f"{i}{i}"} for i in range(8)], text="text", validation_data=[{"text": "77"}], micro_batch_size=8
     )
-    module = DistillationModule(student, teacher, **arguments)
+    module = DistillationModule(student, teacher, lr=3e-3)
     run = cases.trainer(tmp_path, max_epochs=60, limit_val_batches=0)
     run.fit(module, data)
     metrics = cases.trainer(tmp_path).validate(module, data, verbose=False)[0]
     before = cases.trainer(tmp_path).validate(DistillationModule(student, teacher), data, verbose=False)[0]
     assert before["val/distillation/divergence"] > 0.8
-    assert metrics["val/distillation/divergence"] < left * before["val/distillation/divergence"]
+    assert metrics["val/distillation/divergence"] < 0.01 * before["val/distillation/divergence"]
     ids = torch.tensor([tiny_tokenizer()("77")["input_ids"]])
     with torch.no_grad():
         said = [model(input_ids=ids).logits.argmax(-1) for model in (module.policy, module.teacher)]
     assert torch.equal(*said)
-
-
-def test_a_student_that_is_its_teacher_has_no_loss(folder: Path) -> None:
-    module = DistillationModule(str(folder / "model"), str(folder / "model"))
-    source = cases.data(folder, 5, validation_data=str(folder / "data.jsonl"))
-    metrics = cases.trainer(folder).validate(module, source, verbose=False)[0]
-    assert metrics["val/loss"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_another_vocabulary_is_refused_and_a_padded_one_is_not(folder: Path, tmp_path: Path) -> None:
@@ -150,21 +136,6 @@ def test_another_vocabulary_is_refused_and_a_padded_one_is_not(folder: Path, tmp
         checked = cases.data(folder, 8, validation_data=str(folder / "data.jsonl"))
         losses.append(cases.trainer(tmp_path).validate(module, checked, verbose=False)[0]["val/loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"divergence": "total"}, "divergence must be"),
-        ({"precompute_teacher": True}, "top_k=64"),
-        ({"precompute_teacher": True, "top_k": 4, "temperature": 2.0}, "renormalize"),
-        ({"teacher_weight": 0.3}, "it belongs to 'jsd'"),
-        ({"remainder": "renormalize"}, "remainder would have no effect beside top_k=None"),
-    ],
-)
-def test_bad_arguments_are_refused_when_the_module_is_made(knobs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DistillationModule("unused", "unused", **knobs)
 
 
 def test_a_divergence_of_ones_own(folder: Path) -> None:

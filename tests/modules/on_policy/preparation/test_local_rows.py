@@ -12,10 +12,7 @@ from strategies import ranks
 from torch import Tensor
 
 from rlhfkit import GRPOModule, local_rows
-from rlhfkit.data import Experience
-from rlhfkit.losses.advantages.rewards import RewardMoments
 from rlhfkit.models.heads import load_scalar_model, reward_output
-from rlhfkit.modules.on_policy.ranks import takes_local_rows
 
 from . import local_rows_cases as cases
 
@@ -137,22 +134,6 @@ def test_sharded_models_run_on_unequal_shares(place: Path, three: list[dict[str,
         torch.testing.assert_close(found[whole.action_mask], expected[whole.action_mask], rtol=1e-5, atol=1e-5)
 
 
-def test_in_one_process_a_function_sees_the_experience_itself() -> None:
-    seen: list[Experience] = []
-
-    def keep(experience: Experience) -> Tensor:
-        seen.append(experience)
-        return experience.rewards.nan_to_num()
-
-    whole = cases.iteration(0)
-    module = GRPOModule("anywhere", advantages=keep)
-    done = module.credit[0].prepare(whole)
-    assert seen[0].input_ids is whole.input_ids
-    assert torch.equal(done.advantages[:, 0], whole.rewards.nan_to_num())
-    assert module.ranks.gather_rows(whole, whole.group) is whole.group
-    assert module.ranks.gather_experience(whole) is whole
-
-
 def test_rows_in_another_order_are_gathered_to_the_order_of_the_iteration() -> None:
     whole = cases.iteration(0)
     own = cases.share(whole, 0, 0)
@@ -169,17 +150,3 @@ def test_advantages_of_other_rows_are_refused() -> None:
     module = GRPOModule("anywhere", advantages=local_rows(lambda experience: torch.zeros(7)))
     with pytest.raises(ValueError, match=r"7 sequences and was given 24; .* indexed with experience.own_rows"):
         module.credit[0].prepare(cases.iteration(0))
-
-
-def test_the_mark_is_found_on_methods_and_inside_partials() -> None:
-    assert takes_local_rows(GRPOModule("anywhere").advantages)
-    assert takes_local_rows(cases.functools.partial(cases.above_average))
-    assert not takes_local_rows(cases.Shifted("anywhere").advantages)
-
-
-def test_merged_moments_are_those_of_all_values_at_once() -> None:
-    values = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    values[3] = torch.nan
-    parts = [RewardMoments.zero().update(part) for part in values.split([20, 1, 29])]
-    merged = parts[0].merge(parts[1]).merge(parts[2]).merge(RewardMoments.zero())
-    assert merged.plain() == pytest.approx(RewardMoments.zero().update(values).plain(), rel=1e-12)

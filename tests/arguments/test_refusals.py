@@ -1,0 +1,334 @@
+"""What classes refuse when they are made: what cannot be, contradicts something else or would have no effect.
+
+Numbers and choices out of their range are in ``test_numeric_arguments.py``.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhfkit import (
+    DistillationModule,
+    DPOModule,
+    Experience,
+    GRPOModule,
+    LossOutput,
+    ModelPool,
+    OnlineDPOModule,
+    OnPolicyDistillationModule,
+    Optimization,
+    Placement,
+    PPOModule,
+    ServedModel,
+)
+from rlhfkit.losses import kl_loss, ppo_loss
+from rlhfkit.modules.parts import (
+    GAE,
+    AdvantagesBy,
+    ClipRewards,
+    Correction,
+    Critic,
+    CriticWarmup,
+    DivergenceLoss,
+    GroupAdvantages,
+    KLInReward,
+    KLPenalty,
+    KLTarget,
+    LogLinear,
+    MaskTruncated,
+    MissingEndPenalty,
+    MovingReference,
+    NormalizeRewards,
+    Pairs,
+    PretrainingLoss,
+    Reference,
+    RewardModel,
+    RouterReplay,
+    StopEarly,
+    StopProperly,
+    TokenCredit,
+    ValueLoss,
+)
+from rlhfkit.ray_placement import ReservedResources
+from rlhfkit.roles import CriticPool
+
+ADDRESS = "http://127.0.0.1:1"
+
+
+def of_rewards(rewards: Tensor, group: Tensor) -> Tensor:
+    return 2.0 * rewards
+
+
+def of_rows(batch: Experience) -> Tensor:
+    return -batch.action_mask.sum(-1).float()
+
+
+def plain(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> LossOutput:
+    """A user's loss without weights, denominator or clip."""
+    return LossOutput(-(logprobs * advantages * mask).sum(), {})
+
+
+def of_other_names(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> LossOutput:
+    """As in verl, whose old log-probs come first."""
+    return ppo_loss(log_prob, old_log_prob, advantages, response_mask)
+
+
+def with_other_knobs(logprobs: Tensor, old_log_prob: Tensor, advantages: Tensor, **knobs: Any) -> LossOutput:
+    return ppo_loss(logprobs, old_log_prob, advantages, **knobs)
+
+
+def passed_on(*inputs: Tensor, **knobs: Any) -> LossOutput:
+    return ppo_loss(*inputs, **knobs)
+
+
+def penalizing(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, ref_logprobs: Any, kl_coef: float
+) -> LossOutput:
+    """A user's loss with a KL penalty of its own."""
+    return kl_loss(logprobs, ref_logprobs, mask, coef=kl_coef)
+
+
+def without_rate(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(groups, lr=1.0)
+
+
+def part(name: str, **arguments: Any) -> dict[str, Any]:
+    """A part as in YAML, made when the module is."""
+    return {"class_path": f"rlhfkit.modules.parts.{name}", "init_args": arguments}
+
+
+class OwnLoss(ValueLoss):
+    def loss(self, batch: Any, values: Tensor) -> Any:
+        return super().loss(batch, values)
+
+
+class OwnCritic(Critic):
+    def build(self) -> Any:
+        return super().build()
+
+
+POOL = ModelPool("elsewhere")
+ONE, TWO = {"model": "anywhere"}, {"model": "anywhere", "teacher": "elsewhere"}
+LEAST: dict[type, dict[str, Any]] = {
+    **dict.fromkeys((GRPOModule, PPOModule, OnlineDPOModule, DPOModule), ONE),
+    **dict.fromkeys((DistillationModule, OnPolicyDistillationModule), TWO),
+}
+REFUSED: dict[type, list[tuple[dict[str, Any], str]]] = {
+    GRPOModule: [
+        # functions of advantages
+        ({"advantages": "discounted_returns"}, r"takes \(rewards, mask\)"),
+        ({"advantages": "pass_at_k_advantages"}, r"takes \(rewards, group, k\).*functools.partial\(function, k="),
+        ({"advantages": lambda rewards, baseline: rewards}, r"takes \(rewards, baseline\), and a function is given"),
+        ({"advantages": lambda rewards, group, counts: rewards}, r"takes \(rewards, group, counts\)"),
+        ({"advantages": lambda rewards, greedy_rewards, group: rewards}, "name its arguments so"),
+        ({"advantages": lambda *, experience: experience}, r"takes \(experience\).*functools.partial"),
+        ({"advantages": "rloo"}, "did you mean 'rloo_advantages'"),
+        ({"advantages": of_rewards, "advantage_scale": "none"}, "advantage_scale would have no effect beside"),
+        ({"advantages": of_rows, "parts": [TokenCredit(0.9)]}, "those before it differ"),
+        ({"parts": [AdvantagesBy(of_rows), TokenCredit(0.5)]}, "those before it differ between tokens"),
+        ({"parts": [TokenCredit(0.5, earned=True)]}, "units of the reward"),
+        ({"preset": "remax", "parts": [ClipRewards(1.0)]}, "whose rewards ClipRewards does not change: leave it out"),
+        # policy losses
+        ({"policy_loss": "gspo"}, r"policy_loss='gspo' cannot be imported.*did you mean 'gspo_loss'"),
+        ({"policy_loss": "rlhfkit.losses.no_such_loss"}, "cannot be imported"),
+        ({"policy_loss": "rlhfkit.losses.__name__"}, "is a str, not a function"),
+        ({"policy_loss": "dpo_loss"}, r"dpo_loss is no policy loss: it takes \(chosen, rejected"),
+        ({"policy_loss": passed_on}, "is no policy loss"),
+        ({"policy_loss": of_other_names}, r"takes \(old_log_prob, .* so that logprobs, old_logprobs, mask is missing"),
+        ({"policy_loss": with_other_knobs}, "does not take what it is given: .*old_log"),
+        ({"policy_loss": penalizing}, "does not take what it is given.*ref_logprobs"),
+        ({"policy_loss_arguments": {"mask": 1.0}}, "must not have mask: it is a tensor of the micro-batch"),
+        ({"policy_loss_arguments": {"ratio_max": 5.0}}, r"dapo_loss does not take ratio_max; it takes clip_low"),
+        ({"policy_loss_arguments": {"denominator": 5.0}}, "must not have denominator: it is the count"),
+        ({"policy_loss_arguments": {"kl_coef": 0.1}}, "dapo_loss does not take kl_coef"),
+        ({"policy_loss_arguments": {"clip_low": 0.1}, "clip_low": 0.2}, "clip_low is given twice"),
+        ({"policy_loss": "cispo_loss", "clip_low": 0.2}, r"cispo_loss does not take clip_low; it takes ratio_min"),
+        ({"policy_loss": "dr_grpo_loss"}, "max_length"),
+        ({"policy_loss": "gspo_loss", "clip_low": 2.0}, "clip_low"),
+        ({"clip_low": -1.0}, "clip_low"),
+        ({"aggregation": "constant-length"}, "max_length"),
+        # factors of tokens
+        ({"parts": [part("Correction", kind="tiss")]}, "correction must be one of tis"),
+        ({"parts": [part("TopEntropy", fraction=1.5)]}, "TopEntropy.fraction"),
+        ({"parts": [part("OffPolicyMask", threshold=-1.0)]}, "OffPolicyMask.threshold"),
+        ({"policy_loss": "dppo_loss", "parts": [Correction("tis")]}, "would count them twice"),
+        ({"policy_loss": plain, "parts": [Correction("tis")]}, "takes no weights"),
+        (
+            {"policy_loss": "vespo_loss", "parts": [Correction("seq-tis"), part("TopEntropy", fraction=0.2)]},
+            "vespo_loss multiplies the weights",
+        ),
+        # the reference and old log-probs
+        ({"parts": [part("KLPenalty", coef=0.1, estimator="k1")]}, "gradient of mean 0.*'k3', or importance_weight"),
+        ({"parts": [KLPenalty(0.1), KLInReward(0.1)]}, "a module has one KL penalty"),
+        ({"parts": [Reference(POOL)]}, r"Reference\(ModelPool\(...\)\) is a model that nothing asks"),
+        ({"parts": [Reference(ServedModel("m", ADDRESS))]}, r"Reference\(ServedModel\(...\)\) is a model that nothing"),
+        ({"parts": [MovingReference(5)]}, "moves a reference model that nothing asks"),
+        ({"kl_coef": 0.1, "parts": [Reference(POOL), MovingReference()]}, "moves a reference .* here a ModelPool has"),
+        ({"parts": [LogLinear(), KLInReward(0.1)]}, "LogLinear makes no forward pass"),
+        ({"parts": [LogLinear(), StopEarly(0.1)]}, "LogLinear makes no forward pass"),
+        ({"optimization": {"sise": 2}}, "Optimization has no sise; it has"),
+    ],
+    PPOModule: [
+        (
+            {"parts": [part("Critic", model="elsewhere", shared=True)]},
+            "of its own: leave the model out",
+        ),
+        ({"parts": [part("Critic", model=CriticPool().plain(), shared=True)]}, "starts from no model of its own"),
+        ({"parts": [Critic(shared=True), CriticWarmup(1)]}, "leave CriticWarmup out"),
+        ({"parts": [Critic(shared=True), LogLinear()], "kl_coef": 0.0}, r"LogLinear .* effect beside Critic\(shared"),
+        ({"parts": [Critic(shared=True), RouterReplay()]}, "RouterReplay would have no effect"),
+        ({"advantages": "rloo_advantages", "parts": [GAE(length_adaptive_alpha=0.05)]}, "GAE would have no effect"),
+        ({"lam": 0.9, "parts": [GAE(length_adaptive_alpha=0.05)]}, r"lam would have no effect beside GAE\("),
+        ({"critic": "rm", "parts": [Critic(normalize=True)]}, r"critic would have no effect beside Critic\("),
+        ({"value_clip": None, "parts": [ValueLoss(0.1)]}, r"value_clip would have no effect beside ValueLoss\("),
+        ({"parts": [MaskTruncated(), Critic(bootstrap_truncated=True)]}, "bootstrap_truncated would have no effect"),
+        # a critic that ranks of its own train, or nobody
+        ({"critic": CriticPool(), "parts": [OwnLoss()]}, "OwnLoss overrides loss, and a critic elsewhere does not"),
+        ({"parts": [OwnCritic(CriticPool())]}, "OwnCritic overrides build, and a critic elsewhere does not call it"),
+        ({"critic": POOL, "critic_lr": 1e-3}, "is not trained, so the learning rate would have no effect"),
+        ({"critic": POOL, "value_clip": None}, "is not trained, so ValueLoss would have no effect"),
+        ({"parts": [Critic(POOL, normalize=True)]}, "is not trained, so normalize would have no effect"),
+        ({"critic": POOL, "parts": [CriticWarmup(1)]}, "is not trained, so CriticWarmup would have no effect"),
+        ({"critic": POOL, "parts": [OwnLoss()]}, "OwnLoss overrides loss"),
+    ],
+    OnlineDPOModule: [
+        ({"parts": [Correction("tis")]}, "Correction takes part in a policy loss"),
+        ({"parts": [LogLinear()]}, "LogLinear takes part in a policy loss"),
+        ({"parts": [MaskTruncated()]}, r"give Pairs\(truncated=False\)"),
+        (
+            {"parts": [Pairs(truncated=False), MissingEndPenalty(1.0)]},
+            "MissingEndPenalty .* compares no answer",
+        ),
+        ({"parts": [NormalizeRewards()]}, "NormalizeRewards changes no comparison"),
+        ({"loss_type": "aot"}, "equally good"),
+        ({"loss_type": {"sigmoid": 1.0, "sft": 0.1}}, "nll_coef"),
+        ({"loss_type": "sigmoidal"}, "loss_type must be"),
+        ({"loss_arguments": {"divergense": "js"}}, "loss_arguments are more arguments of dpo_loss.*divergense"),
+        ({"loss_arguments": {"beta": 0.2}}, "loss_arguments are more arguments of dpo_loss.*beta"),
+        ({"loss_arguments": {"discopop_temperature": -1.0}}, "discopop_temperature must be positive"),
+        ({"parts": [KLTarget(0.1)]}, "moves the weight of a KL penalty, and .* has none here"),
+    ],
+    OnPolicyDistillationModule: [
+        ({"divergence": "kl"}, "forward_kl, reverse_kl, jsd"),
+        ({"divergence": "rlhfkit.losses.nothing"}, "cannot be imported"),
+        ({"parts": [part("DivergenceLoss", divergence="jsd", teacher_weight=1.0)]}, "teacher_weight"),
+        ({"parts": [part("DivergenceLoss", divergence="forward_kl", teacher_weight=0.3)]}, "it belongs to 'jsd'"),
+        (
+            {"parts": [part("DivergenceLoss", divergence="jsd", remainder="renormalize")]},
+            "remainder would have no effect beside top_k",
+        ),
+        ({"parts": [part("DivergenceLoss", divergence="jsd", chunk_size=0)]}, "chunk_size"),
+        ({"parts": [DivergenceLoss("jsd")], "divergence": "jsd"}, "divergence would have no effect beside Diverg"),
+        ({"teacher_column": "task"}, "teacher_column would have no effect beside one teacher"),
+        ({"divergence": "jsd", "parts": [RouterReplay()]}, "RouterReplay would have no effect beside divergence"),
+        ({"divergence": "jsd", "parts": [LogLinear()]}, "LogLinear would have no effect beside divergence"),
+        ({"parts": [LogLinear()]}, "a teacher's log-probs.* leave it out"),
+        ({"parts": [ClipRewards(1.0)]}, "ClipRewards would have no effect: .* does: a reward_coef"),
+        ({"parts": [KLInReward(0.1)]}, "KLInReward would have no effect: .* does: a reward_coef"),
+        ({"advantages": of_rows}, "advantages would have no effect beside reward_coef=0"),
+        ({"advantages": "rloo_advantages"}, "advantages would have no effect beside reward_coef=0"),
+        ({"parts": [GroupAdvantages()]}, "GroupAdvantages would have no effect beside reward_coef=0"),
+        (
+            {"divergence": "jsd", "parts": [Correction("tis")]},
+            "Correction would have no effect beside divergence='jsd' without a",
+        ),
+        ({"divergence": "jsd", "policy_loss": "sapo_loss"}, "policy_loss would have no effect beside div"),
+        ({"teacher": {"a": "b", "c": "d"}, "divergence": "jsd"}, "leave divergence out"),
+        ({"teacher": POOL, "divergence": "jsd"}, "give top_k, as in top_k=20"),
+        (
+            {"teacher": POOL, "parts": [Reference(POOL), DivergenceLoss("jsd", top_k=4)], "kl_coef": 0.1},
+            "a ModelPool or ServedModel of its own",
+        ),
+        (
+            {"teacher": ServedModel("teacher", ADDRESS), "divergence": "jsd"},
+            "a divergence compares the teacher's probabilities of all tokens",
+        ),
+    ],
+    DistillationModule: [
+        ({"divergence": "total"}, "divergence must be"),
+        ({"precompute_teacher": True}, "top_k=64"),
+        ({"precompute_teacher": True, "top_k": 4, "temperature": 2.0}, "renormalize"),
+        ({"teacher_weight": 0.3}, "it belongs to 'jsd'"),
+        ({"remainder": "renormalize"}, "remainder would have no effect beside top_k=None"),
+        (
+            {"teacher": ServedModel("teacher", ADDRESS), "top_k": 5},
+            "precompute_teacher=True with top_k, which vLLM limits to 20",
+        ),
+    ],
+    DPOModule: [
+        ({"loss_type": "sigmiod"}, "loss_type must be a function or one of sigmoid"),
+        ({"loss_type": "exo_pair"}, "needs label_smoothing > 0"),
+        ({"loss_type": "aot", "use_weighting": True}, "sort the batch"),
+        ({"loss_type": "aot", "divergence": "js"}, "defined for divergence 'reverse_kl' only"),
+        ({"parts": [part("MovingReference", steps=5)], "precompute_ref_log_probs": True}, "that nothing asks"),
+        ({"parts": [part("MovingReference", steps=5)], "reference_free": True}, "that nothing asks"),
+        ({"parts": [part("PrecomputedReference")], "ref_model": "other"}, "it out, or ref_model$"),
+        ({"parts": [part("PrecomputedReference")], "reference_free": True}, "it out, or reference_free$"),
+        ({"reference_free": True, "ref_model": "other"}, "reference_free uses no reference"),
+    ],
+    Optimization: [
+        ({"optimizer": "adam_w"}, "optimizer='adam_w' cannot be imported.*did you mean 'adamw'"),
+        ({"optimizer_arguments": {"epsilon": 1}}, "epsilon, which optimizer='adamw' does not take: it takes eps"),
+        ({"optimizer_arguments": {"eps": -1.0}}, "refuses optimizer_arguments.*[Ii]nvalid epsilon"),
+        (
+            {"optimizer": "torch.optim.RAdam", "optimizer_arguments": {"lr": 1}},
+            "lr: lr is an argument of the module",
+        ),
+        ({"optimizer": without_rate}, "without_rate' takes no lr.* give the function an argument lr"),
+        ({"optimizer": "sgd", "optimizer_arguments": {"nesterov": True}}, "Nesterov momentum requires"),
+        ({"optimizer": "muon", "optimizer_arguments": {"adjust_lr": "no"}}, "refuses optimizer_arguments"),
+        ({"warmup_steps": 2, "warmup_ratio": 0.1}, "give warmup_steps=2 or warmup_ratio=0.1, not both"),
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio would have no effect beside lr_schedule='constant'"),
+        ({"decay_ratio": 0.1, "lr_schedule": "linear"}, "decay_ratio would have no effect beside lr_schedule="),
+    ],
+    # parts
+    TokenCredit: [({"gamma": 1.5}, r"TokenCredit\.gamma")],
+    GroupAdvantages: [({"scale": "sample"}, "scale")],
+    GAE: [
+        ({"gamma": 1.5}, r"GAE\.gamma"),
+        ({"lam": -0.1}, r"GAE\.lam"),
+        ({"length_adaptive_alpha": 0.0}, r"GAE\.length_adaptive_alpha"),
+    ],
+    StopProperly: [({"coef": 1.5}, r"StopProperly\.coef")],
+    MissingEndPenalty: [({"penalty": 0.0}, r"MissingEndPenalty\.penalty must be a finite number above 0")],
+    ClipRewards: [({"limit": 0.0}, r"ClipRewards\.limit must be a finite number above 0")],
+    PretrainingLoss: [({"coef": -0.1}, r"PretrainingLoss\.coef")],
+    RewardModel: [
+        ({"models": {"a b": "first"}}, "takes names of letters"),
+        ({"models": {"one": "first", "two": "second"}, "weights": {"third": 1.0}}, "weights are those of"),
+        ({"models": "first", "weights": {"": 1.0}}, "weights are those of"),
+    ],
+    # roles
+    ModelPool: [({"model": "model", "reads": "words"}, "reads must be one of tokens, text, chat or")],
+    CriticPool: [
+        ({"num_nodes": 2}, "num_nodes must be .* each machine has a rank"),
+        ({"strategy": "ddp"}, "strategy must be one of rlhf_zero0, .*, got 'ddp'"),
+        ({"strategy": "rlhf_zero5"}, "strategy must be one of rlhf_zero0, .*, got 'rlhf_zero5'"),
+        (
+            {"num_ranks": 2, "num_nodes": 2, "resources": ReservedResources({"CPU": 1}, "ab", [0, 1])},
+            "num_nodes=2: a Placement has chosen the machines",
+        ),
+        ({"optimizer_arguments": {"momentum": 0.9}}, "need an optimizer"),
+        ({"resources": {"GPU": 0}}, "resources"),
+    ],
+    Placement: [
+        ({"trainer": "with engines"}, "takes a number of ranks"),
+        ({"engines": "with reference", "reference": 1}, "engines can be with trainer"),
+        ({"reward": "with engines", "engines": 1}, "reward can be with trainer"),
+        ({"reward": "with reference", "reference": "with trainer"}, "reward can be with trainer"),
+        ({"reference": "elsewhere"}, "a number of processes or 'with trainer', got 'elsewhere'"),
+        ({"reference": {"count": 2}}, "takes processes, resources and machines"),
+        ({"reference": {"processes": 2, "resources": {"GPU": 0}}}, "above 0"),
+    ],
+}
+CASES = [(kind, given, message) for kind, rows in REFUSED.items() for given, message in rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"), CASES, ids=[f"{kind.__name__}-{number}" for number, (kind, _, _) in enumerate(CASES)]
+)
+def test_it_is_refused_with_what_was_given_and_what_is_allowed(kind: type, given: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        kind(**LEAST.get(kind, {}) | given)
