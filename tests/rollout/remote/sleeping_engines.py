@@ -210,11 +210,6 @@ def parity(samples: Sequence[Sample]) -> list[float]:
     return [float(sum(sample.token_ids.tolist()) % 3) for sample in samples]
 
 
-def rarely(samples: Sequence[Sample]) -> list[float]:
-    """A reward that is the same for all samples of most groups, which teach nothing."""
-    return [float(sum(sample.token_ids.tolist()) % 13 == 0) for sample in samples]
-
-
 def run(folder: Path, pool: VLLMPool, *, reward: Any = parity, **arguments: Any) -> dict[str, Any]:
     """Two iterations of two updates, with a validation before them and after each; what was learned."""
     other = folder / "validation"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhfkit import Ahead, DynamicSampling
+from rlhfkit import Ahead
 from rlhfkit.callbacks import SharedDevices
 from rlhfkit.rollout.errors import RequestError
 from rlhfkit.rollout.supervision.health import State
@@ -22,7 +22,6 @@ from rollout.remote.sleeping_engines import (
     merged,
     parity,
     phases_of_a_run,
-    rarely,
     run,
 )
 
@@ -70,24 +69,7 @@ def test_everything_happens_in_the_order_that_device_phases_documents(
     assert start == ["rank: all states leave", "rank: states are back"]
 
 
-@LEVELS
-def test_rounds_of_dynamic_sampling_are_one_generating_phase(
-    pool: SleepingPool, tmp_path: Path, level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sampled(*parts: Any) -> dict[str, Any]:
-        return run(tmp_path, pool, parts=[DynamicSampling(max_rounds=8), *parts], reward=rarely)
-
-    pool.wake()
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "colocate", False)
-        expected = sampled()
-    found = sampled(SharedDevices(True))
-    assert found["metrics"]["rollout/accepted_fraction"] < 0.5  # so one round was not enough
-    assert all(found[name] == expected[name] for name in ("digest", "tokens"))
-
-
-@LEVELS
-@pytest.mark.parametrize("where", ["generation", "reward"])
+@pytest.mark.parametrize(("level", "where"), [(1, "reward"), (2, "generation")])
 def test_after_an_error_the_next_run_begins_as_the_first(
     pool: SleepingPool, tmp_path: Path, apart: dict[str, Any], level: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,22 @@ def test_a_stream_that_is_cut_returns_what_was_made_and_another_continues_it(eng
     stream.close()
 
 
+def test_a_stream_that_is_closed_leaves_no_request_behind(engines: Engines) -> None:
+    """Neither counted here nor in the engine."""
+    import ray
+
+    _, before = ray.get(engines.handles[0].actor.seen.remote())
+    stream = open_stream(engines)
+    stream.submit([Prompt(row, [90]) for row in range(6)])
+    assert engines.handles[0].num_requests == 12
+    for _ in range(2):
+        stream.close()
+        assert stream.collect(1) == []
+    assert engines.handles[0].num_requests == 0
+    _, aborted = ray.get(engines.handles[0].actor.seen.remote())
+    assert len(aborted) - len(before) == 6
+
+
 def test_streams_of_several_threads_get_what_is_theirs(engines: Engines) -> None:
     def collect(caller: int) -> list[list[int]]:
         stream = open_stream(engines)
