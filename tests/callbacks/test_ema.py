@@ -9,7 +9,7 @@ from strategies import ranks
 
 from callbacks import ema_ranks
 from callbacks.ema_ranks import DECAY, averaged, difference, fit
-from rlhfkit import EMA, HFExport, RolloutCallback
+from rlhfkit import EMA, HFExport
 from rlhfkit.callbacks.ema import slice_of_shares
 from rlhfkit.models import load_causal_lm
 
@@ -147,14 +147,3 @@ def test_any_number_of_ranks_reads_its_share_of_what_any_other_number_has_saved(
                 assert torch.equal(found, full[start:end])
     with pytest.raises(ValueError, match="of other weights"):
         slice_of_shares((saved, shares.__getitem__), "weight", 8 * numel, 0, 1)
-
-
-def test_rollouts_and_validation_of_the_average_exclude_each_other() -> None:
-    rollouts = RolloutCallback(lambda samples: [0.0] * len(samples))
-
-    class Run:
-        callbacks = [rollouts]
-
-    with pytest.raises(ValueError, match=r"EMA\(validate=False\)"):
-        EMA().setup(Run(), None, "fit")
-    EMA(validate=False).setup(Run(), None, "fit")

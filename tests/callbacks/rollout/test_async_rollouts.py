@@ -14,13 +14,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from rl_runs import ahead, digits, samples_of_all_ranks, setup_run, weights
+from rl_runs import ahead, digits, samples_of_all_ranks, setup_run
 from strategies import ranks
 
 from rlhfkit import Ahead, DynamicSampling, Invariants, LocalEngine, Oversampling, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.timing import MOST_EVENTS, Timing
-from rlhfkit.modules.parts import Correction
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
 
@@ -60,6 +58,7 @@ def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_p
     _, _, _, turns = run(tmp_path, 0)
     trainer, _, rollouts, ahead = run(tmp_path, 1)
     assert ahead.prompts == turns.prompts
+    assert ahead.rewards[0] == turns.rewards[0]  # of the first iteration, which is never stale
     updates = 2  # per iteration
     # A thread that gets little of the processor begins later, and is then less stale, never more.
     assert all(max(ages) <= updates * min(number, 1) for number, ages in enumerate(ahead.ages))
@@ -68,14 +67,6 @@ def test_the_same_prompts_in_the_same_order_and_nothing_older_than_allowed(tmp_p
     assert [max(ages) for ages in turns.ages] == [0] * 4
     assert trainer.callback_metrics["rollout/staleness"] == max(ahead.ages[-1])
     assert rollouts.overlaps
-
-
-def test_no_staleness_is_bitwise_the_run_that_takes_turns(tmp_path: Path) -> None:
-    """The thread is the only difference: with the same weights it samples what the trainer would have."""
-    _, module, _, _ = run(tmp_path, 0, max_epochs=1)
-    _, other, _, _ = run(tmp_path, 1, max_epochs=1)  # the first iteration is never stale
-    for name, tensor in weights(module).items():
-        assert torch.equal(tensor, weights(other)[name])
 
 
 WAIT = 60  # seconds, after which what should have come is taken not to come at all
@@ -190,31 +181,26 @@ def test_in_flight_samples_go_on_with_new_weights_and_know_it(tmp_path: Path) ->
 
 
 def test_everything_at_once_keeps_its_promises(tmp_path: Path) -> None:
-    """Ahead, in flight, dynamic sampling and oversampling together; ``Invariants`` watches versions and groups."""
+    """Ahead, in flight, dynamic sampling, oversampling and validation; ``Invariants`` watches versions and groups."""
+    held = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
     rollouts = RolloutCallback(
         only_odd,
         sampling=SAMPLING,
         parts=[DynamicSampling(), Oversampling(0.25), Ahead(2, in_flight=True)],
     )
     watch = Watch()
-    trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts, callbacks=[watch, Invariants()], max_epochs=5)
+    trainer, module, data, _ = setup_run(
+        tmp_path,
+        rollouts=rollouts,
+        callbacks=[watch, Invariants()],
+        data_arguments={"validation_data": held, "validation_split": "train"},
+        max_epochs=5,
+    )
     trainer.fit(module, data)
+    assert "val/reward" in trainer.callback_metrics
     assert all(len(prompts) == 8 and all(index % 2 for index in prompts) for prompts in watch.prompts)
     assert all(max(ages) <= 2 * min(number, 2) for number, ages in enumerate(watch.ages))
     assert 0.0 < trainer.callback_metrics["rollout/dropped_fraction"] < 0.5
-
-
-def test_validation_has_the_engine_to_itself(tmp_path: Path) -> None:
-    (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
-    trainer, _, _, _ = run(
-        tmp_path,
-        1,
-        max_epochs=3,
-        module_arguments={"lr": 5e-3, "parts": [Correction("tis").plain()]},
-        data_arguments={"validation_data": str(tmp_path / "held.jsonl"), "validation_split": "train"},
-    )
-    assert "val/reward" in trainer.callback_metrics
-    assert 0.0 < trainer.callback_metrics["rollout_corr/eff_sample_size"] <= 1.0
 
 
 def test_an_error_while_sampling_ahead_ends_the_run_with_that_error(tmp_path: Path) -> None:

@@ -1,29 +1,14 @@
-"""Health of engines without engines: the rules, and that no order of events breaks them.
-
-Covers ``calls.py``, ``errors.py`` and the stall detector of ``scheduler.py`` too.
-"""
-
-import logging
+"""Health of engines without engines: the rules, and that no order of events breaks them. Covers ``errors.py`` too."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlhfkit.rollout.errors import EngineFailure, StallError
+from rlhfkit.rollout.errors import EngineFailure
 from rlhfkit.rollout.supervision.engines import Engine
 from rlhfkit.rollout.supervision.health import HealthPolicy, Probes, State, can_follow
-from rlhfkit.rollout.supervision.scheduler import StallDetector
 from rlhfkit.rollout.supervision.table import EngineProcess, PoolSettings
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class TestProbes:
@@ -154,34 +139,6 @@ class EngineLife(RuleBasedStateMachine):
 
 
 TestEngineLife = EngineLife.TestCase
-
-
-class TestStallDetector:
-    """A caller that waits learns why."""
-
-    def test_state_is_logged_each_time_and_the_end_has_a_name(self, caplog: pytest.LogCaptureFixture) -> None:
-        clock = Clock()
-        detector = StallDetector(lambda: "engine 0: stopped", report_after=10, timeout=35, clock=clock)
-        with caplog.at_level(logging.WARNING):
-            for _ in range(34):
-                clock.now += 1
-                detector.check("3 of 4 jobs")
-        assert len(caplog.records) == 3
-        assert "engine 0: stopped" in caplog.text
-        assert "waiting for 3 of 4 jobs" in caplog.text
-        clock.now += 1
-        with pytest.raises(StallError, match=r"no request was finished for 35 s; waiting for 3 of 4 jobs") as caught:
-            detector.check("3 of 4 jobs")
-        assert "engine 0: stopped" in str(caught.value)
-
-    def test_progress_starts_the_clock_again(self) -> None:
-        clock = Clock()
-        detector = StallDetector(str, report_after=10, timeout=35, clock=clock)
-        clock.now += 34
-        detector.progress()
-        clock.now += 34
-        detector.check("1 of 4 jobs")
-        assert detector.idle == 34
 
 
 def test_a_failure_travels_between_processes_without_the_engine() -> None:
