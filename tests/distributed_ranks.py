@@ -6,18 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rlhfkit.distributed import (
     RecoverableError,
     all_reduce,
     exchange_errors,
-    full_parameters,
     gather_objects,
     get_rank,
     get_world_size,
-    is_sharded,
-    local_shard,
     run_on_all_ranks,
     true_on_all_ranks,
 )
@@ -101,37 +97,4 @@ def exchanges(**_: Any) -> dict[str, Any]:
     }
     dist.barrier()
     dist.destroy_process_group()
-    return report
-
-
-def sharded(**_: Any) -> dict[str, Any]:
-    """A layer in ZeRO-3 shards: its full value, changes to it, and this rank's part."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 0.19.8 would compile it for a minute
-    os.environ["RANK"] = os.environ["LOCAL_RANK"]
-    deepspeed.init_distributed(dist_backend="gloo")
-    layer, plain = nn.Linear(3, 1, bias=False), nn.Parameter(torch.ones(2))
-    with torch.no_grad():
-        layer.weight.copy_(torch.arange(3.0))
-    engine = deepspeed.initialize(
-        model=layer,
-        optimizer=torch.optim.SGD(layer.parameters(), lr=0.5),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "zero_allow_untested_optimizer": True,
-        },
-    )[0]
-    weight = engine.module.weight
-    report: dict[str, Any] = {"sharded": is_sharded(weight), "plain": is_sharded(plain), "size": weight.numel()}
-    with full_parameters([weight, plain]), torch.no_grad():
-        report["full"] = weight.flatten().tolist()
-        weight.add_(10)
-    with full_parameters([weight], modifier_rank=0), torch.no_grad():
-        report["after a change without modifier_rank"] = weight.flatten().tolist()
-        weight.add_(get_rank() + 1)
-    report["own"] = local_shard(weight).tolist()
-    with full_parameters([weight]):
-        report["after a change with modifier_rank=0"] = weight.flatten().tolist()
     return report

@@ -195,7 +195,6 @@ MESHES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "ppo": ("ppo", 2, 3, {"sequence_parallel_size": 2, "sequence_parallel": "ring"}),
     "grpo, ring of four": ("grpo", 2, 1, {"sequence_parallel_size": 4, "sequence_parallel": "ring"}),
     "grpo, tensor": ("grpo", 2, 1, {"tensor_parallel_size": 2}),
-    "ppo, tensor": ("ppo", 2, 2, {"tensor_parallel_size": 2}),
 }
 """The run, its epochs, the ZeRO stage and the sizes of each mesh of four ranks."""
 SAVED = ("sft", "grpo")
@@ -203,8 +202,8 @@ SAVED = ("sft", "grpo")
 
 Tensor ranks resume bitwise in strategies/test_tensor_parallel.py.
 """
-RESUMED_ELSEWHERE = ("sft", "grpo")
-"""Their second epoch is run once more without groups, and after it the third one with them."""
+RESUMED_ELSEWHERE = ("grpo",)
+"""Its second epoch is run once more without groups, and after it the third one with them."""
 
 
 def everything(folder: Path, model: str) -> dict[str, Any]:

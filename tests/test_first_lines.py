@@ -85,43 +85,49 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {"import": runs[0]} | {lines[0]: [line for line in lines[1:] if line.strip()] for lines in runs[1:]}
 
 
-def test_the_first_lines_of_supervised_training(printed: dict[str, list[str]]) -> None:
-    lines = printed["sft"]
-    assert lines[:3] == [
-        "model:   model, LlamaForCausalLM of 82.2 k parameters (trained); precision 32-true; cpu",
-        "data:    texts.jsonl (columns completion, prompt): 8 examples; validation on 8 examples",
-        "files:   logs in run/lightning_logs/version_0 (CSVLogger); "
-        "checkpoints in run/lightning_logs/version_0/checkpoints",
-    ]
-    assert "steps:   one epoch is 4 micro-batches and 2 updates; 6 updates in all in 3 epochs" in lines
-
-
-def test_the_first_lines_of_pairs_say_what_is_left_out_once(printed: dict[str, list[str]]) -> None:
-    lines = printed["dpo"]
-    assert len([line for line in lines if "1 of 6 pairs have the same tokens" in line]) == 1
-    labels = [
-        line.split(":")[0] for line in lines if line.split(":")[0] in ("model", "data", "files", "missing", "steps")
-    ]
-    assert labels == ["model", "data", "files", "missing", "steps"]
-    assert "data:    pairs.jsonl (columns chosen, prompt, rejected): 5 examples, 1 rows left out" in lines
-    assert "reference of 82.2 k (frozen)" in next(line for line in lines if line.startswith("model:"))
-    assert "missing: no validation data" in lines
-    assert "steps:   one epoch is 3 micro-batches and 3 updates; 3 updates in all in 1 epoch" in lines
-    assert lines[-1] == "bar: accuracy loss margin"
-
-
-def test_the_first_lines_of_reinforcement_learning(printed: dict[str, list[str]]) -> None:
-    lines = printed["grpo"]
-    assert "data:    prompts.jsonl (columns prompt): 8 prompts" in lines
-    assert (
-        "missing: no logger, so that metrics are kept nowhere; no checkpoints, so that the run cannot be resumed; "
-        "no validation data"
-    ) in lines
-    assert (
-        "steps:   one iteration is 4 prompts x 4 = 16 samples, in 2 micro-batches and 2 updates; "
-        "4 updates in all in 2 iterations"
-    ) in lines
-    assert lines[-1] == "bar: reward"
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (
+            "sft",
+            [
+                "model:   model, LlamaForCausalLM of 82.2 k parameters (trained); precision 32-true; cpu",
+                "data:    texts.jsonl (columns completion, prompt): 8 examples; validation on 8 examples",
+                "files:   logs in run/lightning_logs/version_0 (CSVLogger); "
+                "checkpoints in run/lightning_logs/version_0/checkpoints",
+                "steps:   one epoch is 4 micro-batches and 2 updates; 6 updates in all in 3 epochs",
+            ],
+        ),
+        (
+            "dpo",
+            [
+                "data:    pairs.jsonl (columns chosen, prompt, rejected): 5 examples, 1 rows left out",
+                "missing: no validation data",
+                "steps:   one epoch is 3 micro-batches and 3 updates; 3 updates in all in 1 epoch",
+                "bar: accuracy loss margin",
+            ],
+        ),
+        (
+            "grpo",
+            [
+                "data:    prompts.jsonl (columns prompt): 8 prompts",
+                "missing: no logger, so that metrics are kept nowhere; no checkpoints, so that the run cannot be "
+                "resumed; no validation data",
+                "steps:   one iteration is 4 prompts x 4 = 16 samples, in 2 micro-batches and 2 updates; "
+                "4 updates in all in 2 iterations",
+                "bar: reward",
+            ],
+        ),
+    ],
+)
+def test_the_first_lines_describe_model_data_files_and_steps(
+    run: str, expected: list[str], printed: dict[str, list[str]]
+) -> None:
+    lines = printed[run]
+    assert [line for line in lines if line in expected] == expected
+    if run == "dpo":
+        assert len([line for line in lines if "1 of 6 pairs have the same tokens" in line]) == 1
+        assert "reference of 82.2 k (frozen)" in next(line for line in lines if line.startswith("model:"))
 
 
 def test_no_tip_of_another_library_is_printed_unless_asked_for(printed: dict[str, list[str]]) -> None:

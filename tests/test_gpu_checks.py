@@ -82,65 +82,52 @@ class TestMissingCUDA:
             warn_if_cuda_is_missing()
 
 
-class TestRanks:
-    """GPUs that do not go together."""
-
-    def test_each_rank_on_a_gpu_of_its_own_of_one_kind_is_fine(self) -> None:
-        ranks = on(H100, H100, H100)
-        assert same_gpu_twice(ranks) is None
-        assert mixed_kinds(ranks) is None
-        assert unsupported_dtype(ranks, "bfloat16") is None
-
-    def test_two_ranks_on_one_gpu_are_named(self) -> None:
-        first, second, third = on(H100, H100, H100)
-        found = same_gpu_twice([first, second, dataclasses.replace(third, gpu=first.gpu)])
-        assert found is not None
-        assert found.startswith("rank 0 on node1 and rank 2 on node1 are on one GPU (NVIDIA H100 80GB HBM3, GPU-gpu0)")
-
-    def test_gpus_without_uuids_are_not_taken_for_one(self) -> None:
-        unknown = dataclasses.replace(H100, uuid="")
-        assert same_gpu_twice([RankGPU(rank, "node1", unknown) for rank in range(2)]) is None
-
-    def test_mixed_kinds_are_listed_with_their_ranks(self) -> None:
-        found = mixed_kinds(on(H100, T4, H100, H100, H100, H100))
-        assert found is not None
-        assert "NVIDIA H100 80GB HBM3 (80 GiB): rank 0 on node1, rank 2 on node1, rank 3 on node1 and 2 more" in found
-        assert "Tesla T4 (15 GiB): rank 1 on node1" in found
-
-    def test_gpus_that_cannot_compute_in_a_type_are_named(self) -> None:
-        found = unsupported_dtype(on(H100, T4), "bfloat16")
-        assert found is not None
-        assert "rank 1 on node1 of 2 cannot compute in bfloat16, which needs compute capability 8.0" in found
-        assert "Tesla T4 (compute capability 7.5)" in found
-        assert unsupported_dtype(on(H100, T4), "float16") is None
-        assert unsupported_dtype(on(dataclasses.replace(H100, capability=(8, 0))), "float8_e4m3fn") is not None
-        assert unsupported_dtype(on(dataclasses.replace(H100, capability=(0, 0))), "bfloat16") is None  # unknown
-
-    @pytest.mark.parametrize(
-        ("variable", "says"),
-        [
-            ("0,1", "sees 2 GPU(s) (CUDA_VISIBLE_DEVICES='0,1')"),
-            (None, "sees 2 GPU(s) (the machine has 4)"),
-            ("0,1,9,2", "sees 2 GPU(s) (CUDA_VISIBLE_DEVICES='0,1,9,2': '9' is none of this machine's 4 GPU(s)"),
-        ],
-    )
-    def test_more_ranks_than_devices_say_what_hides_them(self, variable: str | None, says: str) -> None:
-        found = too_few_devices(2, 2, variable, 4)
-        assert "rank 2 of this machine" in found
-        assert says in found
-        assert "start fewer ranks" in found
+FIRST, SECOND, THIRD = on(H100, H100, H100)
+UNKNOWN = [RankGPU(rank, "node1", dataclasses.replace(H100, uuid="")) for rank in range(2)]
 
 
-def test_engines_on_gpus_of_another_kind_than_their_like_or_the_ranks_are_named() -> None:
-    assert mixed_engine_kinds([["H100"], ["H100"]], ["H100"] * 4) is None
-    assert mixed_engine_kinds([[], []], ["", "H100"]) is None  # unknown, or engines on CPUs
-    assert mixed_engine_kinds([["H100"]], [""]) is None
-    found = mixed_engine_kinds([["H100", "H100"], ["A100", "A100"], ["H100", "H100"]], ["H100"])
-    assert found is not None
-    assert "A100: engine 1; H100: engine 0, engine 2" in found
-    found = mixed_engine_kinds([["L40S"], ["L40S"]], ["H100", "H100"])
-    assert found is not None
-    assert "engines have L40S and training ranks H100" in found
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (same_gpu_twice(on(H100, H100, H100)), None),
+        (same_gpu_twice(UNKNOWN), None),
+        (
+            same_gpu_twice([FIRST, SECOND, dataclasses.replace(THIRD, gpu=FIRST.gpu)]),
+            "rank 0 on node1 and rank 2 on node1 are on one GPU (NVIDIA H100 80GB HBM3, GPU-gpu0)",
+        ),
+        (mixed_kinds(on(H100, H100, H100)), None),
+        (
+            mixed_kinds(on(H100, T4, H100, H100, H100, H100)),
+            "NVIDIA H100 80GB HBM3 (80 GiB): rank 0 on node1, rank 2 on node1, rank 3 on node1 and 2 more",
+        ),
+        (mixed_kinds(on(H100, T4)), "Tesla T4 (15 GiB): rank 1 on node1"),
+        (unsupported_dtype(on(H100, H100), "bfloat16"), None),
+        (
+            unsupported_dtype(on(H100, T4), "bfloat16"),
+            "rank 1 on node1 of 2 cannot compute in bfloat16, which needs compute capability 8.0",
+        ),
+        (unsupported_dtype(on(H100, T4), "float16"), None),
+        (unsupported_dtype(on(dataclasses.replace(H100, capability=(8, 0))), "float8_e4m3fn"), "float8_e4m3fn"),
+        (unsupported_dtype(on(dataclasses.replace(H100, capability=(0, 0))), "bfloat16"), None),  # unknown
+        (too_few_devices(2, 2, "0,1", 4), "sees 2 GPU(s) (CUDA_VISIBLE_DEVICES='0,1')"),
+        (too_few_devices(2, 2, None, 4), "rank 2 of this machine"),
+        (too_few_devices(2, 2, None, 4), "sees 2 GPU(s) (the machine has 4)"),
+        (
+            too_few_devices(2, 2, "0,1,9,2", 4),
+            "sees 2 GPU(s) (CUDA_VISIBLE_DEVICES='0,1,9,2': '9' is none of this machine's 4 GPU(s)",
+        ),
+        (mixed_engine_kinds([["H100"], ["H100"]], ["H100"] * 4), None),
+        (mixed_engine_kinds([[], []], ["", "H100"]), None),  # unknown, or engines on CPUs
+        (mixed_engine_kinds([["H100"]], [""]), None),
+        (
+            mixed_engine_kinds([["H100", "H100"], ["A100", "A100"], ["H100", "H100"]], ["H100"]),
+            "A100: engine 1; H100: engine 0, engine 2",
+        ),
+        (mixed_engine_kinds([["L40S"], ["L40S"]], ["H100"] * 2), "engines have L40S and training ranks H100"),
+    ],
+)
+def test_gpus_that_do_not_go_together_are_named(found: str | None, says: str | None) -> None:
+    assert found is None if says is None else found is not None and says in found
 
 
 class TestMemory:

@@ -141,9 +141,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 # ---------------------------------------------------------------------- order
 
 
-def test_parts_are_sorted_by_stage_and_keep_their_order_within_one() -> None:
+def test_parts_are_sorted_by_stage_keep_their_order_within_one_and_may_change_what_another_has_written() -> None:
     late, first, second = Writes(), Prepare(halve), Prepare(halve_own)
     assert arrange([Reads(), late, first, second], PROVIDED, {})[:3] == [first, second, late]
+    assert len(arrange([Writes(), Rewrites(), Reads()], PROVIDED, {})) == 3
 
 
 @pytest.mark.parametrize(
@@ -167,10 +168,6 @@ def test_parts_are_sorted_by_stage_and_keep_their_order_within_one() -> None:
 def test_a_wrong_order_is_refused_with_the_way_out(parts: list[Part], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         arrange(parts, PROVIDED, DROPPED)
-
-
-def test_a_part_may_change_what_another_has_written() -> None:
-    assert len(arrange([Writes(), Rewrites(), Reads()], PROVIDED, {})) == 3
 
 
 # ---------------------------------------------------------------------- plain values
@@ -261,15 +258,14 @@ def test_a_part_takes_part_in_rows_loss_metrics_and_hooks(tmp_path: Path) -> Non
 @pytest.mark.parametrize("make", [EntropyBonus, KLPenalty, lambda coef: KLInReward(coef, place="token")])
 def test_a_weight_may_be_a_function_of_the_step(tmp_path: Path, make: Any) -> None:
     """One that is constant is the number; of one that decays later updates have another value."""
-    given = {"number": 0.3, "constant": constant, "by name": f"{__name__}.constant", "decays": decays}
+    given = {"number": 0.3, "constant": f"{__name__}.constant", "decays": decays}
     found = {}
     for name, coef in given.items():
         _, module, _ = run(tmp_path, [make(coef)], epochs=1)
         found[name] = weights(module)
         part = next(one for one in module.parts if type(one) is type(make(0.3)))
         assert make_part(part.plain()).plain() == part.plain()
-    for name in ("constant", "by name"):
-        assert all(torch.equal(value, found[name][key]) for key, value in found["number"].items())
+    assert all(torch.equal(value, found["constant"][key]) for key, value in found["number"].items())
     same = make is not EntropyBonus and make is not KLPenalty  # rewards are those before the first update
     assert same == all(torch.equal(value, found["decays"][key]) for key, value in found["number"].items())
     with pytest.raises(ValueError, match="coef"):
@@ -331,14 +327,7 @@ model:
 @pytest.mark.parametrize(
     ("parts", "arguments", "message"),
     [
-        ([Reads()], {}, "reads scores, which nothing before it writes"),
-        (
-            [Prepare(halve, Stage.CREDIT, writes=["advantages"])] * 2,
-            {},
-            "writes advantages, which halve has written before it: leave one of them out",
-        ),
         ([Prepare(halve, Stage.CREDIT, reads=["ref_logprobs"])], {}, "reads ref_logprobs, which nothing before it"),
-        ([Prepare(halve, Stage.CREDIT, reads=["values"])], {}, "reads values, which nothing before it writes"),
         ([Counter()], {"policy_loss": unweighted_loss}, "unweighted_loss takes no weights, which Counter gives to"),
         ([LogLinear(), LogLinear()], {}, "LogLinear and LogLinear each have the log-probs that ratios"),
         ([LogLinear(), Counter()], {}, "LogLinear makes no forward pass for old log-probs"),

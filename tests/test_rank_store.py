@@ -9,28 +9,20 @@ from strategies import ranks
 from rlhfkit.rank_store import LocalStore, rank_store
 
 
-class TestOneRank:
-    """In one process the messages stay in memory."""
-
-    def test_entries_come_back_in_order_and_once(self) -> None:
-        log = rank_store().log("log")
-        log.append("a")
-        log.append("b")
-        assert log.read() == [(0, "a"), (0, "b")]
-        assert log.read() == []
-
-    def test_a_name_gives_a_new_log_each_time(self) -> None:
-        store = LocalStore()
-        logs = [store.log("a") for _ in range(3)]
-        for log in logs:
-            log.append(log.name)
-        assert [log.read()[0][1] for log in logs] == ["a/0", "a/1", "a/2"]
-
-    def test_a_step_returns_its_result_or_raises_its_error(self) -> None:
-        log = rank_store().log("log")
-        assert log.run(lambda: 3, timeout=1, waiting_for="nothing") == 3
-        with pytest.raises(ZeroDivisionError):
-            log.run(lambda: 1 // 0, timeout=1, waiting_for="nothing")
+def test_in_one_process_entries_stay_in_memory_and_are_read_once() -> None:
+    log = rank_store().log("log")
+    log.append("a")
+    log.append("b")
+    assert log.read() == [(0, "a"), (0, "b")]
+    assert log.read() == []
+    assert log.run(lambda: 3, timeout=1, waiting_for="nothing") == 3
+    with pytest.raises(ZeroDivisionError):
+        log.run(lambda: 1 // 0, timeout=1, waiting_for="nothing")
+    store = LocalStore()
+    logs = [store.log("a") for _ in range(3)]  # each time a new one
+    for log in logs:
+        log.append(log.name)
+    assert [log.read()[0][1] for log in logs] == ["a/0", "a/1", "a/2"]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain_sgd import PlainSGD
-from rl_runs import digits, setup_run, weights
+from rl_runs import setup_run, weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -128,30 +128,6 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, nash: bool) -> None:
     ) == pytest.approx(0, abs=1e-4)  # of the policy's samples only
     for name, tensor in weights(module).items():
         torch.testing.assert_close(tensor.double(), expected[name], rtol=0, atol=2e-6)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("nash", [False, True], ids=["xpo", "nash-md"])
-def test_they_learn_from_a_judge(tmp_path: Path, nash: bool) -> None:
-    def more_digits(pairs: Any) -> list[float]:
-        counts = [digits(pair) for pair in pairs]
-        return [0.5 + 0.5 * ((first > second) - (first < second)) for first, second in counts]
-
-    group = ReferenceMixture(mixture_coef=0.25) if nash else ReferenceSamples(LocalEngine())
-    trainer, module, data, rollouts = setup_run(
-        tmp_path,
-        module=NashMDModule if nash else XPOModule,
-        module_arguments={"lr": 5e-3, "beta": 0.01 if nash else 0.1},
-        data_arguments={"rollout_batch_size": 32, "micro_batch_size": 32},
-        rollouts=RolloutCallback(
-            PairwiseReward(more_digits), group=group, sampling=SamplingSpec(group_size=2, max_new_tokens=8)
-        ),
-        max_epochs=12,
-    )
-    trainer.fit(module, data)
-    ours = [sample for sample in rollouts.samples if sample.versions.tolist()[0] >= 0]
-    assert len(ours) == 32
-    assert sum(digits(ours)) / len(ours) > 0.3  # 0.1 at the start
 
 
 def test_preferences_are_those_between_the_two_samplers_of_a_prompt() -> None:

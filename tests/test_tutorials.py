@@ -1,19 +1,25 @@
-"""The recipe tutorials at reduced size, on one mediocre model: each ends well above it, or does what is asked for."""
+"""The demo and the tutorials at reduced size: each learns, or does what is asked for."""
 
 import importlib
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
+from strategies import ranks
 
-TUTORIALS = Path(__file__).parent.parent / "tutorials"
+from rlhfkit.callbacks.report.page import read_page
+from rlhfkit.data.images import Image
+
+ROOT = Path(__file__).parent.parent
+TUTORIALS = ROOT / "tutorials"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +92,7 @@ def test_online_dpo_improves_the_policy_and_draws_curves(
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def printed(cell: nbformat.NotebookNode) -> str:
+def printed(cell: Any) -> str:
     """What a cell of a notebook has printed."""
     return "".join(output["text"] for output in cell.get("outputs", []) if output["output_type"] == "stream")
 
@@ -94,7 +100,7 @@ def printed(cell: nbformat.NotebookNode) -> str:
 NUMBERS = re.compile(r"(random|SFT|PPO) +right: +([\d.]+)% +as preferred: +([\d.]+)%")
 
 
-def stages(notebook: nbformat.NotebookNode) -> dict[str, tuple[float, float]]:
+def stages(notebook: Any) -> dict[str, tuple[float, float]]:
     """Percentages of held-out answers that are right and as preferred, of each stage."""
     text = "".join(map(printed, notebook.cells))
     return {name: (float(right), float(preferred)) for name, right, preferred in NUMBERS.findall(text)}
@@ -103,8 +109,11 @@ def stages(notebook: nbformat.NotebookNode) -> dict[str, tuple[float, float]]:
 @pytest.mark.slow
 def test_the_notebook_goes_from_demonstrations_to_ppo_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The notebook itself, with another cell of parameters: every stage improves its held-out metric."""
+    import nbformat
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TUTORIALS.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(TUTORIALS / "sft_reward_ppo.ipynb", as_version=4)
     [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     parameters.source = "sft_epochs, reward_epochs, ppo_iterations = 12, 2, 13"
@@ -114,3 +123,73 @@ def test_the_notebook_goes_from_demonstrations_to_ppo_in_fewer_steps(monkeypatch
     assert found["PPO"][1] > found["SFT"][1] + 3
     [told_apart] = re.findall(r"told apart: ([\d.]+)% before, ([\d.]+)% after", "".join(map(printed, notebook.cells)))
     assert float(told_apart[1]) > float(told_apart[0]) + 10
+
+
+@pytest.mark.long
+def test_a_random_model_learns_to_ask_a_tool_and_to_say_what_it_was_told(tmp_path: Path) -> None:
+    """Half a point for asking, a quarter for a digit, three quarters for the right one of ten."""
+    found = importlib.import_module("tool_agent").main(["--folder", str(tmp_path), "--iterations", "35"])
+    assert found["asks"] > 0.9
+    assert found["first_reward"] < 0.2
+    # Without reading the tool's result 0.5 + 0.25 + 0.75 / 10 = 0.825 is the best there is.
+    assert found["reward"] > 1.1
+
+
+@pytest.mark.long
+def test_a_model_that_sees_learns_by_reward_and_its_samples_are_shown_with_their_pictures(tmp_path: Path) -> None:
+    program = importlib.import_module("vlm_grpo_squares")
+    before, after = program.main(["--folder", str(tmp_path), "--iterations", "40"])
+    assert after > before + 0.2
+    path = tmp_path / "grpo" / "version_0" / "report.html"
+    assert path.stat().st_size < 5e6
+    for kept in read_page(path)[0].samples:
+        for group in kept["groups"]:
+            [picture] = group["images"]
+            colours = {colour for _, colour in Image.of(picture, "a picture").open().getcolors()}
+            asked, answer = group["prompt"].removeprefix("<image>"), group["answer"]
+            if asked == "colour?":
+                assert program.COLOURS[answer] in colours
+
+
+def train_long_prompt(folder: Path, words: list[str]) -> dict[str, Any]:
+    """What the tutorial finds, on one rank or on each of several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TUTORIALS))
+        return importlib.import_module("long_prompt").main(["--folder", str(folder), *words])
+
+
+@pytest.mark.distributed
+def test_two_ranks_divide_a_row_compute_half_of_the_tokens_each_and_make_the_same_updates(tmp_path: Path) -> None:
+    words = ["--tokens", "200", "--steps", "12", "--sequence-ranks"]
+    alone = train_long_prompt(tmp_path, [*words, "1"])
+    first, second = ranks.run("test_tutorials:train_long_prompt", 2, tmp_path, words=[*words, "2"])
+    assert first["losses"] == second["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert first["held_out"] == pytest.approx(alone["held_out"], abs=1e-4)
+    assert alone["losses"][0] > alone["losses"][-1] + 1
+    (whole,) = alone["ranks"]
+    for part in first["ranks"]:
+        # More than half: only rows of the same rank have their common leading dots computed once.
+        assert 0.5 * whole["tokens"] <= part["tokens"] < 0.57 * whole["tokens"]
+        assert part["bytes"] < 0.6 * whole["bytes"]
+
+
+@pytest.mark.smoke
+@pytest.mark.slow
+def test_the_demo_learns_and_writes_its_report(tmp_path: Path) -> None:
+    """A process of its own, as ``make demo`` starts, in another folder."""
+    command = [sys.executable, "-m", "rlhfkit", "demo", "--folder", tmp_path, "--iterations", "20"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = (float(x) for x in re.findall(r"held-out accuracy \w+ GRPO: +([\d.]+)%", done.stdout))
+    assert after >= before + 5, done.stdout[-1500:]
+    report = Path(re.findall(r"open (\S+)", done.stdout)[0])
+    [run] = read_page(report)
+    assert run.state == "finished"
+    assert run.curves["rollout/reward"].xs[-1] == 19
+    assert (tmp_path / "grpo_model" / "model.safetensors").is_file()
+    assert (report.parent / "metrics.csv").read_text().count("\n") > 20
+    assert len(re.findall(r"^iteration +20 of 20: ", done.stdout, re.MULTILINE)) == 1
+    assert done.stdout.rstrip().splitlines()[-1].strip().startswith("rlhfkit init grpo")
