@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from datamodules.prompts.drawing import numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
 from rlhfkit.rank_store import LocalStore, RankLog
 from rlhfkit.rollout.collector import CollectedGroups, GroupSelection
 from rlhfkit.rollout.partial_rollouts import Dropped
@@ -90,8 +91,7 @@ class AnyOrder:
 
 def queue_at(after: dict[str, Any], total: int = TOTAL) -> IterationQueue:
     """The prompts from a place in the passes on."""
-    order = PromptOrder(total, seed=2)
-    return IterationQueue(order, lambda row: Prompt(row, [5]), PromptCursor.from_state_dict(after))
+    return IterationQueue(numbered(total, seed=2), PromptCursor.from_state_dict(after))
 
 
 def on_ranks(world_size: int, step: Callable[[RankLog], Any]) -> list[Any]:
@@ -171,15 +171,15 @@ def test_nothing_is_lost_doubled_or_out_of_order_within_a_limit(
         # Over all passes: what was sampled to its end, and what is put off, is every row that was passed.
         now = PromptCursor.from_state_dict(after)
         passed = Counter(dict.fromkeys(range(TOTAL), now.number - before.number)) + Counter(before.postponed)
-        passed.update(PromptOrder(TOTAL, seed=2)._permutation(now.number)[: now.offset])
-        passed.subtract(PromptOrder(TOTAL, seed=2)._permutation(before.number)[: before.offset])
+        passed.update(numbered(TOTAL, seed=2)._permutation(now.number)[: now.offset])
+        passed.subtract(numbered(TOTAL, seed=2)._permutation(before.number)[: before.offset])
         judged = passed - Counter(now.postponed)
         assert judged.total() == filled.sampled
         assert set(judged) >= {group[0].prompt.index for group in filled.groups}
         used += judged
     number, offset, postponed, *_ = PromptCursor.from_state_dict(after)
     whole = Counter(dict.fromkeys(range(TOTAL), number))
-    whole.update(PromptOrder(TOTAL, seed=2)._permutation(number)[:offset])
+    whole.update(numbered(TOTAL, seed=2)._permutation(number)[:offset])
     assert used + Counter(postponed) == whole
 
 

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from datamodules.prompts.drawing import numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
+from rlhfkit.datamodules.prompts.table import TablePrompts
 from rlhfkit.rank_store import LocalStore
 from rlhfkit.rollout.collector import GroupSelection, flatten
 from rlhfkit.rollout.prompt_stream import PromptStream
@@ -44,12 +46,12 @@ class Engine:
         self.open, self.closed = [], True
 
 
-def queue_of(order: PromptOrder) -> IterationQueue:
-    return IterationQueue(order, lambda row: Prompt(row, [5]), PromptCursor())
+def queue_of(order: TablePrompts) -> IterationQueue:
+    return IterationQueue(order, PromptCursor())
 
 
-def stream_of(total: int = 100, position: int = 0) -> tuple[PromptStream, PromptOrder, Engine]:
-    order = PromptOrder(total, shuffle=False)
+def stream_of(total: int = 100, position: int = 0) -> tuple[PromptStream, TablePrompts, Engine]:
+    order = numbered(total, shuffle=False)
     stream = PromptStream(lambda: queue_of(order), wanted=3, rank=0, world_size=1, position=position)
     return stream, order, Engine(0)
 
@@ -93,7 +95,7 @@ Played = list[tuple[list[int], int, int, dict[str, Any], dict[int, int]]]
 
 def play(world_size: int, ahead: int, seed: int, wanted: int, teaches: set[int]) -> Played:
     """What ranks that are threads train on in four iterations, while groups of ``ahead`` further ones are in flight."""
-    order = PromptOrder(11, seed=2)
+    order = numbered(11, seed=2)
     shared, lock, found = LocalStore(), threading.Lock(), dict[int, Any]()
     seeds: list[dict[int, int]] = [{} for _ in range(4)]
 

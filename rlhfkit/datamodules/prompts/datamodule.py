@@ -473,7 +473,7 @@ class PromptDataModule(TextDataModule):
         columns = ", ".join(name for name in (self.prompt, self.answer) if name is not None)
         text = f"{self._description} (columns {columns})" if columns else self._description
         text = self._opened.describe(text)
-        return text if self._validation is None else f"{text}; validation on {len(self._validation)} prompts"
+        return text if self._validation is None else f"{text}; validation on {self._validation.total} prompts"
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 

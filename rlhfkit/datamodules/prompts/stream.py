@@ -1,4 +1,4 @@
-"""The prompts of a stream by their number, and how an iteration draws them.
+"""``StreamedPrompts``: prompts that are read when they are drawn, by their number in the stream.
 
 A cursor holds the number of the next prompt and the position in front of it, and the same of prompts that were drawn
 and not used: after a resume they are found again by reading from there.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 from rlhfkit.data.types import Prompt
-from rlhfkit.datamodules.prompts.curriculum import Curriculum
 from rlhfkit.datamodules.prompts.cursor import TrainingPrompts
 from rlhfkit.datamodules.prompts.rows import PromptColumns, source_names
 from rlhfkit.datamodules.streaming import MixedStream, Position, SourceStream
@@ -46,60 +45,6 @@ class StreamCursor(NamedTuple):
         """Inverse of :meth:`state_dict`; ignores other entries of ``state``."""
         number, position = state["next"]
         return cls((number, position), tuple((number, position) for number, position in state["postponed"]))
-
-
-class PromptReader:
-    """Reads a stream of prompts forward, and keeps those that may be drawn again. Safe to use from several threads."""
-
-    total = sys.maxsize
-    """A stream has no end."""
-    curriculum: Curriculum | None = None
-
-    def __init__(self, stream: MixedStream[Prompt]) -> None:
-        self.stream = stream
-        self._lock = threading.Lock()
-        self._kept: dict[int, tuple[Prompt, Position]] = {}  # by number, with the position behind it
-        self._opened: Iterator[tuple[Position, Prompt]] | None = None
-        self._number = 0  # of the next prompt of ``_opened``
-
-    def read(self, place: Place) -> tuple[Prompt, Place]:
-        """Return a copy of a prompt, whose ``index`` is its number, and the place behind it."""
-        number, start = place
-        with self._lock:
-            if number not in self._kept:
-                if self._opened is None or self._number > number:
-                    self._opened, self._number = self.stream.open(start), number
-                while self._number <= number:  # also over prompts between two that were postponed
-                    position, prompt = next(self._opened)
-                    self._number += 1
-                self._kept[number] = prompt, position
-            prompt, behind = self._kept[number]
-        return dataclasses.replace(prompt, index=number, metadata=dict(prompt.metadata)), (number + 1, behind)
-
-    def take(
-        self, count: int, cursor: StreamCursor, *, without: Collection[Place] = ()
-    ) -> tuple[list[Place], StreamCursor]:
-        """The places of the next ``count`` prompts, none of them in ``without``, and the cursor after them."""
-        drawn = {number for number, _ in without}
-        places, beyond = [place for place in cursor.postponed if place[0] not in drawn][:count], cursor.next
-        used = {number for number, _ in places}
-        while len(places) < count:
-            places.append(beyond)
-            _, beyond = self.read(beyond)
-        return places, StreamCursor(beyond, tuple(place for place in cursor.postponed if place[0] not in used))
-
-    def forget(self, cursor: StreamCursor) -> None:
-        """Free the prompts that nobody draws again when iterations begin at this cursor."""
-        needed = {number for number, _ in cursor.postponed}
-        with self._lock:
-            self._kept = {
-                number: kept for number, kept in self._kept.items() if number >= cursor.next[0] or number in needed
-            }
-
-    def restart(self) -> None:
-        """Read again what was read, because rows become other prompts now."""
-        with self._lock:
-            self._kept, self._opened = {}, None
 
 
 class StreamedPrompts(TrainingPrompts):
@@ -139,7 +84,10 @@ class StreamedPrompts(TrainingPrompts):
         self._vocabulary: int | None = None
         names = iter(source_names(list_sources(data)) if isinstance(data, Mixture) else [None])
         self.stream = MixedStream.opened(data, lambda source: self._open(source, next(names), open_source))
-        self.reader = PromptReader(self.stream)
+        self._lock = threading.Lock()
+        self._kept: dict[int, tuple[Prompt, Position]] = {}  # by number, with the position behind it
+        self._opened: Iterator[tuple[Position, Prompt]] | None = None
+        self._number = 0  # of the next prompt of ``_opened``
 
     def _open(
         self, source: Any, name: str | None, open_source: Callable[..., SourceStream[Prompt]]
@@ -184,7 +132,8 @@ class StreamedPrompts(TrainingPrompts):
     def check(self, *, longest: int, reason: str, vocabulary: int | None) -> None:
         """Check prompts when they are read: their length, and that the model knows their tokens."""
         self._limits, self._vocabulary = [*self._limits, (longest, reason)], vocabulary
-        self.reader.restart()
+        with self._lock:  # what was read before is read again
+            self._kept, self._opened = {}, None
 
     def source_columns(self) -> list[tuple[Any, list[str]]]:
         """Each source, with the columns of its first row."""
@@ -196,13 +145,41 @@ class StreamedPrompts(TrainingPrompts):
         """``text``, the names of sources and columns, as a description of these prompts."""
         return f"a stream of {text}"
 
-    def order(self) -> PromptReader:
-        """The stream, which has an order of its own."""
-        return self.reader
+    @property
+    def total(self) -> int:
+        """A stream has no end."""
+        return sys.maxsize
+
+    def take(
+        self, count: int, cursor: StreamCursor, *, without: Collection[Place] = ()
+    ) -> tuple[list[Place], StreamCursor]:
+        """The places of the next ``count`` prompts, none of them in ``without``, and the cursor after them."""
+        drawn = {number for number, _ in without}
+        places, beyond = [place for place in cursor.postponed if place[0] not in drawn][:count], cursor.next
+        used = {number for number, _ in places}
+        while len(places) < count:
+            places.append(beyond)
+            _, behind = self._read(beyond)
+            beyond = beyond[0] + 1, behind
+        return places, StreamCursor(beyond, tuple(place for place in cursor.postponed if place[0] not in used))
 
     def prompt(self, place: Place) -> Prompt:
-        """The prompt at a place of the stream."""
-        return self.reader.read(place)[0]
+        """A copy of the prompt at a place, whose ``index`` is its number."""
+        prompt, _ = self._read(place)
+        return dataclasses.replace(prompt, index=place[0], metadata=dict(prompt.metadata))
+
+    def _read(self, place: Place) -> tuple[Prompt, Position]:
+        """The prompt at a place and the position behind it; reads forward, and keeps what may be drawn again."""
+        number, start = place
+        with self._lock:
+            if number not in self._kept:
+                if self._opened is None or self._number > number:
+                    self._opened, self._number = self.stream.open(start), number
+                while self._number <= number:  # also over prompts between two that were postponed
+                    position, prompt = next(self._opened)
+                    self._number += 1
+                self._kept[number] = prompt, position
+            return self._kept[number]
 
     @property
     def fingerprint(self) -> str:
@@ -216,7 +193,12 @@ class StreamedPrompts(TrainingPrompts):
     def set_cursor(self, after: Mapping[str, Any]) -> None:
         """Move the cursor to the end of a trained iteration, unless the data differs, and free its prompts."""
         super().set_cursor(after)
-        self.reader.forget(self.cursor)
+        cursor: StreamCursor = self.cursor
+        needed = {number for number, _ in cursor.postponed}
+        with self._lock:
+            self._kept = {
+                number: kept for number, kept in self._kept.items() if number >= cursor.next[0] or number in needed
+            }
 
     @property
     def untrained(self) -> Position | None:

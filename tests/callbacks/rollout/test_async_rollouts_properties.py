@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from datamodules.prompts.drawing import numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from rlhfkit import DynamicSampling, Prompt, Sample, SamplingSpec
 from rlhfkit.callbacks.rollout.parts.ahead import Ahead
 from rlhfkit.callbacks.rollout.source import Ask, GroupCollector
 from rlhfkit.callbacks.rollout.timing import Timing
-from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
 
 TOTAL, WANTED = 11, 3
 SPEC = SamplingSpec(group_size=2, max_new_tokens=3)
@@ -96,11 +97,11 @@ class Data:
     curriculum_uses_rewards = False
 
     def __init__(self) -> None:
-        self.order, self.cursor = PromptOrder(TOTAL, seed=4), PromptCursor()
+        self.order, self.cursor = numbered(TOTAL, seed=4), PromptCursor()
 
     def prompt_queue(self, after: dict[str, Any] | None = None) -> IterationQueue:
         cursor = self.cursor if after is None else PromptCursor.from_state_dict(after)
-        return IterationQueue(self.order, lambda row: Prompt(row, [5]), cursor)
+        return IterationQueue(self.order, cursor)
 
     def set_cursor(self, after: dict[str, Any]) -> None:
         self.cursor = PromptCursor.from_state_dict(after)
@@ -221,6 +222,6 @@ def test_iterations_side_by_side_train_on_the_same_prompts_whatever_ends_first(
     assert stopped == whole
     assert whole == play(Engine(), 0, iterations, select=select)[0]
     # Nothing is lost or doubled: what was decided, and what comes next, is every row that the passes went over.
-    passes = [PromptOrder(TOTAL, seed=4)._permutation(number) for number in range(end.number + 1)]
+    passes = [numbered(TOTAL, seed=4)._permutation(number) for number in range(end.number + 1)]
     gone_over = [*itertools.chain.from_iterable(passes[:-1]), *passes[-1][: end.offset]]
     assert used + Counter(end.postponed) == Counter(gone_over)

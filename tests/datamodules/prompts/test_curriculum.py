@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rl_runs import ahead, setup_run, weights
 
-from rlhfkit import Prompt, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import RolloutCallback, Sample, SamplingSpec
 from rlhfkit.datamodules.prompts.curriculum import MAX_RECENT, ByColumn, BySuccess, Curriculum, PromptPass, PromptStats
-from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
+from rlhfkit.datamodules.prompts.table import TablePrompts
+
+from .drawing import numbered
 
 TOTAL = 9
 
@@ -49,15 +52,15 @@ def test_bad_bounds_are_refused(knobs: dict[str, float]) -> None:
         BySuccess(**knobs)
 
 
-def prompt(row: int) -> Prompt:
-    return Prompt(100 + row, [5])
+def prompts(**options: Any) -> TablePrompts:
+    return numbered(TOTAL, first=100, **options)
 
 
-def play(order: PromptOrder, cursor: PromptCursor, sizes: Sequence[int]) -> tuple[list[list[int]], PromptCursor]:
+def play(prompts: TablePrompts, cursor: PromptCursor, sizes: Sequence[int]) -> tuple[list[list[int]], PromptCursor]:
     """Rows of each iteration; the reward of a prompt is a function of itself and of how often it was sampled."""
     played = []
     for size in sizes:
-        queue = IterationQueue(order, prompt, cursor)
+        queue = IterationQueue(prompts, cursor)
         taken = queue.take(size)
         known = cursor.history or {}
         queue.record({each.index: [float((each.index + len(known)) % 3 == 0)] for each in taken})
@@ -78,40 +81,37 @@ def some(share: int) -> Curriculum:
 
 @given(st.lists(st.integers(1, TOTAL), max_size=15), st.integers(0, 3), st.integers(0, 15))
 def test_iterations_are_always_full_and_resume_anywhere(sizes: list[int], share: int, stop: int) -> None:
-    def order() -> PromptOrder:
-        return PromptOrder(TOTAL, seed=2, curriculum=some(share))
-
-    straight, end = play(order(), PromptCursor(), sizes)
+    options: dict[str, Any] = {"seed": 2, "curriculum": some(share)}
+    straight, end = play(prompts(**options), PromptCursor(), sizes)
     assert [len(set(rows)) for rows in straight] == sizes
-    first, middle = play(order(), PromptCursor(), sizes[:stop])
-    second, resumed_end = play(order(), middle, sizes[stop:])
+    first, middle = play(prompts(**options), PromptCursor(), sizes[:stop])
+    second, resumed_end = play(prompts(**options), middle, sizes[stop:])
     assert first + second == straight
     assert resumed_end == end
 
 
 def test_a_pass_is_what_the_curriculum_says() -> None:
-    order = PromptOrder(TOTAL, seed=0, curriculum=lambda one: sorted(one.rows)[: 6 - one.number])
-    rows, _ = play(order, PromptCursor(), [3] * 5)
+    rows, _ = play(prompts(curriculum=lambda one: sorted(one.rows)[: 6 - one.number]), PromptCursor(), [3] * 5)
     assert list(itertools.chain(*rows))[:15] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0, 1, 2, 3]
 
 
 def test_too_few_prompts_for_an_iteration_are_filled_up_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    rows, _ = play(PromptOrder(TOTAL, curriculum=lambda one: [4, 2]), PromptCursor(), [5])
+    rows, _ = play(prompts(curriculum=lambda one: [4, 2]), PromptCursor(), [5])
     assert rows[0][:2] == [4, 2]
     assert len(set(rows[0])) == 5
     assert "has 2 rows, too few for an iteration" in caplog.text
 
 
 def test_rows_may_be_numpys_and_are_plain_in_a_checkpoint() -> None:
-    order = PromptOrder(TOTAL, curriculum=lambda one: np.argsort([-row for row in range(TOTAL)]))
-    rows, cursor = order.take(3, PromptCursor())
+    reversed_rows = prompts(curriculum=lambda one: np.argsort([-row for row in range(TOTAL)]))
+    rows, cursor = reversed_rows.take(3, PromptCursor())
     assert rows == [8, 7, 6]
     assert PromptCursor.from_state_dict(json.loads(json.dumps(cursor.state_dict()))) == cursor
 
 
 def test_rows_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"has returned 9 for pass 0: it must return rows .* 0 to 8"):
-        PromptOrder(TOTAL, curriculum=lambda one: [0, 9]).take(1, PromptCursor())
+        prompts(curriculum=lambda one: [0, 9]).take(1, PromptCursor())
 
 
 # -- in real runs ------------------------------------------------------------------------------------------------------
@@ -202,8 +202,7 @@ def test_statistics_of_a_prompt_have_the_latest_group_and_all_samples() -> None:
 
 
 def test_the_latest_groups_are_kept_in_order_with_the_position_and_are_bounded() -> None:
-    order = PromptOrder(2000, shuffle=False, curriculum=lambda one: one.rows)
-    queue = IterationQueue(order, lambda row: Prompt(row, [5]), PromptCursor())
+    queue = IterationQueue(numbered(2000, shuffle=False, curriculum=lambda one: one.rows), PromptCursor())
     queue.take(1500)
     queue.record({index: [1.0, index % 2] for index in range(1500)} | {7: []})
     cursor = PromptCursor.from_state_dict(queue.after)

@@ -2,13 +2,17 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfkit.data import Prompt
-from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor, PromptOrder
+from rlhfkit.datamodules.prompts.cursor import IterationQueue, PromptCursor
+from rlhfkit.datamodules.prompts.table import TablePrompts
+
+from .drawing import numbered
 
 TOTAL = 7
 # Per iteration: how many prompts each round draws, and which of the drawn ones (by position) come back.
@@ -17,17 +21,17 @@ ITERATIONS = st.lists(
 )
 
 
-def prompt(row: int) -> Prompt:
-    return Prompt(100 + row, [5])  # the index in the file is not the row: some were dropped as too long
+def prompts(**options: Any) -> TablePrompts:
+    return numbered(TOTAL, first=100, **options)  # the index in the file is not the row: some were dropped as too long
 
 
 def play(
-    order: PromptOrder, cursor: PromptCursor, iterations: list[tuple[list[int], set[int]]]
+    prompts: TablePrompts, cursor: PromptCursor, iterations: list[tuple[list[int], set[int]]]
 ) -> tuple[list[tuple[list[int], list[int]]], PromptCursor]:
     """Used and returned rows of each iteration, and the cursor behind the last."""
     played = []
     for rounds, returned in iterations:
-        queue = IterationQueue(order, prompt, cursor)
+        queue = IterationQueue(prompts, cursor)
         drawn: list[Prompt] = []
         for count in rounds:
             if queue.remaining:
@@ -45,8 +49,7 @@ def play(
 def test_every_row_is_used_or_comes_first_in_the_next_iteration(
     iterations: list[tuple[list[int], set[int]]], shuffle: bool
 ) -> None:
-    order = PromptOrder(TOTAL, seed=3, shuffle=shuffle)
-    played, cursor = play(order, PromptCursor(), iterations)
+    played, cursor = play(prompts(seed=3, shuffle=shuffle), PromptCursor(), iterations)
     for (used, back), (next_used, next_back) in itertools.pairwise(played):
         assert len({*used, *back}) == len(used) + len(back)  # nothing twice in an iteration
         drawn = {*next_used, *next_back}
@@ -54,33 +57,33 @@ def test_every_row_is_used_or_comes_first_in_the_next_iteration(
     # Accounting over all passes: what was used, and what is still put off, is every row that the passes went over.
     uses = Counter(itertools.chain.from_iterable(used for used, _ in played))
     whole = Counter(dict.fromkeys(range(TOTAL), cursor.number))
-    whole.update(PromptOrder(TOTAL, seed=3, shuffle=shuffle)._permutation(cursor.number)[: cursor.offset])
+    whole.update(prompts(seed=3, shuffle=shuffle)._permutation(cursor.number)[: cursor.offset])
     assert uses + Counter(cursor.postponed) == whole
 
 
 @given(ITERATIONS, st.integers(0, 12))
 def test_it_resumes_at_any_iteration(iterations: list[tuple[list[int], set[int]]], stop: int) -> None:
-    straight, end = play(PromptOrder(TOTAL, seed=1), PromptCursor(), iterations)
-    _, middle = play(PromptOrder(TOTAL, seed=1), PromptCursor(), iterations[:stop])
-    resumed, resumed_end = play(PromptOrder(TOTAL, seed=1), middle, iterations[stop:])
+    straight, end = play(prompts(seed=1), PromptCursor(), iterations)
+    _, middle = play(prompts(seed=1), PromptCursor(), iterations[:stop])
+    resumed, resumed_end = play(prompts(seed=1), middle, iterations[stop:])
     assert resumed == straight[stop:]
     assert resumed_end == end
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 40))
 def test_drawing_in_rounds_is_drawing_at_once(rounds: list[int], skip: int) -> None:
-    order = PromptOrder(12, seed=5)
+    rows = numbered(12, seed=5)
     cursor = PromptCursor()
     for _ in range(skip):  # anywhere in the sequence, with rows put off or without
-        _, cursor = order.take(5, cursor)
-    at_once = IterationQueue(order, prompt, cursor)
-    in_rounds = IterationQueue(order, prompt, cursor)
+        _, cursor = rows.take(5, cursor)
+    at_once = IterationQueue(rows, cursor)
+    in_rounds = IterationQueue(rows, cursor)
     assert [each for count in rounds for each in in_rounds.take(count)] == at_once.take(sum(rounds))
     assert in_rounds.after == at_once.after
 
 
 def test_more_than_there_are_is_refused() -> None:
-    queue = IterationQueue(PromptOrder(3), prompt, PromptCursor())
+    queue = IterationQueue(numbered(3), PromptCursor())
     queue.take(2)
     with pytest.raises(ValueError, match="cannot take 2 different prompts: there are 3 besides the 2 drawn already"):
         queue.take(2)

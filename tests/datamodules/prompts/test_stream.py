@@ -92,7 +92,7 @@ def test_requeued_prompts_come_first_in_the_order_of_drawing(write_rows: Write) 
     first = data.prompt_queue()
     drawn = first.take(7)
     first.requeue([drawn[2], drawn[0]])
-    later = IterationQueue(first._order, first._prompt, first.cursor)
+    later = IterationQueue(first._prompts, first.cursor)
     assert [prompt.index for prompt in later.take(3)] == [0, 2, 7]
     assert [prompt.index for prompt in later.take(1)] == [8]
     later.requeue(later.take(1))
@@ -112,7 +112,7 @@ def test_little_of_an_endless_source_is_read_ahead_or_kept() -> None:
         assert len(data.prompt_queue().take(50)) == 50
         advance(data, 50)
         assert read[0] < drawn + 50 + 2 * 10
-    assert not data._prompts.reader._kept
+    assert not data._prompts._kept
 
 
 def test_rows_that_make_no_prompt_are_named_when_they_are_read(write_rows: Write, caplog: Any) -> None:
