@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import Needs, RewardError, RewardWrapper, reward_name
 from rlhfkit.serving.access import AccessToken
-from rlhfkit.serving.client import CLIENT_PACKAGES, HTTPClient, InvalidResponse, ServerUnavailable
+from rlhfkit.serving.client import CLIENT_PACKAGES, ClientOptions, HTTPClient, InvalidResponse, ServerUnavailable
 from rlhfkit.validation import check_integer, check_number
 
 log = logging.getLogger(__name__)
@@ -236,8 +236,6 @@ class ChatJudge:
         on_failure: str = "mask",
         ssl_ca_certs: str | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url must be like 'http://127.0.0.1:8000/v1', got {url!r}")
         missing = {"prompt", "first", "second"} - set(_PLACES.findall(template))
         if missing:
             raise ValueError(f"template must have the places {{prompt}}, {{first}} and {{second}}; {missing} missing")
@@ -247,23 +245,22 @@ class ChatJudge:
             raise ValueError(f"on_failure must be 'mask' or 'stop', got {on_failure!r}")
         check_integer("max_tokens", max_tokens, minimum=1)
         check_number("temperature", temperature, minimum=0)
-        check_integer("concurrency", concurrency, minimum=1)
-        check_number("timeout", timeout, above=0, why="it is in seconds")
-        check_integer("retries", retries, minimum=0)
-        check_number("backoff", backoff, minimum=0, why="it is in seconds")
-        self.url = url.rstrip("/") + "/chat/completions"
+        self.options = ClientOptions(
+            urls=url,
+            token=AccessToken.optional(token, variable=token_variable),
+            concurrency=concurrency,
+            timeout=timeout,
+            retries=retries,
+            backoff=backoff,
+            ssl_ca_certs=ssl_ca_certs,
+            max_response_bytes=_MAX_BYTES,
+        )
         self.model = model
         self.template = template
         self.verdict = verdict
         self.max_tokens = max_tokens
         self.temperature = temperature
-        self.token = AccessToken.optional(token, variable=token_variable)
-        self.concurrency = concurrency
-        self.timeout = timeout
-        self.retries = retries
-        self.backoff = backoff
         self.on_failure = on_failure
-        self.ssl_ca_certs = ssl_ca_certs
         self.name = "chat_judge"
         self._asked = self._failed = 0
 
@@ -273,12 +270,13 @@ class ChatJudge:
         Raises:
             RewardError: If a comparison failed, with ``on_failure="stop"``.
         """
-        async with self._client() as client:
+        async with HTTPClient("ChatJudge", self.options) as client:
             found = await asyncio.gather(*(self._judged(client, pair) for pair in pairs))
         failures = [value for value in found if isinstance(value, str)]
         self._asked, self._failed = self._asked + len(found), self._failed + len(failures)
         if failures:
-            shown = failures[0] if self.token is None else self.token.redact(failures[0])
+            token = self.options.token
+            shown = failures[0] if token is None else token.redact(failures[0])
             message = f"judge {self.model}: {len(failures)} of {len(found)} comparisons failed; the first: {shown}"
             if self.on_failure == "stop":
                 raise RewardError(message)
@@ -306,26 +304,13 @@ class ChatJudge:
     async def _judged(self, client: HTTPClient, pair: Pair) -> float | str:
         """The judgement, or a text that says why there is none."""
         try:
-            _, body = await client.ask("", json.dumps(self.request(pair)).encode())
+            _, body = await client.ask("/chat/completions", json.dumps(self.request(pair)).encode())
             reply = _reply(json.loads(body))
         except (ServerUnavailable, InvalidResponse, ValueError) as error:
             return str(error)
         verdicts = re.findall(self.verdict, reply)
         known = _PROBABILITIES.get(verdicts[-1].upper()) if verdicts else None
         return f"no verdict in the reply {reply[-200:]!r}" if known is None else known
-
-    def _client(self) -> HTTPClient:
-        return HTTPClient(
-            "ChatJudge",
-            [self.url],
-            token=self.token,
-            ssl_ca_certs=self.ssl_ca_certs,
-            timeout=self.timeout,
-            concurrency=self.concurrency,
-            retries=self.retries,
-            backoff=self.backoff,
-            max_bytes=_MAX_BYTES,
-        )
 
 
 def _reply(answer: Any) -> str:

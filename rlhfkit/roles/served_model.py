@@ -19,7 +19,7 @@ from rlhfkit.roles.frozen_model import EarlyRows, FrozenModel, ModelPoolError
 from rlhfkit.roles.replica import Role
 from rlhfkit.rollout.errors import EngineError
 from rlhfkit.rollout.server.completions import COMPLETIONS, connect, parse_scores, parse_top, score_body
-from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
+from rlhfkit.rollout.server.connection import ServerConnections, server_options
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.validation import check_number
 
@@ -69,11 +69,11 @@ class ServedModel(FrozenModel):
         retries: int = 5,
         ssl_ca_certs: str | None = None,
     ) -> None:
-        self.options = ServerOptions(
-            urls=(urls,) if isinstance(urls, str) else tuple(urls),
+        self.options = server_options(
+            urls,
             token=AccessToken.optional(variable=token_variable),
             concurrency=concurrency,
-            timeout=request_timeout,
+            request_timeout=request_timeout,
             retries=retries,
             ssl_ca_certs=ssl_ca_certs,
         )

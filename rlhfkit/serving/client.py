@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from rlhfkit.serving.access import AccessToken, is_loopback
+from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
     import httpx
@@ -70,7 +71,7 @@ def checked_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
     for url in listed:
         parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"urls must be like 'http://127.0.0.1:8000', got {url!r}")
+            raise ValueError(f"the address of a server must be like 'http://127.0.0.1:8000', got {url!r}")
         if parts.username is not None or parts.password is not None or parts.query:
             raise ValueError(
                 f"the address of {parts.hostname} must have no user, password or query, which would be logged; give "
@@ -79,11 +80,43 @@ def checked_urls(urls: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(url.rstrip("/") for url in listed)
 
 
-def warn_if_unencrypted(token: AccessToken | None, urls: Sequence[str]) -> None:
-    """Log a warning if a token is sent in the clear to another machine."""
-    unencrypted = [url for url in urls if url.startswith("http:") and not is_loopback(urlsplit(url).hostname or "")]
-    if token is not None and unencrypted:
-        log.warning("the token for %s is sent unencrypted; use https unless the network is trusted", unencrypted[0])
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """Where servers are, and how they are asked; ``ValueError`` if a field is out of range.
+
+    Warns if a token is sent in the clear to another machine.
+    """
+
+    urls: Sequence[str]
+    """``http://`` or ``https://`` addresses, or one of them, without user, password and query."""
+    token: AccessToken | None = None
+    """Sent with every request; ``None``: none."""
+    concurrency: int
+    """Requests in flight, over all servers; more wait, which does not count as time."""
+    timeout: float
+    """Seconds in which a server must answer a request."""
+    retries: int
+    """How often a request is repeated that found no connection or no answer in time, or status 5xx, 408 or 429; on
+    another server, if there is one."""
+    backoff: float = 1.0
+    """Seconds before the first repetition once every server has failed; doubled each time up to 30, plus a random part
+    of up to this. A server's ``Retry-After`` is respected."""
+    ssl_ca_certs: str | None = None
+    """File of certificate authorities (PEM) to verify the servers with; ``None``: the system's."""
+    max_response_bytes: int
+    """Maximum size of a response."""
+
+    def __post_init__(self) -> None:
+        urls = checked_urls(self.urls)
+        object.__setattr__(self, "urls", urls)
+        check_integer("concurrency", self.concurrency, minimum=1)
+        check_number("timeout", self.timeout, above=0, why="it is in seconds")
+        check_integer("retries", self.retries, minimum=0)
+        check_number("backoff", self.backoff, minimum=0, why="it is in seconds")
+        check_integer("max_response_bytes", self.max_response_bytes, minimum=1)
+        unencrypted = [url for url in urls if url.startswith("http:") and not is_loopback(urlsplit(url).hostname or "")]
+        if self.token is not None and unencrypted:
+            log.warning("the token for %s is sent unencrypted; use https unless the network is trusted", unencrypted[0])
 
 
 @dataclass(eq=False)
@@ -127,40 +160,19 @@ class HTTPClient:
 
     Args:
         owner: Name of the class that asks, for the error.
-        urls: Addresses, see :func:`checked_urls`.
-        token: Sent with every request; ``None``: none.
-        ssl_ca_certs: File of certificates to trust; ``None``: the system's.
-        timeout: Seconds in which a server must answer a request.
-        concurrency: Requests in flight, over all servers; more wait, which does not count as time.
-        retries: How often a request is repeated that found no connection or no answer in time, or status 5xx, 408 or
-            429; on another server, if there is one.
-        backoff: Seconds before the first repetition once every server has failed; doubled each time up to 30, plus a
-            random part of up to this. A server's ``Retry-After`` is respected.
-        max_bytes: Maximum size of a response.
+        options: Where the servers are, and how they are asked.
 
     Raises:
         ImportError: If httpx or tenacity is missing; names ``owner``.
     """
 
-    def __init__(
-        self,
-        owner: str,
-        urls: Sequence[str],
-        *,
-        token: AccessToken | None,
-        ssl_ca_certs: str | None,
-        timeout: float,
-        concurrency: int,
-        retries: int,
-        backoff: float,
-        max_bytes: int,
-    ) -> None:
+    def __init__(self, owner: str, options: ClientOptions) -> None:
         try:
             import httpx
             import tenacity  # noqa: F401
         except ImportError as error:
             raise ImportError(f"{owner} needs httpx and tenacity: pip install 'rlhfkit[server]'") from error
-        self.endpoints = [Endpoint(url) for url in urls]
+        self.endpoints = [Endpoint(url) for url in options.urls]
         self.num_requests = 0
         """Sent by :meth:`ask`, repetitions included."""
         self.num_retries = 0
@@ -168,18 +180,18 @@ class HTTPClient:
         """Spent on them."""
         self.last_error = ""
         """Why every server was to be asked again, the last time that happened."""
-        self._timeout, self._retries, self._backoff, self._max_bytes = timeout, retries, backoff, max_bytes
+        self._options = options
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._settings: dict[str, Any] = {
-            "headers": headers | ({} if token is None else token.header()),
+            "headers": headers | ({} if options.token is None else options.token.header()),
             # Not the environment's proxies and .netrc, which would receive or replace the token.
-            "verify": ssl.create_default_context(cafile=ssl_ca_certs),
+            "verify": ssl.create_default_context(cafile=options.ssl_ca_certs),
             "trust_env": False,
-            "timeout": httpx.Timeout(timeout, connect=min(_CONNECT_SECONDS, timeout), pool=None),
+            "timeout": httpx.Timeout(options.timeout, connect=min(_CONNECT_SECONDS, options.timeout), pool=None),
         }
         # No bound in the pool, which would close connections of one server while requests to another need theirs.
         self._client = httpx.AsyncClient(**self._settings, limits=httpx.Limits(max_connections=None))
-        self._slots = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(options.concurrency)
 
     async def __aenter__(self) -> Self:
         return self
@@ -194,7 +206,7 @@ class HTTPClient:
         """Post JSON to the server with the fewest requests, with repetitions; returns the URL and the response's body.
 
         Raises:
-            ServerUnavailable: If none has answered; what :func:`exchange` raises of the last attempt.
+            ServerUnavailable: If none has answered; what :meth:`call` raises of the last attempt.
             InvalidResponse: If one has refused it, or answered with too much.
         """
         asked: set[Endpoint] = set()
@@ -208,23 +220,53 @@ class HTTPClient:
                     started, url = time.monotonic(), endpoint.url + path
                     try:
                         with endpoint.in_use():
-                            return url, await exchange(
-                                self._client, "POST", url, content, timeout=self._timeout, max_bytes=self._max_bytes
-                            )
+                            return url, await self._exchange(self._client, "POST", url, content, self._options.timeout)
                     finally:
                         self.seconds += time.monotonic() - started
         raise AssertionError("tenacity gives the last error")
 
     async def call(self, method: str, url: str, content: bytes | None, *, timeout: float) -> bytes:
-        """Send one request, once, on a connection of its own, and return the response's body; see :func:`exchange`.
+        """Send one request, once, on a connection of its own, and return the response's body.
 
         uvicorn closes a connection when its application has raised, after the response, and after 5 idle seconds. A
         request that is sent at that moment fails, and this one is not repeated.
+
+        Raises:
+            ServerUnavailable: If there is no connection or no response in ``timeout`` seconds, or the status is 5xx,
+                408 or 429.
+            InvalidResponse: If the response is too large, or the status any other than 200.
         """
         import httpx
 
         async with httpx.AsyncClient(**self._settings) as client:
-            return await exchange(client, method, url, content, timeout=timeout, max_bytes=self._max_bytes)
+            return await self._exchange(client, method, url, content, timeout)
+
+    async def _exchange(
+        self, client: "httpx.AsyncClient", method: str, url: str, content: bytes | None, timeout: float
+    ) -> bytes:
+        """Send a request and return the response's body; ``timeout`` limits all of it; errors are :meth:`call`'s."""
+        import httpx
+
+        most = self._options.max_response_bytes
+        try:
+            async with asyncio.timeout(timeout), client.stream(method, url, content=content) as response:
+                body = bytearray()
+                async for chunk in response.aiter_raw():  # not decompressed: a small response could become a huge one
+                    body += chunk
+                    if len(body) > most:
+                        raise InvalidResponse(f"{url} answered with more than {most} bytes")
+        except TimeoutError:
+            raise ServerUnavailable(f"{url} did not answer within {timeout:g} s") from None
+        except httpx.TransportError as error:
+            raise ServerUnavailable(
+                f"{url} cannot be reached or closed the connection ({type(error).__name__}: {error})"
+            ) from error
+        if response.status_code == 200:
+            return bytes(body)
+        message = f"{url} answered with status {response.status_code}: {body[:300].decode(errors='replace')}"
+        if response.status_code in RETRYABLE_STATUSES or response.status_code >= 500:
+            raise ServerUnavailable(message, parse_retry_after(response.headers.get("retry-after")))
+        raise InvalidResponse(message, response.status_code)
 
     def _attempts(self, asked: set[Endpoint]) -> "AsyncRetrying":
         """Attempts for one request: each server without a pause, then all again with growing ones."""
@@ -238,49 +280,16 @@ class HTTPClient:
             asked.clear()
             error = state.outcome.exception() if state.outcome is not None else None
             self.last_error = str(error)
-            later: float = min(self._backoff * 2 ** min(next(rounds), 60), _MAX_BACKOFF)
-            later += random.uniform(0.0, self._backoff)
+            later: float = min(self._options.backoff * 2 ** min(next(rounds), 60), _MAX_BACKOFF)
+            later += random.uniform(0.0, self._options.backoff)
             return max(later, error.retry_after if isinstance(error, ServerUnavailable) else 0.0)
 
         return AsyncRetrying(
             retry=retry_if_exception_type(ServerUnavailable),
-            stop=stop_after_attempt(1 + self._retries),
+            stop=stop_after_attempt(1 + self._options.retries),
             wait=wait,
             reraise=True,
         )
-
-
-async def exchange(
-    client: "httpx.AsyncClient", method: str, url: str, content: bytes | None, *, timeout: float, max_bytes: int
-) -> bytes:
-    """Send a request and return the response's body, of at most ``max_bytes``; ``timeout`` limits the whole exchange.
-
-    Raises:
-        ServerUnavailable: If there is no connection or no response in ``timeout`` seconds, or the status is 5xx, 408 or
-            429.
-        InvalidResponse: If the response is too large, or the status any other than 200.
-    """
-    import httpx
-
-    try:
-        async with asyncio.timeout(timeout), client.stream(method, url, content=content) as response:
-            body = bytearray()
-            async for chunk in response.aiter_raw():  # not decompressed: a small response could become a huge one
-                body += chunk
-                if len(body) > max_bytes:
-                    raise InvalidResponse(f"{url} answered with more than {max_bytes} bytes")
-    except TimeoutError:
-        raise ServerUnavailable(f"{url} did not answer within {timeout:g} s") from None
-    except httpx.TransportError as error:
-        raise ServerUnavailable(
-            f"{url} cannot be reached or closed the connection ({type(error).__name__}: {error})"
-        ) from error
-    if response.status_code == 200:
-        return bytes(body)
-    message = f"{url} answered with status {response.status_code}: {body[:300].decode(errors='replace')}"
-    if response.status_code in RETRYABLE_STATUSES or response.status_code >= 500:
-        raise ServerUnavailable(message, parse_retry_after(response.headers.get("retry-after")))
-    raise InvalidResponse(message, response.status_code)
 
 
 def parse_retry_after(header: str | None) -> float:

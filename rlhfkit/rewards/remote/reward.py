@@ -12,11 +12,10 @@ from rlhfkit.rewards.remote.wire import SampleFormat, WireFormat, decode_rewards
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.client import (
     CLIENT_PACKAGES,
+    ClientOptions,
     HTTPClient,
     InvalidResponse,
     ServerUnavailable,
-    checked_urls,
-    warn_if_unencrypted,
 )
 from rlhfkit.validation import check_integer, check_number
 
@@ -85,32 +84,28 @@ class RemoteReward:
         Raises:
             ValueError: If an argument is out of range.
         """
-        self.urls = list(checked_urls(urls))
         check_integer("batch_size", batch_size, minimum=1)
-        check_integer("concurrency", concurrency, minimum=1)
-        check_integer("max_response_bytes", max_response_bytes, minimum=1)
-        check_integer("retries", retries, minimum=0)
-        check_number("backoff", backoff, minimum=0, why="it is in seconds")
-        check_number("timeout", timeout, above=0, why="it is in seconds")
         check_number("total_timeout", total_timeout, above=0, why="it is in seconds")
-        self.token = AccessToken.optional(token, variable=token_variable)
+        self.options = ClientOptions(
+            urls=urls,
+            token=AccessToken.optional(token, variable=token_variable),
+            concurrency=concurrency,
+            timeout=timeout,
+            retries=retries,
+            backoff=backoff,
+            ssl_ca_certs=ssl_ca_certs,
+            max_response_bytes=max_response_bytes,
+        )
         self.wire_format: WireFormat = SampleFormat() if wire_format is None else wire_format
         self.batch_size = batch_size
-        self.concurrency = concurrency
-        self.timeout = timeout
-        self.retries = retries
-        self.backoff = backoff
         self.total_timeout = total_timeout
         self.on_failure = check_on_failure(on_failure)
-        self.ssl_ca_certs = ssl_ca_certs
-        self.max_response_bytes = max_response_bytes
         self.name = name
         self._counted: Counter[str] = Counter()
-        warn_if_unencrypted(self.token, self.urls)
 
     def __repr__(self) -> str:
         """Show the servers, and where the token comes from."""
-        return f"RemoteReward({self.urls!r}, token={self.token!r}, on_failure={self.on_failure!r})"
+        return f"RemoteReward({[*self.options.urls]}, token={self.options.token!r}, on_failure={self.on_failure!r})"
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Return the reward of each sample; ``None`` where the server returned null, or the sample is masked.
@@ -122,7 +117,7 @@ class RemoteReward:
         batches = [list(samples[start : start + self.batch_size]) for start in range(0, len(samples), self.batch_size)]
         deadline = asyncio.get_running_loop().time() + self.total_timeout
         failures: list[str] = []
-        async with self._client() as client:
+        async with HTTPClient("RemoteReward", self.options) as client:
             tasks = [asyncio.create_task(self._scored(batch, client, deadline, failures)) for batch in batches]
             try:
                 scored = await asyncio.gather(*tasks)
@@ -152,19 +147,6 @@ class RemoteReward:
             f"{self.name}/request_seconds": counted["seconds"] / max(counted["requests"], 1),
         }
 
-    def _client(self) -> HTTPClient:
-        return HTTPClient(
-            "RemoteReward",
-            self.urls,
-            token=self.token,
-            ssl_ca_certs=self.ssl_ca_certs,
-            timeout=self.timeout,
-            concurrency=self.concurrency,
-            retries=self.retries,
-            backoff=self.backoff,
-            max_bytes=self.max_response_bytes,
-        )
-
     async def _scored(
         self, batch: list[Sample], client: HTTPClient, deadline: float, failures: list[str]
     ) -> list[float | None]:
@@ -172,7 +154,7 @@ class RemoteReward:
         rewards: list[float | None] = []
         for sample, value in zip(batch, await self._values(batch, client, deadline), strict=True):
             if isinstance(value, str):
-                shown = value if self.token is None else self.token.redact(value)
+                shown = value if self.options.token is None else self.options.token.redact(value)
                 which = f"prompt {sample.prompt.index}, sample {sample.sample_index}, completion {sample.text[:80]!r}"
                 failures.append(f"{shown} (for {which})")
                 value = reward_after_failure(self.on_failure, f"reward {self.name!r}: {failures[-1]}")

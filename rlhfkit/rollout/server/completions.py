@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfkit.data.images import Image
 from rlhfkit.rollout.errors import EngineError, RefusedRequest, RequestError
-from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions, ServerRefusal
+from rlhfkit.rollout.server.connection import ServerConnections, ServerRefusal
 from rlhfkit.rollout.supervision.calls import Request
-from rlhfkit.serving.client import Endpoint
+from rlhfkit.serving.client import ClientOptions, Endpoint
 
 if TYPE_CHECKING:
     from rlhfkit.rollout.vllm.images import SentImages
@@ -141,7 +141,7 @@ def _prompt_logprobs(answer: Any, length: int) -> list[Mapping[str, Any]]:
 # ---------------------------------------------------------------- the server's model
 
 
-def connect(options: ServerOptions, served_model: str | None, timeout: float) -> tuple[ServerConnections, str, int]:
+def connect(options: ClientOptions, served_model: str | None, timeout: float) -> tuple[ServerConnections, str, int]:
     """Connect to servers; returns the name of their model, and the context that all of them have.
 
     Args:

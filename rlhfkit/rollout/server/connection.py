@@ -7,20 +7,18 @@ closes its connection, at which vLLM drops it.
 import asyncio
 import concurrent.futures
 import json
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rlhfkit.rollout.errors import EngineError, RequestError
 from rlhfkit.rollout.event_loop import EventLoopThread
-from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.client import (
+    ClientOptions,
     Endpoint,
     HTTPClient,
     InvalidResponse,
     ServerUnavailable,
     checked_urls,
-    warn_if_unencrypted,
 )
 from rlhfkit.validation import check_integer, check_number
 
@@ -33,53 +31,37 @@ _REFUSED = (401, 403, 404)
 """Statuses that say something of the server, not of the request."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Where the servers are, and how they are asked; raises ``ValueError`` if a field is out of range."""
+def server_options(
+    urls: str | Sequence[str], *, concurrency: int, request_timeout: float, **others: Any
+) -> ClientOptions:
+    """How vLLM servers of one model are asked; raises ``ValueError`` if an argument is out of range.
 
-    urls: tuple[str, ...]
-    """``http://`` or ``https://`` addresses, without user, password and query; all serve the same model."""
-    token: AccessToken | None = None
-    """Sent as ``Authorization: Bearer``; the server's ``--api-key``."""
-    concurrency: int = 256
-    """Requests in flight on each server; more wait here. vLLM runs 256 at once by default (``--max-num-seqs``)."""
-    timeout: float = 1800.0
-    """Seconds in which a server must answer one request, the time in its queue included."""
-    retries: int = 5
-    """How often a request is repeated, on another server if there is one, that found no connection or no answer in
-    time, or status 408, 429 or 5xx. The answer is the same, as each has its own seed."""
-    backoff: float = 1.0
-    """Seconds before the first repetition; doubled each time up to 30, plus a random part of up to this."""
-    ssl_ca_certs: str | None = None
-    """File of certificate authorities (PEM) to verify the servers with; ``None``: the system's."""
-
-    def __post_init__(self) -> None:
-        """Check every field; ``urls`` may end with the ``/v1`` of OpenAI clients, which is taken off."""
-        object.__setattr__(self, "urls", tuple(url.removesuffix("/v1") for url in checked_urls(self.urls)))
-        check_integer("concurrency", self.concurrency, minimum=1)
-        check_number("request_timeout", self.timeout, above=0, why="it is in seconds")
-        check_integer("retries", self.retries, minimum=0)
-        check_number("backoff", self.backoff, minimum=0, why="it is in seconds")
+    Args:
+        urls: Addresses, which may end with the ``/v1`` of OpenAI clients.
+        concurrency: Requests in flight on each server. vLLM runs 256 at once by default (``--max-num-seqs``).
+        request_timeout: Seconds in which a server must answer one request, the time in its queue included. The answer
+            to a repetition is the same, as each request has its own seed.
+        **others: ``token``, ``retries``, ``backoff`` and ``ssl_ca_certs`` of :class:`ClientOptions`.
+    """
+    addresses = [url.removesuffix("/v1") for url in checked_urls(urls)]
+    check_integer("concurrency", concurrency, minimum=1)
+    check_number("request_timeout", request_timeout, above=0, why="it is in seconds")
+    return ClientOptions(
+        urls=addresses,
+        concurrency=concurrency * len(addresses),
+        timeout=request_timeout,
+        max_response_bytes=MAX_RESPONSE_BYTES,
+        **others,
+    )
 
 
 class ServerConnections:
     """Open connections to the servers of some options; :meth:`close` ends them."""
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ClientOptions) -> None:
         """Start the thread; nothing is sent yet. ImportError if httpx or tenacity is missing."""
         self.options = options
-        warn_if_unencrypted(options.token, options.urls)
-        self._client = HTTPClient(
-            "a client of vLLM servers",
-            options.urls,
-            token=options.token,
-            ssl_ca_certs=options.ssl_ca_certs,
-            timeout=options.timeout,
-            concurrency=options.concurrency * len(options.urls),
-            retries=options.retries,
-            backoff=options.backoff,
-            max_bytes=MAX_RESPONSE_BYTES,
-        )
+        self._client = HTTPClient("a client of vLLM servers", options)
         self._thread = EventLoopThread("rlhfkit-server-requests")
 
     @property

@@ -28,7 +28,7 @@ from rlhfkit.rollout.server.completions import (
     score_body,
     takes_images,
 )
-from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
+from rlhfkit.rollout.server.connection import ServerConnections, server_options
 from rlhfkit.rollout.server.weights import (
     ServerReceivers,
     ServerSync,
@@ -105,11 +105,11 @@ class VLLMServer(RolloutEngine):
         bucket_bytes: int | None = None,
         ssl_ca_certs: str | None = None,
     ) -> None:
-        self.options = ServerOptions(
-            urls=(urls,) if isinstance(urls, str) else tuple(urls),
+        self.options = server_options(
+            urls,
             token=AccessToken.optional(token, variable=token_variable),
             concurrency=concurrency,
-            timeout=request_timeout,
+            request_timeout=request_timeout,
             retries=retries,
             backoff=backoff,
             ssl_ca_certs=ssl_ca_certs,

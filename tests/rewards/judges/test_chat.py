@@ -90,7 +90,7 @@ def test_replies_without_a_verdict_are_masked_or_stop(server: Server) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     for arguments, message in (
-        ({"url": "judge:80"}, "url must be like"),
+        ({"url": "judge:80"}, "must be like"),
         ({"template": "{first} {second}"}, "prompt"),
         ({"verdict": "[AB]"}, "one group"),
         ({"on_failure": 0.0}, "on_failure must be"),

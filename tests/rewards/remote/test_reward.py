@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def test_a_server_that_recovers_is_waited_for(reward: Any, app: Misbehaviour) ->
 
 def test_another_server_takes_over_at_once(reward: Any, app: Misbehaviour, nobody: str) -> None:
     two = reward("right", backoff=60.0, batch_size=1, concurrency=2)
-    two.urls.insert(0, nobody)
+    two.options = replace(two.options, urls=[nobody, *two.options.urls])
     started = time.monotonic()
     assert scored(two, samples()) == EXPECTED
     assert time.monotonic() - started < 30  # no back-off while a server is left

@@ -23,7 +23,7 @@ from rlhfkit import Prompt, SamplingSpec, VLLMServer
 from rlhfkit.models.load import load_config
 from rlhfkit.models.vision import image_token_id
 from rlhfkit.rollout.errors import EngineError, RequestError
-from rlhfkit.rollout.server.connection import ServerConnections, ServerOptions
+from rlhfkit.rollout.server.connection import ServerConnections, server_options
 from rlhfkit.rollout.server.weights import ServerInfo, ServerReceivers, choose_sender
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.server import Server
@@ -201,7 +201,8 @@ def test_a_step_of_a_sync_after_one_that_failed_does_not_use_the_connection_that
     app: Misbehaviour, running: tuple[Misbehaviour, str]
 ) -> None:
     app.crashing = {"/finish_weight_update"}
-    connections = ServerConnections(ServerOptions(urls=(running[1],), token=AccessToken(SECRET)))
+    options = server_options(running[1], concurrency=4, request_timeout=60.0, token=AccessToken(SECRET), retries=5)
+    connections = ServerConnections(options)
     receivers = ServerReceivers(connections, [1], timeout=10)
     try:
         for _ in range(3):
