@@ -404,7 +404,7 @@ def collate_stepwise(examples: Sequence[StepwiseExample], totals: StepTotals | N
     answers = collate_tokens([example.answer for example in examples], totals)
     labels = torch.zeros(answers.loss_mask.shape, dtype=torch.float32)
     labels[answers.loss_mask] = torch.tensor([label for example in examples for label in example.labels])
-    return StepwiseBatch(**answers.state_dict(), labels=labels)
+    return StepwiseBatch(**vars(answers), labels=labels)
 
 
 # --------------------------------------------------------------------------------------- a teacher's likeliest tokens
@@ -489,7 +489,7 @@ def collate_distilled(examples: Sequence[DistilledExample], totals: StepTotals |
     """
     tokens = collate_tokens([example.tokens for example in examples], totals)
     return DistilledBatch(
-        **tokens.state_dict(),
+        **vars(tokens),
         teacher_logprobs=torch.cat([example.logprobs for example in examples]),
         teacher_ids=torch.cat([example.ids for example in examples]).long(),
     )

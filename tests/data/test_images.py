@@ -7,8 +7,20 @@ from typing import Any
 
 import PIL.Image
 import pytest
+import torch
 
 from rlhfkit.data import images
+from rlhfkit.data.batch import TokenExample, collate_tokens
+from rlhfkit.data.formats import (
+    DistilledExample,
+    PreferenceExample,
+    StepwiseExample,
+    UnpairedExample,
+    collate_distilled,
+    collate_preferences,
+    collate_stepwise,
+    collate_unpaired,
+)
 from rlhfkit.data.images import Image
 
 
@@ -64,3 +76,16 @@ def test_errors_name_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(images, "MAX_PIXELS", 14)
     with pytest.raises(ValueError, match="row 3 has 5 x 3 pixels, more than 14"):
         Image.of(encoded(), "row 3").open()
+
+
+def test_batches_of_all_kinds_have_the_images_of_their_rows() -> None:
+    image, none = Image(b"picture"), torch.zeros(1, 2)
+    seen, plain = TokenExample([1, 2], [False, True], (image,)), TokenExample([1, 3], [False, True])
+    batches = [
+        collate_tokens([seen, plain]),
+        collate_preferences([PreferenceExample(seen, plain)]),
+        collate_unpaired([UnpairedExample(seen, True), UnpairedExample(plain, False)]),
+        collate_stepwise([StepwiseExample(seen, [1.0]), StepwiseExample(plain, [0.0])]),
+        collate_distilled([DistilledExample(seen, none, none.int()), DistilledExample(plain, none, none.int())]),
+    ]
+    assert [batch.attachments for batch in batches] == [((image,), ())] * 5
