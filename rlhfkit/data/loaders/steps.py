@@ -35,10 +35,14 @@ F = TypeVar("F", bound=TokenBatch)
 
 
 class MapDataset(Protocol):
-    """A map-style data set."""
+    """A map-style data set, or a value of each of its examples."""
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """One example."""
+        """One example, or its value."""
         ...
 
 
@@ -51,18 +55,6 @@ class TokenizedDataset(MapDataset, Protocol):
     """Trained tokens of each example."""
 
 
-class Values(Protocol):
-    """A value of each example."""
-
-    def __len__(self) -> int:
-        """Number of examples."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Any:
-        """The value of one example."""
-        ...
-
-
 class ExampleTable(Generic[E]):
     """Examples of one sequence or several, with values beside them.
 
@@ -73,7 +65,7 @@ class ExampleTable(Generic[E]):
     """
 
     def __init__(
-        self, answers: TokenizedDataset, example: Callable[..., E], *, each: int = 1, **values: Values | None
+        self, answers: TokenizedDataset, example: Callable[..., E], *, each: int = 1, **values: MapDataset | None
     ) -> None:
         """Combine sequences and values to N examples.
 
@@ -209,9 +201,7 @@ class TableSteps:
 
     def __init__(
         self,
-        examples: MapDataset,
-        lengths: Sequence[int],
-        targets: Sequence[int],
+        examples: TokenizedDataset,
         sizes: StepSizes,
         *,
         shuffle: bool,
@@ -219,11 +209,9 @@ class TableSteps:
         drop_last: bool,
         normalize_over_epoch: bool,
     ) -> None:
-        if len(lengths) != len(targets):
-            raise ValueError(f"lengths and targets are per example, got {len(lengths)} and {len(targets)}")
         self.examples = examples
-        self.lengths = lengths
-        self.targets = targets
+        self.lengths = examples.lengths
+        self.targets = examples.targets
         self.sizes = sizes
         self.shuffle = shuffle
         self.seed = seed
@@ -231,13 +219,13 @@ class TableSteps:
         self.normalize_over_epoch = normalize_over_epoch
         self._bins: list[list[int]] | None = None
         if sizes.max_tokens_per_micro_batch is not None:
-            ties = permutation(len(lengths), seed=seed, number=-1) if shuffle else None
-            self._bins = best_fit_decreasing(lengths, sizes.max_tokens_per_micro_batch, ties)
+            ties = permutation(len(self.lengths), seed=seed, number=-1) if shuffle else None
+            self._bins = best_fit_decreasing(self.lengths, sizes.max_tokens_per_micro_batch, ties)
         if len(self) == 0:
             full = " and drop_last leaves out what does not fill one" if drop_last else ""
             raise ValueError(
-                f"{len(lengths)} examples, and a step takes {sizes.global_batch_size}{full}: there is nothing to train "
-                "on"
+                f"{len(self.lengths)} examples, and a step takes {sizes.global_batch_size}{full}: there is nothing to "
+                "train on"
             )
 
     @property
@@ -382,17 +370,15 @@ class StepLoader(Generic[B]):
 
     Example::
 
-        loader = StepLoader(examples, collate_tokens, lengths=lengths, targets=targets, micro_batch_size=8)
+        loader = StepLoader(examples, collate_tokens, micro_batch_size=8)
         loader = StepLoader(stream, collate_tokens, steps_per_epoch=1000, micro_batch_size=8)
     """
 
     def __init__(
         self,
-        examples: MapDataset | ExampleStream,
+        examples: TokenizedDataset | ExampleStream,
         collate: Callable[[Sequence[Any], StepTotals], B],
         *,
-        lengths: Sequence[int] | None = None,
-        targets: Sequence[int] | None = None,
         steps_per_epoch: int | None = None,
         micro_batch_size: int | None = None,
         max_tokens_per_micro_batch: int | None = None,
@@ -411,10 +397,9 @@ class StepLoader(Generic[B]):
         """Plan the steps; no example is read yet.
 
         Args:
-            examples: Map-style data, or with ``steps_per_epoch`` a stream.
+            examples: Map-style data with the tokens of each example, to balance micro-batches, and its trained tokens,
+                to normalise the loss; or with ``steps_per_epoch`` a stream.
             collate: Makes a batch of examples and the totals of their step.
-            lengths: Tokens of each example, to balance micro-batches; ``None``: ``examples.lengths``.
-            targets: Trained tokens of each example, to normalise the loss; ``None``: ``examples.targets``.
             steps_per_epoch: Optimizer steps per epoch of a stream.
             micro_batch_size: Examples per micro-batch on average; or
             max_tokens_per_micro_batch: Tokens per micro-batch at most; not for a stream.
@@ -447,11 +432,8 @@ class StepLoader(Generic[B]):
         self.schedule: TableSteps | StreamSteps
         """Which examples each step takes."""
         if steps_per_epoch is None:
-            table = cast(TokenizedDataset, examples)
             self.schedule = TableSteps(
-                table,
-                table.lengths if lengths is None else lengths,
-                table.targets if targets is None else targets,
+                cast(TokenizedDataset, examples),
                 sizes,
                 shuffle=shuffle,
                 seed=seed,
@@ -467,12 +449,12 @@ class StepLoader(Generic[B]):
         self._start = 0  # batches to skip: trained on before the run was resumed
 
     @property
-    def examples(self) -> MapDataset | None:
+    def examples(self) -> TokenizedDataset | None:
         """The table of examples; ``None``: the examples are a stream. Can be set to one of equally many."""
         return self.schedule.examples if isinstance(self.schedule, TableSteps) else None
 
     @examples.setter
-    def examples(self, examples: MapDataset) -> None:
+    def examples(self, examples: TokenizedDataset) -> None:
         cast(TableSteps, self.schedule).examples = examples
 
     def __len__(self) -> int:

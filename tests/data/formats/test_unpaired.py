@@ -86,8 +86,6 @@ def test_a_step_brings_the_mismatched_pairs_of_its_answers_first_and_once(
         loader = UnpairedLoader(
             examples,
             collate_unpaired,
-            lengths=examples.lengths,
-            targets=examples.targets,
             micro_batch_size=size,
             accumulate=accumulate,
             rank=rank,
@@ -105,9 +103,7 @@ def test_a_step_brings_the_mismatched_pairs_of_its_answers_first_and_once(
                 assert len(batch.mismatched) == min(accumulate, len(loader) - number)
             labels = [PROMPTS[row] % 2 == 0 for row in (batch.input_ids[:, 1] - 100).tolist()]
             assert batch.desirable.tolist() == labels
-    order = UnpairedLoader(
-        examples, collate_unpaired, lengths=examples.lengths, targets=examples.targets, micro_batch_size=6
-    ).schedule.order(0)
+    order = UnpairedLoader(examples, collate_unpaired, micro_batch_size=6).schedule.order(0)
     for step, rows in {0: order[:6], 1: order[6:]}.items():
         assert Counter(steps[step]) == Counter(tuple(examples[row].mismatched.input_ids) for row in rows)
 
@@ -163,8 +159,6 @@ def test_a_step_of_a_stream_has_the_same_mismatched_pairs_on_any_ranks(
 
 def test_moving_a_batch_moves_its_mismatched_pairs() -> None:
     examples = paired(PROMPTS, [True] * len(PROMPTS))
-    loader = UnpairedLoader(
-        examples, collate_unpaired, lengths=examples.lengths, targets=examples.targets, micro_batch_size=4
-    )
+    loader = UnpairedLoader(examples, collate_unpaired, micro_batch_size=4)
     moved = next(iter(loader)).to("meta")
     assert {tensor.device.type for tensor in (moved.desirable, moved.mismatched[0].loss_mask)} == {"meta"}

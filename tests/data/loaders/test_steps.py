@@ -26,10 +26,20 @@ def make_examples(count: int, seed: int = 0) -> list[TokenExample]:
     return examples
 
 
+class Table(list[TokenExample]):
+    """Examples with their sizes."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(example.input_ids) for example in self]
+
+    @property
+    def targets(self) -> list[int]:
+        return [example.targets for example in self]
+
+
 def loader(examples: list[TokenExample], **options: object) -> StepLoader[TokenBatch]:
-    lengths = [len(example.input_ids) for example in examples]
-    targets = [example.targets for example in examples]
-    return StepLoader(examples, collate_tokens, lengths=lengths, targets=targets, **options)
+    return StepLoader(Table(examples), collate_tokens, **options)
 
 
 def windows(batches: list[list[TokenBatch]], accumulate: int) -> list[list[TokenBatch]]:
