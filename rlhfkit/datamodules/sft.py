@@ -257,7 +257,8 @@ class SFTDataModule(TextDataModule):
         if self.validation_data is not None:
             self.validation_examples = self._open_table(self.validation_data, self.validation_split, tokenizer)
         if self.streaming:
-            self.stream = MixedStream.opened(self.data, lambda source: self._open_source(source, tokenizer))
+            opened = [self._open_source(source, tokenizer) for source in list_sources(self.data)]
+            self.stream = MixedStream(self.data, opened)
             return
         examples = [self._open_table(source, self.split, tokenizer) for source in list_sources(self.data)]
         self.examples = self.data.mix(examples, seed=self.seed) if isinstance(self.data, Mixture) else examples[0]

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import lightning as L
 
 from rlhfkit.data.packing import permutation
-from rlhfkit.datamodules.tokenization.mixture import Mixture, list_sources, next_source
+from rlhfkit.datamodules.tokenization.mixture import Mixture, next_source
 from rlhfkit.datamodules.tokenization.sources import (
     FORMATS,
     UNSUPPORTED,
@@ -269,27 +269,19 @@ class MixedStream(Generic[T]):
     Args:
         data: The source, or a mixture of sources.
         sources: The stream of each.
+
+    Raises:
+        ValueError: If ranks read different rows, and so would train on some twice and leave others out. A collective.
     """
 
     def __init__(self, data: Any, sources: Sequence[SourceStream[T]]) -> None:
         self.sources = sources
         self.weights = data.weights if isinstance(data, Mixture) else [1.0]
         self._until = data.until if isinstance(data, Mixture) else "all"
+        self.fingerprint = self._fingerprint_of_all_ranks()
+        """Digest of what positions depend on, as far as the first rows tell."""
 
-    @classmethod
-    def opened(cls, data: Any, open_source: Callable[[Any], SourceStream[T]]) -> "MixedStream[T]":
-        """Open every source; ValueError if ranks read different rows. A collective."""
-        stream = cls(data, [open_source(source) for source in list_sources(data)])
-        stream.fingerprint  # noqa: B018  (computed by all ranks at the same time)
-        return stream
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of what positions depend on, as far as the first rows tell. A collective when it is first read.
-
-        Raises:
-            ValueError: If it differs between ranks, which would then train on rows twice and leave others out.
-        """
+    def _fingerprint_of_all_ranks(self) -> str:
         # Objects of other types, which have no text of their own, count by their type.
         parts = [[stream.fingerprint_parts for stream in self.sources], list(self.weights)]
         what = json.dumps(parts, skipkeys=True, default=lambda value: type(value).__name__)

@@ -6,7 +6,7 @@ The cursor is state of the DataModule because Lightning restores a loader's stat
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 
@@ -408,17 +408,11 @@ class PromptDataModule(TextDataModule):
     def _prompt_columns(self, tokenizer: Any) -> PromptColumns:
         return PromptColumns(self._formatter(tokenizer), self.prompt, self.answer, self.answer_extractor)
 
-    @property
-    def _opened(self) -> TablePrompts | StreamedPrompts:
-        if self._prompts is None:
+    def _opened(self, *, validation: bool = False) -> TablePrompts | StreamedPrompts:
+        prompts = self._validation if validation else self._prompts
+        if prompts is None:
             raise RuntimeError("the data is not open yet: call PromptDataModule.setup() first (the Trainer does)")
-        return self._prompts
-
-    @property
-    def _opened_validation(self) -> TablePrompts:
-        if self._validation is None:
-            raise RuntimeError("the data is not open yet: call PromptDataModule.setup() first (the Trainer does)")
-        return self._validation
+        return prompts
 
     def check_prompts(
         self, *, longest: int, reason: str, vocabulary: int | None = None, validation: bool = False
@@ -437,8 +431,7 @@ class PromptDataModule(TextDataModule):
             ValueError: If a prompt is too long and ``overlong_prompts`` is ``"error"``, too few prompts are left, or
                 one has a token outside the vocabulary.
         """
-        prompts = self._opened_validation if validation else self._opened
-        prompts.check(longest=longest, reason=reason, vocabulary=vocabulary)
+        self._opened(validation=validation).check(longest=longest, reason=reason, vocabulary=vocabulary)
 
     def check_columns(self, reader: str, *, answer: bool, columns: Sequence[str], validation: bool = False) -> None:
         """Check that the prompts have what a reward reads, before anything is generated.
@@ -452,7 +445,7 @@ class PromptDataModule(TextDataModule):
         Raises:
             ValueError: If no column of answers was named, or a column does not exist.
         """
-        for source, found in (self._opened_validation if validation else self._opened).source_columns():
+        for source, found in self._opened(validation=validation).source_columns():
             if answer and self.answer is None:
                 raise ValueError(
                     f"reward {reader!r} compares with the prompts' answers, and no column of answers was named: give "
@@ -472,7 +465,7 @@ class PromptDataModule(TextDataModule):
         """Sources, columns and numbers of prompts in one line, after ``setup``."""
         columns = ", ".join(name for name in (self.prompt, self.answer) if name is not None)
         text = f"{self._description} (columns {columns})" if columns else self._description
-        text = self._opened.describe(text)
+        text = self._opened().describe(text)
         return text if self._validation is None else f"{text}; validation on {self._validation.total} prompts"
 
     # -- prompts -------------------------------------------------------------------------------------------------------
@@ -494,23 +487,24 @@ class PromptDataModule(TextDataModule):
         Args:
             after: Where to begin: :attr:`IterationQueue.after` of the previous iteration; ``None``: at the cursor.
         """
-        return self._opened.queue(after)
+        return self._opened().queue(after)
 
     def prompt_column(self, name: str) -> dict[int, Any]:
         """The values of a column of training prompts, by ``index``; ValueError if there is none, or for a stream."""
-        if not isinstance(self._opened, TablePrompts):
+        prompts = self._opened()
+        if not isinstance(prompts, TablePrompts):
             raise ValueError(
                 f"the column {name!r} is needed for all prompts before training, which a stream does not know: leave "
                 "streaming=True out"
             )
-        return self._opened.column_by_index(name)
+        return prompts.column_by_index(name)
 
     def set_cursor(self, after: dict[str, Any]) -> None:
         """Move the cursor to :attr:`IterationQueue.after` of a trained iteration, unless the data differs.
 
         Ends the run if ``passes`` are finished.
         """
-        self._opened.set_cursor(after)
+        self._opened().set_cursor(after)
         self._stop_at_end()
 
     def _stop_at_end(self) -> None:
@@ -560,9 +554,8 @@ class PromptDataModule(TextDataModule):
         if self.validation_data is None:
             return no_loader()
         trainer = self._attached_trainer()
-        return PromptBatches(
-            self._opened_validation, self.validation_batch_size, trainer.global_rank, trainer.world_size
-        )
+        prompts = cast(TablePrompts, self._opened(validation=True))
+        return PromptBatches(prompts, self.validation_batch_size, trainer.global_rank, trainer.world_size)
 
     def teardown(self, stage: str) -> None:
         """Give the Trainer its own ``accumulate_grad_batches`` back."""

@@ -3,7 +3,7 @@
 import logging
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -45,12 +45,8 @@ class PromptColumns:
         Raises ValueError for values of other types and for a prompt without a token.
         """
         texts = [self.text(row, where) for where, row in rows]
-        kinds = [self.formatter.templated(row[self.prompt]) for _, row in rows]
-        found: dict[bool, Iterator[list[int]]] = {}
-        for kind in set(kinds):
-            group = [text for text, one in zip(texts, kinds, strict=True) if one is kind]
-            found[kind] = iter(self.formatter.tokenize(group, templated=kind))
-        tokenized = [next(found[kind]) for kind in kinds]
+        templated = [self.formatter.templated(row[self.prompt]) for _, row in rows]
+        tokenized = self.formatter.tokenize(list(zip(texts, templated, strict=True)))
         for (where, row), token_ids in zip(rows, tokenized, strict=True):
             if not token_ids:
                 raise ValueError(

@@ -82,8 +82,10 @@ class StreamedPrompts(TrainingPrompts):
         self.overlong = overlong
         self._limits = [] if max_length is None else [(max_length, f"max_prompt_length {max_length}")]
         self._vocabulary: int | None = None
-        names = iter(source_names(list_sources(data)) if isinstance(data, Mixture) else [None])
-        self.stream = MixedStream.opened(data, lambda source: self._open(source, next(names), open_source))
+        sources = list_sources(data)
+        names = source_names(sources) if isinstance(data, Mixture) else [None]
+        opened = [self._open(source, name, open_source) for source, name in zip(sources, names, strict=True)]
+        self.stream = MixedStream(data, opened)
         self._lock = threading.Lock()
         self._kept: dict[int, tuple[Prompt, Position]] = {}  # by number, with the position behind it
         self._opened: Iterator[tuple[Position, Prompt]] | None = None

@@ -319,12 +319,19 @@ class PromptFormatter:
             text = f"{text[: found.start() + 1]} {text[found.start() + 1 :]}"
         return text
 
-    def tokenize(self, texts: Sequence[str], *, templated: bool) -> list[list[int]]:
-        """Return the token ids of texts that are to be continued.
+    def tokenize(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+        """Return the token ids of texts that are to be continued, each with whether it went through the template.
 
         Templated texts contain their special tokens; for others, the tokenizer adds those in front, and an
         end-of-sequence token that it adds is removed.
         """
+        found = {
+            kind: iter(self._tokenize([text for text, templated in texts if templated is kind], templated=kind))
+            for kind in {templated for _, templated in texts}
+        }
+        return [next(found[templated]) for _, templated in texts]
+
+    def _tokenize(self, texts: Sequence[str], *, templated: bool) -> list[list[int]]:
         token_ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
         end, written = self.tokenizer.eos_token_id, self.tokenizer.eos_token
         if not templated and end is not None:

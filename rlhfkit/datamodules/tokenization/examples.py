@@ -248,14 +248,12 @@ class ExampleBuilder:
         # A fast tokenizer uses all cores for many texts at once.
         while chunk := list(itertools.islice(remaining, CHUNK)):
             pending = [self._pending(row, where) for where, row in chunk]
-            tokenized: dict[bool, Iterator[list[int]]] = {}
-            for templated in (False, True):
-                texts = [text for each in pending for one in each if one.templated is templated for text in one.texts]
-                tokenized[templated] = iter(self.formatter.tokenize(texts, templated=templated) if texts else [])
+            texts = [(text, one.templated) for each in pending for one in each for text in one.texts]
+            tokenized = iter(self.formatter.tokenize(texts))
             for (where, _), each in zip(chunk, pending, strict=True):
                 answers = []
                 for place, one in enumerate(each):
-                    tokens = one.finish([next(tokenized[one.templated]) for _ in one.texts])
+                    tokens = one.finish([next(tokenized) for _ in one.texts])
                     tokens.attachments = one.attachments
                     answers.append(Answer(tokens, place, one.labels))
                 yield self.fit(answers, where)
