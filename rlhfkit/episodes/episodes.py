@@ -10,8 +10,8 @@ from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.episodes.base import EpisodeGroups
 from rlhfkit.episodes.environment import Action, Environment, Observation, Step
 from rlhfkit.episodes.observations import ObservationTokenizer, is_conversation
-from rlhfkit.episodes.tool_calls import ToolCallParser
-from rlhfkit.episodes.tools import ToolEnvironmentFactory
+from rlhfkit.episodes.tool_calls import ToolCallParser, template_parser
+from rlhfkit.episodes.tools import ToolEnvironment
 from rlhfkit.episodes.trajectory import Trajectory
 from rlhfkit.rollout.engine import check_context
 from rlhfkit.rollout.event_loop import call_with_timeout
@@ -115,6 +115,7 @@ class Episodes(EpisodeGroups):
             chat_template_kwargs=chat_template_kwargs,
         )
         self.environment = _environment(environment, tools, tool_call_parser)
+        self._tools = [] if tool_call_parser is not None else list(tools)  # whose parser the template decides
         self.environment_timeout = environment_timeout
         self.observations: ObservationTokenizer | None = None
 
@@ -135,8 +136,8 @@ class Episodes(EpisodeGroups):
                     "the DataModule alone, whose are used for episodes too"
                 )
         self.observations = ObservationTokenizer(tokenizer, dict(theirs or {}) if own is None else own)
-        if isinstance(self.environment, ToolEnvironmentFactory):
-            self.environment.use_template_of(tokenizer)
+        if self._tools:
+            self.environment = partial(ToolEnvironment, self._tools, tool_call_parser=template_parser(tokenizer))
 
     def close(self) -> None:
         """Forget the tokenizer; a second call does nothing."""
@@ -157,9 +158,9 @@ def _environment(
     if (environment is None) != bool(tools):
         raise ValueError("Episodes takes either an environment or tools")
     if environment is None:
-        factory: Callable[[], Environment] = ToolEnvironmentFactory(tools, parser)
-        factory()  # raises if the tools are invalid
-        return factory
+        with_tools = partial(ToolEnvironment, list(tools), tool_call_parser=parser or "hermes")
+        with_tools()  # raises if the tools are invalid
+        return with_tools
     if parser is not None:
         raise ValueError("tool_call_parser finds calls of tools: give tools, or leave it out beside an environment")
     if isinstance(environment, Environment) or not callable(environment):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhfkit.data.images import Image
 from rlhfkit.episodes.environment import Action, Environment, Message, Step
-from rlhfkit.episodes.tool_calls import ToolCall, ToolCallParser, template_parser
+from rlhfkit.episodes.tool_calls import ToolCall, ToolCallParser
 from rlhfkit.episodes.tool_calls import tool_call_parser as find_parser
 from rlhfkit.rollout.event_loop import call_with_timeout
 from rlhfkit.validation import check_integer, check_number
@@ -182,20 +182,3 @@ def _types_of_hint(hint: Any) -> Set[str]:
         return {_JSON_TYPES[type(value)] for value in typing.get_args(hint) if type(value) in _JSON_TYPES}
     found = _JSON_TYPES.get(origin or hint)
     return set() if found is None else {found}
-
-
-class ToolEnvironmentFactory:
-    """Creates tool environments; unlike a lambda it can be pickled. ``parser``: see ``ToolEnvironment``."""
-
-    def __init__(self, tools: Sequence[Callable[..., Any]], parser: str | ToolCallParser | None = None) -> None:
-        self.tools = list(tools)
-        self.parser = parser
-
-    def use_template_of(self, tokenizer: Any) -> None:
-        """Take the parser of a tokenizer's chat template, unless one was given."""
-        if self.parser is None:
-            self.parser = template_parser(tokenizer)
-
-    def __call__(self) -> ToolEnvironment:
-        """Create an environment."""
-        return ToolEnvironment(self.tools, tool_call_parser=self.parser or "hermes")

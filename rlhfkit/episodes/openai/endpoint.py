@@ -147,7 +147,13 @@ class OpenAIEndpoint:
             Its name, which cannot be guessed, and the session, which records the requests.
         """
         name = secrets.token_urlsafe(16)
-        self._sessions[name] = session = ChatSession(
+        self._sessions[name] = self._new_session(prompt, sample_index, sampling, iteration, max_turns)
+        return name, self._sessions[name]
+
+    def _new_session(
+        self, prompt: Prompt, sample_index: int, sampling: SamplingSpec, iteration: int, max_turns: int
+    ) -> ChatSession:
+        return ChatSession(
             prompt,
             sample_index,
             sampling=sampling,
@@ -157,7 +163,6 @@ class OpenAIEndpoint:
             max_context_tokens=self.max_context_tokens,
             max_turns=max_turns,
         )
-        return name, session
 
     def close_session(self, name: str) -> None:
         """End a session: further requests are refused."""
@@ -217,17 +222,7 @@ class OpenAIEndpoint:
     def _session(self, name: str | None) -> ChatSession:
         self.observations.use_images(self.engine.image_processor)
         if name is None:
-            number = next(self._numbers)
-            return ChatSession(
-                Prompt(number, []),
-                0,
-                sampling=self.sampling,
-                iteration=0,
-                observations=self.observations,
-                tool_call_parser=self.tool_call_parser,
-                max_context_tokens=self.max_context_tokens,
-                max_turns=1,
-            )
+            return self._new_session(Prompt(next(self._numbers), []), 0, self.sampling, iteration=0, max_turns=1)
         if name not in self._sessions:
             raise ChatError("there is no such session, or it has ended", code="session_not_found", status=404)
         return self._sessions[name]
