@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit.episodes.environment import Action, Environment, Step
 
 if TYPE_CHECKING:
-    from rlhfkit.episodes.adapters.gym import GymEnvironment as GymEnvironment
-    from rlhfkit.episodes.adapters.mcp import MCPTools as MCPTools
     from rlhfkit.episodes.episodes import Episodes as Episodes
+    from rlhfkit.episodes.gym import GymEnvironment as GymEnvironment
+    from rlhfkit.episodes.mcp import MCPTools as MCPTools
     from rlhfkit.episodes.openai.agents import AgentEpisodes as AgentEpisodes
     from rlhfkit.episodes.openai.endpoint import OpenAIEndpoint as OpenAIEndpoint
     from rlhfkit.episodes.tools import ToolEnvironment as ToolEnvironment
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _LAZY = {
     "AgentEpisodes": "rlhfkit.episodes.openai.agents",
     "Episodes": "rlhfkit.episodes.episodes",
-    "GymEnvironment": "rlhfkit.episodes.adapters.gym",
-    "MCPTools": "rlhfkit.episodes.adapters.mcp",
+    "GymEnvironment": "rlhfkit.episodes.gym",
+    "MCPTools": "rlhfkit.episodes.mcp",
     "OpenAIEndpoint": "rlhfkit.episodes.openai.endpoint",
     "ToolEnvironment": "rlhfkit.episodes.tools",
     "tool_schemas": "rlhfkit.episodes.tools",
