@@ -180,15 +180,10 @@ class PreferenceDataModule(SFTDataModule):
         margin = self.margin or ("margin" if "margin" in rows.column_names else None)
         check_columns(rows, source, margin=margin)
         named = {"prompt": self.prompt_column, "chosen": self.chosen, "rejected": self.rejected}
-        prompt = find_columns(rows, source, (PREFERENCE, IMPLICIT_PREFERENCE), named).get("prompt")
-        if prompt is None:
-            self._check_implicit(source, isinstance(rows[0][self.chosen], str))
-        columns = {"chosen": self.chosen, "rejected": self.rejected, "prompt": prompt, "margin": margin}
-        return {argument: column for argument, column in columns.items() if column is not None}
-
-    def _check_implicit(self, source: Source, text: bool) -> None:
-        if text and self.apply_chat_template:
+        columns = find_columns(rows, source, (PREFERENCE, IMPLICIT_PREFERENCE), named)
+        if "prompt" not in columns and self.apply_chat_template and isinstance(rows[0][self.chosen], str):
             raise ValueError(
                 f"{describe(source)} has no prompt column, so its texts are whole dialogues, which cannot be put into "
                 "a chat template: name the column, prompt='...', or leave apply_chat_template out"
             )
+        return columns if margin is None else columns | {"margin": margin}

@@ -158,7 +158,7 @@ T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_DEPTH = 64
-"""Default maximum nesting of lists and objects."""
+"""Maximum nesting of lists and objects."""
 
 _PARTS = re.compile(rb'"[^"]*+"|([\[{])|([\]}])|(")|[^"\[\]{}]++')
 
@@ -221,9 +221,9 @@ class JSONBodyReader:
     (a web page may post other types to any server).
     """
 
-    def __init__(self, *, max_objects: int, max_numbers: int, max_depth: int = MAX_DEPTH) -> None:
+    def __init__(self, *, max_objects: int, max_numbers: int) -> None:
         """Set the limits of :func:`check_json_size`; raises ``ValueError`` if one is not positive."""
-        self.limits = {"max_objects": max_objects, "max_numbers": max_numbers, "max_depth": max_depth}
+        self.limits = {"max_objects": max_objects, "max_numbers": max_numbers}
         for name, limit in self.limits.items():
             check_integer(name, limit, minimum=1)
         # One thread: only one body at a time takes memory for parsing. It ends with the last reference.
@@ -240,11 +240,7 @@ class JSONBodyReader:
                 422, f"send JSON with the header Content-Type: application/json, got {kind or 'none'!r}"
             )
         body = await request.body()
-        return await self.run(self._parsed, body, parse)
-
-    async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run another slow function in the parser's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._parsed, body, parse)
 
     def _parsed(self, body: bytes, parse: Callable[[bytes], T]) -> T:
         try:

@@ -6,24 +6,13 @@ generate from. Saved inside an iteration, it keeps the remaining batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, cast
 
 from rlhfkit.data.types import Experience
 from rlhfkit.validation import check_integer
 
 
-class Restorable(Protocol):
-    """A batch that can be written to a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only."""
-        ...
-
-
-T = TypeVar("T", bound=Restorable)
-
-
-class ExperienceLoader(Generic[T]):
+class ExperienceLoader:
     """A sized, lazy, resumable iterable over the batches that ``collect`` makes.
 
     Example::
@@ -34,13 +23,15 @@ class ExperienceLoader(Generic[T]):
             ...
     """
 
+    restore = staticmethod(Experience.from_state_dict)
+    """Inverse of a batch's ``state_dict``."""
+
     def __init__(
         self,
-        collect: Callable[[], Sequence[T]],
+        collect: Callable[[], Sequence[Experience]],
         length: int,
         *,
         resized: Callable[[int], None] | None = None,
-        restore: Callable[[Mapping[str, Any]], T] | None = None,
     ) -> None:
         """Set the number of batches per iteration.
 
@@ -49,7 +40,6 @@ class ExperienceLoader(Generic[T]):
             length: Number of these batches.
             resized: If given, an iteration has ``length`` batches or a multiple, and this is called with their number
                 as soon as it is known: before the first is yielded, or when the rest of an iteration is restored.
-            restore: Inverse of a batch's ``state_dict``; :meth:`Experience.from_state_dict` when ``None``.
 
         Raises:
             ValueError: If the length is below 1.
@@ -61,8 +51,7 @@ class ExperienceLoader(Generic[T]):
         self.smallest = length
         """The number of which each iteration has a multiple."""
         self._resized = resized
-        self._restore = restore or cast(Callable[[Mapping[str, Any]], T], Experience.from_state_dict)
-        self._batches: Sequence[T] = []
+        self._batches: Sequence[Experience] = []
         self._position = length  # batches yielded; ``length`` at the end of the iteration
         self._ready = False  # whether the next iterator starts with batches collected already
 
@@ -102,7 +91,7 @@ class ExperienceLoader(Generic[T]):
         if self._resized is not None:
             self._resized(length)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Experience]:
         """A new iteration, or the rest of a restored one."""
         self.prefetch()
         self._ready = False
@@ -132,7 +121,7 @@ class ExperienceLoader(Generic[T]):
         Raises:
             ValueError: If an iteration of this run cannot have the saved one's number of batches.
         """
-        remaining = [self._restore(batch) for batch in state["remaining"]]
+        remaining = [self.restore(batch) for batch in state["remaining"]]
         fixed = self._resized is None
         fits = state["length"] == self.length if fixed else state["smallest"] == self.smallest or not remaining
         if not fits:
@@ -145,5 +134,5 @@ class ExperienceLoader(Generic[T]):
         if remaining:
             self._set_length(state["length"])
         self._position = self.length - len(remaining)
-        self._batches = cast(list[T], [None] * self._position) + remaining
+        self._batches = cast(list[Experience], [None] * self._position) + remaining
         self._ready = bool(remaining)

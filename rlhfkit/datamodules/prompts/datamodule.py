@@ -530,7 +530,7 @@ class PromptDataModule(TextDataModule):
 
     # -- loaders -------------------------------------------------------------------------------------------------------
 
-    def train_dataloader(self) -> ExperienceLoader[Any]:
+    def train_dataloader(self) -> ExperienceLoader:
         """The experience that the Trainer's rollout callback makes, one iteration per epoch of the Trainer.
 
         Raises:
