@@ -1,8 +1,10 @@
-"""What ``CUDA_VISIBLE_DEVICES`` means, as torch reads it, and what the driver is asked."""
+"""What ``CUDA_VISIBLE_DEVICES`` means to torch, what the driver tells, and what is said of GPUs that cannot be used."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,27 @@ from hypothesis import given
 from simulated_driver import simulated_driver, simulated_uuid
 
 from rlhfkit.gpus import (
+    GIB,
     VARIABLE,
     DriverReport,
+    RankGPU,
+    VisibleGPU,
     ask_driver,
+    explain_missing_cuda,
+    gpu_is_taken,
+    memory_is_tight,
+    mixed_engine_kinds,
+    mixed_kinds,
     name_of_uuid,
+    same_gpu_twice,
+    too_few_devices,
+    unsupported_dtype,
     uuid_of_name,
     visible_devices_problem,
     visible_names,
+    warn_if_cuda_is_missing,
+    weights_do_not_fit,
+    why_cuda_is_missing,
 )
 
 MANY = 1000  # torch does not know how many there are when it reads the variable
@@ -109,3 +125,143 @@ def test_the_driver_and_torch_describe_the_same_gpus() -> None:
         assert gpu.uuid == str(theirs.uuid)
         assert (gpu.name, gpu.capability) == (theirs.name, (theirs.major, theirs.minor))
         assert gpu.memory == pytest.approx(theirs.total_memory, rel=0.02)
+
+
+# ---------------------------------------------------------------------- on machines that are only described
+
+H100 = VisibleGPU("a", "NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB)
+T4 = VisibleGPU("b", "Tesla T4", (7, 5), 15 * GIB)
+
+
+def on(*gpus: VisibleGPU) -> list[RankGPU]:
+    """Ranks on one machine, on GPUs of their own of these kinds."""
+    return [RankGPU(rank, "node1", dataclasses.replace(gpu, uuid=f"gpu{rank}")) for rank, gpu in enumerate(gpus)]
+
+
+class TestMissingCUDA:
+    """A machine with GPUs on which torch would silently compute on the CPU."""
+
+    @pytest.mark.parametrize(
+        ("built_for", "variable", "driver", "says"),
+        [
+            (None, None, DriverReport(), "this torch was built without CUDA"),
+            ("13.0", None, DriverReport(), "no driver library (libcuda.so.1). In a container, start it with its GPUs"),
+            (
+                "13.0",
+                None,
+                DriverReport(cuda=(12, 2), error=100),
+                "torch was built for CUDA 13.0, and the driver supports CUDA up to 12.2. Update the driver, or install "
+                "a torch that was built for CUDA 12",
+            ),
+            ("12.8", None, DriverReport(cuda=(13, 0), error=802), "Fabric Manager is not running"),
+            ("12.8", None, DriverReport(cuda=(13, 0), error=803), "of different versions: restart the machine"),
+            ("12.8", None, DriverReport(cuda=(13, 0), error=999), "answers with error 999"),
+            ("13.0", "", DriverReport((H100,) * 2, (13, 0)), "CUDA_VISIBLE_DEVICES='' hides all 2 GPU(s)"),
+            ("13.0", "0,0", DriverReport((H100,) * 2, (13, 0)), "names 0 twice"),
+            ("13.0", "0", DriverReport((H100,) * 2, (13, 0)), "torch.utils.collect_env"),
+        ],
+    )
+    def test_the_cause_is_named(
+        self, built_for: str | None, variable: str | None, driver: DriverReport, says: str
+    ) -> None:
+        found = explain_missing_cuda(built_for, 2, variable, driver)
+        assert found.startswith("This machine has 2 NVIDIA GPU(s), which torch cannot use: ")
+        assert says in found
+
+    def test_newer_drivers_run_what_older_cuda_was_built_for(self) -> None:
+        """CUDA's backward compatibility; within a major version also minor versions ahead of the driver's."""
+        for built_for, supported in (("12.8", (13, 0)), ("13.2", (13, 0))):
+            assert "built for" not in explain_missing_cuda(built_for, 1, None, DriverReport((H100,), supported))
+
+    def test_nothing_is_said_where_cuda_works_or_there_is_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rlhfkit.gpus.device_files", lambda: 8)
+        assert why_cuda_is_missing("13.0", True, None) is None
+        assert why_cuda_is_missing(None, False, None) is not None
+        if not torch.cuda.is_available():
+            with pytest.warns(UserWarning, match=r"This machine has 8 NVIDIA GPU\(s\), which torch cannot use"):
+                warn_if_cuda_is_missing()
+        monkeypatch.setattr("rlhfkit.gpus.device_files", lambda: 0)
+        assert why_cuda_is_missing(None, False, None) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_if_cuda_is_missing()
+
+
+FIRST, SECOND, THIRD = on(H100, H100, H100)
+UNKNOWN = [RankGPU(rank, "node1", dataclasses.replace(H100, uuid="")) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (same_gpu_twice(on(H100, H100, H100)), None),
+        (same_gpu_twice(UNKNOWN), None),
+        (
+            same_gpu_twice([FIRST, SECOND, dataclasses.replace(THIRD, gpu=FIRST.gpu)]),
+            "rank 0 on node1 and rank 2 on node1 are on one GPU (NVIDIA H100 80GB HBM3, GPU-gpu0)",
+        ),
+        (mixed_kinds(on(H100, H100, H100)), None),
+        (
+            mixed_kinds(on(H100, T4, H100, H100, H100, H100)),
+            "NVIDIA H100 80GB HBM3 (80 GiB): rank 0 on node1, rank 2 on node1, rank 3 on node1 and 2 more",
+        ),
+        (mixed_kinds(on(H100, T4)), "Tesla T4 (15 GiB): rank 1 on node1"),
+        (unsupported_dtype(on(H100, H100), "bfloat16"), None),
+        (
+            unsupported_dtype(on(H100, T4), "bfloat16"),
+            "rank 1 on node1 of 2 cannot compute in bfloat16, which needs compute capability 8.0",
+        ),
+        (unsupported_dtype(on(H100, T4), "float16"), None),
+        (unsupported_dtype(on(dataclasses.replace(H100, capability=(8, 0))), "float8_e4m3fn"), "float8_e4m3fn"),
+        (unsupported_dtype(on(dataclasses.replace(H100, capability=(0, 0))), "bfloat16"), None),  # unknown
+        (too_few_devices(2, 2, "0,1", 4), "sees 2 GPU(s) (CUDA_VISIBLE_DEVICES='0,1')"),
+        (too_few_devices(2, 2, None, 4), "rank 2 of this machine"),
+        (too_few_devices(2, 2, None, 4), "sees 2 GPU(s) (the machine has 4)"),
+        (
+            too_few_devices(2, 2, "0,1,9,2", 4),
+            "sees 2 GPU(s) (CUDA_VISIBLE_DEVICES='0,1,9,2': '9' is none of this machine's 4 GPU(s)",
+        ),
+        (mixed_engine_kinds([["H100"], ["H100"]], ["H100"] * 4), None),
+        (mixed_engine_kinds([[], []], ["", "H100"]), None),  # unknown, or engines on CPUs
+        (mixed_engine_kinds([["H100"]], [""]), None),
+        (
+            mixed_engine_kinds([["H100", "H100"], ["A100", "A100"], ["H100", "H100"]], ["H100"]),
+            "A100: engine 1; H100: engine 0, engine 2",
+        ),
+        (mixed_engine_kinds([["L40S"], ["L40S"]], ["H100"] * 2), "engines have L40S and training ranks H100"),
+    ],
+)
+def test_gpus_that_do_not_go_together_are_named(found: str | None, says: str | None) -> None:
+    assert found is None if says is None else found is not None and says in found
+
+
+class TestMemory:
+    """Errors only where they are certain."""
+
+    def test_weights_larger_than_the_gpu_are_an_error_that_lists_the_parts(self) -> None:
+        parts = {"policy 16 bit": 14 * GIB, "reference 16 bit": 14 * GIB}
+        assert weights_do_not_fit(parts, "A100", 40 * GIB, "") is None
+        found = weights_do_not_fit(parts, "RTX 4090", 24 * GIB, "use rlhf_zero3")
+        assert found == (
+            "reference 16 bit 14.0 GiB, policy 16 bit 14.0 GiB do not fit into RTX 4090 (24.0 GiB), before anything is "
+            "computed: use rlhf_zero3"
+        )
+
+    def test_other_processes_are_blamed_only_for_what_would_fit_without_them(self) -> None:
+        parts = {"weights": 20.0 * GIB}
+        assert gpu_is_taken(parts, "H100", 30 * GIB, 80 * GIB) is None
+        assert gpu_is_taken(parts, "T4", 10 * GIB, 15 * GIB) is None  # an error anyway
+        found = gpu_is_taken(parts, "H100", 10 * GIB, 80 * GIB)
+        assert found is not None
+        assert "the 10.0 GiB that are free of H100 (80.0 GiB): another process" in found
+
+    @pytest.mark.parametrize(
+        ("needed", "says"),
+        [(71, None), (73, "may not fit into H100"), (87, "may not fit into H100"), (89, "will probably not fit")],
+    )
+    def test_estimates_within_a_tenth_are_uncertain(self, needed: int, says: str | None) -> None:
+        found = memory_is_tight({"weights": needed / 4 * GIB, "activations": needed * 3 / 4 * GIB}, "H100", 80 * GIB)
+        assert found is None if says is None else found is not None and says in found
+        if found is not None:
+            assert f"about {needed}.0 of 80.0 GiB" in found
+            assert found.index("activations") < found.index("weights")

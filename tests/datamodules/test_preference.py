@@ -79,12 +79,6 @@ def test_prompt_of_a_conversation_is_found(row: dict[str, Any], expected: str) -
     assert read(module([row], tokenizer=chat_tokenizer())) == [(f"{expected}x;$", f"{expected}y;$")]
 
 
-def test_system_message_comes_in_front_of_both() -> None:
-    row = {"chosen": [user("1"), assistant("x")], "rejected": [user("1"), assistant("y")]}
-    data = module([row], tokenizer=chat_tokenizer(), system="s")
-    assert read(data) == [("<s>s;<u>1;<a>|x;$", "<s>s;<u>1;<a>|y;$")]
-
-
 def test_each_conversation_keeps_an_answer_of_its_own() -> None:
     longer = [user("1"), assistant("x"), user("2"), assistant("z")]
     data = module([{"chosen": longer, "rejected": longer[:2]}], tokenizer=chat_tokenizer())

@@ -66,14 +66,6 @@ def test_each_pass_has_every_row_once_in_blocks_of_its_own_order(write_rows: Wri
     assert [token_ids for _, token_ids in taken(unshuffled, 25)] == expected
 
 
-def test_a_stream_opened_at_a_place_is_the_rest_of_it(write_rows: Write) -> None:
-    data = module(write_rows([*ROWS, {"prompt": "much too long", "completion": "a"}]), max_length=10)
-    whole = taken(data, 60)
-    for cut in (1, 9, 10, 24, 25, 26, 49, 50):
-        place = json.loads(json.dumps(whole[cut - 1][0]))  # plain values
-        assert taken(data, 60 - cut, place) == whole[cut:]
-
-
 def test_a_stream_of_split_documents_goes_on_within_one(write_rows: Write) -> None:
     rows = [{"text": "abcdefghij"[: 3 + 2 * i]} for i in range(4)]
     whole = SFTDataModule(rows, tokenizer=tiny_tokenizer(), max_length=4, overlong="split")

@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import itertools
+import logging
 import math
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +21,6 @@ from rlhfkit.rewards import (
     CodeExecution,
     CosineLength,
     ExactMatch,
-    FormatReward,
     LastTurnReward,
     PairwiseReward,
     RemoteReward,
@@ -27,6 +28,7 @@ from rlhfkit.rewards import (
     SandboxedReward,
     SubprocessReward,
     WeightedSum,
+    base,
     evaluate,
     exact_match,
     math_match,
@@ -253,13 +255,6 @@ def test_async_reward_that_hangs_is_named_when_its_time_is_up() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_names() -> None:
-    assert reward_name(exact_match) == "exact_match"
-    assert reward_name(ExactMatch()) == "exact_match"
-    assert reward_name(FormatReward("x", name="tags")) == "tags"
-    assert reward_name(functools.partial(exact_match)) == "exact_match"
-
-
 def test_weighted_sum_logs_each_part_unweighted() -> None:
     batch = samples()
     score_samples(WeightedSum({"index": (by_index, 2.0)}, length=(LengthReward(), -0.5), later=by_index_later), batch)
@@ -417,3 +412,54 @@ def test_missing_packages_are_named_with_the_line_that_installs_all_of_them() ->
     )
     with pytest.raises(ImportError, match=re.escape(message)):
         check_packages(WeightedSum(unit=unit, math=math_match, other=Other()))
+
+
+# ---------------------------------------------------------------------- slow calls
+
+
+def of_two_prompts() -> list[Sample]:
+    return [Sample(Prompt(prompt, [1]), 0, [3], [-0.1], [0], "stop") for prompt in (5, 3)]
+
+
+def slow_judge(batch: list[Sample]) -> list[float]:
+    time.sleep(0.35)
+    return [1.0] * len(batch)
+
+
+def test_slow_reward_is_named_with_its_prompts_and_line_and_still_counts(caplog: pytest.LogCaptureFixture) -> None:
+    batch = of_two_prompts()
+    score_samples(slow_judge, batch, warn_after=0.1)
+    assert [sample.reward for sample in batch] == [1.0, 1.0]
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(messages) == 2  # after 0.1 s and after 0.2 s; the third would come after 0.4 s
+    assert "reward 'slow_judge', called with 2 samples of prompts 3, 5, has been running for 0.1" in messages[0]
+    assert "SandboxedReward" in messages[0]
+    assert "time.sleep(0.35)" in messages[0]
+
+
+def test_quick_and_bounded_rewards_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Bounded:
+        has_timeout = True
+
+        def __call__(self, batch: list[Sample]) -> list[float]:
+            return slow_judge(batch)
+
+    score_samples(WeightedSum(a=Bounded(), b=lambda batch: [0.0] * len(batch)), of_two_prompts(), warn_after=0.1)
+    assert not caplog.records
+
+
+def test_async_reward_that_blocks_its_loop_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_CANCEL_SECONDS", 0.1)
+
+    given_up = threading.Event()
+
+    async def blocking(batch: list[Sample]) -> list[float]:
+        given_up.wait(60)
+        await asyncio.sleep(0)
+        return [1.0] * len(batch)
+
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"'blocking' did not answer within 0\.1 s and could not be cancelled"):
+        score_samples(blocking, of_two_prompts(), timeout=0.1)
+    assert time.monotonic() - start < 30
+    given_up.set()

@@ -1,14 +1,46 @@
-"""Rule-based rewards."""
+"""Rules, formats (against the patterns of TRL and Open R1), lengths and repetition (the papers' values, Open R1's)."""
+
+import math
+import re
+from collections.abc import Sequence
 
 import pytest
 
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.rewards import ExactMatch, FormatReward, LengthPenalty, exact_match
+from rlhfkit.rewards import (
+    CosineLength,
+    ExactMatch,
+    FormatReward,
+    LastTurnReward,
+    LengthPenalty,
+    ReasoningFormat,
+    RepetitionPenalty,
+    TagCount,
+    WeightedSum,
+    exact_match,
+)
+from rlhfkit.rewards.base import tell_progress
+
+THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL)  # TRL's think_format_reward
+TEXTS = [
+    "<think>a</think>b",
+    "<think>a\nb</think>\n\nc",
+    "a<think>b</think>c",
+    "<think>a</think>",
+    "<think>a<think>b</think>c",
+    "<think>a</think>b</think>c",
+    "a</think>b",
+    "<think>a",
+    "",
+]
 
 
-def sample(text: str, answer: object = "5", length: int = 1, action_mask: list[bool] | None = None) -> Sample:
+def sample(
+    text: str = "5", answer: object = "5", tokens: Sequence[int] = (2,), action_mask: list[bool] | None = None
+) -> Sample:
+    count = len(tokens)
     return Sample(
-        Prompt(3, [1], answer=answer), 0, [2] * length, [0.0] * length, [0] * length, "stop", action_mask, text=text
+        Prompt(3, [1], answer=answer), 0, list(tokens), [0.0] * count, [0] * count, "stop", action_mask, text=text
     )
 
 
@@ -58,12 +90,12 @@ def test_broken_pattern_is_rejected_when_written(reward: object) -> None:
 def test_length_penalty_is_dapos_equation_13() -> None:
     """Soft zone of 4 in front of 10: free up to 6, -1/4 per token behind, -1 from 10 on."""
     lengths = [0, 5, 6, 7, 8, 9, 10, 11, 100]
-    scores = LengthPenalty(max_length=10, soft_zone=4)([sample("", length=length) for length in lengths])
+    scores = LengthPenalty(max_length=10, soft_zone=4)([sample("", tokens=range(length)) for length in lengths])
     assert scores == [0.0, 0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0, -1.0]
 
 
 def test_length_penalty_counts_the_policys_tokens_only() -> None:
-    tool_use = sample("", length=10, action_mask=[True] * 7 + [False] * 3)
+    tool_use = sample("", tokens=range(10), action_mask=[True] * 7 + [False] * 3)
     assert LengthPenalty(10, 4)([tool_use]) == [-0.25]
 
 
@@ -71,3 +103,125 @@ def test_length_penalty_counts_the_policys_tokens_only() -> None:
 def test_soft_zone_lies_in_front_of_the_limit(soft_zone: int) -> None:
     with pytest.raises(ValueError, match=f"soft_zone must be an integer of at least 1 and at most 10, got {soft_zone}"):
         LengthPenalty(10, soft_zone)
+
+
+def test_the_format_is_trls_with_an_answer_and_each_tag_once() -> None:
+    scores = ReasoningFormat()([sample(text) for text in TEXTS])
+    assert scores == [1, 1, 0, 0, 0, 0, 0, 0, 0]
+    theirs = [float(THINK.match(text) is not None) for text in TEXTS]
+    assert [text for text, ours, other in zip(TEXTS, scores, theirs, strict=True) if ours != other] == [
+        "<think>a</think>",  # no answer
+        "<think>a</think>b</think>c",  # a tag twice
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("<think>a</think>\n<answer>\nb\n</answer>\n", 1.0),
+        ("<think>a</think><answer> </answer>", 0.0),
+        ("<think>a</think>so <answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> and more", 0.0),
+        ("<think>a</think>b", 0.0),
+    ],
+)
+def test_the_answer_may_have_tags_of_its_own(text: str, score: float) -> None:
+    assert ReasoningFormat(answer=("<answer>", "</answer>"))([sample(text)]) == [score]
+
+
+def test_a_template_may_have_opened_the_reasoning() -> None:
+    reward = ReasoningFormat(opened=True)
+    assert reward([sample("a</think>b"), sample("<think>a</think>b"), sample("a")]) == [1.0, 0.0, 0.0]
+
+
+def test_tags_are_counted_as_open_r1_counts_them() -> None:
+    whole = "<think>\na\n</think>\n\n<answer>\nb\n</answer>"
+    assert TagCount()([sample(whole), sample(whole + "\n</answer>"), sample("<think>\n"), sample("")]) == [
+        1.0, 0.75, 0.25, 0.0
+    ]  # fmt: skip
+    assert TagCount(["<a>", "</a>"])([sample("<a>x</a>"), sample("<a><a></a>")]) == [1.0, 0.5]
+
+
+def test_tags_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="tags must be texts that are not empty"):
+        ReasoningFormat("")
+    with pytest.raises(ValueError, match="tags must be a list of texts"):
+        TagCount("<a>")
+
+
+def test_cosine_runs_between_the_papers_values() -> None:
+    """Table of hyperparameters in arXiv:2502.03373: +2 to +1 if right, -10 to 0 if wrong, -10 at the limit."""
+    reward = CosineLength(exact_match, max_length=8)
+    right, wrong = ([sample(text, tokens=range(n)) for n in (0, 4, 8, 9)] for text in ("5", "6"))
+    assert reward(right) == pytest.approx([2.0, 1.5, -10.0, -10.0])
+    assert reward(wrong) == pytest.approx([-10.0, -5.0, -10.0, -10.0])
+
+
+def test_cosine_gives_open_r1s_numbers() -> None:
+    """Its formula is ``min + (max - min) (1 + cos(π n / L)) / 2``, with both swapped for wrong answers."""
+    values = {"correct_short": 1.0, "correct_long": 0.5, "wrong_short": -1.0, "wrong_long": -0.5}
+    reward = CosineLength(exact_match, 1000, **values, at_limit=None)
+    for length in (1, 250, 999, 1000):
+        cosine = math.cos(length / 1000 * math.pi)
+        assert reward([sample("5", tokens=range(length))])[0] == pytest.approx(0.5 + 0.5 * (1.0 - 0.5) * (1.0 + cosine))
+        assert reward([sample("6", tokens=range(length))])[0] == pytest.approx(
+            -0.5 + 0.5 * (-1.0 + 0.5) * (1.0 + cosine)
+        )
+
+
+def test_a_sample_without_a_grade_has_no_reward_and_values_are_checked() -> None:
+    assert CosineLength(lambda samples: [None], 8)([sample()]) == [None]
+    with pytest.raises(TypeError, match="got int"):
+        CosineLength(3, 8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"),
+    [
+        ([1, 2, 3, 4, 5], 0.0),
+        ([1, 1, 1, 1, 1], -2 / 3),  # three n-grams, of which one is distinct
+        ([1, 2, 3, 1, 2, 3], -1 / 4),
+        ([1, 2], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_repetition_is_the_share_of_repeated_ngrams(tokens: list[int], penalty: float) -> None:
+    assert RepetitionPenalty()([sample(tokens=tokens)]) == [pytest.approx(penalty)]
+    assert RepetitionPenalty(penalty=3.0)([sample(tokens=tokens)]) == [pytest.approx(3 * penalty)]
+    words = sample(" ".join("Ab"[token % 2] * token for token in tokens))
+    assert RepetitionPenalty(words=True)([words]) == [pytest.approx(penalty)]
+
+
+def test_what_an_environment_wrote_is_no_repetition_of_the_policys() -> None:
+    """Two turns, (1, 2, 3) and (1, 2, 3, 4), around 30 equal tokens of a tool: of 3 n-grams 1 is repeated."""
+    tokens = [1, 2, 3, *[7] * 30, 1, 2, 3, 4]
+    episode = sample("a b c " + "x " * 30 + "a a a a", tokens=tokens)
+    episode.action_mask = [True] * 3 + [False] * 30 + [True] * 4
+    assert RepetitionPenalty()([episode]) == [pytest.approx(-1 / 3)]
+    assert RepetitionPenalty(ngram=5)([episode]) == [0.0]  # no turn is as long
+    with pytest.raises(ValueError, match=r"environment wrote into the text of prompt 3: count tokens \(words"):
+        RepetitionPenalty(words=True)([episode])
+    episode.info["last_text"] = "a a a a"
+    assert LastTurnReward(RepetitionPenalty(words=True))([episode]) == [pytest.approx(-1 / 2)]
+
+
+class Growing:
+    """A weight that grows with the steps of training."""
+
+    step, epoch = 0, 0
+
+    def set_progress(self, *, step: int, epoch: int) -> None:
+        self.step, self.epoch = step, epoch
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        return [self.step / 10 + self.epoch for _ in samples]
+
+
+def test_a_reward_inside_others_is_told_how_far_training_is() -> None:
+    inner = Growing()
+    reward = WeightedSum(length=LastTurnReward(CosineLength(inner, 8, success_threshold=5.0)), other=exact_match)
+    tell_progress(reward, step=20, epoch=3)
+    assert (inner.step, inner.epoch) == (20, 3)
+    assert CosineLength(inner, 8, success_threshold=5.0)([sample(tokens=())]) == [2.0]
+    tell_progress(exact_match, step=1, epoch=1)  # which does not want to know

@@ -69,14 +69,6 @@ def test_final_answer(answer: Any, expected: Any) -> None:
     assert final_answer(answer) == expected
 
 
-def test_prompt_knows_its_row_and_the_other_columns(write_rows: Write) -> None:
-    for prompt in module(write_rows(ROWS)).prompt_queue().take(4):
-        row = ROWS[prompt.index]
-        assert prompt.text == row["question"]
-        assert prompt.metadata == {"level": row["level"]}
-        assert prompt.answer == str(prompt.index + 1)
-
-
 def test_own_extractor_and_no_answer_column(write_rows: Write) -> None:
     path = write_rows(ROWS)
     assert module(path, answer_extractor=str.upper).prompt_queue().take(1)[0].answer.startswith("ONE MORE.")
