@@ -8,13 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, prompts_file, samples_of_all_ranks
+from rl_runs import digits, samples_of_all_ranks, setup_run
 from strategies import ranks
 
 from callbacks.rollout import vllm_ranks
-from rlhfkit import Ahead, GRPOModule, PromptDataModule, RolloutCallback, Sample, SamplingSpec
+from rlhfkit import Ahead, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import Probe
-from rlhfkit.models import load_scalar_model, load_tokenizer
 from rlhfkit.modules.parts import Correction
 
 
@@ -37,40 +36,16 @@ def test_vllm_follows_the_policy_update_by_update(vllm_pool: Any, vllm_model: Pa
             mismatch.append(float(trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"]))
 
     rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=8, max_new_tokens=8))
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=12, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Keep()],
+    trainer, module, data, _ = setup_run(
+        tmp_path, model=vllm_model, rollouts=rollouts, callbacks=[Keep()], module_arguments={"lr": 5e-3},
+        data_arguments={"rollout_batch_size": 16, "micro_batch_size": 128}, accumulate_grad_batches=1, max_epochs=12,
     )  # fmt: skip
-    data = PromptDataModule(prompts_file(tmp_path), answer="answer", rollout_batch_size=16, micro_batch_size=128)
-    trainer.fit(GRPOModule(str(vllm_model), lr=5e-3), data)
+    trainer.fit(module, data)
     assert versions == [(step, {step}) for step in range(12)]
     assert max(probes) <= 1e-5
     assert max(mismatch) <= 1e-5
     # 128 samples an iteration; a random policy has about 0.1 with a standard error of about 0.01.
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.1
-
-
-@pytest.mark.vllm
-@pytest.mark.ray
-def test_vllm_samples_ahead_in_a_thread_of_the_trainer(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
-    versions: list[tuple[int, set[int]]] = []
-
-    class Keep(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            versions.append((trainer.global_step, set(batch.versions[batch.action_mask].tolist())))
-
-    sampling = SamplingSpec(group_size=4, max_new_tokens=8)
-    rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, parts=[Ahead(1)])
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=4, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Keep()],
-    )  # fmt: skip
-    data = PromptDataModule(prompts_file(tmp_path), answer="answer", rollout_batch_size=8, micro_batch_size=32)
-    trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, parts=[Correction("tis")]), data)
-    assert versions == [(step, {max(step - 1, 0)}) for step in range(4)]
-    assert rollouts.part(Probe).difference <= 1e-5
-    # The weights of an older policy differ, and the correction sees it.
-    assert trainer.callback_metrics["rollout_corr/logprob_abs_diff_mean"] > 1e-4
 
 
 @pytest.mark.vllm
@@ -89,12 +64,11 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
 
     sampling = SamplingSpec(group_size=4, max_new_tokens=300, min_new_tokens=300)
     rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=sampling, parts=[Ahead(1, in_flight=True)])
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=4, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Keep()],
+    trainer, module, data, _ = setup_run(
+        tmp_path, model=vllm_model, rollouts=rollouts, callbacks=[Keep()], max_epochs=4, accumulate_grad_batches=1,
+        module_arguments={"lr": 5e-3, "parts": [Correction("tis")]}, data_arguments={"micro_batch_size": 32},
     )  # fmt: skip
-    data = PromptDataModule(prompts_file(tmp_path), answer="answer", rollout_batch_size=8, micro_batch_size=32)
-    trainer.fit(GRPOModule(str(vllm_model), lr=5e-3, parts=[Correction("tis")]), data)
+    trainer.fit(module, data)
 
     mixed = [sample for sample in samples if len(set(sample.versions.tolist())) > 1]
     assert mixed
@@ -120,37 +94,20 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
 @pytest.mark.ray
 @pytest.mark.distributed
 def test_two_zero3_ranks_ask_one_engine_for_their_share_by_script_and_on_ray(vllm_model: Path, tmp_path: Path) -> None:
-    """By script also with a reference and a reward model on actors of their own."""
-    reward = tmp_path / "reward"
-    load_scalar_model(str(vllm_model), head_std=0.1).save_pretrained(reward)
-    load_tokenizer(str(vllm_model)).save_pretrained(reward)
-    folders = {"model": str(vllm_model), "reward": str(reward)}
-    ranks.run("callbacks.rollout.vllm_ranks:by_script", 2, tmp_path / "script", **folders)
-    vllm_ranks.on_ray(tmp_path / "ray", str(vllm_model), "in flight")
-
-    def reports(place: str, mode: str) -> list[dict[str, Any]]:
-        return [json.loads((tmp_path / place / f"{mode}.{rank}.json").read_text()) for rank in (0, 1)]
-
-    for place, mode in (
-        ("script", "in_turns"),
-        ("script", "roles_elsewhere"),
-        ("script", "in_flight"),
-        ("ray", "in_flight"),
-    ):
-        first, second = reports(place, mode)
+    """By script in turns, and on Ray in flight with an adapter that is sent alone."""
+    ranks.run("callbacks.rollout.vllm_ranks:by_script", 2, tmp_path / "script", model=str(vllm_model))
+    vllm_ranks.on_ray(tmp_path / "ray", str(vllm_model))
+    found = []
+    for path in (tmp_path / "script" / "in_turns", tmp_path / "ray" / "in_flight"):
+        first, second = (json.loads(path.with_name(f"{path.name}.{rank}.json").read_text()) for rank in (0, 1))
         assert (first["ranks"], second["ranks"]) == ([0, 2], [1, 2])
         assert first["own"] == second["own"] == [16] * 2  # of 8 groups of 4
         assert max(first["probes"]) <= 1e-5
         for field in ("tokens", "versions", "weights"):
-            assert first[field] == second[field], (place, mode, field)
-    turns, flight = reports("script", "in_turns")[0], reports("script", "in_flight")[0]
-    assert reports("script", "roles_elsewhere")[0]["tokens"] == turns["tokens"]
-    elsewhere, held = (torch.load(tmp_path / "script" / f"{mode}.pt") for mode in ("roles_elsewhere", "in_turns"))
-    assert elsewhere.keys() == held.keys()
-    for name, tensor in held.items():
-        torch.testing.assert_close(elsewhere[name], tensor, rtol=0, atol=1e-6)
-    on_ray = reports("ray", "in_flight")[0]
+            assert first[field] == second[field], (path.name, field)
+        found.append(first)
+    turns, flight = found
     assert turns["versions"] == [[[0]], [[1]]]
-    assert flight["tokens"][0] == turns["tokens"][0] == on_ray["tokens"][0]  # the first iteration is never stale
-    assert on_ray["sync_bytes"] < 0.2 * flight["sync_bytes"] == 0.2 * turns["sync_bytes"]  # the adapter alone
-    assert all(found[0][-1] <= number for number, found in enumerate(flight["versions"]))
+    assert flight["tokens"][0] == turns["tokens"][0]  # the first iteration is never stale
+    assert flight["sync_bytes"] < 0.2 * turns["sync_bytes"]  # the adapter alone
+    assert all(ages[0][-1] <= number for number, ages in enumerate(flight["versions"]))

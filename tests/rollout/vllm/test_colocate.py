@@ -8,10 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from rl_runs import digits, prompts_file
+from rl_runs import digits, prompts_file, setup_run
 from shared_pool import SharedPool
 
-from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
+from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data.types import Prompt
 from rlhfkit.rollout.engine import WeightInfo
 from rlhfkit.rollout.supervision.calls import EngineReceivers
@@ -84,7 +84,10 @@ def test_weights_that_were_dropped_are_not_served_before_the_next_load(colocated
 def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
     vllm_pool: SharedPool, vllm_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At both levels, with a validation after each iteration, which engines sleep through and wake after."""
+    """With a validation after each iteration, which engines sleep through and wake after.
+
+    At both levels: ``rollout/remote/test_rank_memory.py``.
+    """
     other = tmp_path / "validation"
     other.mkdir()
     seen: list[tuple[set[State], set[bool]]] = []
@@ -97,30 +100,20 @@ def test_engines_sleep_while_the_policy_learns_and_it_learns_the_same(
         seen.clear()
         torch.manual_seed(0)
         rollouts = RolloutCallback(digits, engine=vllm_pool, sampling=SamplingSpec(group_size=4, max_new_tokens=8))
-        trainer = L.Trainer(
-            accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[rollouts, Look()],
+        trainer, module, data, _ = setup_run(
+            tmp_path, model=vllm_model, rollouts=rollouts, callbacks=[Look()], module_arguments={"lr": 5e-3},
+            data_arguments={"micro_batch_size": 16, "validation_data": prompts_file(other, rows=4)},
+            accumulate_grad_batches=1,
         )  # fmt: skip
-        data = PromptDataModule(
-            prompts_file(tmp_path),
-            answer="answer",
-            rollout_batch_size=8,
-            micro_batch_size=16,
-            validation_data=prompts_file(other, rows=4),
-        )
-        module = GRPOModule(str(vllm_model), lr=5e-3)
         trainer.fit(module, data)
         return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
 
     apart = run()
     assert seen == [({State.SERVING}, {False})] * 4
-    for level in (2, 1):
-        with monkeypatch.context() as patch:
-            patch.setattr(vllm_pool, "colocate", True)
-            patch.setattr(vllm_pool, "sleep_level", level)
-            beside = run()
-        assert seen == [({State.ASLEEP}, {True})] * 4
-        assert torch.equal(beside, apart)
+    monkeypatch.setattr(vllm_pool, "colocate", True)
+    beside = run()
+    assert seen == [({State.ASLEEP}, {True})] * 4
+    assert torch.equal(beside, apart)
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 2**20])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models.vision_families import VISION_FAMILIES, picture, prompts, save_vision_model
 from shared_pool import SharedPool
+from torch import nn
 from transformers.models.smolvlm import processing_smolvlm
 
 from rlhfkit.data.types import Experience, Sample
@@ -23,7 +24,6 @@ from rlhfkit.models.vision import image_token_id, vision_processor
 from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec
 from rlhfkit.rollout.errors import RefusedRequest, RequestError
 from rlhfkit.rollout.vllm.images import ImageRequests, ReadPrompts, SentImages
-from rlhfkit.rollout.vllm.pool import VLLMPool
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 
 EXACT = 5e-5  # float32 on both sides; what is left is the order of summation, at logits of 50 here
@@ -78,8 +78,16 @@ def test_a_prompt_is_read_once_for_its_group_also_if_a_sample_is_dropped() -> No
 
 
 @pytest.fixture(scope="module")
-def pool(folder: Path, ray_session: None) -> Iterator[SharedPool]:
+def adapted(folder: Path) -> nn.Module:
+    """The model with an adapter of its language part."""
+    return load_causal_lm(str(folder), lora=LoRA(rank=4)).eval()
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path, adapted: nn.Module, ray_session: None) -> Iterator[SharedPool]:
+    """One engine that was started for the adapter; policies without one are sent whole."""
     pool = SharedPool(
+        lora="adapter",
         device="cpu",
         kv_cache_gib=1 / 16,
         engine_arguments={"block_size": 32},
@@ -88,6 +96,7 @@ def pool(folder: Path, ray_session: None) -> Iterator[SharedPool]:
         sync_timeout=60,
         bucket_bytes=2**15,
     )
+    pool.configure_weights(ModuleWeights(adapted))
     pool.configure_logprobs(SPEC)
     pool.start(str(folder), dtype=torch.float32)
     yield pool
@@ -137,35 +146,22 @@ def logprobs_of(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
 
 
 @pytest.mark.vllm
-def test_an_adapter_of_the_language_part_is_sent_alone_and_applied(folder: Path, ray_session: None) -> None:
-    model = load_causal_lm(str(folder), lora=LoRA(rank=4)).eval()
-    adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine = VLLMPool(
-        lora="adapter",
-        device="cpu",
-        kv_cache_gib=1 / 16,
-        engine_arguments={"block_size": 32},
-        start_timeout=600,
-        generate_timeout=120,
-    )
-    engine.configure_weights(ModuleWeights(model))
-    engine.configure_logprobs(SPEC)
-    try:
-        engine.start(str(folder), dtype=torch.float32)
-        sent = []
-        for version in (1, 2):
-            generator = torch.Generator().manual_seed(version)
-            with torch.no_grad():
-                for parameter in adapter:
+def test_an_adapter_of_the_language_part_is_sent_alone_and_applied(
+    pool: SharedPool, folder: Path, adapted: nn.Module
+) -> None:
+    sent = []
+    for version in (7, 8):
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
                     parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-            engine.load(ModuleWeights(model), version)
-            sent.append(engine.sync_metrics()["rollout/sync_bytes"])
-            for sample in engine.generate(prompts(folder, several=True), SPEC, iteration=version):
-                found = torch.tensor(sample.logprobs.tolist())
-                torch.testing.assert_close(found, logprobs_of(model, sample), atol=EXACT, rtol=0)
-        assert sent[1] < 0.5 * sent[0]
-    finally:
-        engine.close()
+        pool.load(ModuleWeights(adapted), version)
+        sent.append(pool.sync_metrics()["rollout/sync_bytes"])
+        for sample in pool.generate(prompts(folder, several=True), SPEC, iteration=version):
+            found = torch.tensor(sample.logprobs.tolist())
+            torch.testing.assert_close(found, logprobs_of(adapted, sample), atol=EXACT, rtol=0)
+    assert sent[1] < 0.5 * sent[0]
 
 
 @pytest.mark.vllm
