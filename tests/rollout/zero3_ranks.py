@@ -144,21 +144,6 @@ class EachRankItsShare:
         dist.broadcast_object_list(made, src=1)
         return [tokens for row in range(dist.get_rank(), 8, RANKS) for tokens in made[0][4 * row : 4 * row + 4]]
 
-    def several_streams(self) -> list[list[int]]:
-        """This rank's share from two streams at once, polled in turn, of prompts of several iterations."""
-        streams = [self.pool.stream(self.spec, iteration=7) for _ in range(2)]
-        for place, prompt in enumerate(self.own):
-            streams[place % 2].submit([prompt], iteration=3)
-        groups: list[Any] = []
-        while len(groups) < len(self.own):
-            for stream in streams:
-                groups += stream.collect(1, wait=0.05)
-        waited = streams[0].collect(1, wait=60.0)  # nothing is left to wait for
-        for stream in streams:
-            stream.close()
-        groups.sort(key=lambda group: group[0].prompt.index)
-        return [] if waited else [tokens for group in groups for tokens in tokens_of(group)]
-
     def lose_the_engine(self) -> str:
         """The error of this rank when the engine is killed while both ranks' requests run."""
         stream = self.pool.stream(self.spec, iteration=3)
@@ -231,7 +216,7 @@ def serve(folder: Path, model: str) -> dict[str, Any]:
         report["sync_bytes"].append(pool.sync_metrics())
         report["differences"].append(difference(adapted))
     share = EachRankItsShare(pool)
-    report["share"], report["alone"], report["streams"] = share.sample(), share.alone(), share.several_streams()
+    report["share"], report["alone"] = share.sample(), share.alone()
     report["lost"] = share.lose_the_engine()
     pool.version = None  # what RolloutCallback does then
     pool.load(ModuleWeights(adapted), 5)  # with the weights under the adapter, which the new engine lacks

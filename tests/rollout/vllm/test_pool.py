@@ -4,7 +4,6 @@ Covers ``actor.py``, ``arguments.py`` and ``in_process.py`` too.
 """
 
 import copy
-import dataclasses
 import math
 import re
 import subprocess
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.models import LoRA, ModelLoading, load_causal_lm
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo
-from rlhfkit.rollout.errors import EngineError, RequestError
+from rlhfkit.rollout.engine import SamplingSpec
 from rlhfkit.rollout.local.generator import truncate
 from rlhfkit.rollout.supervision.calls import EngineReceivers
 from rlhfkit.rollout.supervision.scheduler import split_into_jobs
@@ -175,21 +173,6 @@ class TestWeights:
             vllm_pool.load(ModuleWeights(model), version)
             assert worst_difference(model, vllm_pool.generate(prompts[:3], SPEC, iteration=version)) <= EXACT
 
-    def test_a_tampered_transfer_is_noticed_by_score(
-        self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
-    ) -> None:
-        model = load_trainer_model(vllm_model)
-
-        class Tampered(ModuleWeights):
-            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                for name, tensor in super().__iter__():
-                    yield name, tensor * 1.05 if name.endswith("layers.1.mlp.up_proj.weight") else tensor
-
-        tokens = prompts[-1].token_ids.tolist()
-        assert score_difference(model, pool, tokens) <= EXACT
-        pool.load(Tampered(model), 1)
-        assert score_difference(model, pool, tokens) > 100 * EXACT
-
     def test_one_engine_with_other_weights_is_noticed_by_score(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt]
     ) -> None:
@@ -238,17 +221,6 @@ class TestWeights:
         samples = pool.generate(prompts, SPEC, iteration=0)
         assert worst_difference(model, samples) <= EXACT
 
-    def test_a_source_that_yields_other_than_it_announced_is_refused(self, pool: SharedPool, vllm_model: Path) -> None:
-        class Mislabelled(ModuleWeights):
-            def metadata(self) -> list[WeightInfo]:
-                infos = super().metadata()
-                infos[3] = WeightInfo(infos[3].name, (1, *infos[3].shape), infos[3].dtype)
-                return infos
-
-        with pytest.raises(ValueError, match="announced WeightInfo"):
-            pool.load(Mislabelled(load_trainer_model(vllm_model)), 1)
-        assert pool.version is None
-
 
 def send_by_hand(handles: EngineReceivers, model: nn.Module) -> None:
     """Give the weights to engines without a pool."""
@@ -266,15 +238,14 @@ def send_by_hand(handles: EngineReceivers, model: nn.Module) -> None:
 class TestSamples:
     """What is sampled, and that it depends on nothing but the weights and the seed."""
 
-    def test_order_is_by_prompt_then_by_position_in_the_group(self, pool: SharedPool, prompts: list[Prompt]) -> None:
-        samples = pool.generate(prompts, SPEC, iteration=0)
-        expected = [(prompt.index, index) for prompt in prompts for index in range(SPEC.group_size)]
-        assert [(sample.prompt.index, sample.sample_index) for sample in samples] == expected
-
     def test_samples_depend_neither_on_the_number_of_engines_nor_on_order(
         self, pool: SharedPool, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        both = keyed(pool.generate(prompts, SPEC, iteration=3))
+        samples = pool.generate(prompts, SPEC, iteration=3)
+        assert [(sample.prompt.index, sample.sample_index) for sample in samples] == [
+            (prompt.index, index) for prompt in prompts for index in range(SPEC.group_size)
+        ]
+        both = keyed(samples)
         backwards = keyed(pool.generate(prompts[::-1], SPEC, iteration=3))
         alone = keyed(pool.generate(prompts[5:6], SPEC, iteration=3))
         assert pool.engines is not None
@@ -309,29 +280,29 @@ class TestSamples:
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
             )
             assert sample.token_ids.tolist() == made[0, ids.shape[1] :].tolist()
+            assert worst_difference(model, [sample]) <= EXACT
 
     @pytest.mark.parametrize(
         "spec",
         [
             SamplingSpec(group_size=2, max_new_tokens=16, top_k=20),
-            SamplingSpec(group_size=2, max_new_tokens=16, top_p=0.8),
-            SamplingSpec(group_size=2, max_new_tokens=16, min_p=0.05),
-            SamplingSpec(group_size=2, max_new_tokens=16, min_new_tokens=10),
-            SamplingSpec(group_size=1, max_new_tokens=16, temperature=0.0),
+            SamplingSpec(group_size=2, max_new_tokens=16, top_p=0.8, min_p=0.05),
+            SamplingSpec(group_size=8, max_new_tokens=40, min_new_tokens=20),
             SamplingSpec(group_size=2, max_new_tokens=16, temperature=0.8, top_k=30, top_p=0.9, min_p=0.02),
         ],
-        ids=["top_k", "top_p", "min_p", "min_new_tokens", "greedy", "all"],
+        ids=["top_k", "top_p", "min_new_tokens", "all"],
     )
     def test_tokens_are_truncated_and_their_logprobs_are_those_before(
         self, pool: SharedPool, vllm_model: Path, prompts: list[Prompt], spec: SamplingSpec
     ) -> None:
         model, samples = load_trainer_model(vllm_model), pool.generate(prompts, spec, iteration=0)
-        if spec.temperature in (0.0, 1.0):
+        assert min(sample.num_tokens for sample in samples) >= spec.min_new_tokens
+        if spec.temperature == 1.0:
             assert worst_difference(model, samples) <= EXACT
         else:  # vLLM reports log-probs at temperature 1 in this mode, which are no use
             assert all(math.isnan(logprob) for sample in samples for logprob in sample.logprobs.tolist())
         for sample in samples:
-            left = truncate(trainer_logits(model, sample), dataclasses.replace(spec, temperature=spec.temperature or 1))
+            left = truncate(trainer_logits(model, sample), spec)
             assert left.gather(-1, torch.tensor(sample.token_ids.tolist())[:, None]).isfinite().all()
 
     def test_stops_keep_the_token_that_ended_the_completion(self, pool: SharedPool, prompts: list[Prompt]) -> None:
@@ -365,12 +336,6 @@ class TestSamples:
         samples = pool.generate(many, SamplingSpec(group_size=1, max_new_tokens=4), iteration=0)
         assert worst_difference(load_trainer_model(vllm_model), samples[-10:]) <= EXACT
 
-    def test_no_end_before_min_new_tokens(self, pool: SharedPool, prompts: list[Prompt]) -> None:
-        free = pool.generate(prompts, SamplingSpec(group_size=8, max_new_tokens=40), iteration=0)
-        assert min(len(sample.token_ids) for sample in free) < 20
-        spec = SamplingSpec(group_size=8, max_new_tokens=40, min_new_tokens=20)
-        assert min(len(sample.token_ids) for sample in pool.generate(prompts, spec, iteration=0)) >= 20
-
 
 @vllm
 class TestBadInput:
@@ -393,21 +358,10 @@ class TestBadInput:
         with pytest.raises(ValueError, match=f"2 to 511 tokens .* got one of {length}"):
             pool.score([[7] * length])
 
-    def test_a_token_that_the_model_does_not_know_is_named(self, pool: SharedPool) -> None:
-        with pytest.raises(RequestError, match=r"prompt 0 has the token 100000, and the model knows .* 0 to 127"):
-            pool.generate([Prompt(index=0, token_ids=[100_000])], SPEC, iteration=0)
-        pool.generate([Prompt(index=0, token_ids=[10])], SPEC, iteration=0)  # the engine survived it
-
     def test_nothing_is_served_before_weights(self, vllm_pool: SharedPool, prompts: list[Prompt]) -> None:
         vllm_pool.close()
         with pytest.raises(RuntimeError, match="no complete weights"):
             vllm_pool.generate(prompts, SPEC, iteration=0)
-
-    def test_a_cluster_that_is_too_small_says_so_at_once(self, ray_session: None, vllm_model: Path) -> None:
-        pool = VLLMPool(num_engines=500, device="cpu")
-        with pytest.raises(EngineError, match=r"500 engine\(s\) need 500 CPU\(s\), but Ray's cluster has 4"):
-            pool.start(str(vllm_model), dtype=torch.float32)
-        pool.close()
 
 
 @vllm
@@ -429,7 +383,7 @@ def test_two_zero3_ranks_publish_and_notice_every_failure_alike(tmp_path: Path) 
     assert first["sync_bytes"][2]["rollout/sync_bytes_saved"] == sent[0] - sent[2]
     for rank in (first, second):  # each has its own requests answered by the engine
         assert len(rank["share"]) == 16
-        assert rank["share"] == rank["alone"] == rank["streams"] == rank["again"]
+        assert rank["share"] == rank["alone"] == rank["again"]
         assert rank["lost"].startswith("WeightsNeededError: no vLLM engine serves, and none was brought back")
     assert first["share"] != second["share"]
     assert "9 engine(s) need 9 CPU(s), but Ray's cluster has 2" in first["too_small"]
@@ -452,9 +406,6 @@ class TestWithoutEngines:
         assert not pool.configure_logprobs(SamplingSpec(temperature=0.7, top_p=0.9))
         chosen = VLLMPool(engine_arguments={"logprobs_mode": "processed_logprobs"})
         assert [chosen.configure_logprobs(spec) for spec in specs] == [True, False, True]
-
-    def test_it_is_a_rollout_engine(self) -> None:
-        assert isinstance(VLLMPool(), RolloutEngine)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
