@@ -63,6 +63,9 @@ import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
     print(name, *sorted({module.split(".")[0] for module in sys.modules}))
+from rlhfkit import VLLMPool
+VLLMPool(num_engines=2)
+print("VLLMPool", *sorted({module.split(".")[0] for module in sys.modules}))
 from rlhfkit import GRPOModule
 from lightning.pytorch.strategies import StrategyRegistry
 print("strategies", *StrategyRegistry.available_strategies())
@@ -199,6 +202,10 @@ def test_importing_the_package_loads_nothing_heavy(loaded: dict[str, set[str]]) 
 def test_what_needs_no_models_loads_torch_only(loaded: dict[str, set[str]], name: str) -> None:
     assert "torch" in loaded[f"rlhfkit.{name}"]
     assert not loaded[f"rlhfkit.{name}"] & HEAVY
+
+
+def test_a_pool_is_made_without_ray_and_vllm(loaded: dict[str, set[str]]) -> None:
+    assert not loaded["VLLMPool"] & HEAVY
 
 
 def test_every_public_name_is_there() -> None:
