@@ -59,7 +59,7 @@ SPECS = [
 ]
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spec=st.sampled_from(SPECS), cuts=st.lists(st.integers(0, 30), max_size=4))
 def test_samples_that_are_cut_anywhere_and_continued_are_those_that_are_not(
     engine: LocalEngine, models: list[torch.nn.Module], spec: SamplingSpec, cuts: list[int]
