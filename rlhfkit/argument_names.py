@@ -92,7 +92,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "ptx_coef": ("parts=[PretrainingLoss(coef=)]",),
     "ref_model_mixup_alpha": ("parts=[MovingReference(alpha=)]",),
     "vf_coef": ("parts=[ValueLoss(coef=)]",),
-    "cliprange_value": ("value_clip",),
+    "cliprange_value": ("parts=[ValueLoss(clip=)]",),
     "gae_lambda": ("lam",),
     "lambd": ("lam",),
     "n_samples_per_prompt": ("group_size", "SamplingSpec(group_size=)"),

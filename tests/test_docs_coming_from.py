@@ -67,7 +67,7 @@ def test_a_name_of_ours_is_no_name_of_others() -> None:
         ("GRPOModule", {"beta": 0.1}, "GRPOModule takes no argument beta: .* beta is kl_coef here"),
         ("SFTModule", {"learning_rate": 1.0}, "SFTModule takes no argument learning_rate: .* is lr here"),
         ("DPOModule", {"learning_rat": 1.0}, "DPOModule takes no argument learning_rat"),
-        ("PPOModule", {"cliprange_value": 0.2}, "PPOModule .* cliprange_value is value_clip here"),
+        ("PPOModule", {"cliprange_value": 0.2}, r"PPOModule .* parts=\[ValueLoss\(clip=\)\]"),
         ("SFTModule", {"neftune_noise_alpha": 5.0}, r"NEFTune\(alpha=\)"),
         ("GRPOModule", {"num_generations": 8}, r"did you mean SamplingSpec\(group_size=\)\?"),
         ("KTOModule", {"xyz": 8}, "KTOModule takes no argument xyz$"),

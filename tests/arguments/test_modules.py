@@ -113,7 +113,6 @@ JSD: dict[str, Any] = {"divergence": "jsd"}
 PPO: dict[str, Change | Unseen] = {
     "critic": Change("@other", built=True),
     "critic_lr": Change(1e-3, built=True),
-    "value_clip": Change(1e-4),
     "gamma": Change(0.5),
     "lam": Change(0.3),
     "whiten_advantages": Change(False),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlhfkit import PPOModule
 from rlhfkit.models.heads import load_scalar_model
+from rlhfkit.modules.parts import ValueLoss
 from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.strategies.checkpoint.directory import read_manifest
 
@@ -22,7 +23,7 @@ from . import pool_ranks
 
 CRITIC: dict[str, Any] = {"optimizer": "sgd", "optimizer_arguments": {"momentum": 0.9}}
 """The optimizer of ``MomentumPPO``."""
-PLAIN: dict[str, Any] = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": 0.05, "value_clip": 0.05}
+PLAIN: dict[str, Any] = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": 0.05, "parts": [ValueLoss(clip=0.05).plain()]}
 
 
 class MomentumPPO(PPOModule):

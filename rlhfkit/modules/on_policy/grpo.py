@@ -99,10 +99,11 @@ class GRPOModule(OnPolicyModule):
         self.credit = [first, *changed]
         self.own_parts = own_penalty(chosen["kl_coef"] or 0.0, [*given, *of_preset], KLPenalty)
         self.own_parts += [part for part in of_preset if part not in changed]
+        replaced = any("advantages" in part.creates for part in given)
         super().__init__(
             model,
             lr=lr,
-            advantages=function,
+            advantages=advantages if replaced else function,
             policy_loss=chosen["policy_loss"] or dapo_loss,
             policy_loss_arguments=policy_loss_arguments,
             clip_low=clip_low,

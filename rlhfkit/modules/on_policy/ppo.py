@@ -6,11 +6,11 @@ from typing import Any
 from rlhfkit.losses import Aggregation, LossOutput, ppo_loss
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
-from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages
+from rlhfkit.modules.on_policy.functions import GivenAdvantages
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.parts import GivenPart, given_or, make_part, plain_value
 from rlhfkit.roles import CriticPool, ModelPool
-from rlhfkit.validation import check_number, refuse_without_effect
+from rlhfkit.validation import check_number
 
 
 class PPOModule(OnPolicyModule):
@@ -27,7 +27,7 @@ class PPOModule(OnPolicyModule):
     VAPO's lambdas::
 
         PPOModule("sft", parts=[Critic("reward-model", normalize=True), CriticWarmup(20)])
-        PPOModule("sft", parts=[Critic(shared=True), ValueLoss(0.1)])
+        PPOModule("sft", parts=[Critic(shared=True), ValueLoss(0.1, clip=0.2)])
         PPOModule("sft", parts=[GAE(length_adaptive_alpha=0.05), Returns(lam=1.0)])
 
     Args:
@@ -47,7 +47,6 @@ class PPOModule(OnPolicyModule):
             has 1).
         clip_low: The ratio is clipped at 1 - clip_low from below; ``None``: the default of the policy loss.
         clip_high: The ratio is clipped at 1 + clip_high from above; ``None``: the default of the policy loss.
-        value_clip: Values are clipped to ± this around the old ones in the value loss (0.5: OpenRLHF's); ``None``: not.
         whiten_advantages: Make the advantages of all tokens of the iteration mean 0 and deviation 1; those of a
             function given as ``advantages`` are used as they are.
         advantages: Function used in place of GAE, see :class:`~rlhfkit.modules.parts.advantages.AdvantagesBy`.
@@ -76,7 +75,6 @@ class PPOModule(OnPolicyModule):
         lam: float = 0.95,
         clip_low: float | None = None,
         clip_high: float | None = None,
-        value_clip: float | None = 0.5,
         whiten_advantages: bool = True,
         advantages: GivenAdvantages | None = None,
         policy_loss: str | Callable[..., LossOutput] = ppo_loss,
@@ -87,25 +85,20 @@ class PPOModule(OnPolicyModule):
         loading: ModelLoading | None = None,
         parts: Sequence[GivenPart] = (),
     ) -> None:
-        from rlhfkit.modules.parts.advantages import AdvantagesBy, WhitenAdvantages
+        from rlhfkit.modules.parts.advantages import WhitenAdvantages
         from rlhfkit.modules.parts.critic import GAE, Critic, Returns, ValueLoss
         from rlhfkit.modules.parts.kl_penalty import KLInReward, own_penalty
 
-        # Under the names that were given: the parts have their own.
-        check_number("critic_lr", critic_lr, above=0)
-        check_number("value_clip", value_clip, above=0, optional=True)
+        check_number("critic_lr", critic_lr, above=0)  # under its name here
         given = [make_part(one) for one in parts]
         gae = given_or(GAE(gamma, lam), given, gamma=gamma != 1.0, lam=lam != 0.95)
-        own_critic, own_loss = Critic(critic, lr=critic_lr), ValueLoss(clip=value_clip)
+        own_critic = Critic(critic, lr=critic_lr)
         self.critic_part: Any = given_or(own_critic, given, critic=critic is not None, critic_lr=critic_lr != 9e-6)
         """What gives values; its arguments are those of the module unless it was among ``parts``."""
-        if advantages is not None:
-            refuse_without_effect({"GAE": gae in given}, f"advantages={AdvantageFunction(advantages).name}")
-        self.credit = [gae, WhitenAdvantages()] if whiten_advantages else [gae]
-        self.credit = self.credit if advantages is None else [AdvantagesBy(advantages)]
+        if advantages is None:
+            self.credit = [gae, WhitenAdvantages()] if whiten_advantages else [gae]
         self.own_parts = own_penalty(kl_coef, given, lambda coef: KLInReward(coef, place="token"))
-        self.own_parts += [self.critic_part, given_or(own_loss, given, value_clip=value_clip != 0.5)]
-        self.own_parts += [Returns(gae.gamma, gae.lam)]
+        self.own_parts += [self.critic_part, ValueLoss(), Returns(gae.gamma, gae.lam)]
         self.kl_coef = kl_coef
         super().__init__(
             model,

@@ -9,17 +9,24 @@ from rlhfkit.modules.parts.advantages import AdvantagesBy, OverriddenAdvantages
 from rlhfkit.modules.parts.correction import EngineMismatch
 from rlhfkit.modules.parts.old_policy import OldLogprobs
 from rlhfkit.parts import Part
+from rlhfkit.validation import refuse_without_effect
 
 
 def credit_parts(module: Any) -> list[Part]:
     """What computes the advantages of a module: what its class has set, else the function that it was given.
 
     Nothing if a part among ``parts=`` writes them by itself.
+
+    Raises:
+        ValueError: If one does beside a function.
     """
     given = module.advantage_function
-    own: list[Part] = module.in_place(vars(module).get("credit", [] if given is None else [AdvantagesBy(given)]))
-    others = [part for part in module.given_parts if part not in own]
-    return [] if any("advantages" in part.creates for part in others) else own
+    own: list[Part] = vars(module).get("credit", [] if given is None else [AdvantagesBy(given)])
+    others = [part for part in module.given_parts if "advantages" in part.creates]
+    if others:
+        refuse_without_effect({"advantages": given is not None}, f"{others[0]!r} among parts")
+    own = module.in_place(own)
+    return own if all(part in own for part in others) else []
 
 
 def default_parts(module: Any) -> list[Part]:

@@ -13,9 +13,11 @@ from rl_runs import samples_of_all_ranks
 from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, Sample
+from rlhfkit.modules.parts import ValueLoss
 
 CLIP, KL, LAM, VALUE_CLIP = 0.2, 0.05, 0.9, 0.05
-ARGUMENTS = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": KL, "lam": LAM, "value_clip": VALUE_CLIP, "clip_high": CLIP}
+CLIPPED = ValueLoss(clip=VALUE_CLIP).plain()
+ARGUMENTS = {"lr": 0.05, "critic_lr": 0.05, "kl_coef": KL, "lam": LAM, "clip_high": CLIP, "parts": [CLIPPED]}
 """Arguments of a module that trains alike."""
 
 

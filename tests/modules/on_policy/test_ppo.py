@@ -24,7 +24,7 @@ from rlhfkit.modules.parts.old_policy import OldLogprobs
 from rlhfkit.modules.parts.rewards import ClipRewards, MissingEndPenalty, NormalizeRewards
 from rlhfkit.rewards import ModelReward
 
-from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainPPO, check_moved_alike
+from .ppo_cases import ARGUMENTS, CLIPPED, ByHand, Keep, PlainPPO, check_moved_alike
 from .test_base import experience
 
 
@@ -55,7 +55,10 @@ class Shaped:
 
 
 SHAPED: dict[str, Any] = {name: value for name, value in ARGUMENTS.items() if name != "critic_lr"}
-SHAPED["parts"] = [Critic(lr=0.05, normalize=True), MissingEndPenalty(0.3), NormalizeRewards(), ClipRewards(1.5)]
+SHAPED["parts"] = [
+    CLIPPED,
+    *(Critic(lr=0.05, normalize=True), MissingEndPenalty(0.3), NormalizeRewards(), ClipRewards(1.5)),
+]
 
 
 @pytest.mark.parametrize("shaped", [False, True], ids=["plain", "token rewards, normalised rewards and values"])

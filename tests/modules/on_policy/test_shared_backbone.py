@@ -19,7 +19,7 @@ from rlhfkit.modules.parts import Critic
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 from rlhfkit.rollout import ModuleWeights
 
-from .ppo_cases import ARGUMENTS, ByHand, Keep, PlainPPO, check_moved_alike, text_loss
+from .ppo_cases import ARGUMENTS, CLIPPED, ByHand, Keep, PlainPPO, check_moved_alike, text_loss
 
 TEXTS = ["to be", "or not to be", "that is", "the question", "whether tis", "nobler", "in the mind", "to suffer"]
 
@@ -37,7 +37,7 @@ def test_three_iterations_with_text_on_a_shared_backbone_are_the_loop_by_hand(tm
     trainer, module, data, _ = setup_run(
         tmp_path,
         module=PlainPPO,
-        module_arguments=OTHERS | {"parts": [Critic(lr=0.05, shared=True), PretrainingLoss(0.3)]},
+        module_arguments=OTHERS | {"parts": [CLIPPED, Critic(lr=0.05, shared=True), PretrainingLoss(0.3)]},
         data_arguments={
             "rollout_batch_size": 4, "micro_batch_size": 4, "pretraining_data": text_data(shuffle=False)
         },
