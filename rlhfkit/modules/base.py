@@ -131,8 +131,6 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
         """Of a mixture of experts in the last forward pass, where that gives no :class:`PolicyOutput`."""
         self.hooks = hooks_of(())
         """Methods of parts that the module calls, see :func:`~rlhfkit.parts.hooks_of`."""
-        self.terms: list[Any] = []
-        """:meth:`Part.term` of the parts that override it."""
         self.observers: list[Any] = []
         """:meth:`Part.observe` of the parts that override it; callbacks may append functions of an iteration."""
         self._attached = False
@@ -178,15 +176,16 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
         """Attach the parts, and keep what is called when."""
         attach_all(self.parts, self)
         self.hooks = hooks_of(self.parts)
-        self.terms, self.observers = self.hooks["term"], self.hooks["observe"]
+        self.observers = self.hooks["observe"]
         self.outputs = frozenset(name for part in self.parts for name in part.outputs)
         self._children = {name: child for part in self.parts for name, child in part.children().items()}
         frozen = (name for name, child in self._children.items() if not child.trained)
         self.frozen_children = (*dict.fromkeys((*type(self).frozen_children, *frozen)),)
 
-    def with_terms(self, result: LossOutput, batch: Any, out: Any) -> LossOutput:
-        """Add the terms of parts to the loss of a micro-batch of data."""
-        return sum_losses(result, *(term(batch, out, None) for term in self.terms)) if self.terms else result
+    def with_terms(self, result: LossOutput, batch: Any, out: Any, old: Tensor | None = None) -> LossOutput:
+        """Add the terms of parts to the loss of a micro-batch; ``old``: log-probs that ratios are taken to."""
+        terms = self.hooks["term"]
+        return sum_losses(result, *(term(batch, out, old) for term in terms)) if terms else result
 
     def observed(self, batch: Any, out: Any) -> dict[str, Tensor]:
         """The metrics of parts of a micro-batch of data."""

@@ -246,7 +246,8 @@ def sft(pairs: PreferencePairs) -> Tensor:
     """``-log π_c / mean(n_c)``: cross-entropy per chosen token, to be mixed in. Llama 3 (arXiv:2407.21783)."""
     if pairs.mean_chosen_length is None:
         raise ValueError(
-            "loss_type 'sft' averages over tokens: give chosen_lengths, and with a denominator mean_chosen_length too"
+            "loss_type 'sft' averages over tokens: give chosen_lengths, and with a denominator mean_chosen_length too, "
+            "or take nll_coef, which averages over those of each answer"
         )
     return -pairs.chosen / pairs.mean_chosen_length
 
@@ -451,7 +452,10 @@ def _check_arguments(
     if divergence != "reverse_kl" and (fixed := IGNORES_DIVERGENCE.intersection(names)):
         raise ValueError(f"loss types {sorted(fixed)} are defined for divergence 'reverse_kl' only, got {divergence!r}")
     if sorted_needs_all and SORTS_THE_BATCH.intersection(names):
-        raise ValueError("'aot' and 'aot_unpaired' sort the batch, so weights and mask have no meaning with them")
+        raise ValueError(
+            "'aot' and 'aot_unpaired' sort the batch, so weights and mask have no meaning with them: take another "
+            "loss_type, or leave both out"
+        )
 
 
 def _check_belonging(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import Aggregation, LossOutput, mean_metric, ppo_loss, sum_losses, weighted_metric
+from rlhfkit.losses import Aggregation, LossOutput, mean_metric, ppo_loss, weighted_metric
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
 from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
@@ -234,7 +234,7 @@ class OnPolicyModule(PolicyModule):
             rollout_logprobs=batch.rollout_logprobs,
             denominator=self.aggregation_arguments(batch)["denominator"],
         )
-        result = sum_losses(policy, *(term(batch, out, old) for term in self.terms))
+        result = self.with_terms(policy, batch, out, old)
         return result._replace(metrics={**result.metrics, **metrics})
 
     def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 
 from rlhfkit.data.types import Experience
-from rlhfkit.losses import LossOutput, dpo_loss, sequence_logprobs, sum_losses, weighted_metric
-from rlhfkit.losses.preference.dpo import SORTS_THE_BATCH, LossTypes, pair_partners, rejected_values
+from rlhfkit.losses import LossOutput, dpo_loss, sequence_logprobs, weighted_metric
+from rlhfkit.losses.preference.dpo import LossTypes, pair_partners, rejected_values
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.optim import Optimization
@@ -81,14 +81,8 @@ class OnlineDPOModule(OnPolicyModule):
         self.credit = vars(self).get("credit", [Pairs()])
         self.own_parts = [Reference()]
         super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
-        self.loss_type = imported_losses(loss_type)
-        unfit = {"sft", *SORTS_THE_BATCH}.intersection(self.loss_type)
-        if unfit:
-            raise ValueError(
-                f"loss_type {sorted(map(str, unfit))} depends on how many pairs a micro-batch or a step has, and "
-                "prompts whose answers are equally good have none: take another one, nll_coef in place of 'sft'"
-            )
-        self.beta, self.nll_coef, self.loss_arguments = beta, nll_coef, {**(loss_arguments or {})}
+        self.loss_type, self.loss_arguments = imported_losses(loss_type), {**(loss_arguments or {})}
+        self.beta, self.nll_coef = beta, nll_coef
         self.keep_plain(
             loss_type=named_losses(self.loss_type), loss_arguments=plain_value(self.loss_arguments, "loss_arguments")
         )
@@ -97,7 +91,7 @@ class OnlineDPOModule(OnPolicyModule):
         try:
             self.pair_loss: Callable[..., LossOutput] = partial(cast(Any, dpo_loss), **chosen, **self.loss_arguments)
             """The loss of pairs with the arguments that were chosen."""
-            self.pair_loss(zero, zero, zero, zero, chosen_lengths=one, rejected_lengths=one)
+            self.pair_loss(zero, zero, zero, zero, chosen_lengths=one, rejected_lengths=one, mask=one, denominator=1)
         except TypeError as error:
             raise ValueError(f"loss_arguments are more arguments of dpo_loss: {error}") from error
 
@@ -126,5 +120,4 @@ class OnlineDPOModule(OnPolicyModule):
         )
         number = pairs.sum()
         metrics = {name: weighted_metric(mean, number) for name, mean in result.metrics.items()}
-        old = self.old_logprobs(batch, out)
-        return sum_losses(LossOutput(result.loss, metrics), *(term(batch, out, old) for term in self.terms))
+        return self.with_terms(LossOutput(result.loss, metrics), batch, out, self.old_logprobs(batch, out))
