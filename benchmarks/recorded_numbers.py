@@ -366,7 +366,7 @@ def configurations(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "ppo_function": ppo(advantages="rlhfkit.modules.on_policy.presets.no_baseline", kl_coef=0.0),
         "distillation": distillation(),
         "distillation_reward": distillation(
-            parts=[part("teacher.TeacherAdvantages", gamma=0.9, reward_coef=0.5)], kl_coef=0.05
+            reward_coef=0.5, parts=[part("teacher.TeacherAdvantages", gamma=0.9)], kl_coef=0.05
         ),
         "distillation_jsd": distillation(divergence="jsd"),
         "online_dpo": functools.partial(

@@ -136,7 +136,7 @@ class Part(Configured, Callback):
     @property
     def creates(self) -> frozenset[str]:
         """Fields that it writes without reading them: where it is, no other part does."""
-        return frozenset({*self.writes} - {*self.reads})
+        return frozenset({*self.writes} - {*self.reads, *self.may_read})
 
     @property
     def state_key(self) -> str:
@@ -459,7 +459,7 @@ def _check_reads(order: Sequence[Part], provided: Iterable[str]) -> None:
             )
         for name in part.writes:
             other = writers.get(name)
-            if other is not None and name not in part.reads:
+            if other is not None and name not in (*part.reads, *part.may_read):
                 raise ValueError(
                     f"{part_name(part)} writes {name}, which {part_name(other)} has written before it: leave one of "
                     f"them out, or let {part_name(part)} read {name} and change it"

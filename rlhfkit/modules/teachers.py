@@ -117,7 +117,7 @@ class TeacherDomains:
         self._of_prompt: Mapping[int, str] = {}
         plain = isinstance(teacher, Mapping) and all(isinstance(name, str) for name in teacher.values())
         if not isinstance(teacher, Mapping) or "class_path" in teacher or not plain:
-            refuse_without_effect({"teacher_column": column != "source"}, "one teacher")
+            refuse_without_effect({"Teacher.column": column != "source"}, "one teacher")
             return  # a name, or a ModelPool as an object or from YAML
         if not 1 <= len(teacher) <= MAX_TEACHERS:
             raise ValueError(f"teacher must name 1 to {MAX_TEACHERS} teachers by domain, got {len(teacher)}")

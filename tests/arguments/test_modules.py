@@ -188,7 +188,6 @@ TABLE: dict[type, tuple[str, Rows]] = {
         | ON_POLICY
         | {
             "teacher": Change("@model"),
-            "teacher_column": Unseen("chooses among several teachers; tests/modules/on_policy/test_distillation.py"),
             "divergence": Change("reverse_kl"),
             "reward_coef": Change(0.5),
         }

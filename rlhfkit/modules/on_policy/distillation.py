@@ -11,7 +11,7 @@ from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 from rlhfkit.modules.on_policy.functions import GivenAdvantages
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.parts import GivenPart, make_part, part_name, plain_value
+from rlhfkit.parts import GivenPart, given_or, make_part, plain_value
 from rlhfkit.roles import ModelPool, ServedModel
 from rlhfkit.validation import check_number, refuse_without_effect
 
@@ -36,11 +36,10 @@ class OnPolicyDistillationModule(OnPolicyModule):
         teacher: Folder or hub name of the teacher, which is a frozen child. A :class:`~rlhfkit.roles.ModelPool`: on
             machines of its own; a :class:`~rlhfkit.roles.ServedModel`: behind ``vllm serve``; with a divergence both
             need the ``top_k`` of a :class:`~rlhfkit.modules.parts.teacher.DivergenceLoss`. A mapping of domains to
-            names: several teachers with the student's tokens, each a frozen child, of which ``teacher_column`` chooses
-            one for each prompt; without a divergence only. Every teacher computes its own prompts' samples, so that
-            they cost one pass in all.
-        teacher_column: Column of the prompts that names the domain, with several teachers; a mixture of data has
-            ``source``.
+            names: several teachers with the student's tokens, each a frozen child, of which the prompts' column
+            ``source`` chooses one for each; without a divergence only. Every teacher computes its own prompts' samples,
+            so that they cost one pass in all. ``None``: that of a :class:`~rlhfkit.modules.parts.teacher.Teacher` among
+            ``parts``, which has more arguments, such as another column.
         lr: Peak learning rate (1e-6: TRL's and OpenRLHF's default for reinforcement learning).
         divergence: ``None``: reverse KL of the sampled token, as an advantage. Else ``forward_kl``, ``reverse_kl``,
             ``jsd``, a function of the log-probs of student and teacher, or its dotted name, for a
@@ -72,9 +71,8 @@ class OnPolicyDistillationModule(OnPolicyModule):
     def __init__(
         self,
         model: str,
-        teacher: str | ModelPool | ServedModel | Mapping[str, str],
+        teacher: str | ModelPool | ServedModel | Mapping[str, str] | None = None,
         *,
-        teacher_column: str = "source",
         lr: float = 1e-6,
         divergence: Divergence | Callable[[Tensor, Tensor], Tensor] | str | None = None,
         reward_coef: float = 0.0,
@@ -90,29 +88,24 @@ class OnPolicyDistillationModule(OnPolicyModule):
         loading: ModelLoading | None = None,
         parts: Sequence[GivenPart] = (),
     ) -> None:
-        from rlhfkit.modules.parts.advantages import AdvantagesBy, GroupAdvantages
+        from rlhfkit.modules.parts.advantages import GroupAdvantages
         from rlhfkit.modules.parts.kl_penalty import KLPenalty, own_penalty
         from rlhfkit.modules.parts.teacher import DivergenceLoss, ScaledAdvantages, Teacher, TeacherAdvantages
 
         check_number("reward_coef", reward_coef, minimum=0, why="0 logs the reward only")
         given = [make_part(one) for one in parts]
-        made = TeacherAdvantages(reward_coef=reward_coef) if divergence is None else DivergenceLoss(divergence)
-        learned = next((one for one in given if isinstance(one, DivergenceLoss | TeacherAdvantages)), made)
-        self.reward_coef: float = getattr(learned, "reward_coef", reward_coef)
-        if learned is not made:
-            refused = {"divergence": divergence is not None, "reward_coef": reward_coef not in (0.0, self.reward_coef)}
-            refuse_without_effect(refused, f"{learned!r} among parts")
-        if not self.reward_coef:
-            refused = {part_name(one): "advantages" in one.creates and one is not learned for one in given}
-            refuse_without_effect({"advantages": advantages is not None, **refused}, "reward_coef=0")
-        compared = isinstance(learned, DivergenceLoss)
-        self.teacher_part = Teacher(teacher, column=teacher_column, compared=compared)
+        self.teacher_part = given_or(Teacher(teacher), given, teacher=teacher is not None)
         """The teacher, or several."""
-        self.own_parts = [*own_penalty(kl_coef, given, KLPenalty), self.teacher_part]
-        self.own_parts += [made] if learned is made else []
-        self.own_parts += [ScaledAdvantages(reward_coef)] if compared and reward_coef else []
-        of_reward = GroupAdvantages() if advantages is None else AdvantagesBy(advantages)
-        self.credit = [of_reward] if self.reward_coef else []
+        made = TeacherAdvantages() if divergence is None else DivergenceLoss(divergence)
+        learned = [one for one in given if isinstance(one, DivergenceLoss | TeacherAdvantages)]
+        if learned:
+            refuse_without_effect({"divergence": divergence is not None}, f"{learned[0]!r} among parts")
+        if not reward_coef:
+            refuse_without_effect({"advantages": advantages is not None}, "reward_coef=0")
+        if advantages is None:
+            self.credit = [GroupAdvantages()] if reward_coef else []
+        scaled = [ScaledAdvantages(reward_coef)] if reward_coef else []
+        self.own_parts = [*own_penalty(kl_coef, given, KLPenalty), self.teacher_part, *scaled, *(learned or [made])]
         super().__init__(
             model,
             lr=lr,
@@ -127,8 +120,5 @@ class OnPolicyDistillationModule(OnPolicyModule):
             loading=loading,
             parts=given,
         )
-        self.divergence, self.kl_coef = divergence, kl_coef
-        self.keep_plain(
-            teacher=plain_value(self.teacher_part.model, "teacher"),
-            divergence=made.plain()["init_args"].get("divergence"),
-        )
+        self.divergence, self.reward_coef, self.kl_coef = divergence, reward_coef, kl_coef
+        self.keep_plain(teacher=plain_value(teacher, "teacher"), divergence=plain_value(divergence, "divergence"))

@@ -271,7 +271,7 @@ def check_advantages(experience: Experience, policy_loss: PolicyLoss, order: Seq
             that is trained on (names what it was computed from that is not finite there either), or if the policy loss
             takes those of sequences and a sequence's tokens have others.
     """
-    writers = [part_name(part) for part in order if "advantages" in part.creates]
+    writers = [part_name(part) for part in order if "advantages" in part.writes]
 
     def check() -> None:
         _check_finite(experience, writers[0] if writers else "no part")

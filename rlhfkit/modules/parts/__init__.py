@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rlhfkit.modules.parts.routers import RouterLoss as RouterLoss
     from rlhfkit.modules.parts.routers import RouterReplay as RouterReplay
     from rlhfkit.modules.parts.teacher import DivergenceLoss as DivergenceLoss
+    from rlhfkit.modules.parts.teacher import Teacher as Teacher
     from rlhfkit.modules.parts.teacher import TeacherAdvantages as TeacherAdvantages
     from rlhfkit.modules.parts.token_filters import OffPolicyMask as OffPolicyMask
     from rlhfkit.modules.parts.token_filters import Rejection as Rejection
@@ -84,6 +85,7 @@ _FILES = {
     "RouterReplay": "routers",
     "StopEarly": "kl_control",
     "StopProperly": "rewards",
+    "Teacher": "teacher",
     "TeacherAdvantages": "teacher",
     "TokenCredit": "advantages",
     "TokenMetrics": "fine_tuning",

@@ -6,6 +6,7 @@ reading them takes the place of what a module would do by itself.
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -174,12 +175,13 @@ class TokenCredit(Part):
     def attach(self, module: Any) -> None:
         """Check that there are advantages of samples to spread."""
         super().attach(module)
-        others = [part for part in module.parts if "advantages" in part.creates]
+        before = takewhile(lambda part: part is not self, module.parts)
+        others = [part for part in before if "advantages" in part.writes]
         if not all(part.of_samples for part in others):
             raise ValueError(
                 "TokenCredit spreads the advantage of a sample over its tokens, and those before it differ between "
-                "tokens: leave TokenCredit and KLInReward(place='token') out, or set of_samples = True on the part "
-                "that writes them if they do not"
+                "tokens: give it before the part that tells tokens apart, leave TokenCredit and "
+                "KLInReward(place='token') out, or set of_samples = True on the part that writes them if they do not"
             )
         scaled = [part for part in others if isinstance(part, GroupAdvantages) and part.scale != "none"]
         if self.earned and scaled:
@@ -208,8 +210,8 @@ class WhitenAdvantages(Part):
 
 
 def written_by(parts: Iterable[Part]) -> tuple[str, ...]:
-    """All that parts write, which a function of the rows may use."""
-    return tuple({name for part in parts for name in part.writes})
+    """All that parts write but advantages, which a function of the rows that computes these may use."""
+    return tuple({name for part in parts for name in part.writes} - {"advantages"})
 
 
 def rewards_of_tokens(rows: Experience, rewards: Tensor, *, earned: Tensor | None = None) -> Tensor:

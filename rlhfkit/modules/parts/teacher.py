@@ -46,6 +46,8 @@ from rlhfkit.validation import check_number, refuse_without_effect, resolve_func
 class Teacher(Part):
     """Gives a teacher's log-probs of the tokens that the student has sampled.
 
+    Beside a :class:`DivergenceLoss`, which compares whole next-token distributions, one elsewhere gives its likeliest
+    tokens (columns ``teacher_top_logprobs`` and ``teacher_top_ids``), and one in the module nothing before the loss.
     A subclass overrides :meth:`build` to wrap or change a model in the module.
 
     Args:
@@ -53,22 +55,21 @@ class Teacher(Part):
             its own; a :class:`~rlhfkit.roles.ServedModel`: behind ``vllm serve``. A mapping of domains to names:
             several teachers, of which ``column`` chooses one for each prompt; each computes its own prompts' samples
             only.
-        column: Column of the prompts that names the domain, with several teachers.
-        compared: Whether whole next-token distributions are compared in the loss: one elsewhere gives its likeliest
-            tokens (columns ``teacher_top_logprobs`` and ``teacher_top_ids``), one in the module nothing before it.
+        column: Column of the prompts that names the domain, with several teachers; a mixture of data has ``source``.
 
     Raises:
-        ValueError: If an argument is out of range; when models are loaded, if their tokens are not the student's.
+        ValueError: If an argument is out of range or there is no model; when models are loaded, if their tokens are not
+            the student's.
     """
 
     stage = Stage.MODELS
+    writes: tuple[str, ...] = ("teacher_logprobs",)
 
     def __init__(
         self,
-        model: str | ModelPool | ServedModel | Mapping[str, Any],
+        model: str | ModelPool | ServedModel | Mapping[str, Any] | None,
         *,
         column: str = "source",
-        compared: bool = False,
     ) -> None:
         self.domains = TeacherDomains(model, column)
         """Several teachers; false if there is one."""
@@ -76,13 +77,19 @@ class Teacher(Part):
         self.pool: FrozenModel | None = None if named else FrozenModel.of(model)
         """The teacher's replicas; ``None``: it is a child."""
         self.model: Any = (dict(self.domains.names) if self.domains else model) if named else self.pool
-        self.column, self.compared = column, compared
+        self.column, self.compared = column, False
         self.names = list(self.domains.names.values()) if self.domains else [str(model)] if named else []
         """Of the teachers in the module."""
-        self.writes = ("teacher_logprobs",)
-        if compared:
-            self.writes = () if self.pool is None else ("teacher_top_logprobs", "teacher_top_ids")
         self._asked: AskedRows | None = None
+
+    def attach(self, module: Any) -> None:
+        """Find out what is read of it."""
+        super().attach(module)
+        if self.model is None:
+            raise ValueError("there is no teacher: give its name, a ModelPool or a ServedModel")
+        self.compared = any(isinstance(part, DivergenceLoss) for part in module.parts)
+        if self.compared:
+            self.writes = () if self.pool is None else ("teacher_top_logprobs", "teacher_top_ids")
 
     def children(self) -> Mapping[str, Child]:
         """``module.teacher``, and of several ``teacher_1`` and so on."""
@@ -141,7 +148,7 @@ def _child(number: int) -> str:
 
 
 class TeacherAdvantages(Part):
-    """Makes ``log q - log p``, teacher minus student, the advantage of each token, beside the reward's.
+    """Adds ``log q - log p``, teacher minus student, to the advantage of each token; without a reward it is all of it.
 
     This is minus the one-sample reverse KL (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025), whose mean
     is logged as ``distillation/reverse_kl``.
@@ -150,31 +157,26 @@ class TeacherAdvantages(Part):
         coef: Weight.
         gamma: Discount of later tokens' advantages, in [0, 1]; 0 (Thinking Machines' default): only each token's own;
             1: the gradient of the reverse KL of whole answers (MiniLLM, arXiv:2306.08543).
-        reward_coef: Weight of the advantages before it, those of the reward; 0: there are none.
 
     Raises:
         ValueError: If an argument is out of range.
     """
 
-    stage, writes = Stage.CREDIT, ("advantages",)
+    stage, reads, writes = Stage.CREDIT, ("old_logprobs", "teacher_logprobs"), ("advantages",)
+    may_read = ("advantages",)
 
-    def __init__(self, coef: float = 1.0, *, gamma: float = 0.0, reward_coef: float = 0.0) -> None:
+    def __init__(self, coef: float = 1.0, *, gamma: float = 0.0) -> None:
         check_number("TeacherAdvantages.coef", coef, above=0)
         check_number("TeacherAdvantages.gamma", gamma, minimum=0, maximum=1)
-        check_number("TeacherAdvantages.reward_coef", reward_coef, minimum=0)
-        self.coef, self.gamma, self.reward_coef = coef, gamma, reward_coef
-        self.reads = ("old_logprobs", "teacher_logprobs", *(["advantages"] if reward_coef else []))
+        self.coef, self.gamma = coef, gamma
 
     def prepare(self, rows: Experience) -> Experience:
-        """Add them; 0 outside the mask."""
+        """Add it; 0 outside the mask."""
         mask, old = rows.action_mask, rows.old_logprobs
         assert old is not None
-        total = torch.zeros(mask.shape)
-        if self.reward_coef:
-            assert rows.advantages is not None
-            total += self.reward_coef * rows.advantages * mask
         now = on_policy_distillation_advantages(old, rows.columns["teacher_logprobs"], mask)
-        return with_advantages(rows, total + self.coef * discounted_returns(now, mask, gamma=self.gamma))
+        added = self.coef * discounted_returns(now, mask, gamma=self.gamma)
+        return with_advantages(rows, added if rows.advantages is None else rows.advantages * mask + added)
 
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
         """The reverse KL of the policy before the iteration."""
@@ -230,8 +232,8 @@ class DivergenceLoss(Part):
         """Find the teacher, and check what is left of the policy loss."""
         super().attach(module)
         self._teacher = next((part for part in module.parts if isinstance(part, Teacher)), None)
-        if self._teacher is None or not self._teacher.compared:
-            raise ValueError("DivergenceLoss compares with a teacher: add Teacher(..., compared=True)")
+        if self._teacher is None:
+            raise ValueError("DivergenceLoss compares with a teacher: add Teacher(...)")
         if self._teacher.domains:
             raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
         if self._teacher.pool is not None:
@@ -339,7 +341,7 @@ class DivergenceLoss(Part):
 
 
 class ScaledAdvantages(Part):
-    """Multiplies the advantages of the reward, beside a divergence from a teacher.
+    """Multiplies the advantages of the reward, beside what is learned from a teacher.
 
     Args:
         coef: Factor.

@@ -28,7 +28,7 @@ from rlhfkit import (
     SamplingSpec,
 )
 from rlhfkit.losses import group_advantages
-from rlhfkit.modules.parts.teacher import DivergenceLoss, TeacherAdvantages
+from rlhfkit.modules.parts.teacher import DivergenceLoss, Teacher, TeacherAdvantages
 
 datasets = LazyModule("datasets")
 
@@ -86,9 +86,8 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, case: str) -> None:
     tiny_model(tmp_path / "teacher", seed=1)
     compared, rewarded = not case.startswith("sampled"), case.endswith("reward")
     reward_coef = 0.3 * rewarded
-    knobs: dict[str, Any] = {"parts": [TeacherAdvantages(0.7, gamma=0.5, reward_coef=reward_coef)]}
-    if compared:
-        knobs = {"parts": [DivergenceLoss("reverse_kl", 0.7, chunk_size=7)], "reward_coef": reward_coef}
+    how = DivergenceLoss("reverse_kl", 0.7, chunk_size=7) if compared else TeacherAdvantages(0.7, gamma=0.5)
+    knobs: dict[str, Any] = {"parts": [how], "reward_coef": reward_coef}
     trainer, module, data, rollouts = setup_run(
         tmp_path,
         module=PlainDistillation,
@@ -173,7 +172,8 @@ def train_on_ranks(folder: Path, data: str, world: int) -> list[Any]:
     from rlhfkit.distributed import full_parameters
 
     results: list[Any] = []
-    several = {"teacher": {"even": f"{data}/teacher", "odd": f"{data}/model"}, "teacher_column": "kind"}
+    teachers = Teacher({"even": f"{data}/teacher", "odd": f"{data}/model"}, column="kind")
+    several = {"teacher": None, "parts": [teachers.plain()]}
     rows = [{"prompt": f"{i}+{i}=", "kind": ("even", "odd")[i % 2]} for i in range(40)]
     for knobs in ({}, {"divergence": "jsd"}, several):
 
@@ -248,11 +248,12 @@ def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
     for seed, name in enumerate(names.values(), 1):
         tiny_model(name, seed=seed)
 
-    def run(**arguments: Any) -> RolloutCallback:
+    def run(**column: str) -> RolloutCallback:
+        teachers = {domain: str(name) for domain, name in names.items()}
         trainer, module, _, rollouts = setup_run(
             tmp_path,
             module=PlainDistillation,
-            module_arguments={"teacher": {domain: str(name) for domain, name in names.items()}} | arguments,
+            module_arguments={"parts": [Teacher(teachers, **column)]} if column else {"teacher": teachers},
             rollouts=RolloutCallback(sampling=sampling(1, 6)),
             max_epochs=1,
         )
@@ -261,7 +262,7 @@ def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
         trainer.fit(module, data)
         return rollouts
 
-    rollouts = run(teacher_column="kind")
+    rollouts = run(column="kind")
     samples, experience = rollouts.samples, rollouts.experience
     assert experience is not None
     assert {sample.prompt.metadata["kind"] for sample in samples} == set(names)
@@ -275,4 +276,4 @@ def test_each_prompt_has_the_teacher_of_its_domain(tmp_path: Path) -> None:
         run()
     names.pop("odd")
     with pytest.raises(ValueError, match="names odd, and there are teachers for even"):
-        run(teacher_column="kind")
+        run(column="kind")

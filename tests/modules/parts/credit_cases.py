@@ -242,19 +242,19 @@ def teacher_advantages_formula(folder: Path) -> None:
     rows = experience()
     assert rows.old_logprobs is not None
     teacher = rows.columns["ref_logprobs"]
-    rows = dataclasses.replace(rows, advantages=torch.arange(6.0)[:, None].expand(6, 6))
     rows = rows.with_columns(teacher_logprobs=teacher)
-    for reward_coef in (0.0, 0.25):
-        part = TeacherAdvantages(2.0, gamma=0.5, reward_coef=reward_coef)
+    for coef in (0.0, 0.25):
+        part = TeacherAdvantages(2.0, gamma=0.5)
         GRPOModule("no/model", parts=[Teacher("no/teacher"), part])
-        found = part.prepare(rows).advantages
+        before = coef * torch.arange(6.0)[:, None].expand(6, 6) if coef else None
+        found = part.prepare(dataclasses.replace(rows, advantages=before)).advantages
         assert found is not None
         for row in range(6):
             steps = rows.action_mask[row].nonzero()[:, 0].tolist()
             gaps = {step: float(teacher[row, step] - rows.old_logprobs[row, step]) for step in steps}
             for step in steps:
                 later = sum(0.5 ** (other - step) * gaps[other] for other in steps if other >= step)
-                assert float(found[row, step]) == pytest.approx(reward_coef * row + 2.0 * later, abs=1e-5)
+                assert float(found[row, step]) == pytest.approx(coef * row + 2.0 * later, abs=1e-5)
         assert float(found[~rows.action_mask].abs().sum()) == 0.0
 
 

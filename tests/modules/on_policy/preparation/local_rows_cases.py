@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Callable[..., OnPolicyModule], dict[str, Any]]] = {
     "ppo, overridden": (Whitened, {}),
     "distillation": (
         OnPolicyDistillationModule,
-        {"teacher": "teacher", "parts": [TeacherAdvantages(gamma=0.9, reward_coef=0.5).plain()]},
+        {"teacher": "teacher", "reward_coef": 0.5, "parts": [TeacherAdvantages(gamma=0.9).plain()]},
     ),
     "divergence": (
         OnPolicyDistillationModule,
