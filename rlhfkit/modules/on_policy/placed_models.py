@@ -19,7 +19,9 @@ T = TypeVar("T")
 class PlacedModels:
     """The models of a module's parts that are elsewhere: each a :class:`~rlhfkit.roles.FrozenModel`.
 
-    They are asked about a group as soon as it is finished (:meth:`ask_early`), while others are still sampled.
+    They are asked about a group as soon as it is finished (:meth:`ask_early`), while others are still sampled. A part
+    asks for the rows of an iteration (:meth:`ask`) and takes the numbers when it needs them (:meth:`result`), by the
+    name of the role.
 
     Args:
         module: The module.
@@ -27,6 +29,7 @@ class PlacedModels:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._asked: dict[str, AskedRows] = {}
 
     def by_role(self) -> dict[str, tuple[FrozenModel, Role]]:
         """The models, by the name of the role, and what they are asked for."""
@@ -39,6 +42,24 @@ class PlacedModels:
         types = {"weights": precision_dtype(precision), "compute": precision_dtype(precision, compute=True)}
         given = module.given_tokenizer
         pool.start(role, policy=module.model_name if given is None else given, **types)
+
+    def ask(self, name: str, experience: Experience | None) -> None:
+        """Ask a model for numbers of this rank's rows, ``None``: none; the first time, start it. A collective."""
+        pool, role = self.by_role()[name]
+        self.start(pool, role)
+        self._asked[name] = AskedRows(pool, self._module, experience)
+
+    def result(self, name: str, columns: int | None = None) -> Tensor:
+        """Wait for what a model was asked: (B, T-1), (B, T-1, 2 K) of a model with ``top``, or (B, columns).
+
+        (0, 1) for a rank without rows. A collective.
+
+        Raises:
+            ModelPoolError: On all ranks, if those of one rank cannot be computed.
+        """
+        asked = self._asked.pop(name)
+        late, found = wait_for(lambda: asked.wait(columns))
+        return asked.exchange(late, found, columns)
 
     @property
     def present(self) -> bool:
@@ -114,24 +135,6 @@ class AskedRows:
             if key in found:
                 values[row, : len(found[key])] = found[key]
         return values * mask if columns is None else values
-
-
-def ask(pool: FrozenModel, role: Role, module: Any, experience: Experience | None) -> AskedRows:
-    """Ask for numbers of this rank's rows, which may be none; the first time, start the replicas. A collective."""
-    module.placed.start(pool, role)
-    return AskedRows(pool, module, experience)
-
-
-def pool_result(asked: AskedRows, columns: int | None = None) -> Tensor:
-    """Wait for the numbers of this rank's rows: (B, T-1), (B, T-1, 2 K) of a model with ``top``, or (B, columns).
-
-    (0, 1) for a rank without rows. A collective.
-
-    Raises:
-        ModelPoolError: On all ranks, if those of one rank cannot be computed.
-    """
-    late, found = wait_for(lambda: asked.wait(columns))
-    return asked.exchange(late, found, columns)
 
 
 def wait_for(wait: Callable[[], T]) -> T:

@@ -131,7 +131,7 @@ class Critic(Part):
             self._refuse_training(module)
             from rlhfkit.modules.parts.critic_elsewhere import FrozenCritic
 
-            self.elsewhere = FrozenCritic(cast(ModelPool, self.model))
+            self.elsewhere = FrozenCritic(module)
         elif self.trained_elsewhere:
             losses = (part for part in module.parts if isinstance(part, ValueLoss))
             self.elsewhere.value_loss = next(losses, ValueLoss())
@@ -192,7 +192,7 @@ class Critic(Part):
     def begin(self, rows: Experience) -> None:
         """Ask a critic elsewhere, which works while the policy computes."""
         if self.elsewhere is not None:
-            self.elsewhere.ask_values(self.module, rows)
+            self.elsewhere.ask_values(rows)
 
     def values_of(self, batch: Experience) -> Tensor:
         """(B, T-1) float32 values now; 0 outside the mask.
@@ -226,7 +226,7 @@ class Critic(Part):
         if self.shared:
             values = module.passes.statistics(module.policy, longer, cut_off, values=True).values
         elif self.elsewhere is not None:
-            self.elsewhere.ask_values(module, longer, cut_off)
+            self.elsewhere.ask_values(longer, cut_off)
             values = self.elsewhere.values(longer)
         else:
             values = module.passes.forward(module.critic, self.values_of, longer, cut_off)

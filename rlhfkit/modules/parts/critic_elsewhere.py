@@ -27,13 +27,12 @@ from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.checkpointing import CheckpointMixin, write_pretrained
 from rlhfkit.modules.metrics import StepMetrics, as_metrics
-from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.optimizers.schedules import ENDLESS
 from rlhfkit.modules.parts.routers import RouterLoss, with_critic_router
 from rlhfkit.parts import GivenPart, Part, make_part
 from rlhfkit.protocols import RLHFStrategy
-from rlhfkit.roles import CriticPool, CriticPoolError, ModelPool
+from rlhfkit.roles import CriticPool, CriticPoolError
 from rlhfkit.roles.critic_pool import PendingAnswer
 from rlhfkit.roles.critic_rank import CriticRun
 from rlhfkit.rollout.weight_sync.source import AdapterWeights, ModuleWeights
@@ -46,28 +45,25 @@ _FOLDER = "critic"
 
 
 class FrozenCritic:
-    """Asks a pool for the values of this rank's rows.
+    """Asks the replicas of a module's frozen critic for the values of this rank's rows.
 
     Args:
-        pool: Replicas of the critic.
+        module: The module.
     """
 
-    def __init__(self, pool: ModelPool) -> None:
-        self.pool = pool
-        self._asked: AskedRows | None = None
+    def __init__(self, module: Any) -> None:
+        self._module = module
         self._rows = torch.zeros(0, dtype=torch.bool)  # (B,), those that were asked for
 
-    def ask_values(self, module: Any, experience: Experience, rows: Tensor | None = None) -> None:
+    def ask_values(self, experience: Experience, rows: Tensor | None = None) -> None:
         """Ask for the values of this rank's rows, (B,) bool of which may be chosen; returns at once. A collective."""
         self._rows = torch.ones(len(experience), dtype=torch.bool) if rows is None else rows
         wanted = experience if rows is None else experience.select(rows.nonzero()[:, 0])
-        self._asked = ask(self.pool, "values", module, wanted)
+        self._module.placed.ask("critic", wanted)
 
     def values(self, experience: Experience) -> Tensor:
         """(B, T-1) float32 values that were asked for, on the CPU; 0 in other rows. A collective."""
-        asked, self._asked = self._asked, None
-        assert asked is not None
-        found = pool_result(asked)
+        found = self._module.placed.result("critic")
         values = torch.zeros(experience.action_mask.shape)
         values[self._rows, : found.shape[1]] = found
         return values
@@ -170,9 +166,9 @@ class RemoteCritic(Part):
 
     # ------------------------------------------------------------------ an iteration
 
-    def ask_values(self, module: Any, experience: Experience, rows: Tensor | None = None) -> None:
+    def ask_values(self, experience: Experience, rows: Tensor | None = None) -> None:
         """Ask for the values of this rank's rows, (B,) bool of which may be chosen; returns at once."""
-        self._batches = module.passes.batches(experience, rows)
+        self._batches = self.module.passes.batches(experience, rows)
         self._values = self.pool.ask_values(experience, self._batches)
 
     def values(self, experience: Experience) -> Tensor:

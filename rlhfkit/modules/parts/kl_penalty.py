@@ -16,7 +16,6 @@ from rlhfkit.losses import LossOutput, kl_estimate, kl_loss, masked_mean, masked
 from rlhfkit.losses.kl import KLEstimator
 from rlhfkit.losses.policy.base import policy_tokens
 from rlhfkit.models import PolicyOutput
-from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.parts import Coefficient, Part, Stage, check_coefficient, coefficient
 from rlhfkit.roles import FrozenModel, ModelPool, ServedModel
 from rlhfkit.roles.replica import Role
@@ -45,7 +44,6 @@ class Reference(Part):
     def __init__(self, pool: ModelPool | ServedModel | Mapping[str, Any] | None = None) -> None:
         self.pool: FrozenModel | None = FrozenModel.of(pool)
         self.loads_reference = self.pool is None
-        self._asked: AskedRows | None = None
 
     def attach(self, module: Any) -> None:
         """Check that a model elsewhere is asked."""
@@ -63,14 +61,12 @@ class Reference(Part):
     def begin(self, rows: Experience) -> None:
         """Ask a model elsewhere, which works while the policy computes."""
         if self.pool is not None:
-            self._asked = ask(self.pool, "logprobs", self.module, rows)
+            self.module.placed.ask("reference", rows)
 
     def prepare(self, rows: Experience) -> Experience:
         """Add the log-probs."""
         if self.pool is not None:
-            asked, self._asked = self._asked, None
-            assert asked is not None
-            return rows.with_columns(ref_logprobs=pool_result(asked))
+            return rows.with_columns(ref_logprobs=self.module.placed.result("reference"))
         with self.module.reference_model() as reference:
             return rows.with_columns(ref_logprobs=self.module.passes.logprobs(reference, rows))
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
 from rlhfkit.modules.on_policy.forward_passes import two_tokens
-from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.parts import Child, Part, Stage
 from rlhfkit.roles import FrozenModel, ModelPool
 from rlhfkit.roles.replica import Role
@@ -128,17 +127,12 @@ class RewardModel(Part):
 
     def _scores_by_name(self, rows: Experience | None) -> dict[str, Tensor]:
         """(B,) scores by each model; those elsewhere work while the children do."""
-        asked: dict[str, AskedRows] = {}
-        for name, one in self.by_name.items():
-            if isinstance(one, ModelPool):
-                asked[name] = ask(one, "reward", self.module, rows)
-        scores = {}
-        for name in self.by_name:
-            if name not in asked:
-                scores[name] = self._scores_of_child(getattr(self.module, self.child_of(name)), rows)
-        for name, waiting in asked.items():
-            scores[name] = pool_result(waiting, columns=1)[:, 0]
-        return scores
+        elsewhere = [name for name, one in self.by_name.items() if isinstance(one, ModelPool)]
+        for name in elsewhere:
+            self.module.placed.ask(self.child_of(name), rows)
+        inside = [name for name in self.by_name if name not in elsewhere]
+        scores = {name: self._scores_of_child(getattr(self.module, self.child_of(name)), rows) for name in inside}
+        return scores | {name: self.module.placed.result(self.child_of(name), 1)[:, 0] for name in elsewhere}
 
     def _scores_of_child(self, child: nn.Module, rows: Experience | None) -> Tensor:
         forward: Callable[..., Tensor] = self.module.passes.forward

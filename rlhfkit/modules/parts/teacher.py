@@ -26,7 +26,6 @@ from rlhfkit.losses import (
 from rlhfkit.losses.distillation import Divergence, Remainder, token_divergence
 from rlhfkit.models import PolicyOutput
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
-from rlhfkit.modules.on_policy.placed_models import AskedRows, ask, pool_result
 from rlhfkit.modules.parts.advantages import with_advantages
 from rlhfkit.modules.teachers import (
     ComparedOutput,
@@ -80,7 +79,6 @@ class Teacher(Part):
         self.column, self.compared = column, False
         self.names = list(self.domains.names.values()) if self.domains else [str(model)] if named else []
         """Of the teachers in the module."""
-        self._asked: AskedRows | None = None
 
     def attach(self, module: Any) -> None:
         """Find out what is read of it."""
@@ -116,14 +114,12 @@ class Teacher(Part):
     def begin(self, rows: Experience) -> None:
         """Ask a teacher elsewhere, which works while the student computes."""
         if self.pool is not None:
-            self._asked = ask(self.pool, "logprobs", self.module, rows)
+            self.module.placed.ask("teacher", rows)
 
     def prepare(self, rows: Experience) -> Experience:
         """Add its log-probs."""
         if self.pool is not None:
-            asked, self._asked = self._asked, None
-            assert asked is not None
-            found = pool_result(asked)
+            found = self.module.placed.result("teacher")
             if not self.compared:
                 return rows.with_columns(teacher_logprobs=found)
             top = self.pool.top
