@@ -417,23 +417,26 @@ def of_class(kind: Any, base: type[Kind], instead: str) -> type[Kind]:
     return kind
 
 
-def arrange(parts: Iterable[Part], provided: Iterable[str], dropped: Mapping[str, str]) -> list[Part]:
-    """The order in which parts prepare an iteration: by stage, and as they are given.
+_SAMPLED = (
+    *("input_ids", "attention_mask", "action_mask", "lengths", "rollout_logprobs", "versions", "rewards"),
+    *("token_rewards", "reward_parts", "group", "sample_index", "truncated", "update", "replayed"),
+)
+"""Fields that the rows of an iteration come with."""
+_PUT_BACK = dict.fromkeys(("rewards", "token_rewards"), "a part that compares them (in distillation: a reward_coef)")
+"""Of these, what is put back once an iteration is prepared, and what reads it."""
 
-    Args:
-        parts: All parts of a module.
-        provided: Fields that rows come with.
-        dropped: Fields that are put back once the iteration is prepared, as those of :attr:`Part.temporary` are
-            dropped, and what reads them.
+
+def arrange(parts: Iterable[Part]) -> list[Part]:
+    """The order in which all parts of a module prepare an iteration: by stage, and as they are given.
 
     Raises:
         ValueError: If one reads a field that is not there and nothing earlier writes, overwrites what another has
             written without reading it, or writes only what is dropped and nothing later reads.
     """
     order = sorted(parts, key=lambda part: part.stage)
-    _check_reads(order, provided)
+    _check_reads(order)
     for place, part in enumerate(order):
-        lost = {**dropped, **part.temporary}
+        lost = {**_PUT_BACK, **part.temporary}
         read = {name for later in order[place + 1 :] for name in (*later.reads, *later.may_read)}
         if part.stage > Stage.SCORE and part.writes and lost.keys() - read >= {*part.writes}:
             cures = ", ".join(dict.fromkeys(lost[name] for name in part.writes))
@@ -444,9 +447,9 @@ def arrange(parts: Iterable[Part], provided: Iterable[str], dropped: Mapping[str
     return order
 
 
-def _check_reads(order: Sequence[Part], provided: Iterable[str]) -> None:
+def _check_reads(order: Sequence[Part]) -> None:
     """Raise ValueError if a part reads what is not there, or overwrites what it does not read."""
-    there, writers = set(provided), dict[str, Part]()
+    there, writers = set(_SAMPLED), dict[str, Part]()
     for place, part in enumerate(order):
         missing = [name for name in part.reads if name not in there]
         if missing:

@@ -29,8 +29,6 @@ from rlhfkit.modules.parts import ClipRewards, EntropyBonus, KLInReward, KLPenal
 from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.parts import arrange, make_part
 
-PROVIDED, DROPPED = ("rewards", "group"), {"rewards": "a baseline"}
-
 
 def halve(rows: Experience) -> Experience:
     """A step of a user's own."""
@@ -105,7 +103,7 @@ class Counter(Part):
         return torch.full_like(old, self.factor), {"mine/factor": torch.tensor(self.factor)}
 
     def term(self, batch: Experience, out: Any, old: Tensor) -> LossOutput:
-        reduction = self.module.aggregation_arguments(batch)
+        reduction = self.module.policy_loss.aggregation_arguments(batch)
         loss = aggregate(out.entropy, batch.action_mask, reduction["aggregation"], reduction["denominator"])
         return LossOutput(-0.1 * loss, {"mine/term": loss.detach()})
 
@@ -143,8 +141,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_parts_are_sorted_by_stage_keep_their_order_within_one_and_may_change_what_another_has_written() -> None:
     late, first, second = Writes(), Prepare(halve), Prepare(halve_own)
-    assert arrange([Reads(), late, first, second], PROVIDED, {})[:3] == [first, second, late]
-    assert len(arrange([Writes(), Rewrites(), Reads()], PROVIDED, {})) == 3
+    assert arrange([Reads(), late, first, second])[:3] == [first, second, late]
+    assert len(arrange([Writes(), Rewrites(), Reads()])) == 3
 
 
 @pytest.mark.parametrize(
@@ -161,13 +159,13 @@ def test_parts_are_sorted_by_stage_keep_their_order_within_one_and_may_change_wh
         ),
         (
             [Writes(), ClipRewards(2.0)],
-            r"no effect: nothing after it reads the rewards that ClipRewards\(limit=2.0\) writes: .*: a baseline",
+            r"no effect: nothing after it reads the rewards that ClipRewards\(limit=2.0\) writes: .* a reward_coef",
         ),
     ],
 )
 def test_a_wrong_order_is_refused_with_the_way_out(parts: list[Part], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        arrange(parts, PROVIDED, DROPPED)
+        arrange(parts)
 
 
 # ---------------------------------------------------------------------- plain values

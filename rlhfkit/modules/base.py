@@ -34,6 +34,7 @@ from rlhfkit.models.load import (
     ModelLoading,
     base_model_name,
     context_length,
+    disable_dropout,
     existing_name,
     load_config,
     precision_dtype,
@@ -82,6 +83,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
     reference: nn.Module
     batch_types: ClassVar[tuple[type, ...]] = ()
     """Types of batches that the module trains on; others, subclasses included, are refused. Empty: any type."""
+    without_dropout: ClassVar[bool] = False
+    """Whether the policy is loaded without dropout: where log-probs are compared it would be noise."""
     bar_metrics: ClassVar[Mapping[str, str]] = {
         "rewards/accuracies": "accuracy",
         "rewards/margins": "margin",
@@ -276,6 +279,8 @@ class PolicyModule(OptimizationMixin, CheckpointMixin, metaclass=AnswersNames):
     def build_policy(self) -> nn.Module:
         """Load the policy; override to wrap or change it."""
         model: nn.Module = load_causal_lm(self.model_name, dtype=self.model_dtype, lora=self.lora, loading=self.loading)
+        if self.without_dropout:
+            disable_dropout(model)
         return model
 
     def setup(self, stage: str) -> None:
@@ -567,3 +572,10 @@ def freeze(model: nn.Module) -> nn.Module:
     # Lightning 2.6 warns of every module in eval mode when fitting starts; here that is intended.
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
     return model.requires_grad_(False).eval()
+
+
+def load_frozen(name: str, module: PolicyModule) -> nn.Module:
+    """Load another causal language model in the way of a module's own, without dropout, to be never trained."""
+    model: nn.Module = load_causal_lm(name, dtype=module.model_dtype, loading=module.loading.frozen())
+    disable_dropout(model)
+    return freeze(model)

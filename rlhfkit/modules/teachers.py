@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses.distillation import Remainder
-from rlhfkit.models import PolicyOutput, load_causal_lm, load_tokenizer
-from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.base import PolicyModule, freeze
+from rlhfkit.models import PolicyOutput, load_tokenizer
+from rlhfkit.modules.base import PolicyModule, load_frozen
 from rlhfkit.protocols import HasPromptColumns
 from rlhfkit.roles import FrozenModel
 from rlhfkit.validation import check_integer, check_number, refuse_without_effect
@@ -90,9 +89,7 @@ def check_teacher_tokens(name: str, student: PolicyModule) -> None:
 def load_teacher(name: str, student: PolicyModule) -> nn.Module:
     """Load a frozen teacher without dropout, like the student; raises ValueError if its tokens differ."""
     check_teacher_tokens(name, student)
-    teacher = load_causal_lm(name, dtype=student.model_dtype, loading=student.loading.frozen())
-    disable_dropout(teacher)
-    return freeze(teacher)
+    return load_frozen(name, student)
 
 
 MAX_TEACHERS = 16

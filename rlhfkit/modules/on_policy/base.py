@@ -6,21 +6,20 @@ before its first update; :meth:`OnPolicyModule.training_step` learns from one mi
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import Aggregation, LossOutput, mean_metric, ppo_loss, weighted_metric
 from rlhfkit.models import LoRA, ModelLoading, PolicyOutput, policy_output
-from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.on_policy.forward_passes import ForwardPasses
 from rlhfkit.modules.on_policy.functions import AdvantageFunction, GivenAdvantages, PolicyLoss, check_advantages
 from rlhfkit.modules.on_policy.placed_models import PlacedModels
 from rlhfkit.modules.on_policy.ranks import Ranks, local_rows
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.parts import GivenPart, Part, Stage, arrange, describe, overriding
+from rlhfkit.parts import GivenPart, Part, Stage, arrange, describe, overriding, plain_value
 
 
 class OnPolicyModule(PolicyModule):
@@ -59,16 +58,10 @@ class OnPolicyModule(PolicyModule):
     """
 
     batch_types = (Experience,)
+    without_dropout = True
     credit: Sequence[Part]
     """Parts that compute advantages, in order; a subclass may set them before this constructor is called. An overridden
     :meth:`advantages`, or a part among ``parts`` that writes advantages, takes their place."""
-    provided: ClassVar[tuple[str, ...]] = (
-        *("input_ids", "attention_mask", "action_mask", "lengths", "rollout_logprobs", "versions", "rewards"),
-        *("token_rewards", "reward_parts", "group", "sample_index", "truncated", "update", "replayed"),
-    )
-    """Fields that the rows of an iteration come with, for :attr:`Part.reads`."""
-    dropped: ClassVar[Mapping[str, str]] = dict.fromkeys(("rewards", "token_rewards"), "a part that compares them")
-    """Of these, what is put back after parts have changed it, and what reads it, for :func:`~rlhfkit.parts.arrange`."""
 
     def __init__(
         self,
@@ -99,10 +92,8 @@ class OnPolicyModule(PolicyModule):
         self.advantage_function = None if advantages is None else AdvantageFunction(advantages)
         """The function that was given as ``advantages``."""
         self.keep_plain(
-            policy_loss=self.policy_loss.name,
-            advantages=None if self.advantage_function is None else self.advantage_function.plain(),
+            policy_loss=self.policy_loss.name, advantages=plain_value(self.advantage_function, "advantages")
         )
-        self.policy_loss.check()
         self.attach_parts()
 
     # ------------------------------------------------------------------ parts
@@ -121,19 +112,13 @@ class OnPolicyModule(PolicyModule):
         self.outputs |= {"entropy"}  # which is logged
         self.policy_loss.check_parts(self.parts)
         inside = self.credit if self.overrides_advantages else ()  # called by super().advantages(), if at all
-        order = arrange([part for part in self.parts if part not in inside], self.provided, self.dropped)
+        order = arrange(part for part in self.parts if part not in inside)
         self.order = [part for part in order if overriding([part], "prepare")]
         """The parts that prepare an iteration, in order."""
 
     def extra_repr(self) -> str:
         """What prepares an iteration, in order, and what the loss consists of."""
         return describe(self.order, self.parts, self.policy_loss.name)
-
-    def build_policy(self) -> nn.Module:
-        """Load the policy without dropout, which would make the ratio noisy."""
-        policy = super().build_policy()
-        disable_dropout(policy)
-        return policy
 
     # ------------------------------------------------------------------ before the updates of an iteration
 
@@ -225,24 +210,8 @@ class OnPolicyModule(PolicyModule):
             factor, measured = weigh(batch, out, old)
             weights = factor if weights is None else factor * weights
             metrics |= measured
-        policy = self.policy_loss(
-            out.logprobs,
-            old,
-            batch.advantages,
-            batch.action_mask,
-            weights=weights,
-            rollout_logprobs=batch.rollout_logprobs,
-            denominator=self.aggregation_arguments(batch)["denominator"],
-        )
-        result = self.with_terms(policy, batch, out, old)
+        result = self.with_terms(self.policy_loss(batch, out.logprobs, old, weights), batch, out, old)
         return result._replace(metrics={**result.metrics, **metrics})
-
-    def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:
-        """Arguments of the terms of the loss, exact over the optimizer step.
-
-        ``aggregation`` (:func:`~rlhfkit.losses.aggregate` itself calls it ``mode``), ``denominator``, ``max_length``.
-        """
-        return self.policy_loss.aggregation_arguments(batch)
 
     def old_logprobs(self, batch: Experience, out: PolicyOutput) -> Tensor:
         """(B, T-1) log-probs before the iteration, which are the policy's own in its first update."""
@@ -265,12 +234,9 @@ class OnPolicyModule(PolicyModule):
 
     def correct_off_policy(self) -> bool:
         """Have samples of another policy corrected for, such as those of a quantized engine; returns whether it was."""
-        from rlhfkit.modules.parts.defaults import parts_of_other_policies
+        from rlhfkit.modules.parts.defaults import add_correction
 
-        added = parts_of_other_policies(self)
-        for part in added:
-            self.add_part(part)
-        return bool(added)
+        return add_correction(self)
 
     @property
     def needs_reward(self) -> bool:

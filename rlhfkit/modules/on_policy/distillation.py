@@ -66,7 +66,6 @@ class OnPolicyDistillationModule(OnPolicyModule):
     """
 
     teacher: nn.Module
-    dropped = dict.fromkeys(OnPolicyModule.dropped, "a reward_coef, with which there is an advantage of the reward")
 
     def __init__(
         self,

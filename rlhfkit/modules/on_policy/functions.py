@@ -173,6 +173,7 @@ class PolicyLoss:
         """How token losses become one number; decides what the denominator counts."""
         if own is not default and self.takes("aggregation"):
             self.arguments["aggregation"] = self.aggregation
+        self._check_call()
 
     def _signature(self) -> tuple[dict[str, inspect.Parameter], bool]:
         """The arguments of the function besides the tensors, and whether it takes others too."""
@@ -202,15 +203,11 @@ class PolicyLoss:
             takes = ", ".join(known) or "no arguments"
             raise ValueError(f"{self.name} does not take {', '.join(unknown)}; it takes {takes} {_WHERE}")
 
-    def check(self) -> None:
-        """Compute the loss of one token, so that bad arguments raise before training.
-
-        Raises:
-            ValueError: If one of the chosen arguments is wrong.
-        """
+    def _check_call(self) -> None:
+        """Compute the loss of one token; ValueError if one of the chosen arguments is wrong."""
         probe = torch.zeros(1, 1)
         try:
-            self(probe, probe, probe, probe == 0, weights=None, rollout_logprobs=probe, denominator=None)
+            self._call(probe, probe, probe, probe == 0, weights=None, rollout_logprobs=probe, denominator=None)
         except TypeError as error:
             raise ValueError(f"{self.name} does not take what it is given: {error}") from error
         except ValueError as error:
@@ -230,7 +227,10 @@ class PolicyLoss:
             raise ValueError(f"{self.name} takes no weights, which {', '.join(names)} gives to tokens")
 
     def aggregation_arguments(self, batch: Experience) -> dict[str, Any]:
-        """See :meth:`OnPolicyModule.aggregation_arguments`."""
+        """Arguments of the terms of the loss, exact over the optimizer step.
+
+        ``aggregation`` (:func:`~rlhfkit.losses.aggregate` itself calls it ``mode``), ``denominator``, ``max_length``.
+        """
         # As aggregate() counts: the divisor of constant-length does not depend on how many rows are trained on.
         counts = {"token-mean": batch.token_denominator, "constant-length": batch.row_denominator}
         denominator = counts.get(self.aggregation, batch.sequence_denominator)
@@ -242,12 +242,30 @@ class PolicyLoss:
         return name in self._keywords or (self._takes_more and name in _ALWAYS_GIVEN)
 
     def __call__(
+        self, batch: Experience, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor | None = None
+    ) -> LossOutput:
+        """The loss of one micro-batch of B sequences with advantages.
+
+        Args:
+            batch: The sequences.
+            logprobs: (B, T-1) of the policy now.
+            old_logprobs: (B, T-1) before this iteration.
+            weights: (B, T-1) or (B, 1) factors of tokens.
+        """
+        return self._call(
+            logprobs,
+            old_logprobs,
+            cast(Tensor, batch.advantages),
+            batch.action_mask,
+            weights=weights,
+            rollout_logprobs=batch.rollout_logprobs,
+            denominator=self.aggregation_arguments(batch)["denominator"],
+        )
+
+    def _call(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **offered: Any
     ) -> LossOutput:
-        """Call the function with tensors (B, T) and those of the offered keyword arguments that it names.
-
-        ``old_logprobs`` are those before this iteration; ``mask`` is true where a token is trained on.
-        """
+        """Call the function with tensors and those of the offered keyword arguments that it names."""
         given = {name: value for name, value in offered.items() if self.takes(name)}
         inputs = dict(zip(_INPUTS, (logprobs, old_logprobs, advantages, mask), strict=True))
         return cast(LossOutput, self.function(**inputs, **given, **self.arguments))

@@ -18,9 +18,8 @@ from rlhfkit.data.formats import (
 from rlhfkit.data.loaders.steps import ExampleTable
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import Mesh, forward_group_of
-from rlhfkit.models import load_causal_lm, policy_output, unwrap
-from rlhfkit.models.load import disable_dropout
-from rlhfkit.modules.base import freeze
+from rlhfkit.models import policy_output, unwrap
+from rlhfkit.modules.base import freeze, load_frozen
 from rlhfkit.modules.precompute import (
     cache_folder,
     load_or_compute,
@@ -73,12 +72,7 @@ class AnswerReference(Part):
 
     def build(self) -> nn.Module:
         """Load the reference, frozen and without dropout."""
-        module = self.module
-        if self.model is None:
-            return freeze(module.build_policy())
-        reference = load_causal_lm(self.model, dtype=module.model_dtype, loading=module.loading.frozen())
-        disable_dropout(reference)
-        return freeze(reference)
+        return freeze(self.module.build_policy()) if self.model is None else load_frozen(self.model, self.module)
 
     def answers(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """(B,) log-probs of the answers of a batch under a model, as the module measures them."""

@@ -6,7 +6,7 @@ A part among ``parts=`` of the same class, or that writes the same fields, takes
 from typing import Any
 
 from rlhfkit.modules.parts.advantages import AdvantagesBy, OverriddenAdvantages
-from rlhfkit.modules.parts.correction import EngineMismatch
+from rlhfkit.modules.parts.correction import Correction, EngineMismatch, NoCorrection
 from rlhfkit.modules.parts.old_policy import OldLogprobs
 from rlhfkit.parts import Part
 from rlhfkit.validation import refuse_without_effect
@@ -34,14 +34,15 @@ def default_parts(module: Any) -> list[Part]:
     return [*([OverriddenAdvantages()] if module.overrides_advantages else []), OldLogprobs(), EngineMismatch()]
 
 
-def parts_of_other_policies(module: Any) -> list[Part]:
-    """What is added when samples are of another policy than the one that learns: truncated importance sampling.
+def add_correction(module: Any) -> bool:
+    """Add what is needed when samples are of another policy than the one that learns: truncated importance sampling.
 
     Nothing if a :class:`Correction` or :class:`NoCorrection` was given, or the policy loss is not used, takes no
-    weights, or accounts for the engine's log-probs itself.
+    weights, or accounts for the engine's log-probs itself. Returns whether it was added.
     """
-    from rlhfkit.modules.parts.correction import Correction, NoCorrection
-
     loss, given = module.policy_loss, any(isinstance(part, Correction | NoCorrection) for part in module.parts)
     used = loss.takes("weights") and any("advantages" in part.writes for part in module.parts)
-    return [Correction("tis")] if used and not given and not loss.takes("rollout_logprobs") else []
+    needed = used and not given and not loss.takes("rollout_logprobs")
+    if needed:
+        module.add_part(Correction("tis"))
+    return bool(needed)

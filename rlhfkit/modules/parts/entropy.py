@@ -34,7 +34,7 @@ class EntropyBonus(Part):
     def term(self, batch: Experience, out: PolicyOutput, old: Tensor) -> LossOutput:
         """The bonus."""
         assert out.entropy is not None
-        coef, shared = coefficient(self.coef, self.module), self.module.aggregation_arguments(batch)
+        coef, shared = coefficient(self.coef, self.module), self.module.policy_loss.aggregation_arguments(batch)
         return entropy_bonus(out.entropy, batch.action_mask, coef=coef, **shared)
 
 
@@ -74,7 +74,7 @@ class EntropyTarget(Part):
             return LossOutput(out.logprobs.new_zeros(()), {})
         assert out.entropy is not None
         return entropy_bonus(
-            out.entropy, batch.action_mask, coef=self.applied, **self.module.aggregation_arguments(batch)
+            out.entropy, batch.action_mask, coef=self.applied, **self.module.policy_loss.aggregation_arguments(batch)
         )
 
     @torch.no_grad()

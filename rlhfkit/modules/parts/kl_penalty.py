@@ -156,7 +156,7 @@ class KLPenalty(KLPart):
             estimator=self.estimator,
             clamp=self.clamp,
             importance_weight=ratio,
-            **self.module.aggregation_arguments(batch),
+            **self.module.policy_loss.aggregation_arguments(batch),
         )
 
 

@@ -328,7 +328,7 @@ class DivergenceLoss(Part):
 
     def term(self, batch: Experience, out: PolicyOutput, old: Tensor) -> LossOutput:
         """The divergence."""
-        mask, sizes = batch.action_mask, self.module.aggregation_arguments(batch)
+        mask, sizes = batch.action_mask, self.module.policy_loss.aggregation_arguments(batch)
         token_divergences = cast(ComparedOutput, out).divergence
         divergence = aggregate(
             token_divergences, mask, sizes["aggregation"], sizes["denominator"], max_length=sizes["max_length"]

@@ -5,13 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhfkit.data.formats import PreferenceBatch
 from rlhfkit.losses import LossOutput, sequence_logprobs
 from rlhfkit.losses.metrics import share_metric
 from rlhfkit.models import PolicyOutput, policy_output
-from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.parts import Part
 
@@ -39,12 +38,7 @@ class PreferenceModule(PolicyModule):
     """
 
     batch_types = (PreferenceBatch,)
-
-    def build_policy(self) -> nn.Module:
-        """Load the policy without dropout, which would add noise to the comparison of two answers."""
-        policy = super().build_policy()
-        disable_dropout(policy)
-        return policy
+    without_dropout = True
 
     # ------------------------------------------------------------------ one micro-batch
 

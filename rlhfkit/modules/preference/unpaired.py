@@ -15,7 +15,6 @@ from rlhfkit.losses import LossOutput, bco_loss, kto_kl_estimate, kto_loss, sequ
 from rlhfkit.losses.metrics import share_metric
 from rlhfkit.losses.preference.unpaired import KTOLossType, density_ratio_weights, kto_kl_sums
 from rlhfkit.models import LoRA, ModelLoading, policy_output, unwrap
-from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.precompute import tables_of
@@ -53,6 +52,7 @@ class UnpairedModule(PolicyModule):
     has_reference_point = False
     """Whether the loss has a reference point, which the mismatched pairs of a step estimate."""
     batch_types = (UnpairedBatch,)
+    without_dropout = True
 
     def __init__(
         self,
@@ -84,12 +84,6 @@ class UnpairedModule(PolicyModule):
         self._validation_kl = torch.zeros(())
         self._sums = torch.zeros(6)
         self.attach_parts()
-
-    def build_policy(self) -> nn.Module:
-        """Load the policy without dropout, because its log-probs are compared with the reference's."""
-        policy = super().build_policy()
-        disable_dropout(policy)
-        return policy
 
     # ------------------------------------------------------------------ forward
 

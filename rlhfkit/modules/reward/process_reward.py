@@ -11,7 +11,6 @@ from rlhfkit.data.formats import StepwiseBatch
 from rlhfkit.losses import LossOutput, process_reward_loss
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.models.distillation import word_log_odds, word_token
-from rlhfkit.models.load import disable_dropout
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.reward.base import ScalarModule
@@ -48,6 +47,7 @@ class ProcessRewardModule(ScalarModule):
     stepwise: ClassVar[bool] = True
 
     batch_types = (StepwiseBatch,)
+    without_dropout = True
 
     def __init__(
         self,
@@ -75,9 +75,7 @@ class ProcessRewardModule(ScalarModule):
         """Load the token classifier, or the language model with ``words``; override to wrap or change it."""
         if self.words is None:
             return super().build_policy()
-        policy = PolicyModule.build_policy(self)
-        disable_dropout(policy)
-        return policy
+        return PolicyModule.build_policy(self)
 
     @property
     def word_ids(self) -> tuple[int, int]:
