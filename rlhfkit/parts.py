@@ -166,7 +166,7 @@ class Part(Configured, Callback):
     def placed(self) -> Mapping[str, tuple[Any, Any]]:
         """Models on machines of their own that it asks, by the names of their roles, and what for.
 
-        See :class:`~rlhfkit.roles.FrozenModel`.
+        See :class:`~rlhfkit.roles.frozen_model.FrozenModel`.
         """
         return {}
 

@@ -24,7 +24,7 @@ from rlhfkit import (
     SFTModule,
 )
 from rlhfkit.mesh import forward_group_of
-from rlhfkit.models import unwrap
+from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.parts.rewards import NormalizeRewards
 from rlhfkit.rollout import ModuleWeights, RolloutEngine
 from rlhfkit.strategies import RLHFDeepSpeedStrategy

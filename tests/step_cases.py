@@ -40,7 +40,8 @@ from rlhfkit import (
 from rlhfkit.callbacks import Probe
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.mesh import SequenceParallel, forward_group_of
-from rlhfkit.models import ModelLoading, unwrap
+from rlhfkit.models import ModelLoading
+from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.parts import Critic, EntropyBonus, MaskTruncated
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
 

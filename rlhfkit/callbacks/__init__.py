@@ -10,7 +10,7 @@ from rlhfkit.callbacks.dump import RolloutDump
 from rlhfkit.callbacks.ema import EMA
 from rlhfkit.callbacks.export import HFExport
 from rlhfkit.callbacks.guard import NonFiniteGuard
-from rlhfkit.callbacks.invariants import InvariantError, Invariants
+from rlhfkit.callbacks.invariants import Invariants
 from rlhfkit.callbacks.report.run_report import RunReport
 from rlhfkit.callbacks.rollout.callback import RolloutCallback
 from rlhfkit.callbacks.rollout.part import RolloutPart
@@ -43,7 +43,6 @@ _PARTS = {
 __all__ = [
     "EMA",
     "HFExport",
-    "InvariantError",
     "Invariants",
     "NonFiniteGuard",
     "RolloutCallback",

@@ -10,7 +10,7 @@ from rlhfkit.cli.generate import generate
 from rlhfkit.cli.jsonl import read_lines
 from rlhfkit.cli.score import score
 from rlhfkit.data.types import Sample
-from rlhfkit.datamodules import final_answer
+from rlhfkit.datamodules.prompts.datamodule import final_answer
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, read_rows
 from rlhfkit.rewards.base import TIMEOUT, Reward
 from rlhfkit.rewards.benchmarks import GradedSample, metrics_by_source, metrics_table, voted_answer

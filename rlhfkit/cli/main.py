@@ -132,7 +132,7 @@ def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
     from lightning.pytorch.cli import LightningCLI
 
     from rlhfkit.costs import MemoryCheck, Throughput
-    from rlhfkit.strategies import register
+    from rlhfkit.strategies.strategy import register
 
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # this function is that use
     register()

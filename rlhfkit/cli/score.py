@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhfkit.cli.jsonl import JSONLWriter, progress_bar, weights_stamp
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.datamodules import final_answer
+from rlhfkit.datamodules.prompts.datamodule import final_answer
 from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, read_rows
 from rlhfkit.rewards.base import TIMEOUT, Reward, reward_name, score_samples
 

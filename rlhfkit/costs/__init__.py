@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rlhfkit.costs.run import GPU, GPUS
 
 if TYPE_CHECKING:
-    from rlhfkit.costs.estimation import Estimate, MemoryCheck, estimate
+    from rlhfkit.costs.estimation import MemoryCheck, estimate
     from rlhfkit.costs.throughput import Throughput
 
-__all__ = ["GPU", "GPUS", "Estimate", "MemoryCheck", "Throughput", "estimate"]
+__all__ = ["GPU", "GPUS", "MemoryCheck", "Throughput", "estimate"]
 
 
 def __getattr__(name: str) -> Any:

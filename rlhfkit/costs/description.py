@@ -23,7 +23,8 @@ from rlhfkit.modules.optimizers.factories import state_bytes
 from rlhfkit.parts import model_elsewhere
 from rlhfkit.roles import CriticPool, ModelPool
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
-from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy, register
+from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
+from rlhfkit.strategies.strategy import register
 
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt where neither an argument nor the data's ``max_prompt_length`` says it."""

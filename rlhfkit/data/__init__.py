@@ -4,36 +4,9 @@ May import: torch, NumPy, ``validation.py``.
 Start at :mod:`rlhfkit.data.types`, then ``batch.py``, ``packing.py`` and ``loaders/``.
 """
 
-from rlhfkit.data.batch import TokenBatch, TokenExample, collate_tokens
-from rlhfkit.data.formats import (
-    DistilledBatch,
-    PreferenceBatch,
-    PreferenceExample,
-    StepwiseBatch,
-    UnpairedBatch,
-    collate_preferences,
-)
-from rlhfkit.data.loaders.experience import ExperienceLoader
-from rlhfkit.data.loaders.steps import ExampleTable, StepLoader
-from rlhfkit.data.packing import IterationShape
-from rlhfkit.data.types import Experience, Prompt, Sample, decode_texts
+from rlhfkit.data.batch import TokenBatch
+from rlhfkit.data.formats import PreferenceBatch
+from rlhfkit.data.loaders.steps import StepLoader
+from rlhfkit.data.types import Experience, Prompt, Sample
 
-__all__ = [
-    "DistilledBatch",
-    "ExampleTable",
-    "Experience",
-    "ExperienceLoader",
-    "IterationShape",
-    "PreferenceBatch",
-    "PreferenceExample",
-    "Prompt",
-    "Sample",
-    "StepLoader",
-    "StepwiseBatch",
-    "TokenBatch",
-    "TokenExample",
-    "UnpairedBatch",
-    "collate_preferences",
-    "collate_tokens",
-    "decode_texts",
-]
+__all__ = ["Experience", "PreferenceBatch", "Prompt", "Sample", "StepLoader", "TokenBatch"]

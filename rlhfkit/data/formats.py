@@ -1,7 +1,7 @@
 """Supervised records beyond plain examples: preference pairs, labelled answers, judged steps, a teacher's tokens.
 
 Each kind has an example, a batch and a function that makes a batch of examples; data sets of them are
-:class:`~rlhfkit.data.ExampleTable`.
+:class:`~rlhfkit.data.loaders.steps.ExampleTable`.
 Shapes: B sequences, T tokens (longest of the batch; the rest is padded on the right), M trained tokens of the batch in
 row-major order, K likeliest tokens of the teacher.
 """

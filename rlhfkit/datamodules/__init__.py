@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhfkit.datamodules.preference import PreferenceDataModule as PreferenceDataModule
     from rlhfkit.datamodules.prompts.datamodule import PromptDataModule as PromptDataModule
-    from rlhfkit.datamodules.prompts.datamodule import final_answer as final_answer
     from rlhfkit.datamodules.sft import SFTDataModule as SFTDataModule
     from rlhfkit.datamodules.stepwise import StepwiseDataModule as StepwiseDataModule
     from rlhfkit.datamodules.tokenization.mixture import Mixture as Mixture
@@ -22,7 +21,6 @@ _HOMES = {
     "SFTDataModule": "rlhfkit.datamodules.sft",
     "StepwiseDataModule": "rlhfkit.datamodules.stepwise",
     "UnpairedPreferenceDataModule": "rlhfkit.datamodules.unpaired",
-    "final_answer": "rlhfkit.datamodules.prompts.datamodule",
 }
 
 __all__ = [*_HOMES]

@@ -4,10 +4,10 @@ May import: losses, data, ``mesh.py``, ``distributed.py``, and Transformers and 
 Start at :mod:`rlhfkit.models.load` and :mod:`rlhfkit.models.forward`.
 """
 
-from rlhfkit.models.forward import PolicyOutput, packs_batches, policy_output, unwrap
+from rlhfkit.models.forward import PolicyOutput, policy_output
 from rlhfkit.models.heads import ScalarModel, load_scalar_model, reward_output, scalar_output
 from rlhfkit.models.load import ModelLoading, load_causal_lm, load_tokenizer
-from rlhfkit.models.lora import LoRA, adapter_disabled, has_adapter
+from rlhfkit.models.lora import LoRA, adapter_disabled
 
 __all__ = [
     "LoRA",
@@ -15,13 +15,10 @@ __all__ = [
     "PolicyOutput",
     "ScalarModel",
     "adapter_disabled",
-    "has_adapter",
     "load_causal_lm",
     "load_scalar_model",
     "load_tokenizer",
-    "packs_batches",
     "policy_output",
     "reward_output",
     "scalar_output",
-    "unwrap",
 ]

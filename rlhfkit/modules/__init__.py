@@ -16,7 +16,6 @@ from rlhfkit.modules.preference.base import PreferenceModule
 from rlhfkit.modules.preference.dpo import DPOModule
 from rlhfkit.modules.preference.reference_free import CPOModule, ORPOModule, SimPOModule
 from rlhfkit.modules.preference.unpaired import BCOModule, KTOModule
-from rlhfkit.modules.reward.base import ScalarModule
 from rlhfkit.modules.reward.process_reward import ProcessRewardModule
 from rlhfkit.modules.reward.reward_model import RewardModule
 from rlhfkit.modules.supervised.distillation import DistillationModule
@@ -41,7 +40,6 @@ __all__ = [
     "ProcessRewardModule",
     "RewardModule",
     "SFTModule",
-    "ScalarModule",
     "SimPOModule",
     "local_rows",
 ]

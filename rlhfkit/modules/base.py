@@ -16,19 +16,9 @@ from rlhfkit.data.batch import PaddedBatch, moved, on_both
 from rlhfkit.data.types import Experience
 from rlhfkit.first_lines import print_run, print_sizes, replace_model_summary, silence_tips
 from rlhfkit.losses import LossOutput, aggregate, sum_losses
-from rlhfkit.models import (
-    LoRA,
-    PolicyOutput,
-    adapter_disabled,
-    has_adapter,
-    load_causal_lm,
-    load_tokenizer,
-    packs_batches,
-    policy_output,
-    unwrap,
-)
+from rlhfkit.models import LoRA, PolicyOutput, adapter_disabled, load_causal_lm, load_tokenizer, policy_output
 from rlhfkit.models.attention.families import sees_images
-from rlhfkit.models.forward import UnpaddedBatch
+from rlhfkit.models.forward import UnpaddedBatch, packs_batches, unwrap
 from rlhfkit.models.heads import ROW_TOLERANCES, row_difference
 from rlhfkit.models.load import (
     ModelLoading,
@@ -41,7 +31,7 @@ from rlhfkit.models.load import (
     tokenizer_differences,
     with_padding_token,
 )
-from rlhfkit.models.lora import save_initial_adapter
+from rlhfkit.models.lora import has_adapter, save_initial_adapter
 from rlhfkit.modules.checkpointing import CheckpointMixin
 from rlhfkit.modules.gpu_memory import require_gpu_memory
 from rlhfkit.modules.metrics import EpochMetric, StepMetrics, as_metrics

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from rlhfkit.checkpoints import ExactResume
 from rlhfkit.checkpoints.resume import attach_exact_resume
-from rlhfkit.models import ScalarModel, unwrap
+from rlhfkit.models import ScalarModel
+from rlhfkit.models.forward import unwrap
 from rlhfkit.models.load import tokenizer_files, tokenizer_of_files
 from rlhfkit.models.lora import frozen_weight_names, save_adapter
 from rlhfkit.models.weights.files import save_weights

@@ -11,7 +11,7 @@ from rlhfkit.losses.distillation import Remainder
 from rlhfkit.models import PolicyOutput, load_tokenizer
 from rlhfkit.modules.base import PolicyModule, load_frozen
 from rlhfkit.protocols import HasPromptColumns
-from rlhfkit.roles import FrozenModel
+from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.validation import check_integer, check_number, refuse_without_effect
 
 

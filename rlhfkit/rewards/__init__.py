@@ -7,8 +7,7 @@ May import: models, data, serving, ``validation.py``.
 Start at :mod:`rlhfkit.rewards.base`, then ``rules.py`` for short examples.
 """
 
-from rlhfkit.rewards.base import Reward, evaluate, reward_metrics, reward_name, score_samples
-from rlhfkit.rewards.benchmarks import benchmark_metrics
+from rlhfkit.rewards.base import Reward, evaluate
 from rlhfkit.rewards.composition import CosineLength, EnvironmentReward, LastTurnReward, WeightedSum
 from rlhfkit.rewards.judges import ChatJudge, PairwiseReward
 from rlhfkit.rewards.math import MathMatch, math_match
@@ -50,12 +49,8 @@ __all__ = [
     "SubprocessReward",
     "TagCount",
     "WeightedSum",
-    "benchmark_metrics",
     "evaluate",
     "exact_match",
     "math_match",
     "python",
-    "reward_metrics",
-    "reward_name",
-    "score_samples",
 ]

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rlhfkit.ray_placement import PlacementError as PlacementError
     from rlhfkit.roles.critic_pool import CriticPool as CriticPool
     from rlhfkit.roles.critic_pool import CriticPoolError as CriticPoolError
-    from rlhfkit.roles.frozen_model import FrozenModel as FrozenModel
     from rlhfkit.roles.frozen_model import ModelPoolError as ModelPoolError
     from rlhfkit.roles.model_pool import ModelPool as ModelPool
     from rlhfkit.roles.placement import Placement as Placement
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "CriticPool": "roles.critic_pool",
     "CriticPoolError": "roles.critic_pool",
-    "FrozenModel": "roles.frozen_model",
     "ModelPool": "roles.model_pool",
     "ModelPoolError": "roles.frozen_model",
     "Placement": "roles.placement",

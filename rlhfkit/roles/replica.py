@@ -14,16 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.models import (
-    ModelLoading,
-    load_causal_lm,
-    load_scalar_model,
-    load_tokenizer,
-    policy_output,
-    reward_output,
-    unwrap,
-)
+from rlhfkit.models import ModelLoading, load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.models.distillation import likeliest_tokens
+from rlhfkit.models.forward import unwrap
 from rlhfkit.models.heads import critic_values
 from rlhfkit.models.load import context_length, disable_dropout
 

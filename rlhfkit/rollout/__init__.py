@@ -6,7 +6,7 @@ Start at :mod:`rlhfkit.rollout.engine` (the interface), then ``local/``, ``vllm/
 
 from typing import TYPE_CHECKING, Any
 
-from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightInfo, WeightSource, sample_seed
+from rlhfkit.rollout.engine import RolloutEngine, SamplingSpec, WeightSource, sample_seed
 from rlhfkit.rollout.supervision.health import HealthPolicy
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ __all__ = [
     "HealthPolicy",
     "RolloutEngine",
     "SamplingSpec",
-    "WeightInfo",
     "WeightSource",
     "sample_seed",
     *_LAZY,

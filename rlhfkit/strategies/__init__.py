@@ -8,6 +8,6 @@ Start at :mod:`rlhfkit.strategies.strategy`.
 from rlhfkit.strategies.forward_groups import SequenceParallelDDPStrategy
 from rlhfkit.strategies.strategy import RLHFDeepSpeedStrategy, register
 
-__all__ = ["RLHFDeepSpeedStrategy", "SequenceParallelDDPStrategy", "register"]
+__all__ = ["RLHFDeepSpeedStrategy", "SequenceParallelDDPStrategy"]
 
 register()

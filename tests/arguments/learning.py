@@ -23,7 +23,7 @@ from rlhfkit import (
     StepwiseDataModule,
     UnpairedPreferenceDataModule,
 )
-from rlhfkit.models import unwrap
+from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.on_policy.base import OnPolicyModule
 
 datasets = LazyModule("datasets")

@@ -25,7 +25,7 @@ from rlhfkit import (
     Sample,
     SamplingSpec,
 )
-from rlhfkit.callbacks import InvariantError
+from rlhfkit.callbacks.invariants import InvariantError
 from rlhfkit.data import Experience
 
 SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)

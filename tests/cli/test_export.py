@@ -18,7 +18,7 @@ from rlhfkit import LoRA, PPOModule, SamplingSpec, SFTModule
 from rlhfkit.cli.export import export, merge_adapter
 from rlhfkit.cli.generate import generate
 from rlhfkit.cli.main import main
-from rlhfkit.models import unwrap
+from rlhfkit.models.forward import unwrap
 
 IDS = torch.tensor([[5, 9, 20, 33, 7, 11]])
 

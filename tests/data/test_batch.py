@@ -6,8 +6,7 @@ import weakref
 import pytest
 import torch
 
-from rlhfkit.data import TokenExample, collate_tokens
-from rlhfkit.data.batch import StepTotals, host_copy, on_both, remember_host_copy
+from rlhfkit.data.batch import StepTotals, TokenExample, collate_tokens, host_copy, on_both, remember_host_copy
 
 EXAMPLES = [TokenExample([5, 6, 7], [True, False, True]), TokenExample([8, 9], [False, True])]
 

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfkit.data import Experience, Prompt, Sample, decode_texts, types
+from rlhfkit.data import Experience, Prompt, Sample, types
+from rlhfkit.data.types import decode_texts
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 NUMBERS = st.floats(allow_nan=False) | st.floats(allow_nan=False, width=32)

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 from tiny_models import tiny_tokenizer
 
-from rlhfkit.data import TokenExample
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules import SFTDataModule
 from rlhfkit.mesh import Mesh
 

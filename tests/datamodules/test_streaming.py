@@ -20,7 +20,8 @@ from lazy_module import LazyModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_models import tiny_tokenizer
 
-from rlhfkit.data import StepLoader, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data import StepLoader, TokenBatch
+from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.datamodules import (
     Mixture,
     PreferenceDataModule,

@@ -8,8 +8,8 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from rlhfkit import UnpairedPreferenceDataModule
-from rlhfkit.data import ExampleTable
 from rlhfkit.data.formats import UnpairedExample
+from rlhfkit.data.loaders.steps import ExampleTable
 
 ROWS = [{"prompt": f"{i}+{i}=", "completion": f"x{2 * i}", "label": i % 3 == 0} for i in range(6)]
 

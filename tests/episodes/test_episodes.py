@@ -17,7 +17,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 from episodes.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, prompts_of, runner_of
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.episodes import Action, Environment, Episodes, Step
-from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum, score_samples
+from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum
+from rlhfkit.rewards.base import score_samples
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.rollout.groups import GroupError, GroupRunner
 

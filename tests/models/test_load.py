@@ -11,7 +11,8 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from models.test_forward import experience
 from rlhfkit import SFTModule
-from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, packs_batches, policy_output
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, policy_output
+from rlhfkit.models.forward import packs_batches
 from rlhfkit.models.load import choose_attention
 from rlhfkit.rollout import ModuleWeights
 

@@ -9,8 +9,8 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from models.lora_cases import logprobs, train_a_bit
-from rlhfkit.models import LoRA, ModelLoading, adapter_disabled, has_adapter, load_causal_lm, policy_output
-from rlhfkit.models.lora import adapter_layers, save_adapter, save_initial_adapter
+from rlhfkit.models import LoRA, ModelLoading, adapter_disabled, load_causal_lm, policy_output
+from rlhfkit.models.lora import adapter_layers, has_adapter, save_adapter, save_initial_adapter
 from rlhfkit.rollout import ModuleWeights
 
 VARIANTS = [{}, {"dora": True}, {"rslora": True}, {"init": "orthogonal"}, {"targets": ("q_proj", "down_proj")}]

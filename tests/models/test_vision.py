@@ -15,9 +15,9 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from models.vision_families import SIDE, VISION_FAMILIES, save_vision_model
 from rlhfkit.data.images import Image
-from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, packs_batches, policy_output, vision
+from rlhfkit.models import LoRA, ModelLoading, load_causal_lm, policy_output, vision
 from rlhfkit.models.attention.families import BOTH_WAYS, sees_images
-from rlhfkit.models.forward import forward_of
+from rlhfkit.models.forward import forward_of, packs_batches
 from rlhfkit.models.heads import row_difference
 from rlhfkit.models.lora import adapter_layers, vision_parameters
 from rlhfkit.models.vision import VISION_FAMILIES as KNOWN

@@ -32,9 +32,6 @@ from rlhfkit.rewards import (
     evaluate,
     exact_match,
     math_match,
-    reward_metrics,
-    reward_name,
-    score_samples,
 )
 from rlhfkit.rewards.base import (
     CompositeReward,
@@ -43,7 +40,10 @@ from rlhfkit.rewards.base import (
     check_packages,
     needs,
     part_names,
+    reward_metrics,
+    reward_name,
     reward_needs,
+    score_samples,
 )
 
 METADATA = {"level": 1, "source": "a"}

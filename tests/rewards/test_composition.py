@@ -10,8 +10,8 @@ import torch
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.losses import gdpo_advantages, group_advantages
-from rlhfkit.rewards import WeightedSum, reward_metrics, score_samples
-from rlhfkit.rewards.base import mean_metrics, tell_progress
+from rlhfkit.rewards import WeightedSum
+from rlhfkit.rewards.base import mean_metrics, reward_metrics, score_samples, tell_progress
 
 VALUES = {
     "correct": [0.0, 1.0, 1.0, 0.0, 1.0, 0.0],

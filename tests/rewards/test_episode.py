@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rlhfkit.data.types import Prompt, Sample
-from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum, exact_match, score_samples
-from rlhfkit.rewards.base import reward_metrics
+from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum, exact_match
+from rlhfkit.rewards.base import reward_metrics, score_samples
 
 
 def episode(reward: float | None, last: str = "4", finish: Any = "stop", failed: bool = False) -> Sample:

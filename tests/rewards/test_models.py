@@ -12,7 +12,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_scalar_model
-from rlhfkit.rewards import ModelReward, ProcessModelReward, score_samples
+from rlhfkit.rewards import ModelReward, ProcessModelReward
+from rlhfkit.rewards.base import score_samples
 
 TEXTS = ("2", "11", "", "abcdefg")
 

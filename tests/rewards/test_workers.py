@@ -13,8 +13,8 @@ import pytest
 
 from rewards import worker_rewards
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.rewards import SubprocessReward, WeightedSum, reward_metrics, score_samples
-from rlhfkit.rewards.base import CompositeReward, RewardError, part_names, tell_progress
+from rlhfkit.rewards import SubprocessReward, WeightedSum
+from rlhfkit.rewards.base import CompositeReward, RewardError, part_names, reward_metrics, score_samples, tell_progress
 
 
 def samples(*texts: str, prompts: int = 100) -> list[Sample]:

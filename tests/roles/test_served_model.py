@@ -22,7 +22,8 @@ from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
 from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.parts import model_elsewhere
-from rlhfkit.roles import FrozenModel, ModelPool, ModelPoolError, ServedModel
+from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel
+from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.server import Server

@@ -12,8 +12,8 @@ from rlhfkit.data.token_cap import PackedForward, PaddedForward, capped_batches
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import all_reduce, cpu_group, get_rank, get_world_size
 from rlhfkit.mesh import Mesh, forward_group_of
-from rlhfkit.models import packs_batches, policy_output
-from rlhfkit.models.forward import unwrap
+from rlhfkit.models import policy_output
+from rlhfkit.models.forward import packs_batches, unwrap
 from rlhfkit.models.routing import choices_per_token
 
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import exchange_errors, gather_objects
 from rlhfkit.models.load import precision_dtype
-from rlhfkit.roles import FrozenModel, ModelPoolError
-from rlhfkit.roles.frozen_model import row_keys
+from rlhfkit.roles import ModelPoolError
+from rlhfkit.roles.frozen_model import FrozenModel, row_keys
 from rlhfkit.roles.replica import Role
 
 T = TypeVar("T")
 
 
 class PlacedModels:
-    """The models of a module's parts that are elsewhere: each a :class:`~rlhfkit.roles.FrozenModel`.
+    """The models of a module's parts that are elsewhere: each a :class:`~rlhfkit.roles.frozen_model.FrozenModel`.
 
     They are asked about a group as soon as it is finished (:meth:`ask_early`), while others are still sampled. A part
     asks for the rows of an iteration (:meth:`ask`) and takes the numbers when it needs them (:meth:`result`), by the

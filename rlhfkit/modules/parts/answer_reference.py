@@ -18,7 +18,8 @@ from rlhfkit.data.formats import (
 from rlhfkit.data.loaders.steps import ExampleTable
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import Mesh, forward_group_of
-from rlhfkit.models import policy_output, unwrap
+from rlhfkit.models import policy_output
+from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.base import freeze, load_frozen
 from rlhfkit.modules.precompute import (
     cache_folder,
@@ -206,7 +207,7 @@ class PrecomputedReference(AnswerReference):
 
 
 class Pairs(Protocol):
-    """A data set of two answers each; :class:`~rlhfkit.data.ExampleTable` of pairs is one."""
+    """A data set of two answers each; :class:`~rlhfkit.data.loaders.steps.ExampleTable` of pairs is one."""
 
     lengths: list[int]
 

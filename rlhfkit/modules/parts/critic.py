@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, gae, length_adaptive_lambda, value_loss, weighted_metric
 from rlhfkit.losses.advantages.rewards import RewardMoments, normalize_rewards
-from rlhfkit.models import PolicyOutput, unwrap
-from rlhfkit.models.forward import VALUE_HEAD
+from rlhfkit.models import PolicyOutput
+from rlhfkit.models.forward import VALUE_HEAD, unwrap
 from rlhfkit.models.heads import add_value_head, critic_values, load_scalar_model
 from rlhfkit.models.load import base_model_name
 from rlhfkit.modules.optim import skip_update
 from rlhfkit.modules.parts.advantages import rewards_of_tokens, with_advantages
 from rlhfkit.modules.parts.rewards import MaskTruncated
 from rlhfkit.parts import Child, Configured, Part, Stage, overriding, part_name
-from rlhfkit.roles import CriticPool, FrozenModel, ModelPool
+from rlhfkit.roles import CriticPool, ModelPool
+from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_integer, check_number
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.losses import aggregate
-from rlhfkit.models import PolicyOutput, unwrap
+from rlhfkit.models import PolicyOutput
+from rlhfkit.models.forward import unwrap
 from rlhfkit.parts import Part
 from rlhfkit.validation import check_number
 

@@ -17,7 +17,8 @@ from rlhfkit.losses.kl import KLEstimator
 from rlhfkit.losses.policy.base import policy_tokens
 from rlhfkit.models import PolicyOutput
 from rlhfkit.parts import Coefficient, Part, Stage, check_coefficient, coefficient
-from rlhfkit.roles import FrozenModel, ModelPool, ServedModel
+from rlhfkit.roles import ModelPool, ServedModel
+from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_number
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.distributed import broadcast, full_parameters, get_rank, is_sharded, tensor_part
-from rlhfkit.models import has_adapter, unwrap
+from rlhfkit.models.forward import unwrap
+from rlhfkit.models.lora import has_adapter
 from rlhfkit.parts import Part, model_elsewhere
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
 from rlhfkit.validation import check_integer, check_number

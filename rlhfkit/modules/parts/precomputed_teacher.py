@@ -11,8 +11,8 @@ from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.formats import collate_distilled, distilled_examples
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
 from rlhfkit.distributed import all_reduce, exchange_errors
-from rlhfkit.models import unwrap
 from rlhfkit.models.distillation import teacher_logits
+from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.precompute import (
     cache_folder,
     load_or_compute,

@@ -13,7 +13,8 @@ from rlhfkit.data.types import Experience
 from rlhfkit.models import load_scalar_model, load_tokenizer, reward_output
 from rlhfkit.modules.on_policy.forward_passes import two_tokens
 from rlhfkit.parts import Child, Part, Stage
-from rlhfkit.roles import FrozenModel, ModelPool
+from rlhfkit.roles import ModelPool
+from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.roles.replica import Role
 from rlhfkit.validation import check_number
 

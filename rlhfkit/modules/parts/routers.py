@@ -8,7 +8,8 @@ from torch import Tensor
 
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, sum_losses
-from rlhfkit.models import PolicyOutput, unwrap
+from rlhfkit.models import PolicyOutput
+from rlhfkit.models.forward import unwrap
 from rlhfkit.models.routing import attach_routing
 from rlhfkit.parts import Part
 from rlhfkit.validation import check_number

@@ -36,7 +36,8 @@ from rlhfkit.modules.teachers import (
     load_teacher,
 )
 from rlhfkit.parts import Child, Part, Stage, model_elsewhere, overriding, part_name
-from rlhfkit.roles import FrozenModel, ModelPool, ServedModel
+from rlhfkit.roles import ModelPool, ServedModel
+from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import datamodule_of
 from rlhfkit.validation import check_number, refuse_without_effect, resolve_function

@@ -14,7 +14,8 @@ from rlhfkit.distributed import all_reduce, full_parameters
 from rlhfkit.losses import LossOutput, bco_loss, kto_kl_estimate, kto_loss, sequence_logprobs
 from rlhfkit.losses.metrics import share_metric
 from rlhfkit.losses.preference.unpaired import KTOLossType, density_ratio_weights, kto_kl_sums
-from rlhfkit.models import LoRA, ModelLoading, policy_output, unwrap
+from rlhfkit.models import LoRA, ModelLoading, policy_output
+from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.precompute import tables_of

@@ -10,7 +10,8 @@ from rlhfkit.data.batch import TokenBatch
 from rlhfkit.data.formats import PreferenceBatch
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses import LossOutput, bradley_terry_loss
-from rlhfkit.models import LoRA, ModelLoading, reward_output, unwrap
+from rlhfkit.models import LoRA, ModelLoading, reward_output
+from rlhfkit.models.forward import unwrap
 from rlhfkit.models.heads import last_tokens
 from rlhfkit.modules.optim import Optimization
 from rlhfkit.modules.reward.base import ScalarModule

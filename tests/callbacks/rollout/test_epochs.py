@@ -18,8 +18,8 @@ from callbacks.rollout.capped_runs import Watch
 from callbacks.rollout.epoch_runs import ON_RANKS, PPO_ARGUMENTS, fit
 from callbacks.rollout.test_callback_by_hand import logprobs_of
 from rlhfkit.callbacks.rollout.micro_batching import plan_iteration
-from rlhfkit.data import Experience, IterationShape, Prompt, Sample
-from rlhfkit.data.packing import epoch_order
+from rlhfkit.data import Experience, Prompt, Sample
+from rlhfkit.data.packing import IterationShape, epoch_order
 
 CASES: dict[str, dict[str, Any]] = {
     "two updates": {"temperature": 0.7},

@@ -18,7 +18,8 @@ from callbacks.rollout import capped_runs
 from callbacks.rollout.capped_runs import Watch, capped
 from rlhfkit import PPOModule, PromptDataModule, SFTDataModule
 from rlhfkit.callbacks.rollout.micro_batching import plan_iteration
-from rlhfkit.data import Experience, IterationShape, Prompt, Sample
+from rlhfkit.data import Experience, Prompt, Sample
+from rlhfkit.data.packing import IterationShape
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
 
 

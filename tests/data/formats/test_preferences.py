@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from rlhfkit.data import ExampleTable, PreferenceBatch, PreferenceExample, collate_preferences
+from rlhfkit.data import PreferenceBatch
 from rlhfkit.data.batch import StepTotals, TokenExample
+from rlhfkit.data.formats import PreferenceExample, collate_preferences
+from rlhfkit.data.loaders.steps import ExampleTable
 
 
 def pair(prompt: list[int], chosen: list[int], rejected: list[int], margin: float) -> PreferenceExample:

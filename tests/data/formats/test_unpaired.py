@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rlhfkit.data import ExampleTable
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats import (
     UnpairedExample,
@@ -14,6 +13,7 @@ from rlhfkit.data.formats import (
     collate_unpaired,
     rows_of_other_prompts,
 )
+from rlhfkit.data.loaders.steps import ExampleTable
 
 
 class Answers:

@@ -5,7 +5,8 @@ import io
 import pytest
 import torch
 
-from rlhfkit.data import Experience, ExperienceLoader, Prompt, Sample
+from rlhfkit.data import Experience, Prompt, Sample
+from rlhfkit.data.loaders.experience import ExperienceLoader
 
 
 class Collector:

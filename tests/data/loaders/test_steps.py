@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rlhfkit.data import StepLoader, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data import StepLoader, TokenBatch
+from rlhfkit.data.batch import TokenExample, collate_tokens
 from rlhfkit.losses import aggregate
 
 VOCABULARY = 11

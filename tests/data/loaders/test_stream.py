@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit.data import StepLoader, TokenBatch, TokenExample, collate_tokens
+from rlhfkit.data import StepLoader, TokenBatch
+from rlhfkit.data.batch import TokenExample, collate_tokens
 
 
 def example(number: int) -> TokenExample:

@@ -11,7 +11,8 @@ from lazy_module import LazyModule
 from tiny_models import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from rlhfkit.datamodules import PromptDataModule, final_answer
+from rlhfkit.datamodules import PromptDataModule
+from rlhfkit.datamodules.prompts.datamodule import final_answer
 
 from .drawing import advance
 

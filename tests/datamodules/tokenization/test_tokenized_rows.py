@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhfkit.data import TokenExample
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
 from rlhfkit.datamodules.tokenization.examples import split_example
 

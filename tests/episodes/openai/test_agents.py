@@ -17,7 +17,8 @@ from episodes.episode_cases import CHAT_TEMPLATE, Recorded, prompts_of, runner_o
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.episodes import AgentEpisodes
 from rlhfkit.episodes.openai.agents import AgentConnection
-from rlhfkit.rewards import EnvironmentReward, score_samples
+from rlhfkit.rewards import EnvironmentReward
+from rlhfkit.rewards.base import score_samples
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.rollout.groups import GroupError, GroupRunner
 from rlhfkit.serving.access import ServerOptions

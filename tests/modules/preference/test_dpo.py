@@ -16,7 +16,8 @@ from strategies import ranks
 from modules import dpo_cases
 from modules.dpo_cases import CASES, FOLLOWING, PlainDPO
 from rlhfkit import DPOModule, PreferenceDataModule
-from rlhfkit.data import PreferenceBatch, collate_preferences
+from rlhfkit.data import PreferenceBatch
+from rlhfkit.data.formats import collate_preferences
 from rlhfkit.datamodules.tokenization.mixture import Mixture
 from rlhfkit.losses import PreferencePairs
 from rlhfkit.models import ModelLoading, PolicyOutput, load_causal_lm

@@ -11,7 +11,7 @@ from plain_sgd import PlainSGD
 
 from modules import dpo_cases
 from rlhfkit import CPOModule, ORPOModule, PreferenceDataModule, PreferenceModule, SimPOModule
-from rlhfkit.data import collate_preferences
+from rlhfkit.data.formats import collate_preferences
 from rlhfkit.models import ModelLoading
 
 

@@ -8,7 +8,8 @@ from strategies import ranks
 
 from modules import scalar_cases
 from modules.scalar_cases import KINDS
-from rlhfkit.models import LoRA, has_adapter
+from rlhfkit.models import LoRA
+from rlhfkit.models.lora import has_adapter
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from modules import scalar_cases
 from rlhfkit import ProcessRewardModule, StepwiseDataModule
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.formats import StepwiseExample, collate_stepwise
-from rlhfkit.models import unwrap
+from rlhfkit.models.forward import unwrap
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlhfkit import Prompt, Sample
-from rlhfkit.rewards import ChatJudge, PairwiseReward, score_samples
-from rlhfkit.rewards.base import RewardError
+from rlhfkit.rewards import ChatJudge, PairwiseReward
+from rlhfkit.rewards.base import RewardError, score_samples
 
 
 class Server(ThreadingHTTPServer):

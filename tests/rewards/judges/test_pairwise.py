@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rlhfkit import Prompt, Sample
-from rlhfkit.rewards import PairwiseReward, score_samples
+from rlhfkit.rewards import PairwiseReward
+from rlhfkit.rewards.base import score_samples
 
 
 def sample(prompt: int, place: int, text: str, answer: str | None = None) -> Sample:

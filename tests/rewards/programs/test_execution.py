@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.rewards import CodeExecution, score_samples
-from rlhfkit.rewards.base import RewardError
+from rlhfkit.rewards import CodeExecution
+from rlhfkit.rewards.base import RewardError, score_samples
 from rlhfkit.rewards.programs.evaluation import ProgramEvaluation, SandboxError
 from rlhfkit.rewards.programs.parsing import ProgramTests, last_code_block, parse_tests, same_output
 from rlhfkit.rewards.sandbox import CallResult

@@ -29,8 +29,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.data.images import Image
-from rlhfkit.rewards import RemoteReward, score_samples
-from rlhfkit.rewards.base import OnFailure, RewardError
+from rlhfkit.rewards import RemoteReward
+from rlhfkit.rewards.base import OnFailure, RewardError, score_samples
 from rlhfkit.rewards.remote.wire import OpenRLHFFormat, SampleFormat
 from rlhfkit.serving.access import AccessToken
 from rlhfkit.serving.client import (

@@ -25,8 +25,8 @@ from rlhfkit import GRPOModule, PromptDataModule, RolloutCallback, SamplingSpec
 from rlhfkit.cli.serve_reward import load_reward
 from rlhfkit.data import Prompt, Sample
 from rlhfkit.models import load_scalar_model
-from rlhfkit.rewards import ExactMatch, ModelReward, ProcessModelReward, RemoteReward, exact_match, score_samples
-from rlhfkit.rewards.base import RewardError
+from rlhfkit.rewards import ExactMatch, ModelReward, ProcessModelReward, RemoteReward, exact_match
+from rlhfkit.rewards.base import RewardError, score_samples
 from rlhfkit.rewards.remote.server import reward_app
 from rlhfkit.rewards.remote.wire import OpenRLHFFormat
 from rlhfkit.serving.server import Server

@@ -16,15 +16,8 @@ from rewards import worker_rewards
 from rewards.sandbox import misbehaving
 from rlhfkit import RolloutCallback, SamplingSpec
 from rlhfkit.data import Prompt, Sample
-from rlhfkit.rewards import (
-    LastTurnReward,
-    SandboxedReward,
-    WeightedSum,
-    exact_match,
-    reward_metrics,
-    score_samples,
-)
-from rlhfkit.rewards.base import RewardError, answer_reader, tell_progress
+from rlhfkit.rewards import LastTurnReward, SandboxedReward, WeightedSum, exact_match
+from rlhfkit.rewards.base import RewardError, answer_reader, reward_metrics, score_samples, tell_progress
 from rlhfkit.rewards.sandbox import CallResult
 from rlhfkit.rewards.subprocesses import CallMetrics
 
