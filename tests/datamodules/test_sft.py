@@ -187,6 +187,18 @@ def test_bad_input_names_the_value_and_the_cure(rows: Any, options: dict[str, An
 # -- with the real Trainer ---------------------------------------------------------------------------------------------
 
 
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
+    """The loader asks the Trainer for its epoch."""
+    data = module(ROWS, micro_batch_size=4)
+    data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    loader, epochs = data.train_dataloader(), []
+    for epoch in range(3):
+        data.trainer.fit_loop.epoch_progress.current.completed = epoch
+        epochs.append([tuple(row[row > 0].tolist()) for batch in loader for row in batch.input_ids])
+    assert [sorted(one) for one in epochs] == [sorted(tuple(data.examples[index].input_ids) for index in range(11))] * 3
+    assert len(set(map(tuple, epochs))) == 3
+
+
 def test_a_row_may_be_as_long_as_the_ranks_that_divide_it_have_room_for() -> None:
     options = {"tokenizer": tiny_tokenizer(), "max_length": 20, "max_tokens_per_micro_batch": 10}
     data = SFTDataModule([{"text": "a" * 19}], **options)

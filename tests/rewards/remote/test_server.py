@@ -95,6 +95,11 @@ def test_a_served_model_gives_the_numbers_of_the_same_model_here(folder: Path, s
     assert scored(RemoteReward(served, token=SECRET, batch_size=1), samples()) == pytest.approx(here, abs=1e-5)
 
 
+def test_a_served_model_asks_for_its_token(served: str) -> None:
+    with pytest.raises(RewardError, match="answered with status 401"):
+        scored(RemoteReward(served), samples())
+
+
 def test_what_the_model_cannot_read_is_refused_with_the_reason_and_not_tried_again(served: str) -> None:
     given = samples()
     given[1].text = "eleven"
