@@ -29,7 +29,7 @@ from test_docs_examples import blocks
 from tiny_models import tiny_model
 from transformers import AutoTokenizer
 
-from rlhfkit.cli.main import run
+from rlhfkit.cli.main import lightning_cli
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cluster.md"
@@ -133,7 +133,7 @@ def test_two_nodes_of_slurm_or_torchrun_train_what_one_process_trains(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(world)
-    run(["fit", "--config", "rlhfkit://sft", *SFT, "--trainer.accumulate_grad_batches", "2"])
+    lightning_cli(["fit", "--config", "rlhfkit://sft", *SFT, "--trainer.accumulate_grad_batches", "2"])
     alone = exported(world / "runs/sft/model")
     shutil.rmtree(world / "runs")
 

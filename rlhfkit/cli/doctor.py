@@ -32,8 +32,8 @@ FEATURES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "bitsandbytes": (("bitsandbytes",), "qlora", "models in 4 bits"),
     "math-verify": (("math-verify",), "math", "the reward math_match"),
     "Liger": (("liger-kernel",), "liger", "Triton kernels: ModelLoading(liger_kernels=True)"),
-    "reward server": (("fastapi", "uvicorn", "httpx", "msgspec", "tenacity"), "server", "rlhfkit serve-reward"),
-    "agents": (("openai",), "agents", "AgentEpisodes"),
+    "reward server": (("fastapi", "uvicorn", "httpx", "tenacity"), "server", "rlhfkit serve-reward"),
+    "agents": (("fastapi", "uvicorn", "openai"), "agents", "AgentEpisodes"),
     "MCP tools": (("mcp",), "mcp", "MCPTools"),
 }
 """Optional features: packages (of vLLM any one), extra of rlhfkit that installs them, what they are for."""

@@ -100,31 +100,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif words[0] in WORD_COMMANDS:
             resolve_name(WORD_COMMANDS[words[0]][1])(words[1:])
         else:
-            run(words)
+            lightning_cli(words)
 
 
 def _call(target: str, words: Sequence[str]) -> Any:
     """Call a function with the arguments of a command line."""
-    from jsonargparse import ArgumentParser, auto_cli
+    from jsonargparse import auto_cli
 
-    module, function = target.split(":")
-
-    class CommandParser(ArgumentParser):
-        """Shows the command in its usage line."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **(kwargs | {"prog": f"rlhfkit {words[0]}"}))
-
-    return auto_cli(getattr(import_module(module), function), args=list(words[1:]), parser_class=CommandParser)
-
-
-def run(arguments: Sequence[str]) -> Any:
-    """Run a command such as ``["fit", "--config", "run.yaml"]`` and return the LightningCLI."""
-    return lightning_cli(arguments)
+    return auto_cli(resolve_name(target), args=list(words[1:]), prog=f"rlhfkit {words[0]}")
 
 
 def lightning_cli(arguments: Sequence[str], *, start: bool = True) -> Any:
-    """Make the LightningCLI of a command; unless ``start``, with module, data and callbacks but without a Trainer."""
+    """Run a command such as ``["fit", "--config", "run.yaml"]`` and return the LightningCLI.
+
+    Unless ``start``, it has module, data and callbacks but no Trainer, and nothing runs.
+    """
     from rlhfkit.cli.init import with_files
 
     arguments = with_files(arguments)

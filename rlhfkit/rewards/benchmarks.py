@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import fmean, stdev
 
 DRAWS = 1000
@@ -75,17 +76,11 @@ def majority_at_k(votes: Sequence[str | None], rewards: Sequence[float], k: int,
     """
     n = len(votes)
     if math.comb(n, k) <= draws:
-        subsets = _combinations(n, k)
+        subsets = list(map(list, combinations(range(n), k)))
     else:
         draw = random.Random(0)
         subsets = [draw.sample(range(n), k) for _ in range(draws)]
     return fmean(_majority([(votes[i], rewards[i]) for i in subset]) for subset in subsets)
-
-
-def _combinations(n: int, k: int) -> list[list[int]]:
-    from itertools import combinations
-
-    return [list(one) for one in combinations(range(n), k)]
 
 
 def _majority(answers: Sequence[tuple[str | None, float]]) -> float:

@@ -1,7 +1,10 @@
 """``rlhfkit doctor``: short lines from metadata alone."""
 
+import re
 import subprocess
 import sys
+from configparser import ConfigParser
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,15 @@ def test_the_report_is_short_and_imports_nothing_heavy() -> None:
     assert max(map(len, lines)) < 140
     for name in ("torch", "tokenizers", "GPUs", "bubblewrap", "Landlock", *doctor.FEATURES):
         assert [line for line in lines if line[6:].startswith(name)], name
+
+
+def test_features_are_judged_by_packages_that_their_extra_installs() -> None:
+    setup = ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    extras = setup["options.extras_require"]
+    for feature, (packages, extra, _) in doctor.FEATURES.items():
+        installed = re.split(r"[\s>=<,]+", extras[extra] + extras["cpu"] * (feature == "vLLM"))
+        assert {*packages} <= {*installed}, feature
 
 
 def test_what_is_missing_or_old_names_its_cure(

@@ -10,7 +10,7 @@ from rl_runs import prompts_file
 from tiny_models import tiny_model
 
 from rlhfkit.cli.errors import of_parser, print_error, short_errors
-from rlhfkit.cli.main import COMMANDS, main, run
+from rlhfkit.cli.main import COMMANDS, lightning_cli, main
 from rlhfkit.costs import MemoryCheck
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_a_configuration_file_trains(config: Path, recwarn: pytest.WarningsRecor
     part = "{class_path: rlhfkit.modules.parts.kl_control.KLTarget, init_args: {target: 0.1}}"
     options |= {"kl_coef": "0.01", "parts": f"[{part}]"}
     chosen = [word for name, value in options.items() for word in (f"--model.init_args.{name}", value)]
-    cli = run(["fit", "--config", str(config), *chosen])
+    cli = lightning_cli(["fit", "--config", str(config), *chosen])
     assert cli.trainer.global_step == 2
     assert cli.model.hparams["clip_high"] == 0.3
     assert cli.model.hparams["policy_loss"] == "rlhfkit.losses.policy.sequence.gspo_loss"
@@ -162,7 +162,7 @@ def test_every_class_has_its_short_name() -> None:
 def test_the_tutorials_vllm_settings_go_over_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(ROOT / "rlhfkit/cli/demo" / name) for name in ("grpo_arithmetic.yaml", "grpo_arithmetic_vllm.yaml")]
     with pytest.raises(SystemExit):
-        run(["fit", "--config", files[0], "--config", files[1], "--print_config"])
+        lightning_cli(["fit", "--config", files[0], "--config", files[1], "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["trainer"]["callbacks"][0]["init_args"]["engine"]["class_path"] == "rlhfkit.VLLMPool"
     assert printed["trainer"]["max_epochs"] == 150

@@ -165,7 +165,7 @@ def test_dropout_of_adapters_is_not_switched_off_silently(folder: Path) -> None:
 
 
 def test_the_command_line_takes_lora_as_options_or_yaml(folder: Path, tmp_path: Path) -> None:
-    from rlhfkit.cli.main import run
+    from rlhfkit.cli.main import lightning_cli
 
     config = tmp_path / "run.yaml"
     config.write_text(
@@ -174,5 +174,5 @@ def test_the_command_line_takes_lora_as_options_or_yaml(folder: Path, tmp_path: 
         f"data:\n  class_path: rlhfkit.SFTDataModule\n  init_args:\n    data: {folder / 'data.jsonl'}\n"
     )
     quiet = ["--trainer.fast_dev_run=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-    done = run(["fit", "--config", str(config), "--model.init_args.lora.alpha=32", *quiet])
+    done = lightning_cli(["fit", "--config", str(config), "--model.init_args.lora.alpha=32", *quiet])
     assert done.model.lora == LoRA(rank=4, alpha=32, targets=("q_proj", "v_proj"))

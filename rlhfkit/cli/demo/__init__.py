@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhfkit.callbacks import RolloutCallback, RunReport
-from rlhfkit.cli.main import run
+from rlhfkit.cli.main import lightning_cli
 from rlhfkit.datamodules import PromptDataModule, SFTDataModule
 from rlhfkit.modules import GRPOModule, Optimization, SFTModule
 from rlhfkit.rewards import exact_match
@@ -206,7 +206,7 @@ def demo_command(words: Sequence[str]) -> None:
     words += ["--trainer.logger.init_args.save_dir", str(folder)]
     if arguments.iterations is not None:
         words += ["--trainer.max_epochs", str(arguments.iterations)]
-    cli = run(words)
+    cli = lightning_cli(words)
 
     after = heldout_accuracy(folder, cli.model.save_pretrained(folder / "grpo_model"))
     report = next(callback for callback in cli.trainer.callbacks if isinstance(callback, RunReport))
