@@ -11,7 +11,7 @@ Everything depends on lengths and seeds only: no state to save, and the same res
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
@@ -153,59 +153,6 @@ def data_ranks(world_size: int, ranks_per_forward: int) -> str:
     )
 
 
-def packed_tokens(rows: Iterable[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:
-    """Tokens of a packed forward pass over some rows, each prompt counted once; samples of one prompt share a group."""
-    total, seen = 0, set()
-    for row in rows:
-        total += lengths[row] - (prompts[row] if groups[row] in seen else 0)
-        seen.add(groups[row])
-    return total
-
-
-def padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
-    """Tokens of a forward pass over one or more rows that are padded to the longest."""
-    return len(rows) * max(lengths[row] for row in rows)
-
-
-def split_groups_by_tokens(
-    rows: Sequence[int],
-    num_bins: int,
-    *,
-    lengths: Sequence[int],
-    prompts: Sequence[int],
-    groups: Sequence[int],
-    ranks: int,
-) -> list[list[int]]:
-    """:func:`split_by_tokens` for sequences that share prompts, which a packed forward pass computes once.
-
-    Whole groups in one micro-batch save the most tokens, pieces of groups balance the ranks better. Pieces of several
-    sizes are tried; the plan with the fewest tokens on the slowest ranks, step by step, is taken. Each ``ranks``
-    consecutive bins run at the same time; ``num_bins`` is a multiple of ``ranks`` and at most the number of ``rows``.
-    """
-    plans = []
-    for pieces in group_pieces(rows, groups):
-        if len(pieces) >= num_bins:
-            costs = [packed_tokens(piece, lengths, prompts, groups) for piece in pieces]
-            bins = [
-                sorted(row for index in chosen for row in pieces[index]) for chosen in split_by_tokens(costs, num_bins)
-            ]
-            totals = [packed_tokens(each, lengths, prompts, groups) for each in bins]
-            slowest = sum(max(totals[first : first + ranks]) for first in range(0, num_bins, ranks))
-            plans.append((slowest, bins))
-    return min(plans, key=lambda plan: plan[0])[1]
-
-
-def group_pieces(rows: Sequence[int], groups: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Yield divisions of the rows into pieces of groups: whole groups first, then halves, and so on to single rows."""
-    members: dict[int, list[int]] = {}
-    for row in rows:
-        members.setdefault(groups[row], []).append(row)
-    size = max(map(len, members.values()))
-    while size >= 1:
-        yield [each[first : first + size] for each in members.values() for first in range(0, len(each), size)]
-        size //= 2
-
-
 @dataclass(frozen=True)
 class MicroBatch:
     """The rows of one forward pass, and the optimizer update of the iteration they belong to."""
@@ -267,21 +214,51 @@ def plan_micro_batches(
             f"{data_ranks(world_size, ranks_per_forward)} = {number} micro-batches: raise rollout_batch_size or lower "
             "accumulate_grad_batches"
         )
-    plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
-    for update, window in enumerate(windows):
+    bins = []
+    for window in windows:
         filled = min(number, len(window) // (number // accumulate) * (number // accumulate))
         if split is None:
             chosen = split_by_tokens([lengths[row] for row in window], filled)
-            bins = [[window[index] for index in indices] for indices in chosen]
+            bins.append([[window[index] for index in indices] for indices in chosen])
         else:
-            bins = split(window, filled)
-        bins += [[] for _ in range(number - filled)]
-        dealt = deal_to_members(bins, lengths, groups, world_size=world_size, ranks_per_forward=ranks_per_forward)
+            bins.append(split(window, filled))
+    return assign_to_ranks(
+        bins, lengths, groups, accumulate=accumulate, world_size=world_size, ranks_per_forward=ranks_per_forward
+    )
+
+
+def assign_to_ranks(
+    bins: Sequence[list[list[int]]],
+    lengths: Sequence[int],
+    groups: Sequence[int] | None,
+    *,
+    accumulate: int,
+    world_size: int,
+    ranks_per_forward: int,
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank, in training order, ``accumulate`` in each update.
+
+    Where an update has fewer, the last are none of its rows for ranks that compute forward passes together, else
+    repetitions of the rank's shortest row that are not trained on.
+
+    Args:
+        bins: Rows of the micro-batches of each update, fullest first.
+        lengths: Tokens of each row.
+        groups: See :func:`deal_to_members`.
+        accumulate: Micro-batches per update and rank.
+        world_size: Ranks.
+        ranks_per_forward: Ranks that share a micro-batch.
+    """
+    plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
+    for update, filled in enumerate(bins):
+        every = [*filled, *([] for _ in range(accumulate * (world_size // ranks_per_forward) - len(filled)))]
+        dealt = deal_to_members(every, lengths, groups, world_size=world_size, ranks_per_forward=ranks_per_forward)
         for position, share in enumerate(dealt):
-            rows_before = [row for one in plan[position % world_size] if one.update == update for row in one.rows]
+            own = plan[position % world_size]
+            rows_before = [row for one in own if one.update == update for row in one.rows]
             repeated = not share and ranks_per_forward == 1
             shown = [min(rows_before, key=lambda row: lengths[row])] if repeated else share
-            plan[position % world_size].append(MicroBatch(shown, update, trained=bool(share)))
+            own.append(MicroBatch(shown, update, trained=bool(share)))
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches of at most a number of tokens: how many an iteration needs, and the rows of each.
+"""What a forward pass over rows costs, and micro-batches of at most a number of tokens.
 
 verl's ``use_dynamic_bsz`` with ``ppo_max_token_len_per_gpu`` and OpenRLHF's ``train.dynamic_batch_enable`` with
 ``train.max_tokens_per_gpu`` do the same for sums of lengths; here the tokens are those that the forward pass computes,
@@ -6,20 +6,16 @@ and only a single sequence can exceed the limit.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from rlhfkit.data.packing import (
     MicroBatch,
+    assign_to_ranks,
     best_fit_decreasing,
     data_ranks,
-    deal_to_members,
-    group_pieces,
-    packed_tokens,
-    padded_tokens,
     split_by_tokens,
-    split_groups_by_tokens,
     update_windows,
 )
 
@@ -27,8 +23,19 @@ Bins = list[list[int]]
 """Rows of each micro-batch."""
 
 
+def group_pieces(rows: Sequence[int], groups: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Yield divisions of the rows into pieces of groups: whole groups first, then halves, and so on to single rows."""
+    members: dict[int, list[int]] = {}
+    for row in rows:
+        members.setdefault(groups[row], []).append(row)
+    size = max(map(len, members.values()))
+    while size >= 1:
+        yield [each[first : first + size] for each in members.values() for first in range(0, len(each), size)]
+        size //= 2
+
+
 @dataclass(frozen=True)
-class PackedForward:
+class PackedCost:
     """Rows without padding, in which the prompt of a group is computed once for neighbouring rows."""
 
     lengths: Sequence[int]
@@ -40,7 +47,11 @@ class PackedForward:
 
     def tokens(self, rows: Sequence[int]) -> int:
         """Tokens that are computed: the sum of the lengths, each prompt counted once."""
-        return packed_tokens(rows, self.lengths, self.prompts, self.groups)
+        total, seen = 0, set()
+        for row in rows:
+            total += self.lengths[row] - (self.prompts[row] if self.groups[row] in seen else 0)
+            seen.add(self.groups[row])
+        return total
 
     def fill(self, rows: Sequence[int], max_tokens: int) -> Bins:
         """Divide rows, each of at most ``max_tokens``, into few bins of at most ``max_tokens``.
@@ -75,19 +86,35 @@ class PackedForward:
 
         Some may exceed ``max_tokens``, or there is none.
         """
+        return self._balanced(self._divisions(rows, max_tokens), num_bins)
+
+    def _balanced(self, divisions: Iterable[Bins], num_bins: int) -> list[Bins]:
         return [
             self._rows(pieces, split_by_tokens([self.tokens(piece) for piece in pieces], num_bins))
-            for pieces in self._divisions(rows, max_tokens)
+            for pieces in divisions
             if len(pieces) >= num_bins
         ]
 
+    def split(self, rows: Sequence[int], num_bins: int, *, ranks: int) -> Bins:
+        """Divide rows into ``num_bins`` of nearly equal tokens, fullest first, a multiple of ``ranks``.
+
+        Whole groups in one micro-batch save the most tokens, pieces of groups balance the ranks better. Pieces of
+        several sizes are tried; the division with the fewest tokens on the slowest ranks, step by step, is taken. Each
+        ``ranks`` consecutive bins run at the same time.
+        """
+
+        def slowest(bins: Bins) -> int:
+            return sum(max(map(self.tokens, bins[first : first + ranks])) for first in range(0, num_bins, ranks))
+
+        return min(self._balanced(group_pieces(rows, self.groups), num_bins), key=slowest)
+
     def halve(self, rows: Sequence[int]) -> Bins:
         """Between groups or inside one, whichever is better balanced."""
-        return split_groups_by_tokens(rows, 2, lengths=self.lengths, prompts=self.prompts, groups=self.groups, ranks=2)
+        return self.split(rows, 2, ranks=2)
 
 
 @dataclass(frozen=True)
-class PaddedForward:
+class PaddedCost:
     """Rows padded to the longest of them."""
 
     lengths: Sequence[int]
@@ -97,7 +124,7 @@ class PaddedForward:
 
     def tokens(self, rows: Sequence[int]) -> int:
         """Tokens that are computed, padding included: the number of rows times the longest."""
-        return padded_tokens(rows, self.lengths)
+        return len(rows) * max(self.lengths[row] for row in rows)
 
     def _longest_first(self, rows: Sequence[int]) -> list[int]:
         return sorted(rows, key=lambda row: (-self.lengths[row], row))
@@ -128,18 +155,18 @@ class PaddedForward:
         return [ordered[:middle], ordered[middle:]]
 
 
-ForwardPass = PackedForward | PaddedForward
+ForwardCost = PackedCost | PaddedCost
 """What a forward pass over some rows costs, and which rows go well together."""
 
 
-def capped_batches(forward: ForwardPass, rows: Sequence[int], max_tokens: int) -> Bins:
+def capped_batches(forward: ForwardCost, rows: Sequence[int], max_tokens: int) -> Bins:
     """Divide one or more rows into few batches of at most ``max_tokens``, fullest first; a longer row is alone."""
     bins = _fill(forward, rows, max_tokens)
     return _balance(forward, bins, len(bins), max_tokens, 1)
 
 
 def plan_capped_micro_batches(
-    forward: ForwardPass,
+    forward: ForwardCost,
     num_rows: int,
     *,
     max_tokens: int,
@@ -184,31 +211,24 @@ def plan_capped_micro_batches(
         )
     filled = [_fill(forward, window, max_tokens) for window in windows]
     accumulate = max(ceil(len(bins) / at_once) for bins in filled)
-    plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
-    for update, bins in enumerate(filled):
-        balanced = _balance(forward, bins, accumulate * at_once, max_tokens, at_once)
-        if ranks_per_forward > 1:
-            balanced += [[] for _ in range(accumulate * at_once - len(balanced))]
-            balanced = deal_to_members(
-                balanced, forward.lengths, forward.groups, world_size=world_size, ranks_per_forward=ranks_per_forward
-            )
-        for rank, share in enumerate(plan):
-            own = balanced[rank::world_size]
-            share += [MicroBatch(rows, update, trained=bool(rows)) for rows in own]
-            if len(own) < accumulate:
-                repeated = [min((row for rows in own for row in rows), key=lambda row: forward.tokens([row]))]
-                share += [MicroBatch(repeated, update, trained=False) for _ in range(accumulate - len(own))]
-    return plan
+    return assign_to_ranks(
+        [_balance(forward, bins, accumulate * at_once, max_tokens, at_once) for bins in filled],
+        forward.lengths,
+        forward.groups,
+        accumulate=accumulate,
+        world_size=world_size,
+        ranks_per_forward=ranks_per_forward,
+    )
 
 
-def _fill(forward: ForwardPass, rows: Sequence[int], max_tokens: int) -> Bins:
+def _fill(forward: ForwardCost, rows: Sequence[int], max_tokens: int) -> Bins:
     """Bins of at most ``max_tokens``, or of one row."""
     too_long = {row for row in rows if forward.tokens([row]) > max_tokens}
     others = [row for row in rows if row not in too_long]
     return [[row] for row in sorted(too_long)] + (forward.fill(others, max_tokens) if others else [])
 
 
-def _balance(forward: ForwardPass, bins: Bins, num_bins: int, max_tokens: int, ranks: int) -> Bins:
+def _balance(forward: ForwardCost, bins: Bins, num_bins: int, max_tokens: int, ranks: int) -> Bins:
     """Divide the rows of some bins into at most ``num_bins`` as good, fullest first, of nearly equal tokens.
 
     There are fewer only if there are fewer rows.
@@ -228,11 +248,11 @@ def _balance(forward: ForwardPass, bins: Bins, num_bins: int, max_tokens: int, r
     )
 
 
-def _fullest_first(forward: ForwardPass, bins: Bins) -> Bins:
+def _fullest_first(forward: ForwardCost, bins: Bins) -> Bins:
     return sorted(map(sorted, bins), key=lambda rows: (-forward.tokens(rows), rows[0]))
 
 
-def divided(forward: ForwardPass, bins: Bins, num_bins: int) -> Bins:
+def divided(forward: ForwardCost, bins: Bins, num_bins: int) -> Bins:
     """Halve the fullest bins of two rows or more until there are ``num_bins``."""
     heap = [(-forward.tokens(rows) if len(rows) > 1 else 0, number, rows) for number, rows in enumerate(bins)]
     heapq.heapify(heap)

@@ -20,11 +20,10 @@ from rlhfkit.data.packing import (
     capped_iteration_shape,
     deal_to_members,
     iteration_shape,
-    packed_tokens,
     plan_micro_batches,
     split_by_tokens,
-    split_groups_by_tokens,
 )
+from rlhfkit.data.token_cap import PackedCost
 
 token_counts = st.lists(st.integers(0, 4096), min_size=1, max_size=60)
 
@@ -97,7 +96,7 @@ def test_an_iteration_of_sixteen_thousand_samples_is_planned_in_a_moment() -> No
     groups = [number // 16 for number in range(16_384)]
     prompts = [100 + 7 * group % 300 for group in groups]
     lengths = [prompt + min(int(generator.lognormvariate(7.5, 0.9)) + 1, 16_384) for prompt in prompts]
-    split = partial(split_groups_by_tokens, lengths=lengths, prompts=prompts, groups=groups, ranks=64)
+    split = partial(PackedCost(lengths, prompts, groups).split, ranks=64)
     start = time.process_time()
     plan = plan_micro_batches(lengths, num_updates=16, accumulate=4, world_size=64, split=split)
     assert time.process_time() - start < 2  # 0.15 s
@@ -273,7 +272,7 @@ def flat(drawn: Groups) -> tuple[list[int], list[int], list[int]]:
 
 
 def slowest(bins: list[list[int]], ranks: int, *lists: list[int]) -> int:
-    totals = [packed_tokens(rows, *lists) for rows in bins]
+    totals = [PackedCost(*lists).tokens(rows) for rows in bins]
     return sum(max(totals[first : first + ranks]) for first in range(0, len(totals), ranks))
 
 
@@ -289,9 +288,7 @@ def test_every_row_once_and_never_slower_than_dealing_rows_one_by_one(drawn: Gro
     bins = ranks * steps
     if len(lengths) < bins:
         return
-    dealt = split_groups_by_tokens(
-        range(len(lengths)), bins, lengths=lengths, prompts=prompts, groups=groups, ranks=ranks
-    )
+    dealt = PackedCost(lengths, prompts, groups).split(range(len(lengths)), bins, ranks=ranks)
     assert len(dealt) == bins
     assert all(rows and rows == sorted(rows) for rows in dealt)
     assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
@@ -301,22 +298,22 @@ def test_every_row_once_and_never_slower_than_dealing_rows_one_by_one(drawn: Gro
 
 def test_whole_groups_stay_together_where_one_rank_computes_them() -> None:
     lengths, prompts, groups = flat([(100, [10, 20, 30, 40]) for _ in range(6)])
-    dealt = split_groups_by_tokens(range(24), 3, lengths=lengths, prompts=prompts, groups=groups, ranks=1)
+    dealt = PackedCost(lengths, prompts, groups).split(range(24), 3, ranks=1)
     assert sorted(len({groups[row] for row in rows}) for rows in dealt) == [2, 2, 2]
-    computed = sum(packed_tokens(rows, lengths, prompts, groups) for rows in dealt)
+    computed = sum(PackedCost(lengths, prompts, groups).tokens(rows) for rows in dealt)
     assert computed == 6 * (100 + 100)
 
 
 def test_groups_are_split_where_a_rank_would_wait_for_another() -> None:
     """One prompt of eight long answers beside a short one: two ranks share the work on the long ones."""
     lengths, prompts, groups = flat([(5, [100] * 8), (5, [1])])
-    dealt = split_groups_by_tokens(range(9), 2, lengths=lengths, prompts=prompts, groups=groups, ranks=2)
+    dealt = PackedCost(lengths, prompts, groups).split(range(9), 2, ranks=2)
     assert slowest(dealt, 2, lengths, prompts, groups) <= 5 + 400 + 6
 
 
 def test_rows_may_be_any_part_of_the_iteration() -> None:
     lengths, prompts, groups = flat([(4, [3, 3]), (4, [3, 3]), (4, [3, 3])])
-    assert split_groups_by_tokens([2, 3, 4, 5], 2, lengths=lengths, prompts=prompts, groups=groups, ranks=1) == [
+    assert PackedCost(lengths, prompts, groups).split([2, 3, 4, 5], 2, ranks=1) == [
         [2, 3],
         [4, 5],
     ]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfkit.data.packing import MicroBatch
-from rlhfkit.data.token_cap import ForwardPass, PackedForward, PaddedForward, capped_batches, plan_capped_micro_batches
+from rlhfkit.data.token_cap import ForwardCost, PackedCost, PaddedCost, capped_batches, plan_capped_micro_batches
 
 iterations = st.lists(
     st.tuples(st.integers(1, 50), st.lists(st.integers(1, 60), min_size=4, max_size=4)), min_size=2, max_size=10
@@ -16,17 +16,17 @@ iterations = st.lists(
 """Prompt length, and completion lengths of four samples, of each group."""
 
 
-def forwards(drawn: list[tuple[int, list[int]]]) -> tuple[PackedForward, PaddedForward]:
+def forwards(drawn: list[tuple[int, list[int]]]) -> tuple[PackedCost, PaddedCost]:
     rows = [(prompt + each, prompt, 7 * number) for number, (prompt, made) in enumerate(drawn) for each in made]
     lengths, prompts, groups = map(list, zip(*rows, strict=True))
-    return PackedForward(lengths, prompts, groups), PaddedForward(lengths)
+    return PackedCost(lengths, prompts, groups), PaddedCost(lengths)
 
 
-def computed(forward: ForwardPass, rows: list[int]) -> int:
+def computed(forward: ForwardCost, rows: list[int]) -> int:
     """Tokens of a forward pass, counted one by one."""
-    assert isinstance(forward, PackedForward | PaddedForward)
+    assert isinstance(forward, PackedCost | PaddedCost)
     lengths = [forward.lengths[row] for row in rows]
-    if isinstance(forward, PaddedForward):
+    if isinstance(forward, PaddedCost):
         return max(lengths) * len(rows)
     prompts = {forward.groups[row]: forward.prompts[row] for row in rows}
     return sum(lengths) - sum(forward.prompts[row] for row in rows) + sum(prompts.values())
@@ -102,7 +102,7 @@ def test_there_are_at_most_a_few_micro_batches_more_than_their_tokens_need(
 
 def test_fewest_micro_batches_of_padded_rows() -> None:
     lengths = [8, 8, 4, 4, 4, 4, 2, 2, 2, 2]
-    plan = plan_capped_micro_batches(PaddedForward(lengths), 10, max_tokens=16, num_updates=1, world_size=1)
+    plan = plan_capped_micro_batches(PaddedCost(lengths), 10, max_tokens=16, num_updates=1, world_size=1)
     assert [batch.rows for batch in plan[0]] == [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
 
 
@@ -138,7 +138,7 @@ def test_a_full_iteration_is_planned_in_a_moment() -> None:
     ]
     rows = [(prompt + each, prompt, number) for number, (prompt, made) in enumerate(drawn) for each in made]
     lengths, prompts, groups = map(list, zip(*rows, strict=True))
-    for forward in (PackedForward(lengths, prompts, groups), PaddedForward(lengths)):
+    for forward in (PackedCost(lengths, prompts, groups), PaddedCost(lengths)):
         plan = plan_capped_micro_batches(forward, len(rows), max_tokens=32_768, num_updates=4, world_size=64)
         tokens = [forward.tokens(batch.rows) for share in plan for batch in share]
         assert max(tokens) <= 32_768
@@ -146,7 +146,7 @@ def test_a_full_iteration_is_planned_in_a_moment() -> None:
 
 
 def test_updates_that_do_not_fit_say_why() -> None:
-    padded = PaddedForward([1] * 8)
+    padded = PaddedCost([1] * 8)
     with pytest.raises(ValueError, match="3 updates do not divide 8 sequences"):
         plan_capped_micro_batches(padded, 8, max_tokens=9, num_updates=3, world_size=1)
     with pytest.raises(ValueError, match="each of 4 updates has 2 of 8 sequences, fewer than world_size 3"):

@@ -19,9 +19,8 @@ from rlhfkit.data.packing import (
     epoch_order,
     iteration_shape,
     plan_micro_batches,
-    split_groups_by_tokens,
 )
-from rlhfkit.data.token_cap import PackedForward, PaddedForward, plan_capped_micro_batches
+from rlhfkit.data.token_cap import PackedCost, PaddedCost, plan_capped_micro_batches
 from rlhfkit.data.types import Experience, IterationSummary
 from rlhfkit.distributed import all_reduce
 from rlhfkit.mesh import mesh_of
@@ -88,7 +87,7 @@ def plan_iteration(
     lengths, prompts, groups = summary.lengths.tolist(), summary.prompt_lengths.tolist(), summary.group.tolist()
     members = _members(groups)
     if whole_groups:  # a group is planned as one sequence, as long as the tokens that it takes to compute it
-        forward = PackedForward(lengths, prompts, groups) if packed else PaddedForward(lengths)
+        forward = PackedCost(lengths, prompts, groups) if packed else PaddedCost(lengths)
         lengths, prompts = [forward.tokens(rows) for rows in members], [0] * len(members)
         groups = list(range(len(members)))
     order = epoch_order(groups, shape.epochs, seed=seed, iteration=iteration)
@@ -102,12 +101,12 @@ def plan_iteration(
             ranks_per_forward=ranks_per_forward,
             order=order,
             groups=groups,
-            split=partial(split_groups_by_tokens, lengths=lengths, prompts=prompts, groups=groups, ranks=at_once),
+            split=partial(PackedCost(lengths, prompts, groups).split, ranks=at_once),
             uneven_epochs=uneven,
         )
     else:
         micro_batches = plan_capped_micro_batches(
-            PackedForward(lengths, prompts, groups) if packed else PaddedForward(lengths),
+            PackedCost(lengths, prompts, groups) if packed else PaddedCost(lengths),
             len(lengths),
             max_tokens=max_tokens,
             num_updates=shape.updates,

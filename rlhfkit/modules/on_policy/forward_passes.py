@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.data.packing import split_groups_by_tokens
-from rlhfkit.data.token_cap import PackedForward, PaddedForward, capped_batches
+from rlhfkit.data.token_cap import PackedCost, PaddedCost, capped_batches
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import all_reduce, cpu_group, get_rank, get_world_size
 from rlhfkit.mesh import Mesh, forward_group_of
@@ -175,10 +174,9 @@ class ForwardPasses:
             column[wanted].tolist() for column in (experience.lengths, experience.prompt_lengths, experience.group)
         )
         number = min(math.ceil(sum(lengths) / limit), len(wanted))
-        bins = split_groups_by_tokens(
-            range(len(wanted)), number, lengths=lengths, prompts=prompts, groups=groups, ranks=1
-        )
-        forward = PackedForward(lengths, prompts, groups) if packed else PaddedForward(lengths)
+        together = PackedCost(lengths, prompts, groups)
+        bins = together.split(range(len(wanted)), number, ranks=1)
+        forward = together if packed else PaddedCost(lengths)
         if any(forward.tokens(each) > limit for each in bins):
             bins = capped_batches(forward, range(len(wanted)), limit)
         return [wanted[chosen] for chosen in bins], sum(forward.tokens(each) > limit for each in bins)
