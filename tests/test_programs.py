@@ -198,7 +198,7 @@ def test_script_and_configuration_are_the_same_run(
     if "validation_data" in program.train.__kwdefaults__:
         arguments["validation_data"] = arguments["data"]
     made = program.train(**arguments)
-    again = cli.run(["fit", "--config", f"rlhfkit://{method}", *options(method, arguments)])
+    again = cli.lightning_cli(["fit", "--config", f"rlhfkit://{method}", *options(method, arguments)])
 
     assert made.global_step == again.trainer.global_step == (3 if "max_steps" in sizes else 4)
     assert values(made) == pytest.approx(values(again.trainer), abs=0, rel=0, nan_ok=True)
