@@ -10,9 +10,6 @@ import torch
 from rlhfkit.costs.memory import (
     HOST,
     TRAINING,
-    backward_bytes,
-    head_bytes,
-    inference_bytes,
     layer_bytes,
     memory_parts,
     phase_bytes,
@@ -88,39 +85,6 @@ def test_eager_attention_grows_with_the_square_of_the_length() -> None:
 
     heads = model_shape(CONFIGS["llama"]).layer.heads
     assert extra(4096) == 4 * extra(2048) == 4096 * 4096 * heads * 6
-
-
-def test_the_fused_head_needs_a_fraction_of_the_dense_one() -> None:
-    shape = dataclasses.replace(model_shape(CONFIGS["llama"]), vocabulary=128256, adapters=1)
-    fused = head_bytes(run_of(shape, 16384), shape)
-    dense = dataclasses.replace(shape, fused_head=False)
-    assert fused < head_bytes(run_of(dense, 16384), dense) / 20
-
-
-def test_a_forward_pass_without_gradient_holds_less_than_a_layer_saves() -> None:
-    run = run_of("llama", 100)
-    assert inference_bytes(run.policy, 100, itemsize=2) < layer_bytes(run, run.policy)
-
-
-def test_tiles_of_feed_forward_blocks_leave_only_attention_and_norms() -> None:
-    plain, tiled = (run_of("llama", 100_000, tiled_mlp=tile) for tile in (False, 100))
-    layer = plain.policy.layer
-    assert layer_bytes(plain, plain.policy) - layer_bytes(tiled, plain.policy) == 100_000 * 4 * 2 * layer.intermediate
-    attention = layer.query + layer.key + layer.value + layer.attention_output
-    in_tiles = backward_bytes(tiled, plain.policy)
-    assert in_tiles == 2 * 100_000 * (attention + 2 * layer.hidden)
-    assert backward_bytes(plain, plain.policy) > in_tiles
-
-
-def test_activations_are_divided_by_the_sequence_ranks_and_states_as_before() -> None:
-    def parts(sequence: int) -> dict[str, float]:
-        sharding = Sharding(ranks=64, stage=3, sequence=sequence)
-        found = memory_parts(grpo_70b(engine=None, sharding=sharding, micro_batch_tokens=131072.0))
-        return {part.part: part.bytes for part in found if part.place == TRAINING}
-
-    alone, together = parts(1), parts(8)
-    assert together["activations"] == alone["activations"] / 8
-    assert [together[name] for name in ("optimizer", "weights")] == [alone[name] for name in ("optimizer", "weights")]
 
 
 def test_answers_after_a_long_prompt_may_all_lie_in_one_part() -> None:

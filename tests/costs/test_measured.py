@@ -3,7 +3,6 @@
 The long version, larger and with more cases, is ``benchmarks/estimate.py``. Covers benchmarks/estimate.py.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,3 @@ def test_each_of_two_ranks_needs_what_is_estimated(name: str, reports: list[list
     found = {part: max(report[index][part] for report in reports) for part in parts}
     errors = script.errors(script.estimated(case), found)
     assert max(map(abs, errors.values())) <= TOLERANCE, errors
-
-
-def test_the_cases_of_the_benchmark_cover_modules_stages_and_ranks() -> None:
-    cases = [dataclasses.asdict(case) for case in script.CASES]
-    assert {case["module"] for case in cases} == {"sft", "grpo", "ppo"}
-    assert {case["stage"] for case in cases} == {None, 0, 1, 2, 3}
-    assert {case["ranks"] for case in cases} == {1, 2}
