@@ -13,6 +13,8 @@ from rlhfkit.models.lora import add_lora
 
 from .shapes import CONFIGS, SIZES, build, llama_70b
 
+TWO = ("q_proj", "v_proj")
+
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_of_the_real_model(name: str) -> None:
@@ -55,15 +57,20 @@ def test_latent_attention_caches_the_latent_vector() -> None:
     assert shape.cache_heads == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-@pytest.mark.parametrize("lora", [LoRA(rank=4), LoRA(rank=4, targets=("q_proj", "v_proj"))], ids=["all", "two"])
-def test_adapters_are_counted_as_peft_makes_them(name: str, lora: LoRA) -> None:
-    model = build(CONFIGS[name])
+@pytest.mark.parametrize(
+    ("config", "lora"),
+    [
+        *((CONFIGS[name], LoRA(rank=4, targets=to)) for name in ("llama", "mixtral") for to in ("all-linear", TWO)),
+        (CONFIGS["llama"], LoRA(rank=4, dora=True)),
+        (GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=4), LoRA(rank=4, targets=("attn.c_attn",))),
+    ],
+)
+def test_adapters_are_counted_as_peft_makes_them(config: PreTrainedConfig, lora: LoRA) -> None:
+    model = build(config)
     add_lora(model, lora, base="base")
     real = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    shape = model_shape(CONFIGS[name], lora=lora)
-    assert shape.adapters == real
-    assert shape.trained == real
+    shape = model_shape(config, lora=lora)
+    assert shape.adapters == shape.trained == real
 
 
 def test_matrices_of_4_bits_are_those_that_bitsandbytes_makes(tmp_path: Path) -> None:
@@ -73,17 +80,6 @@ def test_matrices_of_4_bits_are_those_that_bitsandbytes_makes(tmp_path: Path) ->
     weights = [one for _, one in model.named_parameters() if hasattr(one, "quant_state")]
     shape = model_shape(CONFIGS["llama"], lora=LoRA(rank=4), quantization="nf4")
     assert shape.quantized == sum(math.prod(one.quant_state.shape) for one in weights) > 0
-
-
-@pytest.mark.parametrize(
-    "lora", [LoRA(rank=4, dora=True), LoRA(rank=4, targets=("attn.c_attn",))], ids=["DoRA", "part"]
-)
-def test_adapters_of_other_kinds_and_layers_are_counted_as_peft_makes_them(lora: LoRA) -> None:
-    config = CONFIGS["llama"] if lora.dora else GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=4)
-    model = build(config)
-    add_lora(model, lora, base="base")
-    real = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert model_shape(config, lora=lora).adapters == real
 
 
 def test_layers_with_a_window_are_counted() -> None:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_device.loss_cases import FUNCTIONS, called, examples, other_shapes
-from simulated_device.test_losses import NAMES
+from simulated_device.loss_cases import FUNCTIONS, NAMES, called, examples, other_shapes
 from torch import Tensor
 from torch.utils._pytree import tree_map
 

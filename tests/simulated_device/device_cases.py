@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import torch
 from strategies.toys import save_tiny_llama
 from torch import Tensor, nn
 
-from rlhfkit.losses.metrics import mean_metric
 from rlhfkit.models import ModelLoading, load_causal_lm
 from rlhfkit.strategies.checkpoint import universal
 from simulated_device import record_host_waits, register
@@ -25,7 +23,6 @@ def device_behaviour(folder: Path) -> dict[str, Any]:
     return {
         "waits": waits(),
         "errors": errors(),
-        "training": training(),
         "offloaded": offloaded(folder),
         "resumed": resumed(),
         "resumed at stage 3": resumed_at_stage_3(),
@@ -90,31 +87,6 @@ def fused_step(parameter: Tensor, step: Tensor) -> None:
     moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
     optimizer.state[parameter] = {"step": step} | moments
     optimizer.step()
-
-
-def training() -> dict[str, Any]:
-    """Three steps of a small network on the CPU and on the device, which must be equal."""
-    device = register()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        inputs = torch.randn(5, 4)
-    results = []
-    for place in (torch.device("cpu"), device):
-        trained = copy.deepcopy(network).to(place)
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
-        for _ in range(3):
-            trained(inputs.to(place)).square().mean().backward()
-            nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        metric = mean_metric(trained(inputs.to(place))[:, 0], torch.ones(5, device=place))
-        saved = io.BytesIO()
-        torch.save(trained.state_dict(), saved)
-        saved.seek(0)
-        weights = torch.load(saved)
-        results.append([*(weights[name].tolist() for name in sorted(weights)), float(metric)])
-    return {"equal": results[0] == results[1], "device of the copy": str(copy.deepcopy(trained)[0].weight.device)}
 
 
 def offloaded(folder: Path) -> dict[str, Any]:

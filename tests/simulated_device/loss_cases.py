@@ -32,6 +32,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     if inspect.isfunction(function := getattr(losses, name)) and name not in COMPOSITE
 } | {name: getattr(import_module(f"rlhfkit.losses.{file}"), name) for file, names in OF_FILES.items() for name in names}
 """All functions that are given tensors, by name."""
+NAMES = sorted({*FUNCTIONS} - {"turn_advantages"})  # which is of an iteration, on the CPU
 LEAVES = ("logprobs", "chosen", "rejected", "values", "logits", "student", "hidden", "weight", "entropy", "token_loss")
 """Arguments that collect a gradient."""
 

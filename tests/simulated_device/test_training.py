@@ -1,4 +1,4 @@
-"""Every module trains on the simulated device as it does on the CPU: no tensors of two devices meet."""
+"""Losses and modules give on the simulated device what they give on the CPU: no tensors of two devices meet."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,11 @@ import pytest
 from step_cases import KINDS
 from strategies import ranks
 
+from simulated_device.loss_cases import NAMES
+
 pytestmark = pytest.mark.distributed
+
+ON_HOST = {"best_and_worst", "density_ratio_weights"}  # of an iteration or a data set, before its first update
 
 SETTINGS = [f"{kind} {setting}" for kind, (_, _, settings) in KINDS.items() for setting in range(len(settings))]
 
@@ -39,3 +43,15 @@ def test_iterations_with_further_settings_are_those_of_the_cpu(tmp_path: Path) -
 
 def test_the_library_takes_no_slower_way_on_the_device(found: dict[str, Any]) -> None:
     assert not [message for message in found["warnings"] if "slow" in message]
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return ranks.run("simulated_device.loss_cases:every_function", 1, tmp_path_factory.mktemp("losses"), names=NAMES)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_function_of_the_losses_stays_on_the_device_and_does_not_wait(functions: dict[str, Any], name: str) -> None:
+    assert functions[name]["problem"] is None
+    assert functions[name]["tensors"]
+    assert functions[name]["waits"] == {} or name in ON_HOST

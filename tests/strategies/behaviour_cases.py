@@ -31,7 +31,6 @@ def everything(folder: Path, model: str, stages: list[int]) -> dict[str, Any]:
             str(stage): {
                 "expected": validated,
                 "found": evaluation(model, f"rlhf_zero{stage}", RANK, RANKS),
-                "predictions": predictions(model, f"rlhf_zero{stage}"),
             }
             for stage in EVALUATED
         },
@@ -96,19 +95,6 @@ def evaluation(model: str, strategy: str, rank: int, ranks: int) -> list[float]:
         toys.trainer(strategy, ranks).fit(module, shares)
         losses.append(validate())
     return losses
-
-
-def predictions(model: str, strategy: str) -> int:
-    """How many batches are predicted."""
-    shares = toys.ShareLoader(toys.global_batches(3), RANK, RANKS)
-    return len(toys.trainer(strategy, RANKS).predict(Predicting(model), shares) or [])
-
-
-class Predicting(toys.Toy):
-    """Greedy next tokens."""
-
-    def predict_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        return self.policy(input_ids=batch).logits[:, -1].argmax(-1)
 
 
 class Dropping(toys.Toy):

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import rlhfkit.strategies  # noqa: F401  (registers the names)
+from rlhfkit.checkpoints import CheckpointError
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, Spy, difference, weight_difference
 
@@ -79,8 +80,8 @@ def validate(strategy: str, model: str, path: Path) -> float:
 
 
 def damaged(model: str, place: Path) -> dict[str, Any]:
-    """A resume from a checkpoint of stage 2 in which a byte is flipped: how many batches are trained, and warnings."""
-    file = place / "end.ckpt" / "policy" / "checkpoint" / "mp_rank_00_model_states.pt"
+    """Resumes from a checkpoint of stage 2 with a flipped byte in what rank 1 has saved, and from a missing one."""
+    file = place / "end.ckpt" / "policy" / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     if RANK == 0:
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
@@ -88,7 +89,13 @@ def damaged(model: str, place: Path) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed, _ = run("rlhf_zero2", model, 2, [], place / "end.ckpt", batches=4)
-    return {"losses": len(resumed.losses), "warnings": [str(w.message) for w in caught if "damaged" in str(w.message)]}
+    found: dict[str, Any] = {"losses": len(resumed.losses)}
+    found["warnings"] = [str(one.message) for one in caught if "damaged" in str(one.message)]
+    try:
+        run("rlhf_zero2", model, 2, [], place / "typo.ckpt")
+    except CheckpointError as error:
+        found["missing"] = str(error)
+    return found
 
 
 def on_one_rank(folder: Path, model: str, place: str) -> float:

@@ -60,7 +60,7 @@ class Spy(L.Callback):
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.weights: dict[str, torch.Tensor] = {}
-        self.divided = 0
+        self.divided: dict[str, int] = {}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
@@ -70,7 +70,10 @@ class Spy(L.Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         children = ["policy", "critic"] if hasattr(module, "critic") else ["policy"]
         self.weights = full_weights(module, trainer.strategy, children)
-        self.divided = sum(tensor_part(parameter) is not None for parameter in module.parameters())
+        models = {name: list(child.parameters()) for name, child in module.named_children()}
+        self.divided = {
+            name: sum(tensor_part(parameter) is not None for parameter in own) for name, own in models.items() if own
+        }
         if any("lora_" in name for name, _ in module.named_parameters()):  # engines get W + scale B A
             sent = {name: weight.detach().clone() for name, weight in ModuleWeights(module.policy)}
             self.weights |= {f"merged {name}": weight for name, weight in sent.items() if RANK == 0}

@@ -43,7 +43,6 @@ def test_validation_before_between_and_after_fits_of_one_module(report: dict[str
     values = report["evaluation"][str(stage)]
     assert values["expected"][0] - values["expected"][-1] > 0.1, "it must have learnt, else equality shows nothing"
     assert values["found"] == pytest.approx(values["expected"], abs=1e-6)
-    assert values["predictions"] == 3
 
 
 @pytest.mark.parametrize(("stage", "kind"), DISCARDED)

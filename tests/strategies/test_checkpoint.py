@@ -32,7 +32,8 @@ def report(place: Path, model_folder: str) -> dict[str, Any]:
     for case, values in results[1].items():
         if "loss" in values:
             results[0][case]["loss"] = max(values["loss"], results[0][case]["loss"])
-    assert results[1]["damage"]["losses"] == results[0]["damage"]["losses"], "all ranks go on from the same place"
+    for name in ("losses", "missing"):
+        assert results[1]["damage"][name] == results[0]["damage"][name], "all ranks learn what one has found"
     return results[0]
 
 
@@ -73,9 +74,11 @@ def test_weights_load_on_another_number_of_ranks(
 def test_damage_is_named_and_the_previous_checkpoint_is_used(report: dict[str, Any]) -> None:
     assert report["damage"]["losses"] == 6, "resumed from the window (2 of 8 batches done), not from the end (4)"
     (warning,) = report["damage"]["warnings"]
-    assert "mp_rank_00_model_states.pt is damaged (Bad CRC-32" in warning
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged (Bad CRC-32" in warning
+    assert "(Found by rank 1.)" in warning
     assert "window.ckpt" in warning, "the newest of the others"
     assert "1 optimizer steps are lost: it is of step 1, not of step 2." in warning
+    assert "typo.ckpt does not exist" in report["damage"]["missing"]
 
 
 def test_the_last_complete_checkpoint_is_never_deleted(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import torch
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.files import DamagedCheckpointError, remove_abandoned
 from rlhfkit.strategies.checkpoint import directory, verification
-from strategies import ranks
 
 WEIGHTS = "mp_rank_00_model_states.pt"
 
@@ -243,18 +242,3 @@ def test_files_that_deepspeed_pickled_without_checksums_are_compared_by_size(tmp
     (tmp_path / "a.ckpt" / "rank_00000.pt").write_bytes(b"\x80")
     with pytest.raises(DamagedCheckpointError, match="has 1 bytes"):
         verification.verify(tmp_path / "a.ckpt")
-
-
-@pytest.mark.distributed
-def test_all_ranks_learn_what_one_has_found(tmp_path: Path) -> None:
-    for number, name in enumerate(["older", "damaged"]):
-        write_of_two_ranks(tmp_path / f"{name}.ckpt", saved_at=float(number))
-    file = tmp_path / "damaged.ckpt" / "rank_00001.pt"
-    file.write_bytes(bytes(file.stat().st_size))
-    results = ranks.run("strategies.verification_cases:find", 2, tmp_path / "logs", place=str(tmp_path))
-    assert results[0] == results[1]
-    assert results[0]["found"] == "older.ckpt"
-    assert "rank_00001.pt is no file of torch.save" in results[0]["reason"]
-    assert results[0]["reason"].endswith("(Found by rank 1.)")
-    assert "missing.ckpt does not exist" in results[0]["missing"]
-    assert "No space left" in results[0]["failed"]

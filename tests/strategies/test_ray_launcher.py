@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rlhfkit.rank_store import RankError
 from rlhfkit.ray_placement import PlacementError
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
-from rlhfkit.strategies.ray.launcher import RayEnvironment, RayLauncher, placement_strategy
+from rlhfkit.strategies.ray.launcher import RayEnvironment, RayLauncher
 from rlhfkit.strategies.ray.ranks import rank_environments
 from strategies import ranks, ray_cases
 
@@ -148,12 +148,6 @@ def test_a_rank_computes_on_the_gpu_with_its_local_number(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert RayEnvironment(4).device("cuda") == torch.device("cuda", 2)
     assert RayEnvironment(4).device("cpu") == torch.device("cpu")
-
-
-def test_bundles_lie_on_as_many_machines_as_asked() -> None:
-    assert placement_strategy(8, 1) == "STRICT_PACK"
-    assert placement_strategy(4, 4) == "STRICT_SPREAD"
-    assert placement_strategy(8, 2) == "PACK"
 
 
 def test_the_driver_saves_no_checkpoint_without_engines(tmp_path: Path) -> None:

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfkit.strategies.checkpoint.directory import read_manifest
-from rlhfkit.strategies.checkpoint.universal import converted
 from strategies import ranks
-from strategies.async_cases import same
 
 pytestmark = pytest.mark.distributed
 
@@ -104,23 +101,6 @@ def test_after_an_epoch_the_next_one_is_dealt_to_the_new_ranks(reports: Reports,
     # Eight micro-batches of four rows an epoch: all for one rank, four for each of two.
     assert (len(same["losses"]), len(other["losses"])) == ((4, 8) if saved == 2 else (8, 4))
     assert (other["steps"], other["epoch"]) == (same["steps"], same["epoch"]) == (4, 2)
-
-
-def test_three_ranks_convert_as_one_process_does(reports: Reports, root: Path, tmp_path: Path) -> None:
-    paths = [root / "place" / name / "middle.ckpt" for name in ("2-1", "2-2", "2-3", "2-tied-3", "1-2")]
-    ranks.run("strategies.universal_cases:convert", 3, tmp_path, paths=[str(path) for path in paths])
-    for number, path in enumerate(paths):
-        manifest = read_manifest(path)
-        with converted(path, sorted(manifest["engines"]), manifest, timeout=60) as copy:
-            files = {str(file.relative_to(copy)) for file in copy.rglob("*") if file.is_file()}
-            together = tmp_path / str(number)
-            assert files == {str(file.relative_to(together)) for file in together.rglob("*") if file.is_file()}
-            assert not [name for name in files if "/tmp/" in name], "fragments"
-            tensors = [name for name in files if "/zero/" in name and name.endswith(".pt")]
-            assert len(tensors) > 60
-            for name in tensors:
-                one, three = (torch.load(place / name, weights_only=False) for place in (copy, together))
-                assert same(one, three), (path, name)
 
 
 def test_an_error_of_rank_0_is_everybodys_and_nobody_waits_for_ever(tmp_path: Path) -> None:

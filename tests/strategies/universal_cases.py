@@ -1,7 +1,6 @@
 """What one rank runs for the tests of resuming with another number of ranks."""
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,6 @@ from torch import Tensor
 import rlhfkit.strategies  # noqa: F401  (registers the names)
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.modules.optimizers import Muon
-from rlhfkit.strategies.checkpoint import universal
-from rlhfkit.strategies.checkpoint.directory import read_manifest
 from rlhfkit.strategies.checkpoint.slow_steps import on_rank_zero
 from strategies import toys
 from strategies.parity_cases import RANK, RANKS, Spy
@@ -143,19 +140,6 @@ def slow(folder: Path) -> list[str]:
         except CheckpointError as error:
             answers.append(str(error))
     return answers
-
-
-def convert(folder: Path, paths: list[str]) -> list[int]:
-    """Convert checkpoints together and keep the copies; returns the numbers of files that the copies have."""
-    torch.distributed.init_process_group("gloo", rank=RANK, world_size=RANKS)
-    counts = []
-    for number, path in enumerate(map(Path, paths)):
-        manifest = read_manifest(path)
-        with universal.converted(path, sorted(manifest["engines"]), manifest, timeout=60) as copy:
-            if RANK == 0:
-                shutil.copytree(copy, folder / str(number))
-            counts.append(len([file for file in copy.rglob("*") if file.is_file()]))
-    return counts
 
 
 def attempt(stage: int, path: Path, kept: Path, **options: Any) -> dict[str, Any]:

@@ -111,12 +111,6 @@ def reference_mask(window: int | None) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-def test_a_token_sees_its_sequence_with_its_prefixes_and_no_later_token(window: int | None) -> None:
-    tokens = Visibility.of_row(SHARED)
-    assert tokens.mask(tokens, window).equal(reference_mask(window))
-
-
 @pytest.mark.parametrize("parts", [1, 4])
 def test_tiles_have_every_visible_pair_once_and_leave_out_keys_that_nobody_sees(parts: int) -> None:
     mask, blocks = reference_mask(None), zigzag_blocks(SHARED, parts)
@@ -151,11 +145,6 @@ def test_every_token_is_dealt_once_ascending_and_all_ranks_get_equally_many(row:
     assert all(block.equal(block.sort().values) for block in blocks)
     sizes = [len(block) for block in blocks]
     assert max(sizes) - min(sizes) <= 2
-
-
-def test_one_sequence_is_dealt_in_zigzag() -> None:
-    blocks = zigzag_blocks(PackedLayout.from_lengths([16], CPU), 4)
-    assert [block.tolist() for block in blocks] == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
