@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.layout import AttentionOptions, PackedLayout
 from rlhfkit.models.attention.packed import packed_attention
 from rlhfkit.models.attention.varlen import KERNELS, Case, attend, choose_kernel
 
@@ -73,7 +73,7 @@ def measure(size: Size, case: str, device: torch.device, dtype: torch.dtype, rep
 
     def padded() -> Tensor:
         query, key, value = _leaves(full)
-        return attend(query, key, value, None, None, 0.0, window)
+        return attend(query, key, value, None, AttentionOptions(window=window))
 
     variants: dict[str, Callable[[], Tensor]] = {"padded": padded}
     for name in ["buckets", *KERNELS]:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,29 +57,26 @@ class CumulativeLengths:
     """Tokens."""
 
 
+class AttentionOptions(NamedTuple):
+    """How a layer weighs the keys that a query sees."""
+
+    scaling: float | None = None
+    """Factor of the scores; ``None``: 1/sqrt(D)."""
+    dropout: float = 0.0
+    """Probability with which a weight is dropped."""
+    window: int | None = None
+    """Keys that a query sees, its own included; ``None``: all up to its own."""
+
+
 WholeAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of one rank over a whole row: (N, heads, D) from queries (heads, N, D), keys and values."""
 
+SharedAttention = Callable[[Tensor, Tensor, Tensor, "PackedLayout", WholeAttention, AttentionOptions], Tensor]
+"""Attention over a packed row whose tokens lie on several ranks: (n, heads, D) from queries (heads, n, D).
 
-class SharedAttention(Protocol):
-    """Attention over a packed row whose tokens lie on several ranks: ``query`` (heads, n, D) to (n, heads, D).
-
-    ``key`` and ``value`` are those of the same n tokens, with key heads. ``layout`` is that of the whole row of N
-    tokens, ``whole`` attention over it by one rank. All ranks of a sequence group call it together.
-    """
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: "PackedLayout",
-        whole: WholeAttention,
-        *,
-        scaling: float | None,
-        dropout: float,
-        sliding_window: int | None,
-    ) -> Tensor: ...
+Keys and values are those of the same n tokens, with key heads. The layout is that of the whole row of N tokens, the
+``WholeAttention`` one rank's over it. All ranks of a sequence group call it together.
+"""
 
 
 @dataclass(frozen=True)
@@ -209,6 +206,12 @@ def read_rows(input_ids: Tensor, real: Tensor, wanted: Tensor) -> list[Tensor]:
     if ids is None or mask is None or chosen is None:
         return read_together(*row_lengths(input_ids, real), wanted)
     return [*row_lengths(ids, mask), chosen]
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A tensor of a batch on the CPU; waits for the device unless the host knows it."""
+    known = host_copy(tensor)
+    return tensor.cpu() if known is None else known
 
 
 def read_together(*tensors: Tensor) -> list[Tensor]:

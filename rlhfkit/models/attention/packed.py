@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.layout import AttentionOptions, PackedLayout
 from rlhfkit.models.attention.varlen import Case, attend, bucket_attention, choose_kernel, varlen_attention
 
 PACKED_ATTENTION = "rlhfkit_packed"
@@ -71,8 +71,9 @@ def packed_attention(
                 "attention='eager'"
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options = AttentionOptions(scaling, dropout, sliding_window)
     if packed_layout is None:
-        out = attend(query, key, value, attention_mask, scaling, dropout, sliding_window, causal)
+        out = attend(query, key, value, attention_mask, options, causal)
         return out.transpose(1, 2).contiguous(), None
     packed_layout.readers.add(id(module))
     query, key, value = query[0], key[0], value[0]
@@ -82,17 +83,13 @@ def packed_attention(
 
     def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         function = choose_kernel(Case.of(query, key, value, dropout), kernel)
-        options = (packed_layout, scaling, dropout, sliding_window)
         if function is None:
-            return bucket_attention(query, key, value, *options)
-        return varlen_attention(function, query, key, value, *options)
+            return bucket_attention(query, key, value, packed_layout, options)
+        return varlen_attention(function, query, key, value, packed_layout, options)
 
     if packed_layout.shared is None:
         return whole(query, key, value)[None], None
-    out = packed_layout.shared(
-        query, key, value, packed_layout, whole, scaling=scaling, dropout=dropout, sliding_window=sliding_window
-    )
-    return out[None], None
+    return packed_layout.shared(query, key, value, packed_layout, whole, options)[None], None
 
 
 def _mask_if_given(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

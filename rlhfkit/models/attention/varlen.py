@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from rlhfkit.models.attention.layout import CPU, CumulativeLengths, PackedLayout
+from rlhfkit.models.attention.layout import CPU, AttentionOptions, CumulativeLengths, PackedLayout
 
 log = logging.getLogger(__name__)
 
@@ -30,23 +30,8 @@ TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.01}
 bfloat16 gives 0.005, to float16 0.0007; a causal mask at the wrong corner or mixed-up heads give 0.9."""
 
 
-class VarlenFunction(Protocol):
-    """A kernel: causal attention of (N, heads, D) to (K, key heads, D) by the sequences of ``lengths``.
-
-    ``window`` includes the position itself, ``None``: no window. Returns (N, heads, D).
-    """
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lengths: CumulativeLengths,
-        *,
-        scale: float,
-        window: int | None,
-        dropout: float,
-    ) -> Tensor: ...
+VarlenFunction = Callable[[Tensor, Tensor, Tensor, CumulativeLengths, AttentionOptions], Tensor]
+"""A kernel: causal attention of queries (N, heads, D) to keys and values (K, key heads, D), as (N, heads, D)."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +56,12 @@ def _torch_varlen() -> VarlenFunction:
     if not {"window_size", "scale"} <= set(known):
         raise ImportError(f"varlen_attn of torch {torch.__version__} has no windows: it needs torch 2.11 or later")
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lengths: CumulativeLengths,
-        *,
-        scale: float,
-        window: int | None,
-        dropout: float,
-    ) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths, options: AttentionOptions) -> Tensor:
         # Kernels without the argument take fewer key heads unasked.
         grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and "enable_gqa" in known else {}
         places = (lengths.queries, lengths.keys, lengths.longest_query, lengths.longest_key)
-        found: Tensor = function(query, key, value, *places, scale=scale, window_size=_band(window), **grouped)
+        band = _band(options.window)
+        found: Tensor = function(query, key, value, *places, scale=options.scaling, window_size=band, **grouped)
         return found
 
     return run
@@ -100,17 +77,8 @@ def _flash_attention(name: str) -> VarlenFunction:
         raise ImportError(f"the installed {package} does not work: {error}") from None
     drops = "dropout_p" in inspect.signature(function).parameters
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lengths: CumulativeLengths,
-        *,
-        scale: float,
-        window: int | None,
-        dropout: float,
-    ) -> Tensor:
-        more: dict[str, Any] = {"dropout_p": dropout} if drops else {}
+    def run(query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths, options: AttentionOptions) -> Tensor:
+        more: dict[str, Any] = {"dropout_p": options.dropout} if drops else {}
         found: Any = function(
             query,
             key,
@@ -119,9 +87,9 @@ def _flash_attention(name: str) -> VarlenFunction:
             cu_seqlens_k=lengths.keys,
             max_seqlen_q=lengths.longest_query,
             max_seqlen_k=lengths.longest_key,
-            softmax_scale=scale,
+            softmax_scale=options.scaling,
             causal=True,
-            window_size=_band(window),
+            window_size=_band(options.window),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **more,
         )
@@ -235,9 +203,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     layout: PackedLayout,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Causal attention within each sequence of a packed row by a kernel: (N, heads, D) from (heads, N, D).
 
@@ -249,9 +215,9 @@ def varlen_attention(
     query, key, value = (_widened(x, width).transpose(0, 1) for x in (query, key, value))
     if lengths.gather is not None:
         key, value = key[lengths.gather], value[lengths.gather]
-    scale = size**-0.5 if scaling is None else scaling
-    out = function(query, key, value, lengths, scale=scale, window=window, dropout=dropout)
-    return out[..., :value_size]
+    if options.scaling is None:
+        options = options._replace(scaling=size**-0.5)
+    return function(query, key, value, lengths, options)[..., :value_size]
 
 
 def _widened(heads: Tensor, width: int) -> Tensor:
@@ -279,14 +245,14 @@ def trial(function: VarlenFunction, case: Case) -> str | None:
         ]
         weights = torch.randn((row, case.heads, case.value_size), generator=generator, device=CPU).to(case.device)
         for window in (None, 4):
-            results = []
+            results, options = [], AttentionOptions(window=window)
             for exact in (True, False):
                 dtype = torch.float32 if exact else case.dtype
                 query, key, value = (tensor.to(case.device, dtype).requires_grad_() for tensor in tensors)
                 if exact:
-                    out = bucket_attention(query, key, value, layout, None, 0.0, window)
+                    out = bucket_attention(query, key, value, layout, options)
                 else:
-                    out = varlen_attention(function, query, key, value, layout, None, 0.0, window)
+                    out = varlen_attention(function, query, key, value, layout, options)
                 gradients = torch.autograd.grad((out.float() * weights).sum(), (query, key, value))
                 results.append([out.detach(), *gradients])
             far = max(float((mine.float() - other).norm() / other.norm()) for other, mine in zip(*results, strict=True))
@@ -311,9 +277,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
+    options: AttentionOptions,
     causal: bool = True,
 ) -> Tensor:
     """Attention of (B, heads, queries, D) to (B, key heads, keys, D), causal when there is no mask.
@@ -321,7 +285,7 @@ def attend(
     Where PyTorch's fused kernels would refuse fewer key heads than query heads, keys and values are repeated: torch
     2.13 would compute a (queries, keys) matrix for every head.
     """
-    queries, keys = query.shape[2], key.shape[2]
+    queries, keys, window = query.shape[2], key.shape[2], options.window
     plain = mask is None and causal and queries == keys and (window is None or keys <= window)
     if mask is None and causal and not plain:
         mask = causal_mask(queries, keys, window, query.device)
@@ -330,7 +294,14 @@ def attend(
         key, value = (_repeated(heads, query.shape[1]) for heads in (key, value))
         grouped = False
     return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=plain, scale=scaling, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=options.dropout,
+        is_causal=plain,
+        scale=options.scaling,
+        enable_gqa=grouped,
     )
 
 
@@ -356,9 +327,7 @@ def bucket_attention(
     key: Tensor,
     value: Tensor,
     layout: PackedLayout,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Causal attention within each sequence of a packed row: (N, heads, D) from (heads, N, D).
 
@@ -368,6 +337,6 @@ def bucket_attention(
     pieces = []
     for bucket in layout.buckets:
         q, k, v = (x[:, bucket.gather].transpose(0, 1) for x in (query, key, value))  # (S, heads, L, D)
-        attended = attend(q, k, v, None, scaling, dropout, window).transpose(1, 2)
+        attended = attend(q, k, v, None, options).transpose(1, 2)
         pieces.append(attended.flatten(0, 1)[bucket.real])  # (tokens, heads, D)
     return torch.cat(pieces)[layout.order]

@@ -8,7 +8,6 @@ part of the weights but the same place in the sequence compute the same tokens.
 Shapes: N tokens of the joined row, M selected ones; n and m are those that this rank computes, M_i a member's own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhfkit.mesh import ForwardGroup, SequenceParallel
+from rlhfkit.mesh import ForwardGroup
 from rlhfkit.models.attention.layout import CPU, PackedLayout, SharedAttention, send_together
 from rlhfkit.models.parallel.ring import RingAttention, zigzag_blocks
 from rlhfkit.models.parallel.ulysses import UlyssesAttention
@@ -43,25 +42,22 @@ class OwnRow(NamedTuple):
     request: tuple[Any, ...]
 
 
-def dealt_tokens(layout: PackedLayout, parts: int, kind: SequenceParallel) -> list[Tensor]:
-    """Which tokens of a packed row each sequence rank computes: an index (n,) int64 on the CPU for each part.
+def deal_tokens(layout: PackedLayout, group: ForwardGroup) -> tuple[Tensor, SharedAttention | None]:
+    """Which tokens of a packed row this rank computes, and how attention sees those of other sequence ranks.
 
-    ``ulysses``: chunks of the row that differ by one token at most; a part may be empty. ``ring``: see
-    :func:`~rlhfkit.models.parallel.ring.zigzag_blocks`.
+    Returns:
+        Their index (n,) int64 on the CPU, and ``None`` if there is one part only. ``ulysses``: chunks of the row that
+        differ by one token at most; a part may be empty. ``ring``: see
+        :func:`~rlhfkit.models.parallel.ring.zigzag_blocks`.
     """
-    if kind == "ring":
-        return zigzag_blocks(layout, parts)
-    return list(torch.arange(sum(layout.counts), device=CPU).tensor_split(parts))
-
-
-def shared_attention(layout: PackedLayout, dealt: Sequence[Tensor], group: ForwardGroup) -> SharedAttention | None:
-    """How attention sees the tokens that other sequence ranks compute; ``None`` if there is one part only."""
+    rank, every = group.mesh.sequence_rank, torch.arange(sum(layout.counts), device=CPU)
     if group.sequence is None:
-        return None
-    rank = group.mesh.sequence_rank
+        return every, None
     if group.sequence_parallel == "ulysses":
-        return UlyssesAttention(tuple(len(part) for part in dealt), rank, group.sequence)
-    return RingAttention(tuple(dealt), rank, group.sequence)
+        chunks = every.tensor_split(group.mesh.sequence)
+        return chunks[rank], UlyssesAttention(tuple(map(len, chunks)), rank, group.sequence)
+    blocks = zigzag_blocks(layout, group.mesh.sequence)
+    return blocks[rank], RingAttention(tuple(blocks), rank, group.sequence)
 
 
 @dataclass(frozen=True)
@@ -131,9 +127,8 @@ def join_rows(group: ForwardGroup, own: OwnRow, device: torch.device) -> JoinedR
         device,
         [prefix for row in rows for prefix in row.prefixes],
     )
-    parts = dealt_tokens(layout, group.mesh.sequence, group.sequence_parallel)
-    layout = replace(layout, shared=shared_attention(layout, parts, group))
-    part = parts[group.mesh.sequence_rank]
+    part, shared = deal_tokens(layout, group)
+    layout = replace(layout, shared=shared)
 
     starts = [sum(len(row.tokens) for row in rows[:member]) for member in range(len(rows))]
     everywhere = torch.cat([row.positions + start for row, start in zip(rows, starts, strict=True)])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhfkit.models.attention.layout import CPU, PackedLayout, WholeAttention, send_together
+from rlhfkit.models.attention.layout import CPU, AttentionOptions, PackedLayout, WholeAttention, send_together
 
 TILE_SCORES = 2**24
 """Scores of all heads that are in memory at once, at most (64 MiB in float32); the backward pass has them twice."""
@@ -116,21 +116,18 @@ class RingAttention:
         key: Tensor,
         value: Tensor,
         layout: PackedLayout,
-        whole: WholeAttention | None = None,
-        *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
+        whole: WholeAttention | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """(n, heads, E) in the dtype of the queries; see :class:`~rlhfkit.models.attention.layout.SharedAttention`.
 
         Raises:
             ValueError: If attention probabilities are to be dropped.
         """
-        if dropout:
+        if options.dropout:
             raise ValueError(
-                f"ring attention has no dropout of attention probabilities ({dropout:g}): set attention_dropout=0 in "
-                "the model's config, or use sequence_parallel='ulysses'"
+                f"ring attention has no dropout of attention probabilities ({options.dropout:g}): set "
+                "attention_dropout=0 in the model's config, or use sequence_parallel='ulysses'"
             )
         size = self.tile or tile_size(query.shape[0])
         if size not in self._tiles:
@@ -139,10 +136,10 @@ class RingAttention:
             self._tiles[size] = [tiles_of(starts, own, block, size) for block in self.blocks]
             sent = send_together([numbers for block in self.blocks for numbers in row.of(block)], query.device)
             self._visibility[:] = (Visibility(*sent[i : i + 3]) for i in range(0, len(sent), 3))
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scale = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
         tensors = (query, key.to(query.dtype), value.to(query.dtype))
         # torch leaves apply without types
-        out: Tensor = cast(Any, _RingAttention).apply(*tensors, self, self._tiles[size], scale, sliding_window)
+        out: Tensor = cast(Any, _RingAttention).apply(*tensors, self, self._tiles[size], scale, options.window)
         return out.transpose(0, 1)
 
     def block(self, step: int) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhfkit.models.attention.layout import PackedLayout, WholeAttention
+from rlhfkit.models.attention.layout import AttentionOptions, PackedLayout, WholeAttention
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,15 @@ class UlyssesAttention:
         value: Tensor,
         layout: PackedLayout,
         whole: WholeAttention,
-        *,
-        scaling: float | None,
-        dropout: float,
-        sliding_window: int | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """(n, heads, D) from ``query`` (heads, n, D) and ``key`` and ``value`` with key heads; see SharedAttention.
 
-        Fewer key heads than ranks are repeated, as in grouped attention each rank needs those of its query heads.
-
-        Raises:
-            ValueError: If the ranks do not divide the query heads.
+        The ranks divide the query heads, which strategies check. Fewer key heads than ranks are repeated, as in grouped
+        attention each rank needs those of its query heads.
         """
         ranks, own = len(self.sizes), self.sizes[self.rank]
-        heads, key_heads = query.shape[0], key.shape[0]
-        check_heads(heads, ranks)
-        copies = math.lcm(key_heads, ranks) // key_heads
+        copies = math.lcm(len(key), ranks) // len(key)
         if copies > 1:
             key, value = (x.repeat_interleave(copies, 0) for x in (key, value))
         # For each rank its heads of all three, side by side: (P, n, numbers).
@@ -68,15 +61,6 @@ class UlyssesAttention:
         out = whole(query, key, value)  # (N, heads / P, D)
         back = _exchanged(out.flatten(1), receive, send, self.group)  # (P * n, numbers)
         return back.view(ranks, own, *out.shape[1:]).transpose(0, 1).flatten(1, 2)
-
-
-def check_heads(heads: int, ranks: int) -> None:
-    """Raise ValueError if the ranks of a sequence group do not divide the query heads."""
-    if heads % ranks:
-        raise ValueError(
-            f"sequence_parallel='ulysses' deals {heads} query heads to {ranks} ranks, which do not divide them: use a "
-            "sequence_parallel_size that does, or sequence_parallel='ring', which takes any number"
-        )
 
 
 class _Exchange(torch.autograd.Function):

@@ -26,7 +26,7 @@ from models.test_forward import experience
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
 from rlhfkit.models.attention import varlen
-from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.layout import AttentionOptions, PackedLayout
 from rlhfkit.models.attention.packed import PACKED_ATTENTIONS, packed_attention
 
 KERNELS = list(varlen.KERNELS)
@@ -145,7 +145,7 @@ def test_the_installed_varlen_attn_takes_what_it_is_given() -> None:
     query, key, value = (torch.empty((heads, 31, 24), dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     function = varlen.KERNELS["varlen"].load()
     for window in (None, 4):
-        out = varlen.varlen_attention(function, query, key, value, layout, None, 0.0, window)
+        out = varlen.varlen_attention(function, query, key, value, layout, AttentionOptions(window=window))
         assert out.shape == (31, 4, 24)
     from torch.nn.attention.varlen import varlen_attn
 
@@ -381,7 +381,7 @@ def test_fewer_key_heads_are_repeated_where_fused_kernels_would_refuse_them(monk
         q, k, v = (
             torch.empty((2, heads, 9, wide), dtype=dtype, device=device) for heads, wide in ((4, 8), (2, 8), (2, size))
         )
-        assert varlen.attend(q, k, v, None, None, 0.0, window).shape == (2, 4, 9, size)
+        assert varlen.attend(q, k, v, None, AttentionOptions(window=window)).shape == (2, 4, 9, size)
     assert given == [(2, True), (4, False), (4, False), (4, False), (2, True)]
     keys = torch.randn(2, 3, 5, 4)
     assert torch.equal(varlen._repeated(keys, 6), keys.repeat_interleave(2, 1))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.parallel import sequence_ranks
 from rlhfkit.mesh import ForwardGroup, Mesh
-from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.layout import AttentionOptions, PackedLayout
 from rlhfkit.models.attention.packed import packed_attention
 from rlhfkit.models.parallel.ring import RingAttention, zigzag_blocks
 
@@ -60,7 +60,7 @@ def in_ring(ring: RingAttention, layout: PackedLayout, inputs: list[Tensor], win
     """Output and gradients of this rank's tokens."""
     tokens = ring.blocks[ring.rank]
     leaves = [x[0][:, tokens].requires_grad_() for x in inputs[:3]]
-    out = ring(*leaves, layout, scaling=0.3, sliding_window=window)
+    out = ring(*leaves, layout, None, AttentionOptions(scaling=0.3, window=window))
     return [out.detach(), *torch.autograd.grad((out * inputs[3][0][tokens]).sum(), leaves)]
 
 

@@ -8,7 +8,7 @@ import torch
 from strategies import ranks
 
 from models.parallel import ring_ranks
-from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.layout import AttentionOptions, PackedLayout
 from rlhfkit.models.parallel.ring import TILE_SCORES, RingAttention, Visibility, tile_size, tiles_of, zigzag_blocks
 
 CPU = torch.device("cpu")
@@ -75,21 +75,22 @@ def test_one_rank_needs_no_others(window: int | None) -> None:
 def test_without_gradients_nothing_is_kept() -> None:
     layout = PackedLayout.from_lengths([9], CPU)
     query, key, value, _ = (x[0] for x in ring_ranks.tensors((2, 1), 9, torch.float64))
-    out = RingAttention((torch.arange(9),), 0, None)(query, key, value, layout)
+    out = RingAttention((torch.arange(9),), 0, None)(query, key, value, layout, None, AttentionOptions())
     assert out.grad_fn is None
 
 
 def test_dropout_is_refused() -> None:
     query = torch.ones(1, 9, 4)
     with pytest.raises(ValueError, match=r"no dropout of attention probabilities \(0\.1\)"):
-        RingAttention((torch.arange(9),), 0, None)(query, query, query, SHARED, dropout=0.1)
+        RingAttention((torch.arange(9),), 0, None)(query, query, query, SHARED, None, AttentionOptions(dropout=0.1))
 
 
 def test_large_scores_do_not_overflow() -> None:
     layout = PackedLayout.from_lengths([9], CPU)
     inputs = ring_ranks.tensors((2, 1), 9, torch.float32)
     inputs[0], inputs[1] = 100 * inputs[0], 100 * inputs[1]
-    out = RingAttention((torch.arange(9),), 0, None, tile=4)(*(x[0] for x in inputs[:3]), layout, scaling=0.3)
+    ring = RingAttention((torch.arange(9),), 0, None, tile=4)
+    out = ring(*(x[0] for x in inputs[:3]), layout, None, AttentionOptions(scaling=0.3))
     exact = ring_ranks.whole(layout, inputs, None, torch.float64)[0]
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
 
