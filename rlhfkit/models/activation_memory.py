@@ -16,17 +16,7 @@ from torch.utils.checkpoint import checkpoint
 _MLP_NAMES = ("MLP", "FeedForward", "FFN")
 
 
-def save_activation_memory(
-    model: nn.Module, gradient_checkpointing: bool, offload_activations: bool, tiled_mlp: bool | int
-) -> None:
-    """Apply the options of a module to a model that was just loaded."""
-    if tiled_mlp is not False:
-        use_tiled_mlp(model, None if tiled_mlp is True else tiled_mlp)
-    if gradient_checkpointing:
-        use_gradient_checkpointing(model, offload=offload_activations)
-
-
-def use_gradient_checkpointing(model: nn.Module, *, offload: bool = False) -> None:
+def use_gradient_checkpointing(model: nn.Module, *, offload: bool) -> None:
     """Recompute each layer of a Hugging Face model in the backward pass; only its input is kept.
 
     Args:
@@ -88,7 +78,7 @@ def _keep_until_done(tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
 
-def use_tiled_mlp(model: nn.Module, tokens: int | None = None) -> int:
+def use_tiled_mlp(model: nn.Module, tokens: int | None) -> None:
     """Compute the MLPs of a model in tiles of tokens, which are recomputed in the backward pass.
 
     The inner activations, of the MLP's intermediate size, then exist for one tile at a time. In a run without gradient
@@ -99,9 +89,6 @@ def use_tiled_mlp(model: nn.Module, tokens: int | None = None) -> int:
         model: A causal language model or classifier of Transformers.
         tokens: Tokens in a tile; ``None``: the model's hidden size (ALST's choice), with which the inner activations of
             a tile are as large as the MLP's weights.
-
-    Returns:
-        The number of MLPs that are tiled.
 
     Raises:
         ValueError: If the model has no MLP that computes each token by itself: mixtures of experts have routers.
@@ -117,7 +104,6 @@ def use_tiled_mlp(model: nn.Module, tokens: int | None = None) -> int:
         # An instance attribute, so that hooks of the module (ZeRO 3's, which gather weights) run once for all tiles.
         mlp.forward = partial(_tiled, mlp, mlp.forward, size)
         mlp._z3_leaf = True  # type: ignore[assignment]  # DeepSpeed then has no hooks in the layers inside
-    return len(found)
 
 
 def _tiled(mlp: nn.Module, forward: Callable[[Tensor], Tensor], size: int, hidden: Tensor) -> Tensor:

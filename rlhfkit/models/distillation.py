@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.distributed import is_sharded
 from rlhfkit.models.forward import (
+    OutputLogits,
     TokenizedBatch,
-    check_packing,
     next_token_inputs,
-    output_logits,
     run_with_head,
     unwrap,
 )
@@ -50,24 +49,23 @@ class Comparison(NamedTuple):
 @torch.no_grad()
 def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor) -> LogitRows:
     """Run a frozen model; the returned function gives the logits of some of the M tokens of ``mask`` (B, T-1)."""
-    bare = unwrap(model)
-    inputs, positions, *_ = next_token_inputs(bare, batch, mask)
-    known = output_logits(bare)
-    if known is None:
-        logits = model(**inputs, use_cache=False).logits.flatten(0, 1)[positions]
-        check_packing(model, inputs)
-        return lambda part: (logits[part], None)
-    layer = cast(Any, bare).get_output_embeddings()
-    kept: dict[str, Any] = {}
+    inputs, positions, *_ = next_token_inputs(unwrap(model), batch, mask)
+    kept: list[tuple[OutputLogits, Tensor, Tensor | None]] = []
 
-    def select(rows: Tensor) -> Tensor:
+    def select(rows: Tensor, layer: Any, known: OutputLogits) -> Tensor:
         # ZeRO 3 gathers the weight only while its layer runs, so it is copied.
-        kept["weight"] = layer.weight.clone() if is_sharded(layer.weight) else layer.weight
-        kept["bias"] = layer.bias
+        kept.append((known, layer.weight.clone() if is_sharded(layer.weight) else layer.weight, layer.bias))
         return rows
 
-    rows, _ = run_with_head(model, inputs, positions, known, select)
-    return lambda part: (known.apply(linear(rows[part], kept["weight"], kept["bias"])), None)
+    rows, _ = run_with_head(model, inputs, positions, select, _unchanged)
+    if not kept:
+        return lambda part: (rows[part], None)
+    ((known, weight, bias),) = kept
+    return lambda part: (known.apply(linear(rows[part], weight, bias)), None)
+
+
+def _unchanged(rows: Tensor) -> Tensor:
+    return rows
 
 
 @torch.no_grad()
@@ -115,7 +113,6 @@ def compare_logits(
         ValueError: If ``router_aux_loss`` is asked of a model without a router.
     """
     bare = unwrap(model)
-    known = output_logits(bare)
     inputs, positions, targets, _, joined = next_token_inputs(bare, batch, mask)
     denominators = [denominator] if joined is None else joined.group.gather(denominator)
     rows_of = _rows_of(teacher, joined)
@@ -143,18 +140,12 @@ def compare_logits(
 
     if router_aux_loss:
         inputs["output_router_logits"] = True
-    if known is None:
-        output = model(**inputs, use_cache=False)
-        check_packing(model, inputs)
-        found = compared(output.logits.flatten(0, 1)[positions], lambda rows: rows)
-        return _result(returned(found), output, bare, joined, router_aux_loss)
-    layer = cast(Any, bare).get_output_embeddings()
 
-    def head(rows: Tensor) -> Tensor:
-        return known.apply(linear(rows, layer.weight, layer.bias))
+    def of_hidden(rows: Tensor, layer: Any, known: OutputLogits) -> Tensor:
+        return compared(rows, lambda rows: known.apply(linear(rows, layer.weight, layer.bias)))
 
-    found, output = run_with_head(model, inputs, positions, known, lambda rows: compared(rows, head))
-    return _result(returned(found), output, bare, joined, router_aux_loss)
+    found, output = run_with_head(model, inputs, positions, of_hidden, lambda logits: compared(logits, _unchanged))
+    return Comparison(returned(found), router_loss(bare, output, joined) if router_aux_loss else None)
 
 
 def _rows_of(teacher: TeacherRows | tuple[Tensor, Tensor], joined: JoinedRow | None) -> TeacherRows:
@@ -163,12 +154,6 @@ def _rows_of(teacher: TeacherRows | tuple[Tensor, Tensor], joined: JoinedRow | N
         return teacher
     values, ids = teacher if joined is None else (joined.from_owners(known) for known in teacher)
     return lambda part: (values[part], ids[part])
-
-
-def _result(
-    values: Tensor, output: Any, bare: nn.Module, joined: JoinedRow | None, router_aux_loss: bool
-) -> Comparison:
-    return Comparison(values, router_loss(bare, output, joined)) if router_aux_loss else Comparison(values)
 
 
 # ---------------------------------------------------------------- judges that are language models

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlhfkit.data.batch import host_copy, on_both
+from rlhfkit.data.batch import on_both
 from rlhfkit.losses.fused_head.logprobs import (
     linear_logprobs,
     logits_logprobs,
@@ -20,7 +20,7 @@ from rlhfkit.losses.fused_head.logprobs import (
 from rlhfkit.losses.fused_head.tiles import matmul_dtype
 from rlhfkit.mesh import FORWARD, ForwardGroup, forward_group_of
 from rlhfkit.models.attention.families import is_known
-from rlhfkit.models.attention.layout import PackedLayout, read_rows, send_together
+from rlhfkit.models.attention.layout import PackedLayout, on_cpu, read_rows, send_together
 from rlhfkit.models.attention.packed import has_packed_attention, without_masks
 from rlhfkit.models.parallel.joined_rows import JoinedRow, OwnRow, join_rows
 from rlhfkit.models.parallel.vocabulary import GroupVocabulary
@@ -31,10 +31,6 @@ log = logging.getLogger(__name__)
 
 VALUE_HEAD = "value_head"
 """Attribute of a language model that holds the value head of a shared backbone; not part of the Hugging Face model."""
-NO_VALUE_HEAD = (
-    "a value head is not supported for {}, whose logits are not computed from the output layer alone: use a critic "
-    "with its own backbone"
-)
 
 
 class PolicyOutput(NamedTuple):
@@ -126,22 +122,14 @@ def refuse_attachments(batch: Any) -> None:
 
 
 class PaddedForward:
-    """Rows padded to the longest, as Transformers computes them.
-
-    Args:
-        masks: Whether attention needs a mask. Padding on the right is invisible to causal attention: ours needs none.
-    """
+    """Rows padded to the longest, as Transformers computes them."""
 
     packs = False
-
-    def __init__(self, *, masks: bool = True) -> None:
-        self.masks = masks
 
     def inputs(self, batch: TokenizedBatch, wanted: Tensor | None = None, request: tuple[Any, ...] = ()) -> ModelInputs:
         """The batch as it is."""
         real = batch.attention_mask.bool()
-        arguments = {"input_ids": batch.input_ids} | ({"attention_mask": real.long()} if self.masks else {})
-        arguments |= self.attached(batch, None)
+        arguments = {"input_ids": batch.input_ids, "attention_mask": real.long()} | self.attached(batch, None)
         index = (real if wanted is None else wanted.bool()).flatten().nonzero()[:, 0]
         return ModelInputs(arguments, index, index)
 
@@ -201,8 +189,7 @@ class JoinedForward:
         refuse_attachments(batch)
         input_ids, real = batch.input_ids, batch.attention_mask.bool()
         lengths, prefixes, chosen = read_rows(input_ids, real, real if wanted is None else wanted.bool())
-        known = host_copy(input_ids)
-        tokens = (input_ids.cpu() if known is None else known).flatten()
+        tokens = on_cpu(input_ids).flatten()
         layout = PackedLayout.from_lengths(lengths.tolist(), tokens.device, prefixes.tolist(), real.shape[1])
         index = chosen.flatten().nonzero()[:, 0]
         following = tokens[(index + 1).clamp(max=len(tokens) - 1)]
@@ -216,22 +203,14 @@ class JoinedForward:
 def choose_forward(model: nn.Module) -> ForwardPass:
     """Choose how a bare Hugging Face model computes batches, by its attention and forward group, and hold it on it.
 
-    Called when a model is loaded, and once more when it has got a forward group.
-
-    Raises:
-        ValueError: If it has a forward group and not our packed attention.
+    Called when a model is loaded, and once more when it has got a forward group, for which strategies have checked that
+    it has our packed attention.
     """
-    ours, group = has_packed_attention(model), forward_group_of(model)
-    if group is not None and not ours:
-        raise ValueError(
-            f"{type(model).__name__} cannot be computed by several ranks together: tokens on one rank must see those "
-            "on others, which only our packed attention provides. Load it with attention='auto'"
-        )
-    chosen: ForwardPass
+    group, chosen = forward_group_of(model), cast(ForwardPass, PaddedForward())
     if group is not None:
         chosen = JoinedForward(group, type(model).__name__)
-    else:
-        chosen = PackedForward() if ours else PaddedForward()
+    elif has_packed_attention(model):
+        chosen = PackedForward()
     setattr(model, FORWARD, chosen)
     return chosen
 
@@ -389,29 +368,36 @@ def run_with_head(
     model: nn.Module,
     inputs: Mapping[str, Any],
     positions: Tensor,
-    logits: OutputLogits,
-    head: Callable[[Tensor], Tensor],
+    head: Callable[[Tensor, Any, OutputLogits], Tensor],
+    dense: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Any]:
     """Run a model with ``head`` in place of its output layer, whose hooks still run, and without attention masks.
 
     Args:
-        model: Bare or wrapped; ``logits`` are those of :func:`output_logits`.
+        model: Bare or wrapped.
         inputs: Keyword arguments of the unwrapped model.
         positions: (M,) int64, index of each wanted token in the flattened ``input_ids``.
-        head: What is computed of the hidden states (M, H) of these tokens; finite numbers of any shape.
+        head: What is computed of the hidden states (M, H) of these tokens, the output layer, and how logits follow from
+            its result; finite numbers of any shape.
+        dense: The same of the logits (M, V), where :func:`output_logits` knows no more than these.
 
     Returns:
-        The head's result, and the model's output.
+        The result of ``head`` or ``dense``, and the model's output.
 
     Raises:
         RuntimeError: As :func:`check_packing`.
     """
     bare, dtype = unwrap(model), torch.float32
+    logits = output_logits(bare)
+    if logits is None:
+        output = model(**inputs, use_cache=False)
+        check_packing(model, inputs)
+        return dense(output.logits.flatten(0, 1)[positions]), output
     layer = cast(Any, bare).get_output_embeddings()
 
     def forward(hidden: Tensor) -> Tensor:
         nonlocal dtype
-        found = head(hidden.flatten(0, 1)[positions])
+        found = head(hidden.flatten(0, 1)[positions], layer, logits)
         dtype = found.dtype
         return logits.encode(found)
 
@@ -499,23 +485,17 @@ def _chosen(
     The numbers are log-probs, then, if asked for, entropy, values, and whether the token is the most probable.
     """
     bare, (temperature, entropy, values, correct) = unwrap(model), wanted
-    known = output_logits(bare)
-    if known is None:
-        if values:
-            raise ValueError(NO_VALUE_HEAD.format(type(bare).__name__))
-        output = model(**inputs, use_cache=False)
-        check_packing(model, inputs)
-        logits = output.logits.flatten(0, 1)[positions]
-        dense = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
-        columns = [column for column in dense if column is not None]
-        if correct:
-            columns.append((logits.detach().argmax(-1) == targets).to(dense[0].dtype))
-        return torch.stack(columns, -1), output
-    layer = cast(Any, bare).get_output_embeddings()
     group = forward_group_of(bare)
     division = None if group is None or group.tensor is None else GroupVocabulary(group.tensor)
 
-    def numbers(selected: Tensor) -> Tensor:
+    def of_logits(logits: Tensor) -> Tensor:
+        out = logits_logprobs(logits, targets, temperature=temperature, entropy=entropy)
+        columns = [column for column in out if column is not None]
+        if correct:
+            columns.append((logits.detach().argmax(-1) == targets).to(columns[0].dtype))
+        return torch.stack(columns, -1)
+
+    def of_hidden(selected: Tensor, layer: Any, known: OutputLogits) -> Tensor:
         out = linear_logprobs(
             selected,
             layer.weight,
@@ -534,4 +514,4 @@ def _chosen(
             columns.append((most_probable(selected, layer.weight, layer.bias) == targets).to(columns[0].dtype))
         return torch.stack(columns, -1)
 
-    return run_with_head(model, inputs, positions, known, numbers)
+    return run_with_head(model, inputs, positions, of_hidden, of_logits)

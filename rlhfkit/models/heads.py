@@ -16,10 +16,8 @@ from rlhfkit.distributed import full_parameters
 from rlhfkit.first_lines import without_load_report, without_weights_bar
 from rlhfkit.losses.aggregation import full_precision
 from rlhfkit.mesh import forward_group_of
-from rlhfkit.models.activation_memory import save_activation_memory
 from rlhfkit.models.attention.packed import without_masks
 from rlhfkit.models.forward import (
-    NO_VALUE_HEAD,
     VALUE_HEAD,
     TokenizedBatch,
     UnpaddedBatch,
@@ -32,13 +30,11 @@ from rlhfkit.models.forward import (
 )
 from rlhfkit.models.load import (
     ModelLoading,
-    choose_attention,
     disable_dropout,
     existing_name,
-    keep_4bit_layout,
     pretrained_arguments,
-    require_liger_kernels,
-    use_liger_kernels,
+    save_activation_memory,
+    switch_layers,
 )
 from rlhfkit.models.lora import LoRA, adapter_base, add_lora
 from rlhfkit.models.parallel.joined_rows import JoinedRow
@@ -211,22 +207,15 @@ def load_scalar_model(
     if head_std is not None and head_std < 0:
         raise ValueError(f"head_std must not be negative, got {head_std}")
     loading = loading or ModelLoading()
-    if loading.quantization is not None and lora is None:
-        raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
     name = existing_name(name)
     if adapter_base(name) is not None:
         raise ValueError(f"{name} holds an adapter; merge it into its model first (rlhfkit merge-adapter, or peft)")
-    arguments = pretrained_arguments(name, dtype, loading)
+    arguments = pretrained_arguments(name, dtype, loading, adapters=lora is not None)
     config = arguments["config"]
-    if loading.liger_kernels:
-        require_liger_kernels(config.model_type)
     is_new = _needs_head(config, name, stepwise, new_head)
     config.num_labels = 2 if stepwise else 1
     loaded = _from_pretrained(classifier_class(config, stepwise=stepwise), name, is_new, arguments)
-    choose_attention(loaded, loading.attention, trust_remote_code=loading.trust_remote_code)
-    keep_4bit_layout(loaded)
-    if loading.liger_kernels:
-        use_liger_kernels(loaded)
+    switch_layers(loaded, loading)
     model = ScalarModel(loaded)
     if is_new:
         _initialize(cast(nn.Linear, loaded.score), head_std)
@@ -234,7 +223,7 @@ def load_scalar_model(
         add_lora(loaded, lora, base=name)
         loaded.score.requires_grad_(True)
     disable_dropout(model)
-    save_activation_memory(loaded, loading.gradient_checkpointing, loading.offload_activations, loading.tiled_mlp)
+    save_activation_memory(loaded, loading)
     return model.train()
 
 
@@ -251,7 +240,10 @@ def add_value_head(model: nn.Module, *, std: float | None = None) -> None:
     if hasattr(bare, VALUE_HEAD):
         raise ValueError(f"this {type(bare).__name__} has a value head already")
     if output_logits(bare) is None:
-        raise ValueError(NO_VALUE_HEAD.format(type(bare).__name__))
+        raise ValueError(
+            f"a value head is not supported for {type(bare).__name__}, whose logits are not computed from the output "
+            "layer alone: use a critic with its own backbone"
+        )
     embedding = bare.get_input_embeddings().weight
     width = bare.config.get_text_config().hidden_size
     head = ScalarHead(width, 1, bias=False, device=embedding.device, dtype=embedding.dtype)

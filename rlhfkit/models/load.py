@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rlhfkit.first_lines import without_weights_bar
 from rlhfkit.hub import check_hub_model
-from rlhfkit.models.activation_memory import save_activation_memory
+from rlhfkit.models.activation_memory import use_gradient_checkpointing, use_tiled_mlp
 from rlhfkit.models.attention.families import attention_cap, sees_images, use_packed_attention
 from rlhfkit.models.attention.packed import PACKED_ATTENTION, PACKED_ATTENTIONS
 from rlhfkit.models.attention.varlen import FLASH_PACKAGES
@@ -167,10 +167,8 @@ def require_attention(attention: str | None) -> None:
     """Check that what an attention needs is installed, before Transformers says so in its own way.
 
     Raises:
-        ValueError: If the name is unknown.
         ImportError: If a GPU or the package of flash attention is missing.
     """
-    check_attention(attention)
     if attention not in ("varlen", *FLASH_PACKAGES):
         return
     missing = [] if torch.cuda.is_available() else ["there is no GPU"]
@@ -254,16 +252,19 @@ class ModelLoading:
         return ModelLoading(attention=self.attention, trust_remote_code=self.trust_remote_code)
 
 
-def pretrained_arguments(name: str, dtype: torch.dtype, loading: ModelLoading) -> dict[str, Any]:
+def pretrained_arguments(name: str, dtype: torch.dtype, loading: ModelLoading, *, adapters: bool) -> dict[str, Any]:
     """Arguments of any ``from_pretrained`` for a model of this name; their ``config`` may be changed.
 
     Raises:
-        ValueError: If the attention is unknown, or would leave out a soft cap of the model's.
-        ImportError: If flash attention or bitsandbytes is asked for and not installed.
+        ValueError: If the attention would leave out a soft cap of the model's, Liger has no kernels for it, or
+            ``quantization`` is given without ``adapters`` to train.
+        ImportError: If flash attention, Liger or bitsandbytes is asked for and not installed, or a GPU is missing.
     """
     from transformers import AutoConfig
 
     attention, quantization = loading.attention, loading.quantization
+    if quantization is not None and not adapters:
+        raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
     require_attention(attention)
     config = AutoConfig.from_pretrained(name, trust_remote_code=loading.trust_remote_code)
     cap = attention_cap(config)
@@ -280,6 +281,8 @@ def pretrained_arguments(name: str, dtype: torch.dtype, loading: ModelLoading) -
     }
     if quantization is not None:
         arguments["quantization_config"] = quantization_config(quantization, dtype)
+    if loading.liger_kernels:
+        require_liger_kernels(config.model_type)
     return arguments
 
 
@@ -301,6 +304,26 @@ def choose_attention(model: nn.Module, attention: str | None, *, trust_remote_co
         from rlhfkit.models.vision import choose_vision_forward
 
         choose_vision_forward(model, trust_remote_code=trust_remote_code)
+
+
+def switch_layers(model: nn.Module, loading: ModelLoading) -> None:
+    """Switch a model from :func:`pretrained_arguments` to its attention and kernels, before adapters are added.
+
+    Raises:
+        ValueError: If packed attention is asked for and would be wrong.
+    """
+    choose_attention(model, loading.attention, trust_remote_code=loading.trust_remote_code)
+    keep_4bit_layout(model)
+    if loading.liger_kernels:
+        use_liger_kernels(model)
+
+
+def save_activation_memory(model: nn.Module, loading: ModelLoading) -> None:
+    """Apply the options for long rows to a model, after adapters were added."""
+    if loading.tiled_mlp is not False:
+        use_tiled_mlp(model, None if loading.tiled_mlp is True else loading.tiled_mlp)
+    if loading.gradient_checkpointing:
+        use_gradient_checkpointing(model, offload=loading.offload_activations)
 
 
 def load_causal_lm(
@@ -334,28 +357,21 @@ def load_causal_lm(
     base = base_model_name(name)
     if lora is not None and base != name:
         raise ValueError(f"{name} holds an adapter already, which is trained on; leave lora out, or merge it first")
-    if loading.quantization is not None and lora is None and base == name:
-        raise ValueError("weights of 4 bits cannot be trained themselves: give lora=LoRA(...) with quantization")
-    arguments = pretrained_arguments(base, dtype, loading)
+    arguments = pretrained_arguments(base, dtype, loading, adapters=lora is not None or base != name)
     sees = sees_images(arguments["config"])
     if loading.train_vision and (not sees or lora is not None or base != name):
         why = "adapters are trained, LoRA(modality='both') is how" if sees else "it is of no family that sees images"
         raise ValueError(f"train_vision=True cannot be used with {name}: {why}")
-    if loading.liger_kernels:
-        require_liger_kernels(arguments["config"].model_type)
     with without_weights_bar():
         model: PreTrainedModel = language_model_class(arguments["config"]).from_pretrained(base, **arguments)
-    choose_attention(model, loading.attention, trust_remote_code=loading.trust_remote_code)
-    keep_4bit_layout(model)
-    if loading.liger_kernels:
-        use_liger_kernels(model)
+    switch_layers(model, loading)
     if base != name:
         load_adapter(model, name)
     elif lora is not None:
         add_lora(model, lora, base=name)
     elif sees and not loading.train_vision:
         freeze_vision(model)
-    save_activation_memory(model, loading.gradient_checkpointing, loading.offload_activations, loading.tiled_mlp)
+    save_activation_memory(model, loading)
     return model.train()
 
 

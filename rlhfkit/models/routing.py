@@ -64,11 +64,6 @@ def attach_routing(model: nn.Module) -> None:
     setattr(model, _ATTACHED, len(routers))
 
 
-def has_routing(model: nn.Module) -> bool:
-    """Whether :func:`attach_routing` was called for a bare model."""
-    return hasattr(model, _ATTACHED)
-
-
 def choices_per_token(model: nn.Module) -> int:
     """C, of a bare model with routing attached."""
     config: Any = model.config
@@ -87,7 +82,7 @@ def tell_routers(model: nn.Module, inputs: dict[str, Any], routing: Tensor | boo
         ValueError: If the model has no routing attached, is padded, or is computed by several ranks together.
     """
     layout = inputs.get("packed_layout")
-    if not has_routing(model) or layout is None or layout.shared is not None:
+    if not hasattr(model, _ATTACHED) or layout is None or layout.shared is not None:
         raise ValueError(
             f"routing of {type(model).__name__} needs attach_routing() and our packed attention on each rank alone: "
             "load the model with attention='auto', and leave sequence_parallel_size and tensor_parallel_size at 1"

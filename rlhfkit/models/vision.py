@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlhfkit.data.batch import host_copy, moved
+from rlhfkit.data.batch import moved
 from rlhfkit.data.images import Image
 from rlhfkit.distributed import all_reduce, get_world_size, is_sharded
 from rlhfkit.mesh import FORWARD
-from rlhfkit.models.attention.layout import PackedLayout
+from rlhfkit.models.attention.layout import PackedLayout, on_cpu
 from rlhfkit.models.attention.packed import has_packed_attention
 from rlhfkit.models.forward import PackedForward, PaddedForward, TokenizedBatch, UnpaddedBatch, forward_of, unwrap
 from rlhfkit.models.lora import vision_parameters
@@ -145,6 +145,10 @@ class VisionProcessor:
         seen: list[int] = tokenizer(self.read(image).text, add_special_tokens=False).input_ids
         return [*texts[:1], *seen, *texts[1:]], (image,)
 
+    def prompts(self, images: Sequence[tuple[Image, ...]]) -> "VisionPrompts":
+        """The prompts of a batch with these images, which the model continues from a cache."""
+        return VisionPrompts(self, images)
+
     def arguments(self, images: Sequence[Image], device: torch.device) -> dict[str, Any]:
         """The model's arguments for some images in the order of their tokens; empty for none."""
         if not images:
@@ -234,7 +238,7 @@ class _Places:
     """
 
     def __init__(self, batch: TokenizedBatch, processor: VisionProcessor) -> None:
-        ids, mask = _on_cpu(batch.input_ids), _on_cpu(batch.attention_mask)
+        ids, mask = on_cpu(batch.input_ids), on_cpu(batch.attention_mask)
         given = cast(Any, batch).attachments
         self.rows: list[list[Image]] = [list(row) for row in given]
         self.types = ((ids == processor.token_id) & mask.bool()).long()
@@ -261,18 +265,17 @@ class _Places:
             self.starts.append([places[first] for first in firsts])
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    known = host_copy(tensor)
-    return tensor.cpu() if known is None else known
-
-
 class _Seeing:
-    """What both forward passes of a model that sees share."""
+    """What all ways to compute a model that sees share.
 
-    processor: VisionProcessor
-    rope_index: Any
-    """``get_rope_index`` of the model; ``None``: positions are those of text."""
-    model: nn.Module
+    Args:
+        processor: The model's.
+        model: The bare model, in training.
+    """
+
+    def __init__(self, processor: VisionProcessor, model: nn.Module | None = None) -> None:
+        self.processor = processor
+        self.model: Any = model
 
     def check_ranks(self, batch: TokenizedBatch) -> None:
         """Raise ValueError on all ranks if only some have images in training, where they would wait for the others.
@@ -293,7 +296,7 @@ class _Seeing:
 
     def check_texts(self, batch: TokenizedBatch) -> None:
         """Raise ValueError if a batch without images has tokens of images, which the model would read as text."""
-        rows = (_on_cpu(batch.input_ids) == self.processor.token_id) & _on_cpu(batch.attention_mask).bool()
+        rows = (on_cpu(batch.input_ids) == self.processor.token_id) & on_cpu(batch.attention_mask).bool()
         if bool(rows.any()):
             raise ValueError(
                 f"sequence {int(rows.any(-1).nonzero()[0])} of a batch without images has tokens of images: what made "
@@ -313,11 +316,6 @@ class _Seeing:
 class PaddedVision(_Seeing, PaddedForward):
     """Padded rows with their images."""
 
-    def __init__(self, processor: VisionProcessor, model: nn.Module) -> None:
-        super().__init__()
-        self.processor = processor
-        self.model = model
-
     def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
         """The images of all rows."""
         self.check_ranks(batch)
@@ -331,12 +329,6 @@ class PaddedVision(_Seeing, PaddedForward):
 
 class PackedVision(_Seeing, PackedForward):
     """A packed row with the images of its sequences; an image of a shared prefix goes through the tower once."""
-
-    def __init__(self, processor: VisionProcessor, model: nn.Module, rope_index: Any) -> None:
-        super().__init__()
-        self.processor = processor
-        self.model = model
-        self.rope_index = rope_index
 
     def shared(self, batch: TokenizedBatch, prefixes: Tensor) -> Tensor:
         """Prefixes end before the first image that differs: its tokens are the same, what they mean is not."""
@@ -367,38 +359,23 @@ class PackedVision(_Seeing, PackedForward):
             if start >= prefix
         ]
         found = self.processor.arguments(images, device)
-        if self.rope_index is not None:
+        if self.processor.family.positions:
             grids = [self.processor.read(image).inputs["image_grid_thw"] for row in places.rows for image in row]
-            positions, _ = self.rope_index(
-                _on_cpu(batch.input_ids),
+            positions, _ = self.model.base_model.get_rope_index(
+                on_cpu(batch.input_ids),
                 mm_token_type_ids=places.types,
                 image_grid_thw=torch.cat(grids),
-                attention_mask=_on_cpu(batch.attention_mask).long(),
+                attention_mask=on_cpu(batch.attention_mask).long(),
             )
             found["position_ids"] = moved(positions, device).flatten(1)[:, layout.tokens][:, None]
         return found
 
 
-class VisionPrompts:
-    """How a model that sees reads prompts with images, before it continues them from a cache.
-
-    Args:
-        processor: The model's.
-    """
-
-    def __init__(self, processor: VisionProcessor) -> None:
-        self.processor = processor
-
-    def of(self, images: Sequence[tuple[Image, ...]]) -> "_PromptsRead":
-        """The prompts of a batch with these images."""
-        return _PromptsRead(self.processor, images)
-
-
-class _PromptsRead(_Seeing):
-    """Prompts of a batch; padding may be on either side."""
+class VisionPrompts(_Seeing):
+    """Prompts of a batch with their images; padding may be on either side."""
 
     def __init__(self, processor: VisionProcessor, images: Sequence[tuple[Image, ...]]) -> None:
-        self.processor = processor
+        super().__init__(processor)
         self.attachments = images
         self.shift: Tensor | None = None
         """(B, 1) int64, what positions behind images have beside the number of tokens; ``None``: nothing."""
@@ -446,11 +423,7 @@ def choose_vision_forward(model: nn.Module, *, trust_remote_code: bool = False) 
         return  # asked for by name, for texts alone: images are refused
     name = hugging_face.name_or_path
     processor = vision_processor(name, hugging_face.config, trust_remote_code=trust_remote_code)
-    if packs:
-        index = hugging_face.base_model.get_rope_index if family.positions else None
-        setattr(model, FORWARD, PackedVision(processor, model, index))
-    else:
-        setattr(model, FORWARD, PaddedVision(processor, model))
+    setattr(model, FORWARD, (PackedVision if packs else PaddedVision)(processor, model))
 
 
 def vision_processor(name: str, config: Any, *, trust_remote_code: bool = False) -> VisionProcessor:

@@ -10,7 +10,7 @@ from gpu.comparing import BOUNDS, Figures, Rows, build, config_of, distance, ran
 from rlhfkit.mesh import FORWARD
 from rlhfkit.models import policy_output
 from rlhfkit.models.attention.varlen import KERNELS, Case, choose_kernel
-from rlhfkit.models.forward import PaddedForward, choose_forward
+from rlhfkit.models.forward import ModelInputs, PaddedForward, choose_forward
 
 FAMILIES = ("llama", "mistral")
 AGAINST_SDPA = 1.5
@@ -22,11 +22,20 @@ def lengths(device: str) -> list[int]:
     return [300, 2, 17, 129, 64, 33, 5, 257, 16, 90] if device == "cuda" else [30, 2, 17, 9, 16, 33]
 
 
+class WithoutMasks(PaddedForward):
+    """Padding on the right is invisible to causal attention, so that ours needs no masks."""
+
+    def inputs(self, *arguments: Any) -> ModelInputs:
+        found = super().inputs(*arguments)
+        del found.arguments["attention_mask"]
+        return found
+
+
 def log_probs_and_gradient(model: nn.Module, rows: Rows, packed: bool | None) -> list[Tensor]:
     """Log-probs of all tokens, and the gradient of a weighted sum of them as one vector."""
     model.zero_grad()
     if packed is False:  # our attention over padded rows
-        setattr(model, FORWARD, PaddedForward(masks=False))
+        setattr(model, FORWARD, WithoutMasks())
     else:
         choose_forward(model)
     out = policy_output(model, rows, rows.mask).logprobs

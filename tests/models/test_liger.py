@@ -40,7 +40,6 @@ def test_policy_and_critic_are_loaded_with_what_the_module_says(
         raise ImportError("refused")
 
     monkeypatch.setattr("rlhfkit.models.load.require_liger_kernels", refuse)
-    monkeypatch.setattr("rlhfkit.models.heads.require_liger_kernels", refuse)
     module = PPOModule(str(tiny_model(tmp_path)), loading=ModelLoading(liger_kernels=True))
     for build in (module.build_policy, module.critic_part.build):
         with pytest.raises(ImportError, match="refused"):

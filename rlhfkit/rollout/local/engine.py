@@ -87,7 +87,7 @@ class LocalEngine(RolloutEngine):
         self.cached = True
         """Whether keys and values are cached, once there are weights: not in families whose cache is of no use."""
         self._finished_masks = False
-        self._vision: Any = None  # how it reads images; None: it reads text only
+        self._vision: Any = None  # the processor of a model that sees images
         self._lock = WeightLock()
 
     def configure_tokenizer(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -193,10 +193,10 @@ class LocalEngine(RolloutEngine):
                 f"LocalEngine recomputes the whole text for every token of {type(model).__name__}, which is slow: {why}"
             )
         if sees_images(self._config):
-            from rlhfkit.models.vision import VisionPrompts, vision_processor
+            from rlhfkit.models.vision import vision_processor
 
             trusted = self._trust_remote_code
-            self._vision = VisionPrompts(vision_processor(self._name, self._config, trust_remote_code=trusted))
+            self._vision = vision_processor(self._name, self._config, trust_remote_code=trusted)
         self._model = model.requires_grad_(False).eval()
         if any(parameter.is_meta for parameter in model.parameters()):
             for module in model.modules():
@@ -228,7 +228,7 @@ class LocalEngine(RolloutEngine):
 
     @property
     def image_processor(self) -> Any:
-        return None if self._vision is None else self._vision.processor
+        return self._vision
 
     @property
     def context(self) -> int:
@@ -297,7 +297,7 @@ class LocalEngine(RolloutEngine):
             self._check_unchanged()
             for row, sequence in enumerate(sequences):
                 ids = torch.tensor([list(sequence)], device=self.device)
-                seen = self._vision.of([images[row]]).arguments(model, ids, torch.ones_like(ids)) if images else {}
+                seen = self._vision.prompts([images[row]]).arguments(model, ids, torch.ones_like(ids)) if images else {}
                 logprobs = model(input_ids=ids, use_cache=False, **seen).logits[0, :-1].float().log_softmax(-1)
                 scores.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())
         return scores

@@ -21,7 +21,7 @@ from rlhfkit.data.types import FinishReason, Prompt, Sample
 from rlhfkit.rollout.engine import SamplingSpec, sample_seed
 
 if TYPE_CHECKING:
-    from rlhfkit.models.vision import VisionPrompts
+    from rlhfkit.models.vision import VisionProcessor
 
 Weights = Callable[[], AbstractContextManager[tuple[nn.Module, int]]]
 """A context in which the model and its version, which it gives, do not change."""
@@ -58,7 +58,7 @@ class Decoding:
         cached: Whether to cache keys and values; see :func:`~rlhfkit.models.attention.families.cache_problem`.
         finished_masks: Whether the family takes finished attention masks; see
             :func:`~rlhfkit.models.attention.families.takes_finished_masks`.
-        vision: How a model that sees reads prompts with images; ``None``: it reads text only.
+        vision: The processor of a model that sees images; ``None``: it reads text only.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Decoding:
         device: torch.device | None,
         cached: bool = True,
         finished_masks: bool = False,
-        vision: "VisionPrompts | None" = None,
+        vision: "VisionProcessor | None" = None,
     ) -> None:
         self._cached = cached
         self._vision = vision
-        self._never = None if vision is None else torch.tensor([vision.processor.token_id], device=device)
+        self._never = None if vision is None else torch.tensor([vision.token_id], device=device)
         self._finished_masks = finished_masks
         self._weights = weights
         self._prompts = [prompt for prompt, _ in rows]
@@ -164,7 +164,7 @@ class Decoding:
         distinct, places, images = self._distinct(step)
         lengths = torch.tensor([len(text) for text in distinct])
         self._padding = (lengths.max() - lengths)[places]
-        seen = None if self._vision is None else self._vision.of(images)
+        seen = None if self._vision is None else self._vision.prompts(images)
         logits, mask, self._cache = prefill(model, distinct, self._device, seen)
         places = places.to(self._device)
         self._shift = None if seen is None or seen.shift is None else seen.shift[places]
@@ -273,7 +273,7 @@ def prefill(
         model: A Hugging Face causal language model.
         texts: Token ids of B texts.
         device: Of the model.
-        images: Those of the texts, as ``VisionPrompts.of`` gives them; ``None``: texts only.
+        images: Those of the texts, as ``VisionProcessor.prompts`` gives them; ``None``: texts only.
 
     Returns:
         (B, V) logits of each text's next token, (B, T) int64 attention mask, and the filled cache.
