@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +12,16 @@ from rlhfkit.cli.jsonl import JSONLWriter, progress_bar, weights_stamp
 from rlhfkit.data.types import Sample
 from rlhfkit.datamodules.prompts.rows import PromptColumns, PromptRows
 from rlhfkit.datamodules.tokenization.chat import PromptFormatter
-from rlhfkit.datamodules.tokenization.sources import Source, describe, read_rows
-from rlhfkit.models.load import ModelLoading, base_model_name, load_causal_lm, load_tokenizer, precision_dtype
+from rlhfkit.datamodules.tokenization.sources import IMAGES, Source, describe, read_rows
+from rlhfkit.models.attention.families import sees_images
+from rlhfkit.models.load import (
+    ModelLoading,
+    base_model_name,
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+    precision_dtype,
+)
 from rlhfkit.rollout import LocalEngine, ModuleWeights, RolloutEngine, SamplingSpec
 from rlhfkit.validation import check_integer
 
@@ -48,8 +56,8 @@ def generate(
 
     A line has the columns of the row and ``completion`` (text), ``index`` (row of the prompt), ``sample_index``,
     ``finish_reason`` (``stop`` or ``length``), ``logprob`` (of the whole completion, under the distribution it was
-    sampled from) and the token ids of both. An interrupted run is continued when started again, and gives the same
-    file, since every sample has its own seed.
+    sampled from) and the token ids of both. Images are written as paths or ``data:`` URLs. An
+    interrupted run is continued when started again, and gives the same file, since every sample has its own seed.
 
     Example::
 
@@ -94,8 +102,10 @@ def generate(
     if overlong_prompts not in ("error", "drop"):
         raise ValueError(f"overlong_prompts must be 'error' or 'drop', got {overlong_prompts!r}")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    formatter = PromptFormatter(
+    formatter = _formatter(
+        model,
         tokenizer,
+        trust_remote_code,
         apply_chat_template=apply_chat_template,
         system=system,
         chat_template_kwargs=chat_template_kwargs,
@@ -139,7 +149,9 @@ def generate(
                     samples = engine.generate(prompts, sampling, iteration=0)
                     texts = tokenizer.batch_decode([one.token_ids for one in samples], skip_special_tokens=True)
                     writer.write(
-                        {name: row[name] for name in carried} | _sample_line(sample, text, token_ids)
+                        {name: row[name] for name in carried}
+                        | _image_columns(row, sample, carried)
+                        | _sample_line(sample, text, token_ids)
                         for sample, text in zip(samples, texts, strict=True)
                         for row in [rows.rows[sample.prompt.index]]
                     )
@@ -147,6 +159,25 @@ def generate(
         finally:
             engine.close()
     return Path(output)
+
+
+def _formatter(model: str, tokenizer: Any, trust_remote_code: bool, **style: Any) -> PromptFormatter:
+    """What writes the prompts, with images for a model that sees."""
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    if not sees_images(config):
+        return PromptFormatter(tokenizer, **style)
+    from rlhfkit.datamodules.tokenization.images import VisionFormatter
+    from rlhfkit.models.vision import vision_processor
+
+    processor = vision_processor(base_model_name(model), config, trust_remote_code=trust_remote_code)
+    return VisionFormatter(tokenizer, processor, **style)
+
+
+def _image_columns(row: Mapping[str, Any], sample: Sample, carried: Sequence[str]) -> dict[str, Any]:
+    """The columns of images as text: paths, or bytes in ``data:`` URLs."""
+    plain = [image.plain() for image in sample.prompt.attachments]
+    values = {"images": plain, "image": plain[0] if plain else None}
+    return {name: values[name] for name in IMAGES if name in carried and row[name]}
 
 
 def _carried_columns(rows: PromptRows, prompt: str, columns: Sequence[str] | None) -> list[str]:

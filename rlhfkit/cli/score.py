@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhfkit.cli.jsonl import JSONLWriter, progress_bar, weights_stamp
+from rlhfkit.data.images import Image
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.datamodules.prompts.datamodule import final_answer
-from rlhfkit.datamodules.tokenization.sources import Source, check_columns, describe, read_rows
+from rlhfkit.datamodules.tokenization.sources import IMAGES, Source, check_columns, describe, read_rows
 from rlhfkit.rewards.base import TIMEOUT, Reward, reward_name, score_samples
 
 log = logging.getLogger(__name__)
@@ -136,12 +137,15 @@ def _plain_arguments(reward: Reward) -> dict[str, Any]:
 def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str, answer: Any = None) -> Sample:
     """Return a line as a sample for rewards, with its ``prompt_ids`` and ``completion_ids`` if it has any.
 
-    ``index`` is used for a line without one. ``Prompt.text`` of chat messages has the contents, one per line.
+    A line of token ids has the images of its column ``images`` or ``image``, too. ``index`` is used for a
+    line without one. ``Prompt.text`` of chat messages has the contents, one per line.
     """
     content = line[prompt]
     text = content if isinstance(content, str) else "\n".join(str(message["content"]) for message in content)
     own = {prompt, completion, "prompt_ids", "completion_ids"}
     token_ids = list(line.get("completion_ids") or [])
+    found: Any = next((line[name] for name in IMAGES if line.get(name)), []) if line.get("prompt_ids") else []
+    images = found if isinstance(found, list | tuple) else [found]
     return Sample(
         prompt=Prompt(
             index=line.get("index", index),
@@ -149,6 +153,7 @@ def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str,
             text=text,
             answer=answer,
             metadata={name: value for name, value in line.items() if name not in own},
+            attachments=tuple(Image.of(each, f"image {number} of row {index}") for number, each in enumerate(images)),
         ),
         sample_index=line.get("sample_index", 0),
         token_ids=token_ids,

@@ -22,7 +22,7 @@ URL_BYTES = 2**26
 URL_TIMEOUT = 30.0
 """Seconds without an answer after which a URL is given up."""
 
-_MODES = ("1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "HSV", "LAB")
+_MODES = ("1", "L", "P", "RGB", "RGBA", "RGBX", "LA", "PA", "CMYK", "YCbCr", "HSV", "LAB")
 
 
 class Image:
@@ -73,10 +73,7 @@ class Image:
                 raise FileNotFoundError(f"{where}: there is no file {str(path)!r}")
             return cls(path, where)
         if callable(getattr(value, "save", None)) and hasattr(value, "mode"):  # Pillow's, which may not be imported
-            file = io.BytesIO()
-            _check_mode(value, where)
-            value.save(file, format="PNG" if value.mode in ("1", "L", "P", "RGB", "RGBA", "LA") else "TIFF")
-            return cls(file.getvalue(), where)
+            return cls(_of_pillow(value, where), where)
         raise ValueError(
             f"{where} must be a path, bytes of a file, a Pillow image or a data: URL, it is {type(value).__name__}: "
             f"{value!r:.80}"
@@ -140,14 +137,13 @@ class Image:
         return file.getvalue()
 
     def open(self) -> Any:
-        """The Pillow image in RGB, upright: turned as its camera's orientation (EXIF) says.
+        """The Pillow image in RGB, upright as its camera's orientation (EXIF) says; the first of an animated one.
 
         Raises:
             ValueError: With its place, if it cannot be read, is larger than :data:`MAX_PIXELS`, or has numbers in place
                 of colours.
         """
         import PIL.Image
-        import PIL.ImageOps
 
         try:
             with warnings.catch_warnings():
@@ -159,8 +155,7 @@ class Image:
                         f"{self.where} has {width} x {height} pixels, more than {MAX_PIXELS}: make it smaller"
                     )
                 _check_mode(opened, self.where)
-                turned = opened if _orientation(opened) == _UPRIGHT else PIL.ImageOps.exif_transpose(opened)
-                return turned.convert("RGB")
+                return _turned(opened).convert("RGB")
         except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
             raise ValueError(f"{self.where} ({self}) cannot be read as a picture: {error}") from error
 
@@ -188,12 +183,32 @@ def _orientation(picture: Any) -> int:
     return _UPRIGHT
 
 
+def _turned(picture: Any) -> Any:
+    """A picture as its camera's orientation says."""
+    import PIL.ImageOps
+
+    return picture if _orientation(picture) == _UPRIGHT else PIL.ImageOps.exif_transpose(picture)
+
+
 def _check_mode(image: Any, where: str) -> None:
     if image.mode not in _MODES:
         raise ValueError(
             f"{where} has mode {image.mode!r} ({image.width} x {image.height}), which has no colours: convert it to "
             "'RGB' or 'L' first"
         )
+
+
+def _of_pillow(picture: Any, where: str) -> bytes:
+    """A file of an image of Pillow, upright: the file would not have its camera's orientation."""
+    _check_mode(picture, where)
+    file = io.BytesIO()
+    try:
+        kept = _turned(picture)
+        kept = kept.convert("RGB") if kept.mode == "HSV" else kept  # in no format
+        kept.save(file, format="PNG" if kept.mode in ("1", "L", "P", "RGB", "RGBA", "LA") else "TIFF")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{where} ({picture}) cannot be read as a picture: {error}") from error
+    return file.getvalue()
 
 
 def _of_data_url(url: str, where: str) -> bytes:

@@ -49,6 +49,8 @@ class StepwiseBuilder(ExampleBuilder):
         labels = self._labels(row, where)
         if "text" in self.columns:
             text = self._text(row[self.columns["text"]], self.columns["text"], where)
+            if self.formatter.images:
+                text = self.formatter.handle_special_tokens(text, templated=False)
             made = self._ended_by_token(text, labels, where)
         else:
             prompt = self.columns["prompt"]
@@ -80,7 +82,7 @@ class StepwiseBuilder(ExampleBuilder):
             _check_count(sum(mask), len(labels), where)
             return TokenExample(parts[0], mask)
 
-        return PendingExample([text], False, finish)
+        return PendingExample([text], False, finish, self.formatter.images)
 
     def _steps(self, prompt: Any, steps: Any, labels: Sequence[Any], where: str) -> PendingExample:
         """The example of a list of steps; the last token of each is found by common token prefixes."""

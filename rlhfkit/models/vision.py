@@ -262,7 +262,13 @@ class _Places:
                     "supported; give one image a row"
                 )
             firsts = [sum(counts[:index]) for index in range(len(counts))]
-            self.starts.append([places[first] for first in firsts])
+            starts = [places[first] for first in firsts]
+            if processor.family.positions and any(start - 1 in places for start in starts):
+                raise ValueError(
+                    f"sequence {row} of the batch has images side by side, which this family cannot tell apart: write "
+                    "its tokens for begin and end around each, as its chat template does"
+                )
+            self.starts.append(starts)
 
 
 class _Seeing:

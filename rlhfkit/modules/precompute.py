@@ -25,11 +25,12 @@ _SAMPLE = 2**20
 
 
 def tokens_fingerprint(examples: Iterable[TokenExample]) -> str:
-    """Hash of the tokens and masks of examples."""
+    """Hash of the tokens, masks and images of examples."""
     digest = blake2b(digest_size=16)
     for example in examples:
         digest.update(array("q", [len(example.input_ids), *example.input_ids]).tobytes())
         digest.update(bytes(example.loss_mask))
+        digest.update("".join(image.key for image in example.attachments).encode())
     return digest.hexdigest()
 
 

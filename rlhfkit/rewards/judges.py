@@ -11,6 +11,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any, ClassVar, Literal, Protocol
 
+from rlhfkit.data.images import Image
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import Needs, RewardError, RewardWrapper, reward_name
 from rlhfkit.serving.access import AccessToken
@@ -289,11 +290,18 @@ class ChatJudge:
         return {f"{self.name}/failed_fraction": failed / asked} if asked else {}
 
     def request(self, pair: Pair) -> dict[str, Any]:
-        """The body of a request; override it for a server that wants other fields."""
+        """The body of a request; override it for a server that wants other fields.
+
+        Images of the prompt stand in front of the text, as the chat API of OpenAI has them.
+        """
         first, second = pair
         texts = {"prompt": first.prompt.text, "first": first.text, "second": second.text}
         # In one pass: an answer that contains "{second}" is not filled in.
-        content = _PLACES.sub(lambda place: texts[place[1]], self.template)
+        content: Any = _PLACES.sub(lambda place: texts[place[1]], self.template)
+        if first.prompt.attachments:
+            seen = [Image(image.encoded_rgb()).plain() for image in first.prompt.attachments]
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in seen]
+            content = [*parts, {"type": "text", "text": content}]
         return {
             "model": self.model,
             "messages": [{"role": "user", "content": content}],

@@ -117,9 +117,11 @@ class ModelReward:
         """Return what the model reads, one example per sample; override to add tokens or set ``loss_mask``."""
         if self.text is None:
             token_ids = self._sampled(samples)
+            images = [sample.prompt.attachments for sample in samples]
         else:
             token_ids = self._tokenizer([self.text(sample) for sample in samples])["input_ids"]
-        return [TokenExample(ids, [False] * len(ids)) for ids in token_ids]
+            images = [()] * len(samples)
+        return [TokenExample(ids, [False] * len(ids), seen) for ids, seen in zip(token_ids, images, strict=True)]
 
     def score(self, batch: TokenBatch) -> Tensor:
         """Return the rewards of a batch of examples, (B,); override to use the model's output in another way."""
@@ -251,10 +253,11 @@ class ProcessModelReward(ModelReward):
         """Return what the model reads, with the last token of each step marked."""
         starts = [0 if self.text is not None else sample.prompt.num_tokens for sample in samples]
         read = super().examples(samples)
-        return [self._in_steps(one.input_ids, start) for one, start in zip(read, starts, strict=True)]
+        return [self._in_steps(one, start) for one, start in zip(read, starts, strict=True)]
 
-    def _in_steps(self, token_ids: list[int], start: int) -> TokenExample:
+    def _in_steps(self, example: TokenExample, start: int) -> TokenExample:
         """Mark where steps end, after the ``start`` tokens of the prompt."""
+        token_ids = example.input_ids
         special = set(self._tokenizer.all_special_ids) - {*self._separator_ids}
         while len(token_ids) > start and token_ids[-1] in special:
             token_ids = token_ids[:-1]
@@ -263,7 +266,8 @@ class ProcessModelReward(ModelReward):
             token_ids = token_ids + self._separator_ids
             ends.append(len(token_ids) - start - 1)
         marked = {start + end for end in ends}
-        return TokenExample(token_ids, [position in marked for position in range(len(token_ids))])
+        mask = [position in marked for position in range(len(token_ids))]
+        return TokenExample(token_ids, mask, example.attachments)
 
     def _step_ends(self, token_ids: list[int]) -> list[int]:
         """Find the tokens that complete a separator, each decoded alone: it may hold a part of one, or several."""

@@ -56,6 +56,7 @@ class TokenRows:
         mask: (B, T-1) bool, the tokens whose log-probs or values are wanted; not used for scores.
         temperature: Divides the logits.
         top: K: the likeliest tokens are wanted in place of log-probs of the sequence's own; 0: these.
+        attachments: The images of each; ``None``: there are none. Paths must be those of the replica's machine, too.
     """
 
     input_ids: Tensor
@@ -63,12 +64,13 @@ class TokenRows:
     mask: Tensor
     temperature: float
     top: int = 0
+    attachments: tuple[tuple[Any, ...], ...] | None = None
 
     @classmethod
     def of(cls, experience: Experience, rows: Sequence[int] | Tensor, top: int = 0) -> "TokenRows":
         batch = experience.select(rows)
         ids, lengths, mask = batch.input_ids.int().cpu(), batch.lengths.int().cpu(), batch.action_mask.cpu()
-        return cls(ids, lengths, mask, batch.temperature, top=top)
+        return cls(ids, lengths, mask, batch.temperature, top=top, attachments=batch.attachments)
 
 
 class Answer(NamedTuple):
@@ -86,6 +88,7 @@ class _Sequences:
     def __init__(self, rows: TokenRows, device: torch.device) -> None:
         self.input_ids = rows.input_ids.long().to(device)
         self.attention_mask = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).to(device)
+        self.attachments = rows.attachments
 
 
 class TextReading:
@@ -200,7 +203,7 @@ def compute_rows(
                 f"the text of a sample has {ids.shape[1]} tokens, and {options.model} reads at most {context}: lower "
                 "max_new_tokens, shorten what it reads with reads='my_package.write', or use one with a longer context"
             )
-        rows = replace(rows, input_ids=ids, lengths=lengths)
+        rows = replace(rows, input_ids=ids, lengths=lengths, attachments=None)
     sequences = _Sequences(rows, device)
     if options.role == "reward":
         return reward_output(model, sequences, normalized=True)[:, None].float().cpu()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.types import Experience
 from rlhfkit.distributed import run_on_all_ranks
 from rlhfkit.roles.frozen_model import EarlyRows, FrozenModel, ModelPoolError
@@ -152,10 +153,11 @@ class ServedModel(FrozenModel):
         asked = {}
         for row in torch.cat([*batches, torch.zeros(0, dtype=torch.int64)]).tolist():
             token_ids = experience.input_ids[row, : int(experience.lengths[row])].tolist()
-            asked[int(row)] = (token_ids, self._ask(token_ids, self.top))
+            seen = bool(experience.attachments and experience.attachments[int(row)])
+            asked[int(row)] = (token_ids, self._ask(token_ids, self.top, has_images=seen))
         return PendingScores(self, experience.action_mask.cpu(), asked)
 
-    def top_tokens(self, sequences: Sequence[Sequence[int]], top: int) -> list[tuple[Tensor, Tensor]]:
+    def top_tokens(self, examples: Sequence[TokenExample], top: int) -> list[tuple[Tensor, Tensor]]:
         """The likeliest next tokens of each prefix of sequences of T tokens.
 
         Returns:
@@ -164,25 +166,35 @@ class ServedModel(FrozenModel):
         Raises:
             ModelPoolError: If the servers cannot compute them; vLLM returns 20 at most (``--max-logprobs``).
         """
-        asked = [(list(sequence), self._ask(sequence, top)) for sequence in sequences]
+        asked = [
+            (list(one.input_ids), self._ask(one.input_ids, top, has_images=bool(one.attachments))) for one in examples
+        ]
         found = []
         for token_ids, future in asked:
             values, ids = self._answer(future, partial(parse_top, token_ids=token_ids, top=top))
             found.append((torch.tensor(values), torch.tensor(ids)))
         return found
 
-    def _ask(self, token_ids: Sequence[int], top: int = 0) -> "concurrent.futures.Future[Any]":
+    def _ask(
+        self, token_ids: Sequence[int], top: int = 0, *, has_images: bool = False
+    ) -> "concurrent.futures.Future[Any]":
         """Ask about one sequence; what is wrong with it is raised where the answer is waited for, as on all ranks."""
         if self._connections is None:
             raise RuntimeError("ServedModel is not connected: ServedModel.start comes first")
-        if not 2 <= len(token_ids) < self._context:
-            refused: concurrent.futures.Future[Any] = concurrent.futures.Future()
-            refused.set_exception(
-                ModelPoolError(
-                    f"{self.options.urls[0]} takes sequences of 2 to {self._context - 1} tokens (it samples one more), "
-                    f"got one of {len(token_ids)}: start it with a larger --max-model-len"
-                )
+        problem = None
+        if has_images:
+            problem = (
+                "a sample has images, which /v1/completions of vLLM does not take: use ModelPool or a model in this "
+                "process"
             )
+        elif not 2 <= len(token_ids) < self._context:
+            problem = (
+                f"{self.options.urls[0]} takes sequences of 2 to {self._context - 1} tokens (it samples one more), got "
+                f"one of {len(token_ids)}: start it with a larger --max-model-len"
+            )
+        if problem is not None:
+            refused: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            refused.set_exception(ModelPoolError(problem))
             return refused
         return self._connections.submit(
             self._connections.ask(COMPLETIONS, {"model": self._name, **score_body(token_ids, top)})

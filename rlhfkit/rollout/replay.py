@@ -54,11 +54,12 @@ def save_samples(path: Path, samples: Iterable[Sample]) -> None:
 def load_samples(path: Path) -> list[Sample]:
     """Read a file of :func:`save_samples`; raises FileNotFoundError if there is none."""
     samples: list[Sample] = []
-    prompts: dict[tuple[int, tuple[int, ...]], Prompt] = {}
+    prompts: dict[tuple[Any, ...], Prompt] = {}
     for line in path.read_text().splitlines():
         plain = json.loads(line)
-        # Episodes of one prompt may start with different tokens.
-        key = plain["prompt"]["index"], tuple(plain["prompt"]["token_ids"])
+        # Episodes of one prompt may start with different tokens, and have seen different images.
+        own = plain["prompt"]
+        key = own["index"], tuple(own["token_ids"]), tuple(own.get("attachments", ()))
         prompt = prompts.setdefault(key, Prompt(**plain["prompt"]))
         samples.append(Sample(**{**plain, "prompt": prompt}))
     return samples

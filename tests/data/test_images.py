@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import PIL.Image
+import PIL.ImageCms
 import pytest
 import torch
 
@@ -58,6 +59,35 @@ def test_pictures_are_upright_and_files_mean_the_same_to_every_reader() -> None:
     assert seen == (200, 10, 20)
     assert PIL.Image.open(io.BytesIO(Image(file.getvalue()).encoded_rgb())).mode == "RGB"
     assert Image(encoded()).encoded_rgb() == encoded()
+    opened = Image.of(PIL.Image.open(io.BytesIO(turned.source)), "row 0")
+    assert opened.open().size == (3, 5)  # as the same file, though Pillow saves no orientation
+    assert Image.of(opened.open(), "row 0").open().size == (3, 5)
+
+
+@pytest.mark.parametrize("mode", images._MODES)
+def test_pictures_of_pillow_have_their_colours_in_each_mode_that_is_taken(mode: str) -> None:
+    shown = PIL.Image.new("RGB", (5, 3), (200, 10, 20))
+    between = shown.convert("L") if mode in ("LA", "PA") else shown  # not at once, for Pillow
+    made = (
+        PIL.ImageCms.profileToProfile(shown, *_PROFILES, outputMode="LAB") if mode == "LAB" else between.convert(mode)
+    )
+    found, expected = Image.of(made, "row 0").open(), made.convert("RGB")
+    assert found.mode == "RGB"
+    assert found.getpixel((4, 2)) == expected.getpixel((4, 2))
+
+
+_PROFILES = PIL.ImageCms.createProfile("sRGB"), PIL.ImageCms.createProfile("LAB")
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP"])
+def test_an_animated_picture_is_its_first(kind: str) -> None:
+    file = io.BytesIO()
+    first, second = (PIL.Image.new("RGB", (5, 3), colour) for colour in ((255, 0, 0), (0, 0, 255)))
+    first.save(
+        file, kind, save_all=True, append_images=[second], duration=10, **({"lossless": True} if kind == "WEBP" else {})
+    )
+    for image in (Image(file.getvalue()), Image(Image(file.getvalue()).encoded_rgb())):
+        assert image.open().getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_errors_name_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +101,8 @@ def test_errors_name_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         Image.of("data:image/png,abc", "row 3")
     with pytest.raises(ValueError, match=r"row 3 .* cannot be read as a picture"):
         Image.of(encoded()[:40], "row 3").open()
+    with pytest.raises(ValueError, match=r"row 3 \(<PIL.*cannot be read as a picture"):
+        Image.of(PIL.Image.open(io.BytesIO(encoded()[:50])), "row 3")
     with pytest.raises(ValueError, match=r"row 3 has mode 'I;16' \(5 x 3\), which has no colours"):
         Image.of(encoded("I;16"), "row 3").open()
     monkeypatch.setattr(images, "MAX_PIXELS", 14)

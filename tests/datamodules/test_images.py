@@ -1,6 +1,7 @@
 """Rows with images: the formats of TRL and of OpenAI's API, and the same tokens as the model's own processor writes."""
 
 import base64
+import dataclasses
 import io
 import json
 import shutil
@@ -15,7 +16,14 @@ import torch
 from models.vision_families import SIDE, save_vision_model
 from tiny_models import tiny_model
 
-from rlhfkit import PreferenceDataModule, PromptDataModule, SFTDataModule, SFTModule, UnpairedPreferenceDataModule
+from rlhfkit import (
+    PreferenceDataModule,
+    PromptDataModule,
+    SFTDataModule,
+    SFTModule,
+    StepwiseDataModule,
+    UnpairedPreferenceDataModule,
+)
 from rlhfkit.data.batch import PaddedBatch
 from rlhfkit.data.images import Image
 from rlhfkit.data.types import Experience, Prompt, Sample
@@ -160,6 +168,19 @@ def test_prompts_and_texts_without_a_template(folder: Path, tmp_path: Path) -> N
     assert sum(plain.loss_mask) == 5
 
 
+def test_rows_of_token_ids_and_of_texts_with_steps_have_their_images(folder: Path, tmp_path: Path) -> None:
+    processor = load_processor(str(folder))
+    ids = list(processor(text=[f"see {processor.image_token}: red"], images=[[picture(6)]])["input_ids"][0])
+    row = {"input_ids": ids, "image": file_of(tmp_path, 6)}
+    assert [one.encoded() for one in opened(SFTDataModule([row]), folder).examples[0].attachments] == [encoded(6)]
+    rows = [{"text": "see: red + blue +", "labels": [1, 0], "images": [file_of(tmp_path, 6)]}]
+    data = StepwiseDataModule(rows, text="text", labels="labels", step_token="+", apply_chat_template=False)
+    example = opened(data, folder).examples[0].answer
+    assert [one.encoded() for one in example.attachments] == [encoded(6)]
+    written = processor(text=[f"{processor.image_token}see: red + blue +"], images=[[picture(6)]])["input_ids"][0]
+    assert example.input_ids == list(written)
+
+
 def test_pairs_and_labelled_answers(folder: Path, tmp_path: Path) -> None:
     rows = [
         {
@@ -231,6 +252,9 @@ def test_records_keep_references(tmp_path: Path) -> None:
     for found in (load_samples(tmp_path / "samples.jsonl")[0], sample_from_state(state)):
         assert found.prompt.attachments == images
         assert found.prompt.attachments[0].source == Path(path)
+    other = dataclasses.replace(prompt, attachments=images[::-1])  # of an episode, where another picture was shown
+    save_samples(tmp_path / "episodes.jsonl", [samples[0], dataclasses.replace(samples[0], prompt=other)])
+    assert [one.prompt.attachments for one in load_samples(tmp_path / "episodes.jsonl")] == [images, images[::-1]]
     batch = Experience.from_samples(samples)
     assert batch.attachments == (images, ())
     assert batch.select([1, 0, 0]).attachments == ((), images, images)

@@ -240,6 +240,19 @@ def test_tokens_of_images_must_be_those_of_the_images(root: Path) -> None:
         policy_output(model, case.batch, case.mask)
 
 
+def test_images_side_by_side_are_refused_where_they_are_one_to_the_model(root: Path) -> None:
+    rows = [((0, 1), "IMAGEIMAGE same?", "no")]
+    qwen, idefics = (folder_of(name, root) for name in ("qwen2_5_vl", "idefics3"))
+    for folder in (qwen, idefics):
+        case, model = Case(folder, rows=rows), load_causal_lm(str(folder))
+        if folder is qwen:
+            with pytest.raises(ValueError, match="sequence 0 of the batch has images side by side"):
+                policy_output(model, case.batch, case.mask)
+        else:
+            found = policy_output(model, case.batch, case.mask).logprobs[0]
+            torch.testing.assert_close(found, case.plain_logprobs(plain_model(folder))[0], atol=TOLERANCE, rtol=0)
+
+
 def test_models_that_cannot_see_refuse_images(root: Path, tmp_path: Path) -> None:
     gemma = folder_of("gemma3", root)
     case = Case(gemma)

@@ -8,15 +8,18 @@ import torch
 from tiny_models import tiny_model
 
 from rlhfkit.data.batch import TokenExample
+from rlhfkit.data.images import Image
 from rlhfkit.modules.precompute import load_or_compute, model_fingerprint, token_batches, tokens_fingerprint
 
 
-def test_every_token_and_mask_is_part_of_the_fingerprint() -> None:
+def test_every_token_mask_and_image_is_part_of_the_fingerprint() -> None:
     examples = [
         [TokenExample([1, 2, 3], [False, True, True])],
         [TokenExample([1, 2, 4], [False, True, True])],
         [TokenExample([1, 2, 3], [False, False, True])],
         [TokenExample([1, 2], [False, True]), TokenExample([3], [True])],
+        [TokenExample([1, 2, 3], [False, True, True], (Image(b"a"),))],
+        [TokenExample([1, 2, 3], [False, True, True], (Image(b"b"),))],
     ]
     assert len({tokens_fingerprint(several) for several in examples}) == len(examples)
     assert tokens_fingerprint(examples[0]) == tokens_fingerprint(list(examples[0]))

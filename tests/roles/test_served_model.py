@@ -16,6 +16,8 @@ from rollout.server.test_connection import SECRET, Misbehaviour, completion
 from tiny_models import tiny_model
 
 from rlhfkit import DistillationModule, GRPOModule, OnPolicyDistillationModule, VLLMServer
+from rlhfkit.data.batch import TokenExample
+from rlhfkit.data.images import Image
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.modules.parts import Reference
 from rlhfkit.modules.parts.kl_penalty import KLInReward
@@ -120,7 +122,7 @@ def test_likeliest_tokens_of_a_server_teach_what_those_of_a_loaded_teacher_do(
         torch.testing.assert_close(weights(made[1])[name], tensor, rtol=0, atol=1e-4)  # Adam's first steps are signs
     served.start("logprobs", **FLOAT32)
     with pytest.raises(ModelPoolError, match="greater than max allowed: 20"):
-        served.top_tokens([[5, 6, 7]], 30)
+        served.top_tokens([TokenExample([5, 6, 7], [True] * 3)], 30)
 
 
 def test_a_server_has_no_rewards() -> None:
@@ -163,7 +165,7 @@ def test_an_answer_that_is_not_vllms_is_an_error_that_reaches_the_other_ranks(
         served.submit(batch, [torch.arange(2)]).result()
     app.answer = lambda body, number: completion(body)  # each token alone, and three are asked for
     with pytest.raises(ModelPoolError, match="returned 1 of the 3 likeliest tokens"):
-        served.top_tokens([[5, 5, 5]], 3)
+        served.top_tokens([TokenExample([5, 5, 5], [True] * 3)], 3)
 
 
 def test_a_sequence_that_the_server_does_not_take_is_an_error_where_its_numbers_are_waited_for(
@@ -176,6 +178,10 @@ def test_a_sequence_that_the_server_does_not_take_is_an_error_where_its_numbers_
     pending = served.submit(batch, [torch.arange(2)])
     with pytest.raises(ModelPoolError, match=r"takes sequences of 2 to 63 tokens .*got one of 64"):
         pending.result()
+    batch.attachments = ((), (Image(b"a picture"),))
+    assert served.submit(batch, [torch.tensor([0])]).result()[0, 3:8].tolist() == [-2.0] * 5
+    with pytest.raises(ModelPoolError, match=r"a sample has images, which /v1/completions of vLLM does not take"):
+        served.submit(batch, [torch.tensor([1])]).result()
 
 
 def test_nobody_at_the_address_is_an_error_within_the_limit() -> None:

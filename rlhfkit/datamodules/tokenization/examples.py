@@ -340,7 +340,7 @@ class ExampleBuilder:
         messages, text = columns.get("messages"), columns.get("text")
         if columns.get("input_ids") is not None:
             made = tokenized_row(row, where, columns, vocabulary=len(self.tokenizer))
-            return PendingExample([], True, lambda _: made)
+            return PendingExample([], True, lambda _: made, self.formatter.images)
         if messages is not None:
             place = f"column {messages!r} of {where}"
             self._check_chat(row[messages], place)

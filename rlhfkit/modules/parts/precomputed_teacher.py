@@ -138,7 +138,7 @@ class PrecomputedTeacher(Part):
                 for start in range(0, len(own), _SERVED_EXAMPLES):
                     chosen = own[start : start + _SERVED_EXAMPLES]
                     rows = [examples[row] for row in chosen]
-                    found = teacher.top_tokens([list(row.input_ids) for row in rows], top_k)
+                    found = teacher.top_tokens(rows, top_k)
                     for row, example, (values, tokens) in zip(chosen, rows, found, strict=True):
                         trained = torch.as_tensor(example.loss_mask, dtype=torch.bool)[-len(values) :]
                         part = slice(ends[row] - examples.targets[row], ends[row])

@@ -1,14 +1,17 @@
 """ChatJudge against a real HTTP server."""
 
+import io
 import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from rlhfkit import Prompt, Sample
+from rlhfkit.data.images import Image
 from rlhfkit.rewards import ChatJudge, PairwiseReward
 from rlhfkit.rewards.base import RewardError, score_samples
 
@@ -34,7 +37,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.tokens.append(self.headers["Authorization"])
             self.server.unavailable -= 1
             refused = self.server.unavailable >= 0
-        _, first, second = body["messages"][0]["content"].split("|")
+        content = body["messages"][0]["content"]
+        _, first, second = (content if isinstance(content, str) else content[-1]["text"]).split("|")
         difference = len(first.split()) - len(second.split())
         verdict = "C" if not difference else "A" if difference > 0 else "B"
         reply = f"At first [[C]], but finally [[{verdict}]]" if first and second else "I cannot say."
@@ -77,6 +81,19 @@ def test_verdicts_become_win_rates_and_temporary_failures_are_retried(server: Se
     assert server.requests[0]["model"] == "m"
     assert "Which?|two words|{first} is three" in {each["messages"][0]["content"] for each in server.requests}
     assert reward.metrics() == {"chat_judge_win_rate/order_agreement": 1.0, "chat_judge/failed_fraction": 0.0}
+
+
+def test_a_judge_is_shown_the_images_of_the_prompt(server: Server) -> None:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (5, 3), (200, 10, 20)).save(file, "PNG")
+    given = samples("one", "two words")
+    given[0].prompt.attachments = (Image(file.getvalue()),)
+    server.unavailable = 0
+    assert score_samples(PairwiseReward(judge(server)), given) is None
+    assert [sample.reward for sample in given] == [0.0, 1.0]
+    (shown, text) = server.requests[0]["messages"][0]["content"]
+    assert Image.of(shown["image_url"]["url"], "what was sent") == Image(file.getvalue())
+    assert text["type"] == "text"
 
 
 def test_replies_without_a_verdict_are_masked_or_stop(server: Server) -> None:
