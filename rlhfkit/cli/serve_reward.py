@@ -1,9 +1,9 @@
 """``rlhfkit serve-reward``: serve a reward model or function over HTTP."""
 
-import importlib
 import inspect
 import os
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 from rlhfkit.rewards.base import TIMEOUT, Reward, reward_name
@@ -131,10 +131,9 @@ def load_reward(
 
 
 def _imported(path: str) -> Reward:
-    module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        found = resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path!r} is neither a folder with a reward model nor the dotted path of a reward: {error}. Modules are "
             "found as Python finds them; PYTHONPATH=. adds the current folder"

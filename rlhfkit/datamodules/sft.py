@@ -187,7 +187,6 @@ class SFTDataModule(TextDataModule):
         check_integer("max_length", max_length, minimum=2, why="one token to learn and one in front of it")
         check_integer("micro_batch_size", micro_batch_size, minimum=1, optional=True)
         check_integer("max_tokens_per_micro_batch", max_tokens_per_micro_batch, minimum=1, optional=True)
-        check_integer("num_proc", num_proc, minimum=1)
         if messages is not None and text is not None:
             raise ValueError(f"name messages={messages!r} or text={text!r}, not both: they are two kinds of data")
         if micro_batch_size is not None and max_tokens_per_micro_batch is not None:

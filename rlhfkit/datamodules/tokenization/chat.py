@@ -126,7 +126,6 @@ class PromptFormatter:
         self.wraps_text = tokenizer.chat_template is not None if apply_chat_template is None else apply_chat_template
         self.system = system
         self.arguments = dict(chat_template_kwargs or {})
-        check_special_tokens_in_text(special_tokens_in_text)
         self.special_tokens_in_text = special_tokens_in_text
         self._warned = False
         self._writes_tools: dict[str, bool] = {}  # by template
