@@ -52,6 +52,7 @@ RECORDS = {
 """What the library makes itself, some of it once a token: their numbers are checked where they come from."""
 
 ENGINE = LocalEngine()
+TABLE = SimpleNamespace(lengths=[1, 1], targets=[1, 1])
 WORKER = WorkerSpec(name="none", program=Path("none.py"), factory="none")
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -93,7 +94,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "Server": {"app": None},
     "ScalarModule": {"model": "none", "lr": 1e-6},
     "StepLoader": {
-        "examples": [1, 2], "collate": list, "lengths": [1, 1], "targets": [1, 1], "micro_batch_size": 1,
+        "examples": TABLE, "collate": list, "micro_batch_size": 1,
     },
     "GymEnvironment": {"environment": SimpleNamespace(reset=print, step=print), "parse_action": str},
     "ToolEnvironment": {"tools": [print]},
@@ -102,7 +103,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "VLLMServer": {"urls": "http://127.0.0.1:1"},
     "WeightedSum": {"parts": {"one": len}},
     "UnpairedLoader": {
-        "examples": [1, 2], "collate": list, "lengths": [1, 1], "targets": [1, 1], "micro_batch_size": 1,
+        "examples": TABLE, "collate": list, "micro_batch_size": 1,
     },
 }  # fmt: skip
 """Arguments without a default, by class. Modules, DataModules and the rest need what is in :func:`required`."""
