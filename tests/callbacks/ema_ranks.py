@@ -124,16 +124,13 @@ class AverageAtStart(L.Callback):
 
 
 def on_other_ranks(folder: Path, data: str, place: str) -> dict[str, Any]:
-    """Resume what two ranks have saved."""
-    report: dict[str, Any] = {}
-    for stage in (0, 2, 3):
-        ema = EMA(DECAY)
-        start, path = AverageAtStart(ema), Path(place) / f"end{stage}.ckpt"
-        strategy = f"rlhf_zero{stage}"
-        resumed = fit(Path(data), ema, path=path, ranks=RANKS, strategy=strategy, callbacks=[start])
-        torch.save(start.shares, folder / f"start-{stage}-{os.environ['LOCAL_RANK']}.pt")
-        torch.save(resumed.average, folder / f"average-{stage}-{os.environ['LOCAL_RANK']}.pt")
-    return report
+    """Resume on one rank what two have saved at ZeRO 3."""
+    ema = EMA(DECAY)
+    start, path = AverageAtStart(ema), Path(place) / "end3.ckpt"
+    resumed = fit(Path(data), ema, path=path, ranks=RANKS, strategy="rlhf_zero3", callbacks=[start])
+    torch.save(start.shares, folder / "start.pt")
+    torch.save(resumed.average, folder / "average.pt")
+    return {}
 
 
 def on_ranks(folder: Path, data: str, stages: list[int]) -> dict[str, Any]:

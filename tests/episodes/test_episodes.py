@@ -17,7 +17,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from episodes.episode_cases import CHAT_TEMPLATE, Counting, Faulty, Recorded, prompts_of, runner_of
 from rlhfkit.data.types import Experience, Prompt, Sample
 from rlhfkit.episodes import Action, Environment, Episodes, Step
-from rlhfkit.rewards import EnvironmentReward, LastTurnReward, WeightedSum
+from rlhfkit.rewards import EnvironmentReward
 from rlhfkit.rewards.base import score_samples
 from rlhfkit.rollout import LocalEngine, SamplingSpec
 from rlhfkit.rollout.groups import GroupError, GroupRunner
@@ -131,30 +131,13 @@ def test_rewards_lie_where_they_were_earned_and_add_up(run_episodes: Any) -> Non
         assert sum(sample.token_rewards.tolist()) == sample.reward == sample.info["reward"] == 7.0
         assert sample.reward_parts == {"episode": 7.0}
         assert sample.info["steps"] == [{"turn": 0}, {"turn": 1}, {"turn": 2}]
+        said = tiny_tokenizer().decode(turns(sample)[-1][1], skip_special_tokens=True)
+        assert sample.info["last_text"] == said  # what LastTurnReward reads
         assert (sample.info["turns"], sample.info["ended"], sample.info["failed"]) == (3, "done", False)
     experience = Experience.from_samples(samples)
     assert experience.token_rewards is not None
     assert torch.equal(experience.token_rewards.sum(-1), experience.rewards)
     assert int(experience.action_mask.sum()) == sum(len(said) for sample in samples for _, said in turns(sample))
-
-
-def test_other_rewards_see_the_last_turn_only(run_episodes: Any) -> None:
-    samples = run_episodes(Counting)
-    seen: list[str] = []
-
-    def length(batch: Any) -> list[float]:
-        seen.extend(sample.text for sample in batch)
-        return [float(len(sample.text)) for sample in batch]
-
-    score_samples(WeightedSum(episode=EnvironmentReward(), length=(LastTurnReward(length), 0.5)), samples)
-    last = [tiny_tokenizer().decode(turns(sample)[-1][1], skip_special_tokens=True) for sample in samples]
-    assert seen == last
-    assert [sample.reward for sample in samples] == [7.0 + 0.5 * len(text) for text in last]
-
-
-def test_samples_of_other_engines_are_no_episodes() -> None:
-    with pytest.raises(ValueError, match="scores samples of Episodes"):
-        EnvironmentReward()([Sample(Prompt(0, [1]), 0, [], [], [], "stop")])
 
 
 def comparable(samples: list[Sample]) -> list[Any]:
