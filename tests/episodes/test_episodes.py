@@ -353,21 +353,11 @@ def test_a_configuration_file_names_environments_and_tools() -> None:
         assert isinstance(made.environment(), Environment)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_error": "ignore"}, "on_error"),
-        ({"tools": [print]}, "either an environment or tools"),
-    ],
-)
-def test_arguments_out_of_range_are_named(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Episodes(Counting, **options)
-
-
 def test_wrong_arguments_are_named(engine: Recorded, run_episodes: Any) -> None:
     with pytest.raises(TypeError, match="a class or a function that makes a new Environment"):
         Episodes(Counting())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="either an environment or tools"):
+        Episodes(Counting, tools=[print])
     with pytest.raises(RuntimeError, match=r"before RolloutCallback\.setup"):
         GroupRunner(LocalEngine(), Episodes(Counting)).generate(prompts_of(["1"]), SAMPLING, iteration=0)
     with pytest.raises(ValueError, match="prompt 0 has 128 tokens"):

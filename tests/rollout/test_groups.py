@@ -298,20 +298,6 @@ def test_vllm_makes_the_same_kind_of_groups(vllm_pool: SharedPool, vllm_model: P
 # ------------------------------------------------------------------ in training
 
 
-def test_the_default_function_trains_to_the_same_bits(tmp_path: Path) -> None:
-    found = []
-    for group in (None, default):
-        rollouts = RolloutCallback(digits, sampling=SAMPLING, group=group)
-        trainer, module, data, _ = setup_run(tmp_path, rollouts=rollouts)
-        trainer.fit(module, data)
-        found.append((weights(module), {k: v for k, v in trainer.callback_metrics.items() if "time/" not in k}))
-    (plain, logged), (grouped, again) = found
-    assert all(torch.equal(plain[name], grouped[name]) for name in plain)
-    assert {name: float(value) for name, value in logged.items()} == {
-        name: float(value) for name, value in again.items()
-    }
-
-
 @pytest.mark.parametrize(
     "more", [{}, {"parts": [DynamicSampling()]}, {"parts": [Oversampling(0.5)]}, {"parts": [Ahead(1)]}]
 )

@@ -228,8 +228,13 @@ def test_what_does_not_fit_together_is_refused() -> None:
         RolloutCallback(digits, parts=[Ahead()], rollout_timeout=0)
     with pytest.raises(ValueError, match="Plain does not say that it can"):
         RolloutCallback(digits, engine=Plain(), parts=[Ahead(in_flight=True)])
+    part = Oversampling(0.5)
     with pytest.raises(ValueError, match=r"Oversampling\(0\.5\) .* Plain cannot"):
-        RolloutCallback(digits, engine=Plain(), parts=[Oversampling(0.5)])
+        RolloutCallback(digits, engine=Plain(), parts=[part])
+    RolloutCallback(digits, parts=[part])
+    part.check(SimpleNamespace(world_size=1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="an engine in each of 2 ranks"):  # no place sees which group is first
+        part.check(SimpleNamespace(world_size=2))  # type: ignore[arg-type]
 
 
 class Shared(LocalEngine):
@@ -288,14 +293,6 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path: Path) -> None:
     # The first three rounds of 8 prompts in the order of the data: 24 of them, of which the odd ones teach something.
     order = [index for prompts in alone.prompts for index in prompts]
     assert selected["prompts"][0] == [index for index in order if index % 2][:8]
-
-
-def test_oversampling_needs_one_place_that_sees_which_group_is_first() -> None:
-    part = Oversampling(0.5)
-    RolloutCallback(digits, parts=[part])
-    with pytest.raises(ValueError, match="an engine in each of 2 ranks"):
-        part.check(SimpleNamespace(world_size=2))  # type: ignore[arg-type]
-    part.check(SimpleNamespace(world_size=1))  # type: ignore[arg-type]
 
 
 def test_times_of_a_long_run_are_bounded_and_their_sums_are_those_of_all_phases() -> None:

@@ -9,11 +9,11 @@ import lightning as L
 import pytest
 import torch
 from rl_runs import digits, samples_of_all_ranks, setup_run
-from strategies import ranks
 
 from callbacks.rollout import vllm_ranks
 from rlhfkit import Ahead, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.callbacks import Probe
+from rlhfkit.models import load_causal_lm
 from rlhfkit.modules.parts import Correction
 
 
@@ -93,21 +93,15 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
 @pytest.mark.vllm
 @pytest.mark.ray
 @pytest.mark.distributed
-def test_two_zero3_ranks_ask_one_engine_for_their_share_by_script_and_on_ray(vllm_model: Path, tmp_path: Path) -> None:
-    """By script in turns, and on Ray in flight with an adapter that is sent alone."""
-    ranks.run("callbacks.rollout.vllm_ranks:by_script", 2, tmp_path / "script", model=str(vllm_model))
-    vllm_ranks.on_ray(tmp_path / "ray", str(vllm_model))
-    found = []
-    for path in (tmp_path / "script" / "in_turns", tmp_path / "ray" / "in_flight"):
-        first, second = (json.loads(path.with_name(f"{path.name}.{rank}.json").read_text()) for rank in (0, 1))
-        assert (first["ranks"], second["ranks"]) == ([0, 2], [1, 2])
-        assert first["own"] == second["own"] == [16] * 2  # of 8 groups of 4
-        assert max(first["probes"]) <= 1e-5
-        for field in ("tokens", "versions", "weights"):
-            assert first[field] == second[field], (path.name, field)
-        found.append(first)
-    turns, flight = found
-    assert turns["versions"] == [[[0]], [[1]]]
-    assert flight["tokens"][0] == turns["tokens"][0]  # the first iteration is never stale
-    assert flight["sync_bytes"] < 0.2 * turns["sync_bytes"]  # the adapter alone
-    assert all(ages[0][-1] <= number for number, ages in enumerate(flight["versions"]))
+def test_two_zero3_ranks_on_ray_ask_one_engine_for_their_share(vllm_model: Path, tmp_path: Path) -> None:
+    """In flight, with an adapter that is sent alone; ranks of a script publish in ``rollout/vllm/test_pool.py``."""
+    vllm_ranks.fit(tmp_path, vllm_model)
+    first, second = (json.loads((tmp_path / f"run.{rank}.json").read_text()) for rank in (0, 1))
+    assert (first["ranks"], second["ranks"]) == ([0, 2], [1, 2])
+    assert first["own"] == second["own"] == [16] * 2  # of 8 groups of 4
+    assert max(first["probes"]) <= 1e-5
+    for field in ("tokens", "versions", "weights"):
+        assert first[field] == second[field], field
+    whole = sum(parameter.nbytes for parameter in load_causal_lm(str(vllm_model)).parameters())
+    assert first["sync_bytes"] < 0.2 * whole
+    assert all(ages[0][-1] <= number for number, ages in enumerate(first["versions"]))

@@ -1,6 +1,5 @@
-"""Two ZeRO-3 ranks with one real vLLM engine, for ``test_callback_vllm.py``."""
+"""Two ZeRO-3 ranks on Ray with one real vLLM engine, for ``test_callback_vllm.py``."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,6 @@ from rlhfkit.distributed import get_rank, get_world_size
 from rlhfkit.modules.parts import Correction
 from rlhfkit.rollout import ModuleWeights
 from rlhfkit.strategies import RLHFDeepSpeedStrategy
-
-SAMPLING = SamplingSpec(group_size=4, max_new_tokens=8)
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "in turns": {"kl_coef": 0.1},
-    # A pool that was started for this policy gets its adapter alone.
-    "in flight": {"parts": [Correction("tis").plain()], "lora": LoRA(rank=4)},
-}
 
 
 class Keep(L.Callback):
@@ -47,27 +39,26 @@ class Keep(L.Callback):
         self.path.with_name(f"{self.path.name}.{get_rank()}.json").write_text(json.dumps(report))
 
 
-def fit(folder: Path, model: str, mode: str, pool: VLLMPool, strategy: Any) -> None:
-    """Two iterations; every rank writes a report beside ``folder / mode``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = [Ahead(1, in_flight=True)] if mode == "in flight" else []
-    rollouts = RolloutCallback(digits, engine=pool, sampling=SAMPLING, parts=parts)
+def fit(folder: Path, model: Path) -> None:
+    """Two iterations in flight, on ranks that are Ray actors; each writes a report beside ``folder / "run"``."""
+    rollouts = RolloutCallback(
+        digits,
+        # It is started for this policy, so that it gets the adapter alone.
+        engine=VLLMPool(kv_cache_gib=0.1, max_model_len=64),
+        sampling=SamplingSpec(group_size=4, max_new_tokens=8),
+        parts=[Ahead(1, in_flight=True)],
+    )
     trainer, module, data, _ = setup_run(
-        folder / f"rank{os.environ.get('LOCAL_RANK', '')}", model=Path(model), rollouts=rollouts, strategy=strategy,
-        devices=2, use_distributed_sampler=False, callbacks=[Invariants(), Keep(folder / mode.replace(" ", "_"))],
-        module=PlainGRPO, module_arguments={"lr": 0.05} | ARGUMENTS[mode],
-        data_arguments={"micro_batch_size": 16}, accumulate_grad_batches=1,
-    )  # fmt: skip
+        folder,
+        model=model,
+        rollouts=rollouts,
+        callbacks=[Invariants(), Keep(folder / "run")],
+        module=PlainGRPO,
+        module_arguments={"lr": 0.05, "parts": [Correction("tis").plain()], "lora": LoRA(rank=4)},
+        data_arguments={"micro_batch_size": 16},
+        accumulate_grad_batches=1,
+        strategy=RLHFDeepSpeedStrategy(3, launcher="ray", resources_per_rank={"CPU": 0.25}),
+        devices=2,
+        use_distributed_sampler=False,
+    )
     trainer.fit(module, data)
-
-
-def by_script(folder: Path, model: str) -> dict[str, Any]:
-    """Entry point of a rank that a script has started."""
-    fit(folder, model, "in turns", VLLMPool(kv_cache_gib=0.1, max_model_len=64), "rlhf_zero3")
-    return {}
-
-
-def on_ray(folder: Path, model: str) -> None:
-    """Ranks that are Ray actors, from the driver."""
-    strategy = RLHFDeepSpeedStrategy(3, launcher="ray", resources_per_rank={"CPU": 0.25})
-    fit(folder, model, "in flight", VLLMPool(kv_cache_gib=0.1, max_model_len=64), strategy)
