@@ -21,26 +21,29 @@ from rlhfkit.rewards.base import needs
 from rlhfkit.rollout.errors import EngineError
 
 
-def fails(tmp_path: Path, error: type[Exception], match: str, **arguments: Any) -> RolloutCallback:
-    trainer, module, data, rollouts = setup_run(tmp_path, **arguments)
+def fails(tmp_path: Path, error: type[Exception], match: str, **arguments: Any) -> None:
+    trainer, module, data, _ = setup_run(tmp_path, **arguments)
     with pytest.raises(error, match=match):
         trainer.fit(module, data)
     assert trainer.global_step == 0
-    return rollouts
 
 
 def callback(reward: Any = digits, **arguments: Any) -> RolloutCallback:
-    sampling = SamplingSpec(**({"group_size": 4, "max_new_tokens": 8} | arguments.pop("sampling", {})))
-    return RolloutCallback(reward, sampling=sampling, **arguments)
+    return RolloutCallback(reward, sampling=SamplingSpec(group_size=4, max_new_tokens=8), **arguments)
 
 
-def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
-    fails(
-        tmp_path,
-        ValueError,
-        r"8 \* group_size 4 = 32 .* micro_batch_size 5 \* accumulate_grad_batches 2 \* world_size 1 = 10",
-        data_arguments={"micro_batch_size": 5},
-    )
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (
+            {"data_arguments": {"micro_batch_size": 5}},
+            r"8 \* group_size 4 = 32 .* micro_batch_size 5 \* accumulate_grad_batches 2 \* world_size 1 = 10",
+        ),
+        ({"limit_train_batches": 2}, "limit_train_batches=2 would throw generated samples away"),
+    ],
+)
+def test_sizes_that_lose_samples(tmp_path: Path, arguments: dict[str, Any], match: str) -> None:
+    fails(tmp_path, ValueError, match, **arguments)
 
 
 class NotLoaded(GRPOModule):
@@ -156,10 +159,6 @@ def test_a_tampered_transfer_is_caught_and_nothing_is_sampled(tmp_path: Path) ->
     fails(tmp_path, RuntimeError, "log-probs differ from the trainer's by", rollouts=callback(engine=engine))
     assert engine.generated == 0
     assert engine.version is None
-
-
-def test_limits_that_throw_samples_away(tmp_path: Path) -> None:
-    fails(tmp_path, ValueError, "limit_train_batches=2 would throw generated samples away", limit_train_batches=2)
 
 
 def test_things_that_are_not_what_they_should_be() -> None:

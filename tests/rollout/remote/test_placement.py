@@ -50,13 +50,16 @@ class TestColocatedEngines:
         assert [rank for share in shares for rank in share] == locations
         assert all(len({rank.host for rank in share}) == 1 for share in shares)
 
-    def test_an_engine_across_machines_is_refused(self) -> None:
-        with pytest.raises(EngineError, match=r"engine 1 would share the GPUs of ranks that are on 2 machines"):
-            assign_ranks(machines([3, 3]), 3, 2)
-
-    def test_more_engines_than_gpus_are_refused(self) -> None:
-        with pytest.raises(EngineError, match=r"puts 3 engine\(s\) of 2 GPU\(s\) on the GPUs .* there are 4"):
-            assign_ranks(machines([4]), 3, 2)
+    @pytest.mark.parametrize(
+        ("counts", "message"),
+        [
+            ([3, 3], r"engine 1 would share the GPUs of ranks that are on 2 machines"),
+            ([4], r"puts 3 engine\(s\) of 2 GPU\(s\) on the GPUs .* there are 4"),
+        ],
+    )
+    def test_engines_across_machines_and_more_than_gpus_are_refused(self, counts: list[int], message: str) -> None:
+        with pytest.raises(EngineError, match=message):
+            assign_ranks(machines(counts), 3, 2)
 
     def test_without_gpus_engines_share_the_ranks_cores(self) -> None:
         assert [len(share) for share in assign_ranks(machines([1], gpus=False), 3, 1)] == [1, 1, 1]
@@ -81,22 +84,15 @@ def test_a_uuid_in_the_variable_is_known_without_the_driver() -> None:
     assert not by_name.has_same_gpu(RankLocation("a", "3", on_ray=True, uuid=simulated_uuid(4)))
 
 
-class TestRanksThatShareGPUs:
-    """Refused before Ray is asked for anything."""
-
-    def test_two_ranks_on_one_gpu(self) -> None:
-        same = [RankLocation("a", str(gpu), on_ray=False, uuid="x") for gpu in (0, 3)]
-        with pytest.raises(EngineError, match="ranks 0 and 1 are both on GPU 3 of a: give every rank"):
-            check_locations(same)
-
-    def test_ranks_whose_numbers_say_nothing(self) -> None:
-        """Each in a container that calls its GPU 0, and no driver that tells them apart."""
-        with pytest.raises(EngineError, match=r"ranks 1 and 2 both call their GPU '0' on a, .* no UUIDs"):
-            check_locations([RankLocation("b", "0", on_ray=False), *[RankLocation("a", "0", on_ray=False)] * 2])
-
-    def test_ranks_on_cpus_and_on_gpus_of_their_own_are_fine(self) -> None:
-        check_locations([*machines([4, 4]), *machines([2], gpus=False)])
-        check_locations([RankLocation("a", "0", on_ray=False, uuid=uuid) for uuid in "xyz"])
+def test_ranks_that_share_a_gpu_are_refused_before_ray_is_asked_for_anything() -> None:
+    same = [RankLocation("a", str(gpu), on_ray=False, uuid="x") for gpu in (0, 3)]
+    with pytest.raises(EngineError, match="ranks 0 and 1 are both on GPU 3 of a: give every rank"):
+        check_locations(same)
+    # Each in a container that calls its GPU 0, and no driver that tells them apart.
+    with pytest.raises(EngineError, match=r"ranks 1 and 2 both call their GPU '0' on a, .* no UUIDs"):
+        check_locations([RankLocation("b", "0", on_ray=False), *[RankLocation("a", "0", on_ray=False)] * 2])
+    check_locations([*machines([4, 4]), *machines([2], gpus=False)])
+    check_locations([RankLocation("a", "0", on_ray=False, uuid=uuid) for uuid in "xyz"])
 
 
 @given(

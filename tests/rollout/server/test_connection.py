@@ -190,13 +190,6 @@ def test_what_one_server_cannot_answer_another_one_does(
         assert time.monotonic() - begun < 10.0  # the other one is asked without a pause
 
 
-def test_a_server_that_stays_broken_ends_the_call(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
-    engine = started(retries=2)
-    app.answer = lambda body, number: Response("out of memory", 500)
-    with pytest.raises(EngineError, match=r"status 500: out of memory; given up after 3 attempt"):
-        engine.generate([Prompt(0, [5])], SPEC, iteration=0)
-
-
 def test_a_step_of_a_sync_after_one_that_failed_does_not_use_the_connection_that_the_server_closes(
     app: Misbehaviour, running: tuple[Misbehaviour, str]
 ) -> None:
@@ -215,50 +208,42 @@ def test_a_step_of_a_sync_after_one_that_failed_does_not_use_the_connection_that
         connections.close()
 
 
-def test_a_slow_server_is_given_up(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
-    engine = started(retries=0, request_timeout=0.2)
+def slow(body: dict[str, Any], number: int) -> dict[str, Any]:
+    """Answers after 0.4 seconds."""
+    time.sleep(0.4)
+    return completion(body)
 
-    def slow(body: dict[str, Any], number: int) -> Any:
-        time.sleep(0.4)
-        return completion(body)
 
-    app.answer = slow
-    with pytest.raises(EngineError, match=r"did not answer within 0.2 s"):
-        engine.generate([Prompt(0, [5])], SamplingSpec(group_size=1, max_new_tokens=3), iteration=0)
+def said(finish_reason: str) -> dict[str, Any]:
+    """One token."""
+    choice = {"token_ids": [1], "logprobs": {"token_logprobs": [0.0]}, "finish_reason": finish_reason}
+    return {"choices": [choice]}
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "options", "words"),
     [
-        ({"choices": []}, "something else than one completion"),
-        ({"choices": [{"text": "a"}]}, "returns no token ids"),
-        ({"choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [0.0]}}]}, "without a log-prob of each"),
-        (
-            {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [0.0]}, "finish_reason": "abort"}]},
-            "ended a completion with 'abort'",
-        ),
-        (
-            {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [0.0]}, "finish_reason": "length"}]},
-            "after 1 of 3 tokens, a limit of its own: start it with --generation-config vllm",
-        ),
-        (Response("<html>"), "something else than JSON"),
+        ({"choices": []}, {}, "something else than one completion"),
+        ({"choices": [{"text": "a"}]}, {}, "returns no token ids"),
+        ({"choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [0.0]}}]}, {}, "without a log-prob of each"),
+        (said("abort"), {}, "ended a completion with 'abort'"),
+        (said("length"), {}, "after 1 of 3 tokens, a limit of its own: start it with --generation-config vllm"),
+        (Response("<html>"), {}, "something else than JSON"),
+        (Response("out of memory", 500), {"retries": 2}, r"status 500: out of memory; given up after 3 attempt"),
+        (slow, {"retries": 0, "request_timeout": 0.2}, r"did not answer within 0.2 s"),
+        (JSONResponse({"error": {"message": "no"}}, 400), {}, "the request was refused"),
     ],
 )
-def test_answers_that_are_not_those_of_vllm(
-    app: Misbehaviour, started: Callable[..., VLLMServer], answer: Any, words: str
+def test_what_is_no_answer_of_vllm_ends_the_call(
+    app: Misbehaviour, started: Callable[..., VLLMServer], answer: Any, options: dict[str, Any], words: str
 ) -> None:
-    engine = started()
-    app.answer = lambda body, number: answer
-    with pytest.raises(EngineError, match=words):
+    engine = started(**options)
+    app.answer = answer if callable(answer) and not isinstance(answer, Response) else lambda body, number: answer
+    refused = words == "the request was refused"
+    with pytest.raises(RequestError if refused else EngineError, match=words):
         engine.generate([Prompt(0, [5])], SPEC, iteration=0)
-
-
-def test_a_refusal_is_an_error_of_the_request(app: Misbehaviour, started: Callable[..., VLLMServer]) -> None:
-    engine = started()
-    app.answer = lambda body, number: JSONResponse({"error": {"message": "no"}}, 400)
-    with pytest.raises(RequestError, match="the request was refused"):
-        engine.generate([Prompt(0, [5])], SPEC, iteration=0)
-    assert app.requests["/v1/completions"] <= 3  # one to begin with, then one of each sample
+    if refused:  # and not asked for again: one to begin with, then one of each sample
+        assert app.requests["/v1/completions"] <= 3
 
 
 def test_images_need_a_server_that_takes_them(
