@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lazy_module import LazyModule
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -177,33 +176,3 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         AgentEpisodes(talker)
     with pytest.raises(ImportError, match="need openai"):
         AgentConnection("http://127.0.0.1:1/v1", "key").client()
-
-
-@pytest.mark.vllm
-@pytest.mark.ray
-def test_an_agent_and_episodes_on_real_vllm_engines(vllm_pool: Any, vllm_model: Path, tmp_path: Path) -> None:
-    from episodes.episode_cases import Counting
-    from rlhfkit.episodes import Episodes
-    from rlhfkit.models.load import load_causal_lm
-    from rlhfkit.rollout import ModuleWeights
-
-    model = load_causal_lm(str(vllm_model), dtype=torch.float32)
-    recorded = Recorded(vllm_pool)
-    vllm_pool.start(str(vllm_model), dtype=torch.float32)
-    vllm_pool.load(ModuleWeights(model), 0)
-    episodes = runner_of(recorded, Episodes(Counting), vllm_model, load_weights=False)
-    samples = episodes.generate(prompts_of(["1+1=", "ab"]), SAMPLING, iteration=0)
-    agents = runner_of(recorded, AgentEpisodes(talker), vllm_model, load_weights=False)
-    agents.tokenizer.chat_template = CHAT_TEMPLATE
-    samples += agents.generate(prompts_of(["1+1=", "ab"]), SAMPLING, iteration=0)
-    assert not any(sample.info["failed"] for sample in samples)
-    said = [(read, last) for read, last in recorded.seen]
-    for sample in samples:
-        everything = sample.all_token_ids.tolist()
-        last = sample.token_ids.tolist()[-sample.action_mask.tolist()[::-1].index(False) :]  # type: ignore[index, union-attr]
-        assert (everything[: -len(last)], last) in said
-        expected = vllm_pool.score([everything])[0][len(sample.prompt.token_ids) - 1 :]
-        for chosen, logprob, other in zip(sample.action_mask.tolist(), sample.logprobs.tolist(), expected, strict=True):  # type: ignore[arg-type]
-            assert logprob == (pytest.approx(other, abs=1e-4) if chosen else 0.0)
-    episodes.close()
-    agents.close()
