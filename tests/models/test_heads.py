@@ -92,13 +92,15 @@ def test_a_new_head_has_the_asked_spread_and_does_not_depend_on_the_seed(
     assert weights[0].square().mean().sqrt().item() == pytest.approx(expected, rel=0.2)  # of 64 draws
 
 
-def test_constants_of_the_configuration_normalise(folder: str, batch: TokenBatch, tmp_path: Path) -> None:
-    model = load_scalar_model(folder)
+def test_a_saved_head_stays_and_constants_of_its_configuration_normalise(
+    folder: str, batch: TokenBatch, tmp_path: Path
+) -> None:
+    model = load_scalar_model(folder, head_std=1.0)
     raw = reward_output(model, batch)
     assert torch.equal(reward_output(model, batch, normalized=True), raw)
     model.config.mean, model.config.std = 0.25, 2.0
     model.save_pretrained(tmp_path)
-    again = load_scalar_model(str(tmp_path))
+    again = load_scalar_model(str(tmp_path), head_std=0.0)
     torch.testing.assert_close(reward_output(again, batch, normalized=True), (raw - 0.25) / 2)
 
 
