@@ -1,6 +1,5 @@
 """A small DPO run, for this process and for ranks of their own, and the same written by hand."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
+from torch import Tensor
 
 from rlhfkit import DPOModule, PreferenceDataModule
-from rlhfkit.models import ModelLoading, load_causal_lm
+
+from .data_runs import Steps, answer_logprob, by_sgd, exact, trainer, write
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 STEP, LR = 8, 2e-3
@@ -25,37 +26,6 @@ class PlainDPO(PlainSGD, DPOModule):
     """DPO with SGD."""
 
 
-class Steps(L.Callback):
-    """Loss of each micro-batch and margin of each step; what is logged in the end; weights then, from any strategy."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.margins: list[float] = []
-        self.metrics: dict[str, float] = {}
-        self.weights: dict[str, Any] = {}
-        self.reference: dict[str, Any] = {}
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.made = trainer.global_step
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-        if self.made < trainer.global_step:
-            self.made = trainer.global_step
-            self.margins.append(float(trainer.callback_metrics["rewards/margins"]))
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if hasattr(trainer.strategy, "consolidated_state_dict"):
-            self.weights = trainer.strategy.consolidated_state_dict("policy")
-            if hasattr(module, "reference"):
-                self.reference = trainer.strategy.consolidated_state_dict("reference")
-        else:
-            self.weights = {name: tensor.clone() for name, tensor in module.policy.state_dict().items()}
-            if hasattr(module, "reference"):
-                self.reference = {name: tensor.clone() for name, tensor in module.reference.state_dict().items()}
-
-
 def prepare(folder: Path) -> None:
     """A policy, another model as its reference, and 24 pairs of uneven lengths."""
     tiny_model(folder / "model", seed=1)
@@ -63,17 +33,11 @@ def prepare(folder: Path) -> None:
     rows = [
         {"prompt": f"{i}+{i}=", "chosen": "x" * (i % 5) + str(2 * i), "rejected": "y" * (i % 3 + 1)} for i in range(24)
     ]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(folder / "data.jsonl", rows)
 
 
 def data(folder: Path, size: int, **arguments: Any) -> PreferenceDataModule:
     return PreferenceDataModule(str(folder / "data.jsonl"), micro_batch_size=size, max_length=64, **arguments)
-
-
-def trainer(folder: Path, **arguments: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    plain = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "enable_checkpointing": False}
-    return L.Trainer(**plain | quiet | {"default_root_dir": str(folder), "log_every_n_steps": 1} | arguments)
 
 
 def fit(
@@ -94,41 +58,24 @@ def fit(
     return steps
 
 
-def by_hand(folder: Path, epochs: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_hand(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the run, in float64 and plain Transformers, one text at a time."""
-    from rlhfkit.data.packing import permutation
+    source = data(folder, STEP, tokenizer=tiny_tokenizer())
+    source.setup()
+    policy, reference = exact(folder / "model"), exact(folder / "reference")
 
-    tokenizer = tiny_tokenizer()
-    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
-    policy = load_causal_lm(str(folder / "model"), loading=ModelLoading(attention="eager"), dtype=torch.float64)
-    reference = load_causal_lm(str(folder / "reference"), loading=ModelLoading(attention="eager"), dtype=torch.float64)
-
-    def logprob(model: Any, row: dict[str, str], answer: str) -> tuple[torch.Tensor, int]:
-        prompt, completion = tokenizer(row["prompt"])["input_ids"], tokenizer(row[answer])["input_ids"]
-        ids = torch.tensor([[*prompt, *completion, tokenizer.eos_token_id]])
-        every = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        return every[len(prompt) - 1 :].sum(), len(completion) + 1
-
-    losses = []
-    for epoch in range(epochs):
-        order = permutation(24, seed=0, number=epoch)
-        for start in range(0, 24, STEP):
-            policy.zero_grad()
-            contrast, likelihood, tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0
-            for row in (rows[index] for index in order[start : start + STEP]):
-                (chosen, length), (rejected, _) = logprob(policy, row, "chosen"), logprob(policy, row, "rejected")
-                with torch.no_grad():
-                    anchor = logprob(reference, row, "chosen")[0] - logprob(reference, row, "rejected")[0]
-                right = torch.sigmoid(KNOBS["beta"] * (chosen - rejected - anchor))
-                contrast = contrast - 0.9 * right.log() - 0.1 * (1 - right).log()
-                likelihood, tokens = likelihood - chosen, tokens + length
-            loss = contrast / STEP + 0.5 * likelihood / tokens
-            loss.backward()
-            losses.append(float(loss.detach()))
+    def loss_of(rows: list[Any]) -> Tensor:
+        contrast, likelihood, tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0
+        for row in rows:
+            chosen, rejected = (answer_logprob(policy, answer) for answer in (row.chosen, row.rejected))
             with torch.no_grad():
-                for parameter in policy.parameters():
-                    parameter -= LR * parameter.grad
-    return losses, policy.state_dict()
+                anchor = answer_logprob(reference, row.chosen) - answer_logprob(reference, row.rejected)
+            right = torch.sigmoid(KNOBS["beta"] * (chosen - rejected - anchor))
+            contrast = contrast - 0.9 * right.log() - 0.1 * (1 - right).log()
+            likelihood, tokens = likelihood - chosen, tokens + sum(row.chosen.loss_mask)
+        return contrast / STEP + 0.5 * likelihood / tokens
+
+    return by_sgd(policy, source.examples, loss_of, size=STEP, lr=LR), policy.state_dict()
 
 
 def computed(cache: Path | str, **arguments: Any) -> dict[str, Any]:
@@ -169,12 +116,12 @@ def on_ranks(folder: Path, model: str) -> dict[str, Any]:
             saving = {"callbacks": [saver], "enable_checkpointing": True}
         shared: dict[str, Any] = {"ranks": RANKS, "strategy": strategy, "num_nodes": 1, "module": options}
         steps = fit(Path(model), accumulate, **shared, **saving)
-        report[name] = steps.losses
+        report[name] = steps.totals
         if steps.weights:
             torch.save([steps.weights, steps.reference], folder / f"{name}.pt")
         if saving:
             rest = fit(Path(model), accumulate, **shared, resume=str(folder / "saved" / "epoch=0.ckpt"))
-            report["stopped and resumed"] = rest.losses
+            report["stopped and resumed"] = rest.totals
     # In 16 bits the reference moves in float32, which rank 0 keeps of shards, and every rank of whole weights.
     for strategy in ("rlhf_zero3", "ddp"):
         saver = ModelCheckpoint(folder / f"half {strategy}", filename="{epoch}", save_top_k=-1)

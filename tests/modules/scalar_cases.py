@@ -1,22 +1,22 @@
 """Small runs of reward models and process reward models, and the same written by hand in plain Transformers."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from plain_sgd import PlainSGD
 from tiny_models import tiny_model, tiny_tokenizer
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy, logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rlhfkit import PreferenceDataModule, ProcessRewardModule, RewardModule, StepwiseDataModule
-from rlhfkit.data.packing import permutation
+
+from .data_runs import Steps, by_sgd, trainer, write
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
-ROWS, STEP, EPOCHS, LR, HEAD_STD = 14, 4, 2, 0.01, 0.3
+ROWS, STEP, LR, HEAD_STD = 14, 4, 0.01, 0.3
 """Three full optimizer steps and a half one in each epoch."""
 CENTERING, SMOOTHING = 0.05, 0.1
 KINDS = ("reward", "process")
@@ -49,7 +49,7 @@ def prepare(folder: Path) -> None:
         for i in range(ROWS)
     ]
     for name, rows in zip(KINDS, (pairs, stepwise), strict=True):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder / f"{name}.jsonl", rows)
 
 
 def data(folder: Path, kind: str, size: int, **arguments: Any) -> Any:
@@ -62,60 +62,31 @@ def module(folder: Path, kind: str, **arguments: Any) -> Any:
     return made(str(folder / "model"), **{"lr": LR, "head_std": HEAD_STD} | arguments)
 
 
-def trainer(folder: Path, **arguments: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    plain = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "enable_checkpointing": False}
-    return L.Trainer(**plain | quiet | {"default_root_dir": str(folder), "log_every_n_steps": 1} | arguments)
-
-
-class Steps(L.Callback):
-    """Loss of each optimizer step, this rank's share."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.open = 0.0
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.open += float(outputs["loss"])
-        if trainer.global_step > len(self.losses):
-            self.losses.append(self.open)
-            self.open = 0.0
-
-
 def fit(folder: Path, kind: str, accumulate: int, *, ranks: int = 1, **arguments: Any) -> tuple[list[float], Any]:
     """One run in steps of four examples, however they are split: losses and the trained module."""
     steps, made = Steps(), module(folder, kind)
     run = trainer(folder, accumulate_grad_batches=accumulate, callbacks=[steps], devices=ranks, **arguments)
     run.fit(made, data(folder, kind, STEP // accumulate // ranks))
-    return steps.losses, made
+    return steps.totals, made
 
 
-def by_hand(folder: Path, kind: str, start: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_hand(folder: Path, kind: str, start: Path) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the run in float64, one text at a time, from the model saved in ``start``."""
     source = data(folder, kind, STEP, tokenizer=tiny_tokenizer())
     source.setup()
     auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForTokenClassification
     model = auto.from_pretrained(start, dtype=torch.float64, attn_implementation="eager").eval()
-    losses = []
-    for epoch in range(EPOCHS):
-        order = permutation(ROWS, seed=0, number=epoch)
-        for first in range(0, ROWS, STEP):
-            examples = [source.examples[row] for row in order[first : first + STEP]]
-            each = [term for example in examples for term in _terms(model, kind, example)]
-            loss = torch.stack(each).mean()
-            model.zero_grad()
-            loss.backward()
-            losses.append(float(loss.detach()))
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= LR * parameter.grad
-    return losses, model.state_dict()
+
+    def loss_of(rows: list[Any]) -> Tensor:
+        return torch.stack([term for row in rows for term in _terms(model, kind, row)]).mean()
+
+    return by_sgd(model, source.examples, loss_of, size=STEP, lr=LR), model.state_dict()
 
 
-def _terms(model: Any, kind: str, example: Any) -> list[torch.Tensor]:
+def _terms(model: Any, kind: str, example: Any) -> list[Tensor]:
     """What is averaged: the loss of a pair, or of each step."""
 
-    def logits(ids: list[int]) -> torch.Tensor:
+    def logits(ids: list[int]) -> Tensor:
         return model(input_ids=torch.tensor([ids])).logits[0]
 
     if kind == "reward":

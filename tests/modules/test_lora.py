@@ -1,6 +1,5 @@
 """Modules that train adapters: checkpoints, the reference, weights of engines, 4 bits. Covers ``checkpointing.py``."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,9 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from modules.data_runs import Steps, trainer, write
 from rlhfkit import GRPOModule, LoRA, Optimization, SFTDataModule, SFTModule
 from rlhfkit.models import ModelLoading, load_causal_lm
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     tiny_model(folder / "model")
     rows = [{"prompt": f"{i}+{i}=", "completion": "x" * (i % 5 + 1) + str(2 * i)} for i in range(24)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(folder / "data.jsonl", rows)
     return folder
 
 
@@ -32,19 +27,10 @@ def fit(
     folder: Path, module: SFTModule, epochs: int = 2, precision: Any = "32-true", **arguments: Any
 ) -> tuple[L.Trainer, list[float]]:
     """Train on the 24 rows, one update an epoch; the losses."""
-    losses: list[float] = []
-
-    class Keep(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
-            losses.append(float(outputs["loss"]))
-
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=epochs, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder), callbacks=[Keep()],
-        precision=precision,
-    )  # fmt: skip
-    trainer.fit(module, SFTDataModule(str(folder / "data.jsonl"), micro_batch_size=24, max_length=64), **arguments)
-    return trainer, losses
+    steps = Steps()
+    run = trainer(folder, max_epochs=epochs, precision=precision, callbacks=[steps])
+    run.fit(module, SFTDataModule(str(folder / "data.jsonl"), micro_batch_size=24, max_length=64), **arguments)
+    return run, steps.losses
 
 
 def weights(module: Any) -> dict[str, torch.Tensor]:
@@ -62,9 +48,9 @@ def test_a_checkpoint_holds_adapters_only_and_resumes_bitwise(folder: Path, tmp_
     assert losses[-1] < losses[0]
     L.seed_everything(0, verbose=False)
     half = module()
-    trainer, _ = fit(folder, half, epochs=2)
+    run, _ = fit(folder, half, epochs=2)
     path = tmp_path / "half.ckpt"
-    trainer.save_checkpoint(path)
+    run.save_checkpoint(path)
     state = torch.load(path, weights_only=True)  # hyperparameters are plain values
     assert state["hyper_parameters"]["lora"] == lora.plain()
     trained = {f"policy.{name}" for name, parameter in half.policy.named_parameters() if parameter.requires_grad}
@@ -106,11 +92,11 @@ def test_an_exported_adapter_is_trained_on_with_itself_as_the_reference(folder: 
 def test_weights_of_4_bits_are_trained_beside_saved_and_merged(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="4 bits are bitsandbytes' (extra qlora)")
     module = SFTModule(str(folder / "model"), lr=1e-2, lora=LoRA(rank=4), loading=ModelLoading(quantization="nf4"))
-    trainer, losses = fit(folder, module, epochs=6)
+    run, losses = fit(folder, module, epochs=6)
     assert losses[-1] < losses[0] - 0.3
     assert module.policy.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
     path = tmp_path / "q.ckpt"
-    trainer.save_checkpoint(path)
+    run.save_checkpoint(path)
     names = torch.load(path, weights_only=True)["state_dict"]
     assert all(".lora_" in name for name in names)
     module = SFTModule.load_from_checkpoint(path)
@@ -133,8 +119,8 @@ def test_adapters_stay_in_float32_beside_weights_of_16_bits(folder: Path, tmp_pa
     assert losses[-1] < losses[0]
     for name, parameter in straight.policy.named_parameters():
         assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16)
-    trainer, _ = fit(folder, module(), precision="bf16-true")
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    run, _ = fit(folder, module(), precision="bf16-true")
+    run.save_checkpoint(tmp_path / "half.ckpt")
     resumed = module()
     fit(folder, resumed, epochs=4, precision="bf16-true", ckpt_path=tmp_path / "half.ckpt")
     assert all(torch.equal(tensor, weights(straight)[name]) for name, tensor in weights(resumed).items())

@@ -29,7 +29,7 @@ from rlhfkit.losses import LossOutput, max_metric
 from rlhfkit.models import ModelLoading, PolicyOutput
 from rlhfkit.modules.parts import Correction
 
-from . import dpo_cases, sft_cases
+from .data_runs import Steps, texts, trainer
 
 
 class Drifting(LocalEngine):
@@ -99,17 +99,6 @@ def test_an_iteration_is_measured_alike_however_it_is_split(tmp_path: Path, modu
         )
 
 
-class Steps(L.Callback):
-    """What is logged for each optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if len(self.steps) < trainer.global_step:
-            self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-
 SOURCES: dict[str, Any] = {
     "texts": SFTDataModule,
     "pairs": PreferenceDataModule,
@@ -130,11 +119,11 @@ def test_the_loss_of_a_short_last_window_is_that_of_its_rows(kind: str, tmp_path
     logged: dict[int, Any] = {}
     for size in (6, 1):
         steps = Steps()
-        run = dpo_cases.trainer(tmp_path, accumulate_grad_batches=6 // size, callbacks=[steps], max_epochs=1)
+        run = trainer(tmp_path, accumulate_grad_batches=6 // size, callbacks=[steps], max_epochs=1)
         torch.manual_seed(0)
         source = SOURCES[data](rows_of(data, None), micro_batch_size=size, shuffle=False)
         run.fit(module(str(tmp_path / "model"), lr=1e-3, **more), source)
-        logged[size] = [*steps.steps, {name: float(value) for name, value in run.callback_metrics.items()}]
+        logged[size] = [*steps.logged, {name: float(value) for name, value in run.callback_metrics.items()}]
     assert [len(steps) for steps in logged.values()] == [4, 4]
     for step, expected in zip(logged[1], logged[6], strict=True):
         assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -142,8 +131,8 @@ def test_the_loss_of_a_short_last_window_is_that_of_its_rows(kind: str, tmp_path
 
 def test_a_step_of_fewer_batches_than_the_window_logs_the_loss_of_their_tokens(tmp_path: Path) -> None:
     """As with fast_dev_run and limit_train_batches: Lightning steps after one of four micro-batches."""
-    sft_cases.prepare(tmp_path)
-    run = sft_cases.trainer(tmp_path, max_steps=1, limit_train_batches=1, accumulate_grad_batches=4)
+    texts(tmp_path)
+    run = trainer(tmp_path, precision="64-true", max_steps=1, limit_train_batches=1, accumulate_grad_batches=4)
     data = SFTDataModule(str(tmp_path / "data.jsonl"), micro_batch_size=2, cache_dir=tmp_path / "cache")
     run.fit(SFTModule(str(tmp_path / "model"), lr=1e-9), data)
     logged = run.callback_metrics
@@ -162,12 +151,11 @@ class Validations(L.Callback):
 
 
 def test_every_validation_has_the_metrics_of_all_its_rows_and_of_no_other(tmp_path: Path) -> None:
-    sft_cases.prepare(tmp_path)
+    texts(tmp_path)
     validations = Validations()
-    run = sft_cases.trainer(
+    run = trainer(
         tmp_path,
-        max_steps=-1,
-        max_epochs=2,
+        precision="64-true",
         accumulate_grad_batches=1,
         val_check_interval=0.5,
         callbacks=[validations],
@@ -202,9 +190,9 @@ class Tokens(L.Callback):
 
 
 def test_a_limited_validation_has_the_mean_of_the_tokens_that_it_saw(tmp_path: Path) -> None:
-    sft_cases.prepare(tmp_path)
+    texts(tmp_path)
     tokens, path = Tokens(), str(tmp_path / "data.jsonl")
-    run = sft_cases.trainer(tmp_path, limit_val_batches=2, callbacks=[tokens])
+    run = trainer(tmp_path, precision="64-true", limit_val_batches=2, callbacks=[tokens])
     data = SFTDataModule(path, validation_data=path, micro_batch_size=2, cache_dir=tmp_path / "cache")
     found = run.validate(
         SFTModule(str(tmp_path / "model"), loading=ModelLoading(attention="sdpa")), data, verbose=False

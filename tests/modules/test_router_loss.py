@@ -8,7 +8,7 @@ import pytest
 import torch
 from plain_sgd import PlainSGD
 from rl_runs import digits, setup_run
-from tiny_models import tiny_mixture, tiny_tokenizer
+from tiny_models import tiny_mixture
 from transformers import MixtralForCausalLM
 
 from modules import dpo_cases
@@ -60,27 +60,6 @@ def routed(coef: float) -> list[RouterLoss]:
     return [RouterLoss(coef)] if coef else []
 
 
-def expected_balance(folder: Path) -> float:
-    """Transformers' loss of one text, which is over all its tokens."""
-    model = MixtralForCausalLM.from_pretrained(folder / "experts")
-    ids = torch.tensor([[*tiny_tokenizer()("1+1=2")["input_ids"], 1]])
-    return float(model(input_ids=ids, output_router_logits=True).aux_loss)
-
-
-@pytest.mark.parametrize("attention", [None, "eager"])
-def test_sft_adds_the_routers_loss(folder: Path, attention: str | None) -> None:
-    runs = {}
-    for coef in (0.0, 0.5):
-        losses = Losses()
-        module = SFTModule(str(folder / "experts"), parts=routed(coef), loading=ModelLoading(attention=attention))
-        source = SFTDataModule([{"prompt": "1+1=", "completion": "2"}], micro_batch_size=1)
-        dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, source)
-        runs[coef] = losses.pairs[0]
-    balance = expected_balance(folder)
-    assert balance > 0.1
-    assert runs[0.5][0] - runs[0.0][0] == pytest.approx(0.5 * balance, rel=1e-5)
-
-
 def test_dpo_adds_the_routers_loss_and_balances_the_load(folder: Path) -> None:
     losses = Losses()
     module = DPOModule(str(folder / "experts"), parts=[RouterLoss(10.0)], lr=3e-3)
@@ -89,19 +68,6 @@ def test_dpo_adds_the_routers_loss_and_balances_the_load(folder: Path) -> None:
     assert first[0] == pytest.approx(0.6931472 + 10 * first[1], rel=1e-5)
     # With perfect balance Transformers' loss is the number of experts a token goes to, 2.
     assert last[1] - 2 < 0.5 * (first[1] - 2)
-
-
-def test_kto_adds_the_routers_loss(folder: Path) -> None:
-    rows = [{"prompt": "1+1=", "completion": "2", "label": True}]
-    runs = {}
-    for coef in (0.0, 0.5):
-        losses = Losses()
-        module = KTOModule(str(folder / "experts"), parts=routed(coef), loss_type="apo_zero_unpaired")
-        source = UnpairedPreferenceDataModule(rows, micro_batch_size=1)
-        dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, source)
-        runs[coef] = losses.pairs[0]
-    assert runs[0.5][1] == pytest.approx(expected_balance(folder), rel=1e-5)
-    assert runs[0.5][0] - runs[0.0][0] == pytest.approx(0.5 * runs[0.5][1], rel=1e-5)
 
 
 def test_a_dense_model_has_no_router(folder: Path) -> None:
@@ -172,28 +138,37 @@ def test_the_router_is_balanced_while_a_mixture_learns_from_its_samples(
     first_losses(run, folder, mixtures)
 
 
+ON_DATA: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
+    "sft": (SFTModule, {}, SFTDataModule, {"prompt": "1+1=", "completion": "2"}),
+    "kto": (
+        KTOModule,
+        {"loss_type": "apo_zero_unpaired"},
+        UnpairedPreferenceDataModule,
+        {"prompt": "1+1=", "completion": "2", "label": True},
+    ),
+    "distillation": (DistillationModule, {"teacher": "model"}, SFTDataModule, {"prompt": "1+1=", "completion": "2"}),
+    # Prompts of no tokens, since those of a pair go through the model once.
+    "reward": (RewardModule, {}, PreferenceDataModule, {"prompt": "", "chosen": "2", "rejected": "oh"}),
+    "process": (
+        ProcessRewardModule,
+        {},
+        StepwiseDataModule,
+        {"prompt": "1?", "completions": ["a", "bc"], "labels": [1, 0]},
+    ),
+}
+
+
 @pytest.mark.parametrize("attention", [None, "eager"])
-@pytest.mark.parametrize("kind", ["reward", "process"])
-def test_the_router_of_a_reward_model_is_balanced(folder: Path, kind: str, attention: str | None) -> None:
-    arguments: dict[str, Any] = {"loading": ModelLoading(attention=attention)}
+@pytest.mark.parametrize("kind", ON_DATA)
+def test_the_router_is_balanced_while_a_mixture_learns_from_data(
+    folder: Path, kind: str, attention: str | None
+) -> None:
+    made, more, data, row = ON_DATA[kind]
+    paths = {name: str(folder / value) if name == "teacher" else value for name, value in more.items()}
 
     def run(coef: float, losses: First) -> None:
-        if kind == "reward":  # prompts of no tokens, since those of a pair go through the model once
-            module: Any = RewardModule(str(folder / "experts"), parts=routed(coef), **arguments)
-            data: Any = PreferenceDataModule([{"prompt": "", "chosen": "2", "rejected": "oh"}], micro_batch_size=1)
-        else:
-            module = ProcessRewardModule(str(folder / "experts"), parts=routed(coef), **arguments)
-            data = StepwiseDataModule([{"prompt": "1?", "completions": ["a", "bc"], "labels": [1, 0]}])
-        dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, data)
-
-    first_losses(run, folder, 1)
-
-
-def test_the_router_of_a_student_is_balanced(folder: Path) -> None:
-    def run(coef: float, losses: First) -> None:
-        module = DistillationModule(str(folder / "experts"), str(folder / "model"), parts=routed(coef))
-        data = SFTDataModule([{"prompt": "1+1=", "completion": "2"}], micro_batch_size=1)
-        dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, data)
+        module = made(str(folder / "experts"), parts=routed(coef), loading=ModelLoading(attention=attention), **paths)
+        dpo_cases.trainer(folder, max_steps=1, callbacks=[losses]).fit(module, data([row], micro_batch_size=1))
 
     first_losses(run, folder, 1)
 

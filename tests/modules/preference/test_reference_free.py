@@ -15,11 +15,6 @@ from rlhfkit.data.formats import collate_preferences
 from rlhfkit.models import ModelLoading
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reference_free")

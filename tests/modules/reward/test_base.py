@@ -12,11 +12,6 @@ from rlhfkit.models import LoRA
 from rlhfkit.models.lora import has_adapter
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scalar")

@@ -14,11 +14,6 @@ from rlhfkit.data.formats import StepwiseExample, collate_stepwise
 from rlhfkit.models.forward import unwrap
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("process")

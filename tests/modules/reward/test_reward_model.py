@@ -12,11 +12,6 @@ from rlhfkit import PreferenceDataModule, RewardModule
 from rlhfkit.modules.reward.base import Calibration
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward")

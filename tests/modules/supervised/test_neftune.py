@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_models import tiny_model
 from torch import Tensor
 
-from modules import sft_cases
+from modules.data_runs import texts, trainer
 from rlhfkit import SFTDataModule, SFTModule
 from rlhfkit.models import load_causal_lm
 from rlhfkit.modules.parts.fine_tuning import NEFTune, TokenMetrics
@@ -60,13 +60,13 @@ class Recorded(SFTModule):
 
 
 def test_training_has_noise_validation_has_none_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
-    sft_cases.prepare(tmp_path)
+    texts(tmp_path)
 
     def fit(alpha: float, resume: str | None = None) -> tuple[Recorded, Any]:
         module = Recorded(str(tmp_path / "model"), lr=1e-3, parts=[NEFTune(alpha)] if alpha else [])
         data = SFTDataModule(str(tmp_path / "data.jsonl"), micro_batch_size=8)
         save = ModelCheckpoint(tmp_path / f"alpha{alpha}", filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        run = sft_cases.trainer(tmp_path, max_steps=4, precision="32-true", callbacks=[save], enable_checkpointing=True)
+        run = trainer(tmp_path, max_steps=4, max_epochs=-1, callbacks=[save], enable_checkpointing=True)
         torch.manual_seed(resume is None)  # of other random numbers
         run.fit(module, data, ckpt_path=resume)
         return module, run

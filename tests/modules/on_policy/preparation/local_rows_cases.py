@@ -1,6 +1,5 @@
 """Every estimator prepares two iterations of 24 sequences: whole in one process, or scattered over ranks."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -13,7 +12,6 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from rl_runs import setup_run
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 
@@ -27,7 +25,6 @@ from rlhfkit import (
     local_rows,
 )
 from rlhfkit.data import Experience
-from rlhfkit.distributed import gather_objects, get_rank
 from rlhfkit.losses import gdpo_advantages, opo_advantages, pass_at_k_advantages
 from rlhfkit.models.heads import load_scalar_model
 from rlhfkit.modules.on_policy.base import OnPolicyModule
@@ -168,8 +165,6 @@ def write(folder: Path) -> None:
     model = load_scalar_model(str(tiny_model(folder / "base", seed=3)), head_std=0.5)
     model.save_pretrained(folder / "reward")
     tiny_tokenizer().save_pretrained(folder / "reward")
-    for rank in range(len(SHARES)):
-        tiny_model(folder / f"rank{rank}" / "model")
 
 
 def iteration(number: int) -> Experience:
@@ -284,9 +279,8 @@ class Log(logging.Handler):
 
 
 def on_ranks(place: str, **_: Any) -> dict[str, Any]:
-    """All cases with this rank's rows, then the same under ZeRO 3."""
+    """All cases with this rank's rows."""
     rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    environment = dict(os.environ)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     trainer = one_process()
     handler = Log()
@@ -298,8 +292,6 @@ def on_ranks(place: str, **_: Any) -> dict[str, Any]:
         results["warnings"][name] = handler.messages
     results["gathers"] = gathers(built("grpo", Path(place), trainer), rank)
     results["scores"] = scores(built("reward model", Path(place), trainer), rank)
-    os.environ.update(environment)  # Lightning has changed it
-    results["zero"] = under_zero_3(Path(place), rank)
     return results
 
 
@@ -337,44 +329,3 @@ def gathers(module: GRPOModule, rank: int) -> dict[str, Any]:
 def scores(module: GRPOModule, rank: int) -> list[float]:
     """Scores of the reward model; the second rank has no rows."""
     return module.scorer.parts_of(None if rank == 1 else share(iteration(0), 0, rank))["model"].tolist()
-
-
-class Finished(Exception):
-    """Ends a fit."""
-
-
-class Prepare(L.Callback):
-    """Prepares an iteration when training begins, with unequal shares of sharded models."""
-
-    def __init__(self) -> None:
-        self.prepared: Experience | None = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.prepared = pl_module.prepare(share(iteration(0), 0, get_rank()))
-        raise Finished
-
-
-def under_zero_3(folder: Path, rank: int) -> dict[str, Any]:
-    """Log-probs and advantages of own rows from models that are sharded over the ranks."""
-    keep = Prepare()
-    trainer, module, data, _ = setup_run(
-        folder / f"rank{rank}",
-        module_arguments={"kl_coef": 0.1, "loading": ModelLoading(max_tokens_per_forward=30)},
-        data_arguments={"rollout_batch_size": 3, "micro_batch_size": 2},
-        callbacks=[keep],
-        strategy="rlhf_zero3",
-        devices=len(SHARES),
-        use_distributed_sampler=False,
-    )
-    with contextlib.suppress(Finished):
-        trainer.fit(module, data)
-    done = keep.prepared
-    assert done is not None
-    assert done.advantages is not None
-    ranks = gather_objects(len(done))
-    return {
-        "rows": done.own_rows.tolist(),
-        "ref_logprobs": done.columns["ref_logprobs"].tolist(),
-        "advantages": done.advantages.tolist(),
-        "shares": ranks,
-    }

@@ -120,20 +120,6 @@ def test_a_reward_model_scores_own_rows_although_a_rank_has_none(place: Path, th
         assert rank["scores"] == pytest.approx(expected[rows].tolist(), abs=1e-5)
 
 
-@pytest.mark.distributed
-def test_sharded_models_run_on_unequal_shares(place: Path, three: list[dict[str, Any]]) -> None:
-    shares = [rank["zero"] for rank in three]
-    assert shares[0]["shares"] == list(cases.SHARES)
-    trainer, module = cases.one_process(), GRPOModule(str(place / "policy"), kl_coef=0.1)
-    module.trainer = trainer
-    module.configure_model()
-    whole = module.prepare(cases.iteration(0))
-    for field in ("ref_logprobs", "advantages"):
-        found, expected = in_order(shares, field), whole.columns.get(field, whole.advantages).double()
-        assert found is not None
-        torch.testing.assert_close(found[whole.action_mask], expected[whole.action_mask], rtol=1e-5, atol=1e-5)
-
-
 def test_rows_in_another_order_are_gathered_to_the_order_of_the_iteration() -> None:
     whole = cases.iteration(0)
     own = cases.share(whole, 0, 0)
