@@ -116,13 +116,6 @@ def test_the_critic_is_exported_by_its_ranks_and_after_the_fit(shared: dict[str,
     assert max(differences(weights(after), shared["pool"].weights)) == 0
 
 
-def test_a_second_fit_does_not_silently_begin_with_the_first_critic(shared: dict[str, Any]) -> None:
-    trainer, _, data = run(shared["folder"], None)
-    _, placed = shared["placed"]
-    with pytest.raises(CriticPoolError, match=r"have ended with the last fit: continue it with fit\(ckpt_path"):
-        trainer.fit(placed, data)
-
-
 def test_a_stuck_rank_is_an_error_within_the_limit_that_says_what_was_waited_for(
     tmp_path: Path, ray_session: None
 ) -> None:

@@ -160,29 +160,22 @@ def test_greedy_answers_and_episodes_of_vllm_are_the_policys(vllm_pool: Any, vll
 
 
 @pytest.mark.parametrize(
-    ("rollouts", "message"),
+    ("reward", "recorded", "message"),
     [
-        (RolloutCallback(WeightedSum(greedy=digits), sampling=ONE), "a part of .* is called 'greedy'"),
-        (RolloutCallback(None, sampling=ONE), "give RolloutCallback"),
+        (WeightedSum(greedy=digits), False, "a part of .* is called 'greedy'"),
+        (None, False, "give RolloutCallback"),
+        (digits, True, "ReplayEngine has no greedy answers"),
     ],
 )
-def test_greedy_answers_that_cannot_be_scored_are_refused(
-    tmp_path: Path, rollouts: RolloutCallback, message: str
+def test_greedy_answers_that_cannot_be_made_or_scored_are_refused(
+    tmp_path: Path, reward: Any, recorded: bool, message: str
 ) -> None:
+    tmp_path.joinpath("dump").mkdir()
+    rollouts = RolloutCallback(reward, engine=ReplayEngine(tmp_path / "dump") if recorded else None, sampling=ONE)
     trainer, module, data, _ = setup_run(
         tmp_path, module_arguments={"preset": "remax"}, rollouts=rollouts, data_arguments={"micro_batch_size": 4}
     )
     with pytest.raises(ValueError, match=message):
-        trainer.fit(module, data)
-
-
-def test_recorded_samples_have_no_greedy_answers(tmp_path: Path) -> None:
-    tmp_path.joinpath("dump").mkdir()
-    rollouts = RolloutCallback(digits, engine=ReplayEngine(tmp_path / "dump"), sampling=ONE)
-    trainer, module, data, _ = setup_run(
-        tmp_path, module_arguments={"preset": "remax"}, rollouts=rollouts, data_arguments={"micro_batch_size": 4}
-    )
-    with pytest.raises(ValueError, match="ReplayEngine has no greedy answers"):
         trainer.fit(module, data)
 
 

@@ -111,16 +111,6 @@ def test_the_critic_learns_the_returns_of_the_kl_coefficient_that_the_advantages
     assert penalty.coef == pytest.approx(0.5 * 1.2)  # of the next iteration
 
 
-def test_a_critic_starts_as_the_reward_model_it_is_given(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-    reward_model = load_scalar_model(str(model), head_std=0.5)
-    reward_model.save_pretrained(tmp_path / "reward")
-    module = PPOModule(str(model), critic=str(tmp_path / "reward"))
-    module.configure_model()
-    for name, tensor in reward_model.state_dict().items():
-        assert torch.equal(module.critic.state_dict()[name], tensor)
-
-
 def test_a_critic_from_a_calibrated_reward_model_starts_in_units_of_the_calibrated_reward(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     reward_model = load_scalar_model(str(model), head_std=0.5)

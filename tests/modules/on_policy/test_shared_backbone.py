@@ -8,12 +8,10 @@ import pytest
 import torch
 from rl_runs import digits, setup_run
 from tiny_models import tiny_model
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rlhfkit import LoRA, PPOModule, RolloutCallback, SamplingSpec, SFTDataModule
-from rlhfkit.data.batch import TokenBatch
-from rlhfkit.models import load_causal_lm, policy_output, scalar_output
+from rlhfkit.models import load_causal_lm
 from rlhfkit.models.heads import add_value_head, load_scalar_model
 from rlhfkit.modules.parts import Critic
 from rlhfkit.modules.parts.pretraining_loss import PretrainingLoss
@@ -61,28 +59,13 @@ def test_three_iterations_with_text_on_a_shared_backbone_are_the_loop_by_hand(tm
     assert trainer.callback_metrics["ptx/loss"] > 0
 
 
-def test_policy_and_value_head_say_what_two_models_would(tmp_path: Path) -> None:
-    folder = str(tiny_model(tmp_path / "model"))
-    shared, critic = load_causal_lm(folder), load_scalar_model(folder)
-    add_value_head(shared)
-    ids = torch.randint(3, 99, (3, 9), generator=torch.Generator().manual_seed(0))
-    batch = TokenBatch(input_ids=ids, attention_mask=ids > 0, loss_mask=ids[:, 1:] % 3 > 0)
-    out = policy_output(shared, batch, batch.loss_mask, entropy=True, values=True)
-    alone = policy_output(load_causal_lm(folder), batch, batch.loss_mask, entropy=True)
-    assert out.values is not None
-    assert torch.equal(out.logprobs, alone.logprobs)
-    assert torch.equal(out.entropy, alone.entropy)  # type: ignore[arg-type]
-    expected = scalar_output(critic, batch, nn.functional.pad(batch.loss_mask, (0, 1)))[:, :-1]
-    torch.testing.assert_close(out.values, expected, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="has a value head already"):
-        add_value_head(shared)
-
-
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["full", "lora"])
 def test_nobody_outside_sees_the_value_head(tmp_path: Path, lora: LoRA | None) -> None:
     folder = str(tiny_model(tmp_path / "model"))
     module = PPOModule(folder, parts=[Critic(shared=True)], lora=lora)
     module.configure_model()
+    with pytest.raises(ValueError, match="has a value head already"):
+        add_value_head(module.policy)
     names = [name for name, _ in load_causal_lm(folder).named_parameters()]
     assert [info.name for info in ModuleWeights(module.policy).metadata()] == names
     saved = AutoModelForCausalLM.from_pretrained(module.save_pretrained(tmp_path / "saved"), output_loading_info=True)

@@ -44,20 +44,6 @@ def test_each_part_takes_the_steps_of_torchs_own_optimizer() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_matrix_moves_along_the_orthogonal_factor_of_its_momentum() -> None:
-    weight = nn.Parameter(torch.zeros(4, 6))
-    weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    Muon([{"params": [weight], "kind": "matrices"}], lr=1.0, nesterov=False).step()
-    left, _, right = torch.linalg.svd(weight.grad.double(), full_matrices=False)
-    update = -weight.detach().double() / (0.2 * 6**0.5)  # match_rms_adamw
-    # Five iterations in bfloat16 bring the singular values near 1, not to 1 (Jordan et al.: about 0.7 to 1.2).
-    values = torch.linalg.svdvals(update)
-    assert float(values.min()) > 0.6
-    assert float(values.max()) < 1.3
-    alignment = torch.nn.functional.cosine_similarity(update.flatten(), (left @ right).flatten(), dim=0)
-    assert float(alignment) > 0.97
-
-
 def test_it_goes_on_from_its_state_dict_bit_for_bit() -> None:
     straight, stopped, resumed = network(), network(), network()
     first, second, third = (Muon(groups(net), lr=1e-2, weight_decay=0.1) for net in (straight, stopped, resumed))

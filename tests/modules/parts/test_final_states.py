@@ -11,9 +11,7 @@ from rl_runs import digits, setup_run
 from torch import Tensor
 
 from rlhfkit import PPOModule, RolloutCallback, Sample, SamplingSpec
-from rlhfkit.data import Experience, Prompt
 from rlhfkit.modules.parts import GAE, Critic
-from rlhfkit.modules.parts.critic import with_final_states
 
 
 def states_of(module: Any, sample: Sample) -> Tensor:
@@ -82,16 +80,3 @@ def test_advantages_and_returns_are_those_of_the_recursion(tmp_path: Path, share
     trainer.fit(module, data)
     assert len(hand.cut_off) == 64
     assert 0 < sum(hand.cut_off) < 64
-
-
-def test_states_are_appended_to_the_chosen_rows_alone() -> None:
-    samples = [
-        Sample(one, 0, [9] * length, [0.0] * length, [0] * length, "length", reward=0.0)
-        for one, length in zip([Prompt(number, [1, 2]) for number in range(3)], (3, 1, 2), strict=True)
-    ]
-    experience = Experience.from_samples(samples)
-    longer, final = with_final_states(experience, torch.tensor([True, False, True]))
-    assert longer.lengths.tolist() == [6, 3, 5]
-    assert final.nonzero().tolist() == [[0, 4], [2, 3]]
-    assert torch.equal(longer.action_mask & ~final, experience.pad(6).action_mask)
-    assert torch.equal(longer.input_ids[:, :5], experience.input_ids)

@@ -2,16 +2,13 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from modules import scalar_cases
 from rlhfkit import ProcessRewardModule, StepwiseDataModule
-from rlhfkit.data.batch import TokenExample
-from rlhfkit.data.formats import StepwiseExample, collate_stepwise
-from rlhfkit.models.forward import unwrap
+from rlhfkit.models import unwrap
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +57,3 @@ def test_a_saved_model_is_a_token_classifier_whose_label_1_is_good(folder: Path,
     together = torch.cat(module.predict_step(batch, 0))
     torch.testing.assert_close(together, expected[batch.step_ends], rtol=1e-5, atol=1e-6)
     assert unwrap(module.policy).config.pad_token_id == 0  # not that of the end of a sequence
-
-
-def test_one_number_has_the_gradient_of_two_labels(folder: Path) -> None:
-    module = scalar_cases.module(folder, "process")
-    module.configure_model()
-    batch = collate_stepwise([StepwiseExample(TokenExample([5, 6, 7, 8], [False, True, False, True]), [1.0, 0.3])])
-    module.loss(batch, module.scores(batch)).loss.backward()
-    gradient = {name: parameter.grad.clone() for name, parameter in module.policy.named_parameters()}
-    module.zero_grad()
-    model: Any = module.policy.model
-    logprobs = model(input_ids=batch.input_ids).logits[0, [1, 3]].log_softmax(-1)
-    good = torch.tensor([1.0, 0.3])
-    (-(good * logprobs[:, 1] + (1 - good) * logprobs[:, 0]).mean()).backward()
-    for name, parameter in module.policy.named_parameters():
-        torch.testing.assert_close(gradient[name], parameter.grad, rtol=1e-4, atol=1e-6)
