@@ -64,10 +64,6 @@ def test_the_message_says_value_rule_and_cure(
         fit(model, tmp_path, rows, data, **trainer)
 
 
-def test_what_fits_is_taken(model: str, tmp_path: Path) -> None:
-    fit(model, tmp_path, [{"text": "a" * 31}], {"max_length": 32}, gradient_clip_val=1.0)
-
-
 SHORT, LONG = "b" * 8, "a" * 36
 OTHERS: dict[str, tuple[Any, Any, list[dict[str, Any]], str]] = {
     "preference pairs": (
@@ -114,12 +110,8 @@ def test_rows_beyond_the_context_are_refused_by_every_kind_of_data(
     message = rf"given rows, {place} tokens within max_length 64, .* context of 32: lower it, max_length=32, or"
     with pytest.raises(ValueError, match=message):
         run(tmp_path).fit(module(model), data(**sources, micro_batch_size=2, max_length=64))
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_cure_works_for_every_kind_of_data(model: str, tmp_path: Path, name: str) -> None:
-    module, data, rows, _ = OTHERS[name]
-    run(tmp_path).fit(module(model), data(rows, micro_batch_size=len(rows), max_length=32))
+    if where == "data":  # the cure that it names
+        run(tmp_path).fit(module(model), data(rows, micro_batch_size=len(rows), max_length=32))
 
 
 def test_what_is_kept_for_another_model_is_checked_for_this_one(model: str, tmp_path: Path) -> None:

@@ -15,15 +15,13 @@ from rl_runs import setup_run, weights
 from rollout.server.test_connection import SECRET, Misbehaviour, completion
 from tiny_models import tiny_model
 
-from rlhfkit import DistillationModule, GRPOModule, OnPolicyDistillationModule, VLLMServer
+from rlhfkit import DistillationModule, OnPolicyDistillationModule, VLLMServer
 from rlhfkit.data.batch import TokenExample
 from rlhfkit.data.images import Image
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.modules.parts import Reference
-from rlhfkit.modules.parts.kl_penalty import KLInReward
 from rlhfkit.modules.parts.precomputed_teacher import PrecomputedTeacher
 from rlhfkit.modules.parts.teacher import DivergenceLoss
-from rlhfkit.parts import model_elsewhere
 from rlhfkit.roles import ModelPool, ModelPoolError, ServedModel
 from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.rollout.weight_sync.source import ModuleWeights
@@ -66,27 +64,6 @@ def test_log_probs_are_those_of_the_model_in_this_process(folder: Path, served: 
     batch.temperature = 0.5
     with pytest.raises(ModelPoolError, match=r"at temperature 1, and samples are at 0.5: use SamplingSpec"):
         served.submit(batch, [torch.arange(4)])
-
-
-@pytest.mark.vllm
-def test_a_run_with_a_served_reference_is_the_run_with_a_child(
-    tmp_path: Path, folder: Path, served: ServedModel
-) -> None:
-    (tmp_path / "model").symlink_to(folder)
-    trained = []
-    for reference in (None, ServedModel.of(served.plain())):
-        arguments = {"parts": [Reference(reference), KLInReward(0.1)]}
-        trainer, module, data, _ = setup_run(tmp_path, module_arguments=arguments)
-        trainer.fit(module, datamodule=data)
-        assert hasattr(module, "reference") == (reference is None)
-        trained.append(weights(module))
-    # Adam makes a part of its learning rate, 1e-3, of rounding in gradients near 0; another reference moves them all.
-    for name, tensor in trained[0].items():
-        torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=3e-4)
-        assert (trained[1][name] - tensor).abs().mean() < 1e-6
-    restored = GRPOModule(**dict(module.hparams))
-    assert isinstance(model_elsewhere(restored.parts, "reference"), ServedModel)
-    assert model_elsewhere(restored.parts, "reference").plain() == served.plain()
 
 
 @pytest.mark.vllm

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 from rl_runs import digits, setup_run
 
-from rlhfkit import DynamicSampling, GRPOModule, LoRA, PPOModule, RolloutCallback, SamplingSpec
+from rlhfkit import DynamicSampling, GRPOModule, LoRA, OnlineDPOModule, PPOModule, RolloutCallback, SamplingSpec
 
 Case = tuple[Any, dict[str, Any], int, float]
 CASES: dict[str, Case] = {  # module, its arguments, samples per prompt, what is reached
@@ -18,6 +18,7 @@ CASES: dict[str, Case] = {  # module, its arguments, samples per prompt, what is
     "DAPO with dynamic sampling": (GRPOModule, {"preset": "dapo", "lr": 5e-3}, 4, 0.9),
     "REINFORCE++": (GRPOModule, {"preset": "reinforce++", "lr": 5e-3}, 1, 0.9),
     "PPO": (PPOModule, {"lr": 5e-3, "critic_lr": 1e-2}, 1, 0.9),
+    "online DPO": (OnlineDPOModule, {"lr": 5e-3}, 4, 0.5),
     "GRPO of adapters": (GRPOModule, {"lora": LoRA(rank=8), "lr": 2e-2}, 4, 0.6),
 }
 

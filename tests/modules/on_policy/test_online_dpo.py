@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from rlhfkit import LocalEngine, OnlineDPOModule, ReplayBuffer, RolloutCallback, Sample, SamplingSpec
 from rlhfkit.modules.parts import Pairs
-from rlhfkit.rewards import PairwiseReward
 
 BETA, LR, TEMPERATURE, NLL = 0.4, 0.05, 0.8, 0.3
 
@@ -106,26 +105,6 @@ def test_an_iteration_is_the_loop_by_hand(tmp_path: Path, mask_truncated: bool) 
     loaded = PlainOnlineDPO.load_from_checkpoint(tmp_path / "run.ckpt")
     assert (loaded.beta, loaded.nll_coef) == (BETA, NLL)
     assert all(torch.equal(tensor, weights(loaded)[name]) for name, tensor in weights(module).items())
-
-
-def test_it_learns_from_a_judge_of_pairs(tmp_path: Path) -> None:
-    def more_digits(pairs: Any) -> list[float]:
-        counts = [digits(pair) for pair in pairs]
-        return [0.5 + 0.5 * ((first > second) - (first < second)) for first, second in counts]
-
-    trainer, module, data, rollouts = setup_run(
-        tmp_path,
-        module=OnlineDPOModule,
-        module_arguments={"lr": 5e-3},
-        data_arguments={"rollout_batch_size": 16, "micro_batch_size": 16},
-        rollouts=RolloutCallback(PairwiseReward(more_digits), sampling=SamplingSpec(group_size=4, max_new_tokens=8)),
-        max_epochs=12,
-    )
-    trainer.fit(module, data)
-    assert sum(digits(rollouts.samples)) / len(rollouts.samples) > 0.5  # 0.1 at the start
-    logged = trainer.callback_metrics
-    assert float(logged["rewards/accuracies"]) >= 0.5
-    assert float(logged["more_digits_win_rate/order_agreement"]) == 1
 
 
 def test_micro_batches_and_groups_without_a_pair_are_refused(tmp_path: Path) -> None:

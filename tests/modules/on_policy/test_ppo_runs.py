@@ -100,7 +100,11 @@ class SaveAt(L.Callback):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"parts": parts(*control(5e-3), *SHAPING, TEXT, shared=True)}, {"lora": LoRA(rank=4), "lr": 3e-2}],
+    [
+        {},
+        pytest.param({"parts": parts(*control(5e-3), *SHAPING, TEXT, shared=True)}, marks=pytest.mark.long),
+        pytest.param({"lora": LoRA(rank=4), "lr": 3e-2}, marks=pytest.mark.long),
+    ],
     ids=["two models", "shared backbone", "lora"],
 )
 def test_a_run_that_is_resumed_inside_an_iteration_is_bitwise_the_straight_one(

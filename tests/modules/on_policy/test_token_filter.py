@@ -3,15 +3,13 @@
 Covers modules/parts/token_filters.py and correction.py.
 """
 
-import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from rl_runs import PlainGRPO, ahead, digits, setup_run, weights
+from rl_runs import PlainGRPO, ahead, digits, setup_run
 from torch import Tensor
 
 from modules.on_policy.test_base import experience
@@ -24,8 +22,8 @@ from rlhfkit.losses import (
     rejection_mask,
     top_entropy_mask,
 )
-from rlhfkit.models import PolicyOutput, policy_output
-from rlhfkit.modules.parts import Correction, MaskTruncated
+from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.parts import Correction
 from rlhfkit.modules.parts.old_policy import LogLinear
 from rlhfkit.modules.parts.token_filters import OffPolicyMask, Rejection, TopEntropy, nth_largest_of_all
 
@@ -67,46 +65,6 @@ def test_a_token_that_fails_one_of_several_tests_has_weight_0_and_counts() -> No
         torch.testing.assert_close(found.metrics[metric], passed[mask].float().mean())
     assert module.uses_rollout_logprobs
     assert not GRPOModule("anywhere", parts=[TopEntropy(0.5)]).uses_rollout_logprobs
-
-
-class Watch(L.Callback):
-    """The entropies of the policy before an iteration, and the chosen tokens."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple[int, int], tuple[list[float], list[bool]]] = {}
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.policy = copy.deepcopy(pl_module.policy).eval()
-        with torch.no_grad():
-            out = policy_output(self.policy, batch, batch.action_mask, entropy=True)
-        for row in range(len(batch)):
-            trained, key = batch.action_mask[row], (int(batch.group[row]), int(batch.sample_index[row]))
-            self.rows[key] = out.entropy[row, trained].tolist(), batch.columns["high_entropy"][row, trained].tolist()
-
-
-def test_the_choice_is_of_the_whole_iteration_whatever_its_updates_and_micro_batches(tmp_path: Path) -> None:
-    """Truncated answers, which are not trained on, are not among the tokens that are compared."""
-    chosen, tensors = [], []
-    for size, updates in ((8, 2), (4, 4), (16, 1)):
-        watch = Watch()
-        arguments = {"lr": 0.05, "parts": [MaskTruncated().plain(), TopEntropy(0.3)]}
-        trainer, module, data, _ = setup_run(
-            tmp_path, module=PlainGRPO, module_arguments=arguments, callbacks=[watch], max_epochs=1,
-            data_arguments={"micro_batch_size": size}, accumulate_grad_batches=updates,
-        )  # fmt: skip
-        trainer.fit(module, data)
-        entropies = torch.tensor([one for values, _ in watch.rows.values() for one in values])
-        kept = torch.tensor([one for _, choice in watch.rows.values() for one in choice])
-        place = int(0.3 * (len(kept) - 1) + 1e-4)
-        assert torch.equal(kept, entropies >= entropies.sort(descending=True).values[place] - 1e-5)
-        assert 0.3 <= kept.float().mean() < 0.4  # first tokens of a prompt's samples have one entropy
-        chosen.append({key: choice for key, (_, choice) in sorted(watch.rows.items())})
-        tensors.append(weights(module))
-    assert chosen[0] == chosen[1] == chosen[2]
-    for tensor in tensors[1:]:
-        for name, value in tensor.items():
-            torch.testing.assert_close(value, tensors[0][name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 1000])

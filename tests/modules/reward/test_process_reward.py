@@ -8,7 +8,7 @@ import torch
 
 from modules import scalar_cases
 from rlhfkit import ProcessRewardModule, StepwiseDataModule
-from rlhfkit.models import unwrap
+from rlhfkit.models.forward import unwrap
 
 
 @pytest.fixture(scope="module")

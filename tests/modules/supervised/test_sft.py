@@ -156,6 +156,7 @@ def test_cross_entropy_learns_the_distribution(folder: Path) -> None:
     assert probability == pytest.approx(SHARE, abs=0.05)
 
 
+@pytest.mark.long
 def test_dynamic_fine_tuning_learns_the_likeliest_answer(folder: Path) -> None:
     """Its gradient is that of the mean probability of the answers, which is largest where the likeliest has all."""
     metrics, probability = learned(folder, DFTModule)
