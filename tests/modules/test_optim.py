@@ -79,19 +79,22 @@ def test_other_optimizers_of_whole_parameters_are_refused_where_parameters_are_d
 
 
 @pytest.mark.parametrize(
-    ("strategy", "why"),
+    ("kind", "arguments", "why"),
     [
         (
-            RLHFDeepSpeedStrategy(stage=2, offload_optimizer=True, offload_optimizer_device="nvme"),
+            RLHFDeepSpeedStrategy,
+            {"stage": 2, "offload_optimizer": True, "offload_optimizer_device": "nvme"},
             "DeepSpeed.s NVMe offload",
         ),
-        (DeepSpeedStrategy(stage=2), "DeepSpeedStrategy does not say how DeepSpeed divides them"),
-        (FSDPStrategy(), "FSDPStrategy divides them"),
+        (DeepSpeedStrategy, {"stage": 2}, "DeepSpeedStrategy does not say how DeepSpeed divides them"),
+        (FSDPStrategy, {}, "FSDPStrategy divides them"),
     ],
 )
-def test_muon_is_refused_where_nothing_says_which_matrices_a_flat_tensor_has(strategy: Any, why: str) -> None:
+def test_muon_is_refused_where_nothing_says_which_matrices_a_flat_tensor_has(
+    kind: Any, arguments: Any, why: str
+) -> None:
     module = SFTModule("not loaded", optimization=Optimization(optimizer="muon"))
     module.policy = torch.nn.Linear(2, 2)
-    module._trainer = SimpleNamespace(strategy=strategy, gradient_clip_val=None, global_rank=0, world_size=1)
+    module._trainer = SimpleNamespace(strategy=kind(**arguments), gradient_clip_val=None, global_rank=0, world_size=1)
     with pytest.raises(ValueError, match=f"optimizer='muon' computes with whole parameters, and {why}"):
         module.configure_optimizers()

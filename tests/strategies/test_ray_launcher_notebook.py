@@ -5,9 +5,7 @@ Covers strategies/ray/launcher.py in notebooks.
 
 import json
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 SETUP = """
 import json
@@ -59,6 +57,9 @@ print(json.dumps({"start": distance(module)}))
 @pytest.mark.ray
 @pytest.mark.distributed
 def test_a_notebook_trains_on_two_ranks_twice_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
     monkeypatch.delenv("RAY_ADDRESS", raising=False)  # the first fit starts Ray, the second finds it
     cells = [SETUP, "fit(Line(), devices=1)", "fit(module, devices=2)", "fit(module, devices=2)"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
