@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,11 +16,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from rlhfkit.checkpoints.resume import attach_exact_resume
-from rlhfkit.distributed import full_parameters, is_sharded
+from rlhfkit.distributed import is_sharded
 from rlhfkit.gpus import warn_if_cuda_is_missing
 from rlhfkit.mesh import SequenceParallel
 from rlhfkit.strategies.checkpoint.engine_files import require_plain_writers
@@ -136,7 +136,6 @@ class RLHFDeepSpeedStrategy(
             raise TypeError(f"async_save must be True or False, got {async_save!r}.")
         check_integer("tensor_parallel_size", tensor_parallel_size, minimum=1)
         check_number("init_timeout", init_timeout, above=0, why="it is in seconds")
-        check_integer("num_nodes", num_nodes, minimum=1, optional=True)
         self._ray_options = RayOptions(launcher, num_nodes, resources_per_rank, return_weights)
         kwargs.setdefault("accelerator", self._ray_options.accelerator)
         if kwargs.get("cluster_environment") is None:  # configuration files write Lightning's default, None
@@ -289,16 +288,6 @@ class RLHFDeepSpeedStrategy(
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Do nothing: models are built on the CPU or sharded, and moved by their engines."""
         yield
-
-    @contextmanager
-    def gathered(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Give sharded parameters their full values inside the context; changes are lost. A collective.
-
-        Args:
-            parameters: The same on all ranks; parameters that are not sharded are left as they are.
-        """
-        with full_parameters(parameters):
-            yield
 
     def consolidated_state_dict(self, child: str) -> dict[str, Tensor]:
         """Return the full weights of one child on the CPU of rank 0, gathered module by module. A collective.

@@ -195,8 +195,6 @@ def create_engine(
     training = child.training
     with tensor_parallel.adapters_open(child) if "tensor_parallel" in config else nullcontext():
         engine, *_ = deepspeed.initialize(model=child, config=config, dist_init_required=False, **arguments)
-    if optimizer is not None and engine.managed_gradient_accumulation():
-        raise RuntimeError("DeepSpeed ignored 'managed_gradient_accumulation': false; update it to 0.19.8 or later.")
     if optimizer is not None:
         undo_initial_step(engine)
         set_clipping(engine, 0.0)

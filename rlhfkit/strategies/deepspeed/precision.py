@@ -70,9 +70,6 @@ class EnginePrecision(DeepSpeedPrecision):
 #
 # The optimizer wrappers of deepspeed 0.19.8 keep the scale in different places at stage 0 and from stage 1 on.
 
-LARGEST_HALF = 65504.0
-"""The largest finite float16."""
-
 
 def loss_scale(engine: "DeepSpeedEngine") -> float:
     """Return what the engine's losses are multiplied by; 1 unless it trains in fp16."""

@@ -81,13 +81,18 @@ class ProcessGroupMixin(DeepSpeedStrategy):
             examine=partial(examine_ranks, dtype=self._training_dtype or torch.float32) if on_gpu else None,
         )
         if on_gpu and self.world_size > 1 and self._process_group_backend == "nccl":
-            connect_over_nccl(
-                self.root_device,
+            run_first_collective(
+                self._reduce,
                 rank=self.global_rank,
                 world_size=self.world_size,
                 address=f"{address}:{port}",
                 seconds=self.init_timeout,
             )
+
+    def _reduce(self) -> None:
+        total = torch.ones(1, device=self.root_device)
+        torch.distributed.all_reduce(total)
+        total.item()
 
     @property
     def _training_dtype(self) -> torch.dtype | None:
@@ -142,21 +147,12 @@ def examine_ranks(descriptions: Sequence[str], dtype: torch.dtype) -> str | None
     return None
 
 
-def connect_over_nccl(device: torch.device, *, rank: int, world_size: int, address: str, seconds: float) -> None:
-    """Run a first collective, so that a network that NCCL cannot use is an error now, and not after 30 minutes."""
-
-    def reduce() -> None:
-        total = torch.ones(1, device=device)
-        torch.distributed.all_reduce(total)
-        total.item()
-
-    run_first_collective(reduce, rank=rank, world_size=world_size, address=address, seconds=seconds)
-
-
 def run_first_collective(
     collective: Callable[[], None], *, rank: int, world_size: int, address: str, seconds: float
 ) -> None:
-    """Run a collective in a thread, as the call by which NCCL connects has no time limit.
+    """Run a collective, so that a network that NCCL cannot use is an error now, and not after 30 minutes.
+
+    In a thread, as the call by which NCCL connects has no time limit.
 
     Args:
         collective: Returns when it is complete.

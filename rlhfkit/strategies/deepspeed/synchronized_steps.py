@@ -139,7 +139,7 @@ class SynchronizedSteps:
         all_reduce(totals)
         if len(names) == 1:
             totals[:, 2] = 0  # DeepSpeed sees the sums themselves; a single engine has no other to wait for
-        totals[:, 2] = torch.where(totals[:, 2] <= precision.LARGEST_HALF, 0.0, torch.inf)
+        totals[:, 2] = torch.where(totals[:, 2] <= torch.finfo(torch.float16).max, 0.0, torch.inf)
         losses, norms, largest = torch.isfinite(totals).T.tolist()
         gradients = [norm and element for norm, element in zip(norms, largest, strict=True)]
         return dict(zip(names, losses, strict=True)), dict(zip(names, gradients, strict=True))

@@ -23,6 +23,7 @@ from rlhfkit.ray_session import join_or_start_ray
 from rlhfkit.strategies.ray import actor as ray_actor
 from rlhfkit.strategies.ray.ranks import Ranks
 from rlhfkit.strategies.ray.remote_run import RunResult, pickle_run
+from rlhfkit.validation import check_integer
 
 
 class RayLaunchMixin(DeepSpeedStrategy):
@@ -157,8 +158,7 @@ class RayOptions:
             raise ValueError(f"launcher must be 'ray', 'subprocess' or None, got {self.launcher!r}.")
         if self.launcher == "subprocess" and (self.num_nodes, needs) != (None, None):
             raise ValueError("num_nodes and resources_per_rank are for launcher='ray'; use Trainer(num_nodes=...).")
-        if self.num_nodes is not None and self.num_nodes < 1:
-            raise ValueError(f"num_nodes must be at least 1, got {self.num_nodes}.")
+        check_integer("num_nodes", self.num_nodes, minimum=1, optional=True)
         if needs is not None and not (needs and all(amount > 0 for amount in needs.values())):
             raise ValueError(f"resources_per_rank must name positive amounts, as in {{'CPU': 1}}, got {dict(needs)}.")
         if needs is not None and needs.get("GPU", 1) % 1:
@@ -213,6 +213,7 @@ def placement_strategy(num_ranks: int, num_nodes: int) -> str:
     return "STRICT_SPREAD" if num_ranks == num_nodes else "PACK"
 
 
+@dataclass(kw_only=True, eq=False)
 class RayLauncher(_Launcher):
     """Runs ``trainer.fit`` and other methods on ranks that are Ray actors, and returns the results to the driver.
 
@@ -222,36 +223,23 @@ class RayLauncher(_Launcher):
     The driver gets the weights of trained children, metrics, counters, states of callbacks (``best_model_path``) and of
     the DataModule, ``trainer.state``, and the return value of rank 0. Other attributes that hooks set on the module or
     on callbacks stay on the ranks.
-
-    Args:
-        num_ranks: World size.
-        num_nodes: Machines to use; see :func:`placement_strategy`.
-        resources_per_rank: Ray resources of one rank, such as ``{"CPU": 2, "GPU": 1}``, or those that a
-            :class:`~rlhfkit.Placement` holds, which are used again by the next run.
-        device: ``"cpu"`` or ``"cuda"``.
-        timeout: Seconds that Ray may take to place the ranks, and their processes to start.
-        return_weights: Whether the driver's module gets the trained weights; ``None``: if they have at most 8 GB.
-        on_start: Called with the actors of the ranks when they have started.
     """
 
-    def __init__(
-        self,
-        *,
-        num_ranks: int,
-        num_nodes: int,
-        resources_per_rank: dict[str, float],
-        device: str,
-        timeout: float,
-        return_weights: bool | None,
-        on_start: Callable[[Sequence[Any]], None] | None = None,
-    ) -> None:
-        self.num_ranks = num_ranks
-        self.num_nodes = num_nodes
-        self.resources_per_rank = resources_per_rank
-        self.device = device
-        self.timeout = timeout
-        self.return_weights = return_weights
-        self.on_start = on_start
+    num_ranks: int
+    """World size."""
+    num_nodes: int
+    """Machines to use; see :func:`placement_strategy`."""
+    resources_per_rank: dict[str, float]
+    """Ray resources of one rank, such as ``{"CPU": 2, "GPU": 1}``, or those that a :class:`~rlhfkit.Placement` holds,
+    which are used again by the next run."""
+    device: str
+    """``"cpu"`` or ``"cuda"``."""
+    timeout: float
+    """Seconds that Ray may take to place the ranks, and their processes to start."""
+    return_weights: bool | None
+    """Whether the driver's module gets the trained weights; ``None``: if they have at most 8 GB."""
+    on_start: Callable[[Sequence[Any]], None] | None = None
+    """Called with the actors of the ranks when they have started."""
 
     @property
     def is_interactive_compatible(self) -> bool:
