@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
 @torch.no_grad()
 def teacher_logits(model: nn.Module, batch: TokenizedBatch, mask: Tensor) -> LogitRows:
     """Run a frozen model; the returned function gives the logits of some of the M tokens of ``mask`` (B, T-1)."""
-    inputs, positions, *_ = next_token_inputs(unwrap(model), batch, mask)
+    (inputs, positions, *_), *_ = next_token_inputs(unwrap(model), batch, mask)
     kept: list[tuple[OutputLogits, Tensor, Tensor | None]] = []
 
     def select(rows: Tensor, layer: Any, known: OutputLogits) -> Tensor:
@@ -113,7 +113,7 @@ def compare_logits(
         ValueError: If ``router_aux_loss`` is asked of a model without a router.
     """
     bare = unwrap(model)
-    inputs, positions, targets, _, joined = next_token_inputs(bare, batch, mask)
+    (inputs, positions, _, joined), targets, _ = next_token_inputs(bare, batch, mask)
     denominators = [denominator] if joined is None else joined.group.gather(denominator)
     rows_of = _rows_of(teacher, joined)
 

@@ -73,11 +73,11 @@ class UnpaddedBatch:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The Hugging Face model inside a DeepSpeed engine, DDP or a peft wrapper, or the model itself."""
-    inner = getattr(model, "module", None)
-    model = inner if isinstance(inner, nn.Module) else model
+    """The Hugging Face model inside any nesting of DeepSpeed engines, DDP and peft wrappers, or the model itself."""
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
     peft_base = getattr(model, "get_base_model", None)
-    return model if peft_base is None else peft_base()
+    return model if peft_base is None else unwrap(peft_base())
 
 
 class ModelInputs(NamedTuple):
@@ -232,34 +232,21 @@ def own_results(computed: Tensor, joined: JoinedRow | None) -> Tensor:
     return computed if joined is None else joined.to_owners(computed)
 
 
-class NextTokenInputs(NamedTuple):
-    """The result of :func:`next_token_inputs`.
-
-    Attributes:
-        arguments: Keyword arguments of the unwrapped model.
-        positions: (M,) int64, index in their flattened ``input_ids`` of the token before each selected one.
-        targets: (M,) int64, the selected tokens.
-        places: (M,) int64, index of each selected token on the flattened (B, T-1) next-token axis.
-        joined: See :class:`ModelInputs`; if not ``None``, ``targets`` too are those of the tokens computed here, while
-            ``places`` are always those of this rank's own.
-    """
-
-    arguments: dict[str, Any]
-    positions: Tensor
-    targets: Tensor
-    places: Tensor
-    joined: JoinedRow | None = None
-
-
 def next_token_inputs(
     model: nn.Module, batch: TokenizedBatch, mask: Tensor, request: tuple[Any, ...] = ()
-) -> NextTokenInputs:
-    """:meth:`ForwardPass.inputs` of a bare model for tokens that ``mask`` (B, T-1) selects on the next-token axis."""
+) -> tuple[ModelInputs, Tensor, Tensor]:
+    """:meth:`ForwardPass.inputs` of a bare model for tokens that ``mask`` (B, T-1) selects on the next-token axis.
+
+    Returns:
+        Inputs in which the wanted tokens are those before the selected ones; (M,) int64, the selected tokens, where a
+        forward group computes the model those of the tokens computed here; and (M,) int64, the index of each of this
+        rank's own selected tokens on the flattened (B, T-1) axis.
+    """
     selected = on_both(lambda mask: pad(mask, (0, 1)), mask.bool())
-    arguments, positions, before, joined = forward_of(model).inputs(batch, selected, request)
-    rows = before.div(batch.input_ids.shape[1], rounding_mode="floor")
+    inputs = forward_of(model).inputs(batch, selected, request)
+    before, joined = inputs.wanted, inputs.joined
     targets = batch.input_ids.flatten()[before + 1] if joined is None else joined.following
-    return NextTokenInputs(arguments, positions, targets, before - rows, joined)
+    return inputs, targets, before - before.div(batch.input_ids.shape[1], rounding_mode="floor")
 
 
 def check_packing(model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -448,7 +435,7 @@ def policy_output(
     bare = unwrap(model)
     wanted = _Numbers(temperature, entropy, values, correct)
     request = (*wanted, router_aux_loss, torch.is_grad_enabled())
-    inputs, positions, targets, places, joined = next_token_inputs(bare, batch, mask, request)
+    (inputs, positions, _, joined), targets, places = next_token_inputs(bare, batch, mask, request)
     told = None if routing is None or routing is False else tell_routers(bare, inputs, routing)
     if router_aux_loss:
         inputs["output_router_logits"] = True

@@ -60,25 +60,9 @@ class TensorGroup:
 
 def saved_layout(model: nn.Module, names: Sequence[str]) -> list[TensorGroup]:
     """Groups of tensors of an unwrapped model that become those of its files, in the order of ``names``."""
-    return _grouped(model, names, [one.reverse_transform() for one in reversed(_conversions(model))])
-
-
-def _conversions(model: Any) -> list[Any]:
-    """The conversions that ``from_pretrained`` applied to this model, or would apply."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    known = getattr(model, "_weight_conversions", None)
-    if known is not None:
-        return list(known)
-    # For a model that was not loaded from files it is unknown whether these had a prefix.
-    found = get_model_conversion_mapping(model, add_legacy=False)
-    return [one for one in found if not isinstance(one, PrefixChange)]
-
-
-def _grouped(model: Any, names: Sequence[str], transforms: list[Any]) -> list[TensorGroup]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+    transforms = [one.reverse_transform() for one in reversed(_conversions(model))]
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -94,3 +78,16 @@ def _grouped(model: Any, names: Sequence[str], transforms: list[Any]) -> list[Te
         groups.append(TensorGroup(originals, patterns, first, transform[first], model))
     place = {name: index for index, name in enumerate(names)}
     return sorted(groups, key=lambda group: place[group.members[0]])
+
+
+def _conversions(model: Any) -> list[Any]:
+    """The conversions that ``from_pretrained`` applied to this model, or would apply."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    known = getattr(model, "_weight_conversions", None)
+    if known is not None:
+        return list(known)
+    # For a model that was not loaded from files it is unknown whether these had a prefix.
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    return [one for one in found if not isinstance(one, PrefixChange)]

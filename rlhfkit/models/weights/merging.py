@@ -75,7 +75,7 @@ def merged_weights(module: nn.Module) -> list[MergedWeight]:
     Raises:
         NotImplementedError: If peft has trained anything else than LoRA or DoRA matrices of linear layers.
     """
-    module = without_wrappers(module)
+    module = unwrap(module)
     layers = adapter_layers(module)
     found: list[MergedWeight] = []
     seen: set[int] = set()
@@ -93,13 +93,6 @@ def merged_weights(module: nn.Module) -> list[MergedWeight]:
     for one in found:
         _ = one.parts  # raises here for what cannot be merged, not during a transfer
     return found
-
-
-def without_wrappers(module: nn.Module) -> nn.Module:
-    """The Hugging Face model inside any nesting of DDP, ``torch.compile``, peft or a DeepSpeed engine."""
-    while (inner := unwrap(module)) is not module:
-        module = inner
-    return module
 
 
 def persistent_buffers(model: nn.Module) -> list[MergedWeight]:
@@ -126,7 +119,7 @@ def adapter_weights(module: nn.Module) -> list[MergedWeight]:
     Raises:
         ValueError: If there is none, or something else is trained too, which an adapter file cannot hold.
     """
-    module = without_wrappers(module)
+    module = unwrap(module)
     trained = [
         (name, parameter)
         for name, parameter in module.named_parameters()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhfkit.distributed import all_reduce, full_parameters, get_world_size, is_sharded, local_shard, tensor_part
+from rlhfkit.models.forward import unwrap
 from rlhfkit.models.lora import ADAPTER, adapter_settings, has_adapter
 from rlhfkit.models.weights.files import TensorGroup, saved_layout
 from rlhfkit.models.weights.merging import (
@@ -22,7 +23,6 @@ from rlhfkit.models.weights.merging import (
     adapter_weights,
     merged_weights,
     persistent_buffers,
-    without_wrappers,
 )
 from rlhfkit.rollout.engine import WeightInfo, WeightSource
 
@@ -114,7 +114,7 @@ class ModuleWeights(WeightSource):
         """Return the weights as in saved files; a subclass that changes what is yielded overrides this as well."""
         from transformers import PreTrainedModel
 
-        if not isinstance(without_wrappers(self._module), PreTrainedModel):
+        if not isinstance(unwrap(self._module), PreTrainedModel):
             return self
         saved = CheckpointWeights(
             self._module, dtype=self.dtype, bucket_bytes=self.bucket_bytes, check_finite=self.check_finite
@@ -139,12 +139,12 @@ class ModuleWeights(WeightSource):
 
     def adapter_settings(self) -> dict[str, Any] | None:
         """Return rank, scale and targets of a LoRA adapter; ValueError with the reason if it has to be merged."""
-        if not has_adapter(without_wrappers(self._module)):
+        if not has_adapter(unwrap(self._module)):
             return None
         if type(self) is not ModuleWeights:
             raise ValueError(f"{type(self).__name__} may yield other weights than the policy's")
         adapter_weights(self._module)  # raises if more than the adapter is trained
-        return adapter_settings(without_wrappers(self._module))
+        return adapter_settings(unwrap(self._module))
 
     def adapter_apart(self, *, with_base: bool) -> "AdapterApart":
         """Return the adapter's matrices, ``with_base`` after the weights under it, in checkpoint format."""
@@ -194,7 +194,7 @@ class CheckpointWeights(ModuleWeights):
     """
 
     def _weights_of(self, module: nn.Module) -> list[MergedWeight]:
-        bare = without_wrappers(module)
+        bare = unwrap(module)
         weights = [*self._parameters_of(bare), *persistent_buffers(bare)]
         self._groups = saved_layout(bare, [weight.name for weight in weights])
         self._by_name = {weight.name: weight for weight in weights}

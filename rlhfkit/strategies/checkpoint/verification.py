@@ -3,7 +3,7 @@
 import contextlib
 import pickle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhfkit.checkpoints.files import MANIFEST, CheckpointError, DamagedCheckpointError, damage_of_zip
 from rlhfkit.distributed import get_rank, get_world_size
@@ -45,33 +45,26 @@ def _has_no_checksums(file: Path) -> bool:
         return stream.read(1) == pickle.PROTO
 
 
-class _Verdict(NamedTuple):
-    """Of one rank about a checkpoint."""
-
-    problem: str = ""
-    is_damage: bool = False
-
-
 def verify_on_all_ranks(path: Path, *, timeout: float = 7200.0) -> None:
     """Verify a checkpoint, every rank its share; errors as of :func:`verify`, the same on all ranks. A collective.
 
     Raises CheckpointError too if a rank dies or takes longer than ``timeout`` seconds.
     """
 
-    def verify_share() -> _Verdict:
+    def verify_share() -> CheckpointError | None:
         try:
             verify(path, rank=get_rank(), world_size=get_world_size())
-        except (CheckpointError, OSError) as error:
-            return _Verdict(str(error), isinstance(error, DamagedCheckpointError | OSError))
-        return _Verdict()
+        except CheckpointError as error:
+            return error
+        except OSError as error:
+            return DamagedCheckpointError(str(error))
+        return None
 
-    verdicts = on_all_ranks(verify_share, timeout=timeout, doing=f"verifying {path}")
-    failed = [(rank, verdict) for rank, verdict in enumerate(verdicts) if verdict.problem]
-    if not failed:
-        return
-    rank, verdict = failed[0]
-    found_by = "" if len(failed) == len(verdicts) else f" (Found by rank {rank}.)"
-    raise (DamagedCheckpointError if verdict.is_damage else CheckpointError)(f"{verdict.problem}{found_by}")
+    found = on_all_ranks(verify_share, timeout=timeout, doing=f"verifying {path}")
+    failed = [(rank, error) for rank, error in enumerate(found) if error is not None]
+    if failed:
+        rank, error = failed[0]
+        raise type(error)(f"{error}" + ("" if len(failed) == len(found) else f" (Found by rank {rank}.)"))
 
 
 def find_intact(path: Path, *, timeout: float = 7200.0) -> tuple[Path, list[str]]:
