@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rlhfkit.rank_store import RankError
-from rlhfkit.ray_calls import first_lines_of
+from rlhfkit.ray_calls import ActorCalls, first_lines_of
 from rlhfkit.ray_session import port_candidates
 from rlhfkit.strategies.ray import actor as ray_actor
 
@@ -48,9 +48,9 @@ class Ranks:
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
             actor = ray.remote(ray_actor.RankActor).options(**options, resources=others, scheduling_strategy=place)
             self.actors.append(actor.remote())
-        deadline = time.monotonic() + timeout
         ports = port_candidates()
-        locations = self._get([actor.location.remote(ports) for actor in self.actors], deadline, "start a process")
+        calls = [actor.location.remote(ports) for actor in self.actors]
+        locations = _results(calls, "starting its process", timeout)
         machines = list(dict.fromkeys(one["node"] for one in locations))
         order = sorted(range(count), key=lambda index: machines.index(locations[index]["node"]))
         self.actors = [self.actors[index] for index in order]
@@ -60,17 +60,7 @@ class Ranks:
             actor.prepare.remote(rank, environment, sys.path, os.getcwd(), self._mailbox)
             for rank, (actor, environment) in enumerate(zip(self.actors, environments, strict=True))
         ]
-        self._get(prepared, deadline, "get ready")
-
-    def _get(self, refs: list[Any], deadline: float, doing: str) -> list[Any]:
-        import ray
-
-        _, late = ray.wait(refs, num_returns=len(refs), timeout=max(deadline - time.monotonic(), 0))
-        if late:
-            numbers = ", ".join(str(refs.index(ref)) for ref in late)
-            raise RankError(f"Rank(s) {numbers} of {len(refs)} took too long to {doing}; raise init_timeout if busy.")
-        values: list[Any] = ray.get(refs)
-        return values
+        _results(prepared, "getting ready", timeout)
 
     def wait(self, runs: list[Any]) -> Any:
         """Print the ranks' output until all have ended; return rank 0's result, or raise the first cause of failure."""
@@ -180,6 +170,12 @@ class Ranks:
                 )
                 return
             time.sleep(0.02)
+
+
+def _results(calls: list[Any], doing: str, timeout: float) -> list[Any]:
+    """Wait for a call of each rank; RankError if one fails, or takes longer than ``timeout`` seconds."""
+    ranks = {call: f"rank {number} of {len(calls)}" for number, call in enumerate(calls)}
+    return ActorCalls(ranks, f"{doing} (time limit: init_timeout)", timeout, RankError).result()
 
 
 def rank_environments(locations: list[dict[str, Any]], device: str) -> list[dict[str, str]]:
