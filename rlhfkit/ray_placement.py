@@ -76,6 +76,7 @@ def actor_options(resources: Mapping[str, float] | None, process: int) -> dict[s
     """
     others = dict(resources or {})
     options: dict[str, Any] = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0), "resources": others}
+    options |= {"memory": others.pop("memory")} if "memory" in others else {}
     if isinstance(resources, ReservedResources):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

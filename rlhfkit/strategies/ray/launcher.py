@@ -281,12 +281,11 @@ class RayLauncher(_Launcher):
     @contextmanager
     def _ranks(self) -> Iterator[Ranks]:
         """Start ranks, and stop them when the context ends."""
-        held = self.resources_per_rank if isinstance(self.resources_per_rank, ReservedResources) else None
-        if held is not None:
+        own_group, held = None, self.resources_per_rank
+        if isinstance(held, ReservedResources):
             held.check_processes(self.num_ranks, "rank(s)")
-            group = held.placement_group()
         else:
-            group = hold_bundles(
+            own_group = hold_bundles(
                 self.resources_per_rank,
                 self.num_ranks,
                 strategy=placement_strategy(self.num_ranks, self.num_nodes),
@@ -298,7 +297,8 @@ class RayLauncher(_Launcher):
                 ),
                 machines=self.num_nodes,
             )
-        ranks = Ranks(group, self.resources_per_rank)
+            held = ReservedResources(held, own_group.id.hex(), range(self.num_ranks))
+        ranks = Ranks(held)
         try:
             ranks.start(self.num_ranks, self.device, self.timeout)
             if self.on_start is not None:
@@ -306,8 +306,8 @@ class RayLauncher(_Launcher):
             yield ranks
         finally:
             ranks.stop()
-            if held is None:
-                release_bundles(group)
+            if own_group is not None:
+                release_bundles(own_group)
 
 
 # ---------------------------------------------------------------- environment of ranks

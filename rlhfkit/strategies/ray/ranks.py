@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from rlhfkit.rank_store import RankError
 from rlhfkit.ray_calls import ActorCalls, first_lines_of
+from rlhfkit.ray_placement import ReservedResources, actor_options
 from rlhfkit.ray_session import port_candidates
 from rlhfkit.strategies.ray import actor as ray_actor
 
@@ -28,8 +29,8 @@ _DRIVER_VARIABLES = ("RAY_", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "NODE
 class Ranks:
     """The actors of all ranks, by rank, and their mailbox."""
 
-    def __init__(self, group: Any, resources: dict[str, float]) -> None:
-        self._group, self._resources = group, dict(resources)
+    def __init__(self, resources: ReservedResources) -> None:
+        self._resources = resources
         self.actors: list[Any] = []
         self._locations: list[dict[str, Any]] = []  # location of each
         self._mailbox: Any = None
@@ -38,15 +39,10 @@ class Ranks:
     def start(self, count: int, device: str, timeout: float) -> None:
         """Create the actors and number them, machine by machine."""
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._mailbox = ray.remote(ray_actor.Mailbox).options(num_cpus=0).remote()
-        others = dict(self._resources)
-        options: dict[str, Any] = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0)}
-        options |= {"memory": others.pop("memory")} if "memory" in others else {}
         for index in range(count):
-            place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            actor = ray.remote(ray_actor.RankActor).options(**options, resources=others, scheduling_strategy=place)
+            actor = ray.remote(ray_actor.RankActor).options(**actor_options(self._resources, index))
             self.actors.append(actor.remote())
         ports = port_candidates()
         calls = [actor.location.remote(ports) for actor in self.actors]
