@@ -23,6 +23,7 @@ from rlhfkit.modules.optimizers.factories import state_bytes
 from rlhfkit.parts import model_elsewhere
 from rlhfkit.roles import CriticPool, ModelPool
 from rlhfkit.rollout import LocalEngine, RolloutEngine, VLLMPool
+from rlhfkit.rollout.errors import EngineError
 from rlhfkit.strategies import RLHFDeepSpeedStrategy, SequenceParallelDDPStrategy
 from rlhfkit.strategies.strategy import register
 
@@ -185,6 +186,10 @@ class RunDescription:
         if not isinstance(engine, VLLMPool):
             self.assumptions.append(f"{type(engine).__name__} takes no GPU memory and no time")
             return None
+        try:
+            engine.parallelism.check_model(self.module.model_config)
+        except EngineError as error:
+            self.problems.append(str(error))
         sizes = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
         more = engine.engine_arguments
         large = run.gpu.memory >= 70 * GIB and "a100" not in run.gpu.name.lower()  # vLLM 0.32's defaults depend on it

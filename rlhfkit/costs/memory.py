@@ -465,30 +465,20 @@ def _engine_problems(run: Run) -> list[str]:
     engine = run.engine
     if engine is None or engine.local:
         return []
-    found, problems, heads = engine_memory(run), [], run.policy.layer.heads
-    budget = in_gib(engine.memory_share * run.gpu.memory)
-    if heads % engine.tensor_parallel:
-        problems.append(
-            f"tensor_parallel_size={engine.tensor_parallel} does not divide the {heads} attention heads, which vLLM "
-            "requires"
-        )
-    if engine.pipeline_parallel > run.policy.layers:
-        problems.append(
-            f"pipeline_parallel_size={engine.pipeline_parallel} is more than the {run.policy.layers} layers"
-        )
+    found, budget = engine_memory(run), in_gib(engine.memory_share * run.gpu.memory)
     if engine.cache_bytes is None and found.cache <= 0:
-        problems.append(
+        return [
             f"the engine's weights ({in_gib(found.weights)} on each of {engine.gpus} GPUs) and activations "
             f"({in_gib(found.activations)}) leave no key-value cache in {budget}: raise tensor_parallel_size or "
             "gpu_memory_utilization"
-        )
-    elif found.longest < 1:
-        problems.append(
+        ]
+    if found.longest < 1:
+        return [
             f"the engine's key-value cache ({in_gib(found.cache)}) is too small for one sequence of {run.longest:,.0f} "
             f"tokens ({in_gib(cache_sequence_bytes(run, run.longest))}): raise tensor_parallel_size or "
             "gpu_memory_utilization, or lower max_new_tokens"
-        )
-    return problems
+        ]
+    return []
 
 
 def in_gib(size: float) -> str:

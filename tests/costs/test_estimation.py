@@ -212,6 +212,12 @@ def test_a_pool_keeps_its_sizes_inside_wrappers(wide: str) -> None:
     assert engine.memory_share == 0.5
 
 
+def test_sizes_that_engines_refuse_come_first(wide: str) -> None:
+    found = estimate(GRPOModule(wide), prompts(), rollouts(engine=VLLMPool(1, 3)))
+    assert found.first_problem is not None
+    assert "tensor_parallel_size=3 must divide its" in found.first_problem
+
+
 def test_training_states_leave_the_gpus_of_colocated_engines_unless_told_otherwise(wide: str) -> None:
     pool = VLLMPool(colocate=True)
     for given, expected in ((None, True), (False, False)):

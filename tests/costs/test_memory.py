@@ -226,8 +226,6 @@ def test_what_does_not_fit_is_named_with_numbers_and_a_cure(run: Run, named: str
     ("engine", "named"),
     [
         (EngineShape(tensor_parallel=1), "71.2 GiB"),
-        (EngineShape(tensor_parallel=3), "tensor_parallel_size=3"),
-        (EngineShape(pipeline_parallel=81), "pipeline_parallel_size=81"),
         (EngineShape(tensor_parallel=4, cache_bytes=0.5 * GIB), "16,896 tokens"),
     ],
 )
