@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from rlhfkit.checkpoints import CheckpointError
 from rlhfkit.checkpoints.files import MODULE_FOLDER, explain_unpickling_errors, explain_write_errors
@@ -289,15 +288,6 @@ class EngineCheckpointMixin(DeepSpeedStrategy):
         assert self.lightning_module is not None
         if checkpoint.get("state_dict"):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return an empty dictionary: the engines save their shards."""
-        return {}
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False: the engines restore their shards."""
-        return False
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, unless it is the last intact one of its folder.

@@ -45,10 +45,6 @@ class EnginePrecision(DeepSpeedPrecision):
         """Do nothing: modules are built in their own dtypes."""
         return nullcontext()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Do nothing: modules are built in their own dtypes."""
-        return nullcontext()
-
     def clip_gradients(
         self,
         optimizer: Optimizer | Optimizable,
