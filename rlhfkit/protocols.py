@@ -6,7 +6,7 @@ Each protocol lists what one side calls on the other, so any class with these me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlhfkit.data.batch import PaddedBatch, TokenBatch
     from rlhfkit.data.types import Experience, Prompt
     from rlhfkit.flat_parameters import FlatLayout
+    from rlhfkit.training_states import TrainingStates
 
 
 # ---------------------------------------------------------------------- what a RolloutCallback asks of a module
@@ -413,6 +414,8 @@ class RLHFStrategy(Protocol):
     """Whether checkpoints are folders in which a :class:`KeepsFolder` has one of its own."""
     skipped_updates: int
     """Updates that were skipped because a gradient was not finite."""
+    training_states: TrainingStates | None
+    """Weights, gradients and optimizer states, which can wait in CPU memory; ``None`` unless a Trainer runs."""
 
     def config_of(self, child: str, *, trainable: bool) -> dict[str, Any]:
         """Return the DeepSpeed configuration of a child, complete; ``trainable``: if it has an optimizer."""
@@ -420,20 +423,6 @@ class RLHFStrategy(Protocol):
 
     def skip_update(self, child: str) -> None:
         """Leave weights and optimizer state of a child of the module unchanged in the coming update."""
-        ...
-
-    def offload_states(self, *, weights: bool = True, keep: Collection[str] = ()) -> None:
-        """Move gradients and optimizer states, and with ``weights`` all weights but those of the children in ``keep``,
-        to CPU memory. Local to this rank.
-        """
-        ...
-
-    def reload_states(self, *, optimizer: bool = True) -> None:
-        """Undo :meth:`offload_states`, without ``optimizer`` for the weights only. Local to this rank."""
-        ...
-
-    def state_bytes(self) -> Mapping[Any, int]:
-        """Bytes on this rank's device now, of weights, gradients and optimizer states."""
         ...
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,7 +42,7 @@ from rlhfkit.strategies.deepspeed.synchronized_steps import StepOutcome, Synchro
 from rlhfkit.strategies.deepspeed.zero3 import full_state_dict, hugging_face_sharding, unshard
 from rlhfkit.strategies.forward_groups import ForwardGroupMixin
 from rlhfkit.strategies.ray.launcher import RayLaunchMixin, RayOptions
-from rlhfkit.training_states import Part, TrainingStates
+from rlhfkit.training_states import TrainingStates
 from rlhfkit.validation import check_integer, check_number
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ class RLHFDeepSpeedStrategy(
         self.frozen_children: set[str] = set()
         """Names of the children that are not trained, while the Trainer runs."""
         self._accumulating: set[str] = set()
-        self._states: TrainingStates | None = None  # while the Trainer runs
+        self.training_states: TrainingStates | None = None
+        """Weights, gradients and optimizer states, which can wait in CPU memory, while the Trainer runs."""
 
     # ----------------------------------------------------------------------------------------------------- start-up
 
@@ -220,7 +221,7 @@ class RLHFDeepSpeedStrategy(
         for name, engine in {**self.engines, **self.frozen_engines}.items():
             module._modules[name] = engine
         self._set_deepspeed_activation_checkpointing()
-        self._states = TrainingStates(module, self._state_holders, self.root_device)
+        self.training_states = TrainingStates(module, self._state_holders, self.root_device)
         attach_exact_resume(trainer, module)
         self.barrier()
 
@@ -297,7 +298,8 @@ class RLHFDeepSpeedStrategy(
         Args:
             child: Name of a direct child of the LightningModule.
         """
-        self.reload_states()
+        if self.training_states is not None:
+            self.training_states.reload_states()
         return full_state_dict(self.unwrapped_child(child), keep=self.is_global_zero)
 
     # ---------------------------------------------------------------------------------------------------- optimizing
@@ -380,32 +382,9 @@ class RLHFDeepSpeedStrategy(
         for engine in optimizer.engines.values():
             set_clipping(engine, norm)
 
-    # ------------------------------------------------------------------------------- states in CPU memory for a while
-
     def _state_holders(self) -> Iterator[object]:
         engines = self.engines.values()
         return (holder for engine in engines for holder in (engine.optimizer, engine.basic_optimizer))
-
-    def offload_states(self, *, weights: bool = True, keep: Collection[str] = ()) -> None:
-        """Move gradients and optimizer states, and with ``weights`` all weights, to CPU memory.
-
-        Children named in ``keep`` stay. Local to this rank. See :class:`~rlhfkit.training_states.TrainingStates`.
-        """
-        self._running_states().offload_states(weights=weights, keep=keep)
-
-    def reload_states(self, *, optimizer: bool = True) -> None:
-        """Undo :meth:`offload_states`, bit for bit; without ``optimizer`` for the weights only. Local to this rank."""
-        if self._states is not None:
-            self._states.reload_states(optimizer=optimizer)
-
-    def state_bytes(self) -> dict[Part, int]:
-        """Bytes of the states on this rank's device now, by part: weights, gradients and optimizer."""
-        return self._running_states().state_bytes()
-
-    def _running_states(self) -> TrainingStates:
-        if self._states is None:
-            raise RuntimeError("training states exist while a Trainer runs: use them inside fit or validate")
-        return self._states
 
     # ------------------------------------------------------------------------------------------------------- the end
 
@@ -420,8 +399,9 @@ class RLHFDeepSpeedStrategy(
         """Put the children back. At stage 3 on several ranks their parameters stay sharded: they may not fit."""
         self._finish_saves()  # first: if it fails, hooks for errors may save once more
         module = self.lightning_module
-        self.reload_states()
-        self._states = None
+        if self.training_states is not None:
+            self.training_states.reload_states()
+        self.training_states = None
         if self.engines:
             self._steps.remove()
         for name, engine in {**self.engines, **self.frozen_engines}.items():

@@ -43,33 +43,35 @@ class Offloader(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
-        self.resident.append(sum(strategy.state_bytes().values()))
+        self.resident.append(sum(strategy.training_states.state_bytes().values()))
         if not self.active:
             return
-        strategy.offload_states(weights=False)
-        assert set(strategy._states.offloaded) <= {"gradients", "communication", "optimizer"}
-        strategy.offload_states()
-        strategy.offload_states()  # again: nothing is left to move
-        self.moved.append(dict(strategy._states.offloaded))
-        assert not any(strategy.state_bytes().values())
+        strategy.training_states.offload_states(weights=False)
+        assert set(strategy.training_states.offloaded) <= {"gradients", "communication", "optimizer"}
+        strategy.training_states.offload_states()
+        strategy.training_states.offload_states()  # again: nothing is left to move
+        self.moved.append(dict(strategy.training_states.offloaded))
+        assert not any(strategy.training_states.state_bytes().values())
         host = {
-            chunk.untyped_storage()._cdata for copies in strategy._states._copies.values() for chunk in copies._chunks
+            chunk.untyped_storage()._cdata
+            for copies in strategy.training_states._copies.values()
+            for chunk in copies._chunks
         }
         left = {key: size for key, size in storages().items() if key not in host and key not in self.others}
         self.left.append(sum(left.values()))
-        strategy.reload_states(optimizer=False)
-        assert set(strategy._states.offloaded) <= {"gradients", "communication", "optimizer"}
-        strategy.reload_states()
-        assert sum(strategy.state_bytes().values()) == self.resident[-1]
+        strategy.training_states.reload_states(optimizer=False)
+        assert set(strategy.training_states.offloaded) <= {"gradients", "communication", "optimizer"}
+        strategy.training_states.reload_states()
+        assert sum(strategy.training_states.state_bytes().values()) == self.resident[-1]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Saves in the middle, which needs what has been moved away."""
         strategy: Any = trainer.strategy
         if batch_idx == 3:
             if self.active:
-                strategy.offload_states()
+                strategy.training_states.offload_states()
             trainer.save_checkpoint(self.checkpoint)
-            assert not strategy._states.offloaded
+            assert not strategy.training_states.offloaded
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

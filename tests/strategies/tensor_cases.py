@@ -181,8 +181,8 @@ class Offload(L.Callback):
     """Moves weights and optimizer states away and back before each batch."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        trainer.strategy.offload_states()
-        trainer.strategy.reload_states()
+        trainer.strategy.training_states.offload_states()
+        trainer.strategy.training_states.reload_states()
 
 
 def resume(folder: Path, place: str) -> dict[str, Any]:

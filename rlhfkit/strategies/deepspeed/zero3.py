@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -80,8 +80,7 @@ def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
     for prefix, submodule in module.named_modules(remove_duplicate=False):
         prefix = f"{prefix}." if prefix else ""
-        own = list(submodule.parameters(recurse=False))
-        with full_parameters(own) if own else nullcontext():
+        with full_parameters(submodule.parameters(recurse=False)):
             if keep:
                 for name, parameter in submodule.named_parameters(recurse=False):
                     state[prefix + name] = copy(parameter)

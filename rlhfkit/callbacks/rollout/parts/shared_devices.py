@@ -63,7 +63,7 @@ class SharedDevices(RolloutPart):
         self.offload_training = offload_training
         self.colocate = False
         """Whether an engine uses the GPUs of the training ranks."""
-        self._states: RLHFStrategy | TrainingStates | None = None
+        self._states: TrainingStates | None = None
         self._started = False
         self._phase: Literal["learn", "sync", "generate"] = "learn"
         self._before = 0  # bytes of the states when all were on the device
@@ -153,14 +153,13 @@ class SharedDevices(RolloutPart):
             f"memory/{name}": max(one[key] for one in sizes) / 2**30 for key, name in names.items() if key in sizes[0]
         }
 
-    def _of(self, trainer: L.Trainer) -> RLHFStrategy | TrainingStates:
+    def _of(self, trainer: L.Trainer) -> TrainingStates:
         """The states of the running Trainer: its strategy's, or what its module and optimizers hold."""
         if self._states is None:
             strategy = trainer.strategy
-            self._states = (
-                strategy
-                if isinstance(strategy, RLHFStrategy)
-                else TrainingStates(trainer.lightning_module, lambda: strategy.optimizers, strategy.root_device)
+            held = strategy.training_states if isinstance(strategy, RLHFStrategy) else None
+            self._states = held or TrainingStates(
+                trainer.lightning_module, lambda: strategy.optimizers, strategy.root_device
             )
         return self._states
 
