@@ -242,16 +242,7 @@ class RankLog:
         """
         if self.store.world_size == 1:
             return function()
-        outcome: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                outcome.set_result(function())
-            except BaseException as error:  # raised again below
-                outcome.set_exception(error)
-
-        threading.Thread(target=work, name=threading.current_thread().name, daemon=True).start()
-        pause = 0.001
+        outcome, pause = call_in_thread(function, threading.current_thread().name), 0.001
         while not wait([outcome], pause).done:
             self.check()
             pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
@@ -319,6 +310,20 @@ class RankLog:
                     f"{self._waiting_for}: rank(s) {', '.join(map(str, late))} of {self.store.world_size} did not "
                     f"finish within {self._limit:g} s"
                 )
+
+
+def call_in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Call a function in a thread of its own, which can be left behind: it does not keep the process from ending."""
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # raised again by result()
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return outcome
 
 
 class _End(NamedTuple):

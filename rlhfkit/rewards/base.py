@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -27,6 +28,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 
 from rlhfkit.data.types import Sample
+from rlhfkit.rank_store import call_in_thread
 from rlhfkit.validation import check_number
 
 log = logging.getLogger(__name__)
@@ -369,26 +371,14 @@ def _wait(waiting: Mapping[str, Awaitable[Any]], timeout: float, count: int) -> 
     async def every() -> list[Any]:
         return await asyncio.gather(*(one(name, awaitable) for name, awaitable in waiting.items()))
 
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(asyncio.run(every()))
-        except BaseException as error:  # raised again in the calling thread
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="rlhfkit-reward", daemon=True)
-    thread.start()
-    thread.join(timeout + _CANCEL_SECONDS)
-    if not outcome:
+    called = call_in_thread(lambda: asyncio.run(every()), "rlhfkit-reward")
+    if not wait([called], timeout + _CANCEL_SECONDS).done:
         raise TimeoutError(
             f"async reward {' or '.join(map(repr, waiting))} did not answer within {timeout:g} s and could not be "
             "cancelled: it blocks its event loop (await asyncio.to_thread(...) what takes time), or a thread that it "
             "waits for hangs"
         )
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return dict(zip(waiting, outcome[0], strict=True))
+    return dict(zip(waiting, called.result(), strict=True))
 
 
 def _checked(name: str, values: Any, samples: Sequence[Sample]) -> list[float | None]:

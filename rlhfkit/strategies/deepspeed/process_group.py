@@ -4,9 +4,9 @@ import dataclasses
 import json
 import os
 import socket
-import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from rlhfkit import gpus
 from rlhfkit.gpus import VARIABLE, VisibleGPU, ask_driver_about_all
+from rlhfkit.rank_store import call_in_thread
 from rlhfkit.strategies.deepspeed import rendezvous
 from rlhfkit.strategies.deepspeed.precision import EnginePrecision
 
@@ -165,21 +166,13 @@ def run_first_collective(
         TimeoutError: If it takes longer.
         RuntimeError: If it fails.
     """
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            collective()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="first collective", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not thread.is_alive() and not errors:
+    called = call_in_thread(collective, "first collective")
+    ended = bool(wait([called], seconds).done)
+    error = called.exception() if ended else None
+    if ended and error is None:
         return
     interface = os.environ.get("NCCL_SOCKET_IFNAME")
-    what = f"failed: {errors[0]}" if errors else f"did not end within {seconds:g} s"
+    what = f"failed: {error}" if ended else f"did not end within {seconds:g} s"
     message = (
         f"rank {rank} of {world_size} on {socket.gethostname()}: the first collective over NCCL {what}. The ranks have "
         f"met at {address}, but NCCL connects them on other ports, of the interfaces "
@@ -188,4 +181,4 @@ def run_first_collective(
         "give containers shared memory (docker run --shm-size=8g). NCCL_DEBUG=INFO shows what NCCL tries; "
         "RLHFDeepSpeedStrategy(init_timeout=...) is the time limit"
     )
-    raise (RuntimeError(message) if errors else TimeoutError(message)) from (errors[0] if errors else None)
+    raise (RuntimeError(message) if ended else TimeoutError(message)) from error

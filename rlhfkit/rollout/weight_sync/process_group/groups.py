@@ -5,10 +5,8 @@ Everything else of a transfer is the same for both. ``NcclGroup`` is not run on 
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -16,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed does not export their types
+
+from rlhfkit.rank_store import call_in_thread
 
 Backend = Literal["gloo", "nccl"]
 
@@ -273,14 +273,6 @@ def call_with_limit(step: Callable[[], T], poll: Poll, timeout: float, late: Cal
 
     It is made in a thread of its own, where it is left behind if it is too late.
     """
-    called: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            called.set_result(step())
-        except BaseException as error:
-            called.set_exception(error)
-
-    threading.Thread(target=call, name="weight transfer", daemon=True).start()
+    called = call_in_thread(step, "weight transfer")
     wait_until(called.done, poll, timeout, late)
     return called.result()
