@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, M selected tokens, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from rlhfkit.models.forward import (
     run_with_head,
     unwrap,
 )
+from rlhfkit.models.heads import ScalarOutput
 from rlhfkit.models.parallel.joined_rows import JoinedRow
 from rlhfkit.models.router_loss import router_loss
 
@@ -32,18 +33,6 @@ LogitRows = Callable[[slice], tuple[Tensor, None]]
 """Logits (m, V) of a slice of the M selected tokens."""
 Compare = Callable[[Tensor, Any, Tensor, float], Tensor]
 """Compares logits (m, V), the teacher at these tokens, and the tokens (m,); the number is the denominator."""
-
-
-class Comparison(NamedTuple):
-    """The result of :func:`compare_logits`.
-
-    Attributes:
-        values: The sum over the tokens, or (M, ...) token by token.
-        router_aux_loss: Scalar, the load-balancing loss of a mixture of experts; ``None`` unless asked for.
-    """
-
-    values: Tensor
-    router_aux_loss: Tensor | None = None
 
 
 @torch.no_grad()
@@ -98,7 +87,7 @@ def compare_logits(
     denominator: float = 1.0,
     by_token: bool = False,
     router_aux_loss: bool = False,
-) -> Comparison:
+) -> tuple[Tensor, Tensor | None]:
     """Apply ``compare`` to the logits of the tokens that ``mask`` (B, T-1) selects, chunk by chunk, with gradient.
 
     Args:
@@ -108,6 +97,10 @@ def compare_logits(
         chunk_size: Tokens whose logits exist at a time.
         denominator: What ``compare`` is given with this batch's tokens.
         by_token: ``compare`` returns (m, ...), which are concatenated; else a tensor, which is summed over the chunks.
+
+    Returns:
+        The sum over the tokens, or (M, ...) token by token; and the load-balancing loss of a mixture of experts, a
+        scalar, if it is asked for.
 
     Raises:
         ValueError: If ``router_aux_loss`` is asked of a model without a router.
@@ -145,7 +138,7 @@ def compare_logits(
         return compared(rows, lambda rows: known.apply(linear(rows, layer.weight, layer.bias)))
 
     found, output = run_with_head(model, inputs, positions, of_hidden, lambda logits: compared(logits, _unchanged))
-    return Comparison(returned(found), router_loss(bare, output, joined) if router_aux_loss else None)
+    return returned(found), router_loss(bare, output, joined) if router_aux_loss else None
 
 
 def _rows_of(teacher: TeacherRows | tuple[Tensor, Tensor], joined: JoinedRow | None) -> TeacherRows:
@@ -161,7 +154,7 @@ def _rows_of(teacher: TeacherRows | tuple[Tensor, Tensor], joined: JoinedRow | N
 
 def word_log_odds(
     model: nn.Module, batch: PaddedBatch, mask: Tensor, words: tuple[int, int], *, router_aux_loss: bool = False
-) -> Comparison:
+) -> ScalarOutput:
     """The logit of one word minus that of another as the next token, which is the log-odds between the two.
 
     ``log p(a|x) - log p(b|x) = z_a - z_b``, so the softmax over the two words alone is its sigmoid.
@@ -186,11 +179,11 @@ def word_log_odds(
 
     # A word after the last token would be at T + 1; the padding in its place is only counted, not computed.
     wider = batch.pad(batch.input_ids.shape[1] + 1)
-    found = compare_logits(
+    found, balance = compare_logits(
         model, wider, mask, compare, none, chunk_size=4096, by_token=True, router_aux_loss=router_aux_loss
     )
     values = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    return Comparison(values.masked_scatter(mask, found.values), found.router_aux_loss)
+    return ScalarOutput(values.masked_scatter(mask, found), balance)
 
 
 def word_token(tokenizer: Any, word: str) -> int:

@@ -79,7 +79,7 @@ class ScalarHead(nn.Linear):
 
 
 class ScalarOutput(NamedTuple):
-    """The result of :func:`scalar_forward`.
+    """A number for each token: the result of :func:`scalar_forward`, or of a language model that is asked for a word.
 
     Attributes:
         values: (B, T) float32, raw; 0 where not wanted. (B, T, K) of a model with K heads.
