@@ -154,7 +154,7 @@ class PackedForward:
         index = chosen.flatten().nonzero()[:, 0]
         positions, index = send_together([layout.places.flatten()[index], index], real.device)
         arguments: dict[str, Any] = {
-            "input_ids": layout.row_of(batch.input_ids),
+            "input_ids": batch.input_ids.flatten()[layout.tokens][None],
             "position_ids": layout.position_ids,
             "packed_layout": layout,
         }

@@ -128,17 +128,6 @@ class PackedLayout:
         tokens, positions = send_together([own.flatten().nonzero()[:, 0], steps.expand_as(own)[own][None]], device)
         return cls(tuple(lengths), prefixes, places, tokens, positions)
 
-    @classmethod
-    def from_batch(cls, input_ids: Tensor, real: Tensor) -> tuple["PackedLayout", Tensor]:
-        """Plan a batch (B, T) with ``real`` tokens on the left; also returns the (1, N) tokens of the packed row."""
-        lengths, prefixes = read_together(*row_lengths(input_ids, real))
-        layout = cls.from_lengths(lengths.tolist(), real.device, prefixes.tolist(), real.shape[1])
-        return layout, layout.row_of(input_ids)
-
-    def row_of(self, input_ids: Tensor) -> Tensor:
-        """The (1, N) tokens of the packed row of a batch (B, T)."""
-        return input_ids.flatten()[self.tokens][None]
-
     @property
     def counts(self) -> list[int]:
         """Tokens of each sequence that are in the row for it alone; their sum is N."""

@@ -26,7 +26,7 @@ from models.test_forward import experience
 from rlhfkit.data import Experience, Prompt, Sample
 from rlhfkit.models import ModelLoading, load_causal_lm, policy_output
 from rlhfkit.models.attention import varlen
-from rlhfkit.models.attention.layout import AttentionOptions, PackedLayout
+from rlhfkit.models.attention.layout import AttentionOptions, PackedLayout, read_rows
 from rlhfkit.models.attention.packed import PACKED_ATTENTIONS, packed_attention
 
 KERNELS = list(varlen.KERNELS)
@@ -36,6 +36,13 @@ KERNELS = list(varlen.KERNELS)
 def fresh_choice() -> Iterator[None]:
     yield
     varlen.choose_kernel.cache_clear()
+
+
+def row_of(input_ids: Tensor) -> tuple[PackedLayout, Tensor]:
+    """The layout of a batch (B, T) that is padded with 0, and the (1, N) tokens of its row."""
+    lengths, prefixes, _ = read_rows(input_ids, input_ids != 0, input_ids != 0)
+    layout = PackedLayout.from_lengths(lengths.tolist(), input_ids.device, prefixes.tolist(), input_ids.shape[1])
+    return layout, input_ids.flatten()[layout.tokens][None]
 
 
 @st.composite
@@ -66,7 +73,7 @@ def test_every_sequence_attends_to_itself_alone_forward_and_backward(kernel: str
     rows, heads, key_heads, size, value_size, window, scaling = case
     width = max(map(len, rows))
     input_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    layout, tokens = PackedLayout.from_batch(input_ids, input_ids != 0)
+    layout, tokens = row_of(input_ids)
     generator = torch.Generator().manual_seed(len(rows))
     shapes = [(heads, size), (key_heads, size), (key_heads, value_size)]
     leaves = [
@@ -347,9 +354,9 @@ def test_no_tensor_grows_with_the_square_of_the_packed_row(folder: Path, count: 
 
 def test_indices_are_made_on_the_cpu_whatever_the_default_device_is() -> None:
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [4, 0, 0, 0]])
-    expected, row = PackedLayout.from_batch(ids, ids != 0)
+    expected, row = row_of(ids)
     with torch.device("meta"):
-        layout, tokens = PackedLayout.from_batch(ids, ids != 0)
+        layout, tokens = row_of(ids)
         for mine, other in [
             (tokens, row),
             (layout.places, expected.places),
