@@ -46,6 +46,10 @@ $(INSTALLED): requirements/cpu.txt setup.cfg pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
+# Apart from all else; without them their test is skipped.
+$(VENV)/loggers/.installed: requirements/loggers.txt $(INSTALLED)
+	-$(BIN)/python $(PIP_INSTALL) --no-deps --upgrade --target $(@D) -r $< && touch $@
+
 # Without Ray, vLLM and DeepSpeed, whose versions have no room. Torch's oldest build for GPUs is taken where that for CPUs is
 # out of reach; it has the same results on a CPU.
 .venv-oldest/.installed: requirements/oldest.txt requirements/cpu.txt
@@ -78,7 +82,7 @@ test: $(INSTALLED)
 quick-tests: $(INSTALLED)
 	$(PYTEST) -m "$(QUICK)"
 
-test-all: test
+test-all: $(VENV)/loggers/.installed test
 	$(PYTEST) -m "not ($(QUICK)) and not families"
 
 lint: $(INSTALLED)
