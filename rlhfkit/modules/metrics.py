@@ -7,6 +7,7 @@ import torch
 import torchmetrics
 from torch import Tensor
 
+from rlhfkit.data.types import Experience
 from rlhfkit.distributed import all_reduce
 from rlhfkit.losses.metrics import Combination, Metric, combined, weighted_metric
 
@@ -67,6 +68,22 @@ class StepMetrics:
             parts = torch.split(states, [len(one.state) for one in chosen.values()])
             values |= {name: one.finish(part).float() for (name, one), part in zip(chosen.items(), parts, strict=True)}
         return {name: values[name] for name in metrics}
+
+
+class StepMean:
+    """The mean over the trained tokens of one optimizer step, of all its micro-batches and ranks."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | float = 0.0
+
+    def add(self, total: Tensor, batch: Experience) -> None:
+        """Add the sum over the tokens of one micro-batch."""
+        self._total = self._total + total / max(batch.step_tokens or float(batch.action_mask.sum()), 1.0)
+
+    def take(self, module: Any) -> float:
+        """Return the mean and start the next step. A collective."""
+        total, self._total = torch.as_tensor(self._total, dtype=torch.float32, device=module.device), 0.0
+        return float(module.trainer.strategy.reduce(total, reduce_op="sum"))
 
 
 def as_metrics(metrics: Mapping[str, Any], weight: Tensor | float, device: torch.device) -> dict[str, Metric]:

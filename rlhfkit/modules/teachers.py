@@ -11,26 +11,28 @@ from rlhfkit.losses.distillation import Remainder
 from rlhfkit.models import PolicyOutput, load_tokenizer
 from rlhfkit.modules.base import PolicyModule, load_frozen
 from rlhfkit.protocols import HasPromptColumns
-from rlhfkit.roles.frozen_model import FrozenModel
-from rlhfkit.validation import check_integer, check_number, refuse_without_effect
+from rlhfkit.validation import check_integer, check_number, refuse_without_effect, resolve_function
 
 
-def check_comparison(
-    divergence: object,
+def checked_divergence(
+    divergence: Any,
     *,
     teacher_weight: float,
     top_k: int | None,
     remainder: Remainder,
     chunk_size: int,
-) -> None:
+) -> Any:
     """Check what says how distributions of student and teacher are compared.
 
     Args:
-        divergence: ``None``: they are not.
+        divergence: A name of rlhfkit, a function, or its dotted name.
         teacher_weight: Of ``jsd``.
         top_k: Of the teacher's likeliest tokens.
         remainder: Treatment of the others.
         chunk_size: Tokens whose logits exist at a time.
+
+    Returns:
+        The divergence, with a dotted name turned into the function that it names.
 
     Raises:
         ValueError: If one is out of range, or has no effect beside the others.
@@ -38,38 +40,12 @@ def check_comparison(
     check_number("teacher_weight", teacher_weight, minimum=0, maximum=1)
     check_integer("top_k", top_k, minimum=1, optional=True)
     check_integer("chunk_size", chunk_size, minimum=1, why="it is in tokens")
-    if divergence is None and top_k is not None:
-        raise ValueError("without a divergence only the sampled token is compared: leave top_k out, or give one")
-    if divergence is None:
-        refuse_without_effect({"chunk_size": chunk_size != 1024}, "divergence=None, which makes no logits of a teacher")
     if divergence != "jsd":
         refuse_without_effect({"teacher_weight": teacher_weight != 0.5}, f"{divergence=}: it belongs to 'jsd'")
     if top_k is None:
         refuse_without_effect({"remainder": remainder != "bucket"}, "top_k=None, which compares all tokens")
-
-
-def ask_for_likeliest(teacher: FrozenModel, top_k: int | None, *, reference: FrozenModel | None) -> None:
-    """Have a teacher elsewhere give its likeliest tokens, for a divergence.
-
-    Args:
-        teacher: The teacher.
-        top_k: How many.
-        reference: The reference, which is asked for the sampled tokens.
-
-    Raises:
-        ValueError: If the number is missing, or both are one.
-    """
-    if top_k is None:
-        raise ValueError(
-            "a divergence compares the teacher's probabilities of all tokens, and a model elsewhere gives those of "
-            "its likeliest: give top_k, as in top_k=20, or the teacher's name, so that it is a child"
-        )
-    if teacher is reference:
-        raise ValueError(
-            "the teacher is asked for its likeliest tokens and the reference for the sampled ones: give each a "
-            "ModelPool or ServedModel of its own"
-        )
-    teacher.top = top_k
+    named = isinstance(divergence, str) and "." not in divergence
+    return divergence if named else resolve_function(divergence, "divergence")
 
 
 def check_teacher_tokens(name: str, student: PolicyModule) -> None:

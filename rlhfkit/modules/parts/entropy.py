@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import LossOutput, entropy_bonus, masked_sum
 from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.metrics import StepMean
 from rlhfkit.parts import Coefficient, Part, check_coefficient, coefficient
 from rlhfkit.validation import check_number
 
@@ -66,7 +67,7 @@ class EntropyTarget(Part):
         """``c``."""
         self.applied = 0.0
         """Weight of the bonus in the current step: ``c`` or 0."""
-        self._entropy: Tensor | float = 0.0
+        self._entropy = StepMean()
 
     def term(self, batch: Experience, out: PolicyOutput, old: Tensor) -> LossOutput:
         """The bonus with the weight of this step."""
@@ -81,16 +82,13 @@ class EntropyTarget(Part):
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
         """Add the entropy of one micro-batch to that of its optimizer step."""
         assert out.entropy is not None
-        total = masked_sum(out.entropy.detach().float(), batch.action_mask)
-        self._entropy = self._entropy + total / max(batch.step_tokens or float(batch.action_mask.sum()), 1.0)
+        self._entropy.add(masked_sum(out.entropy.detach().float(), batch.action_mask), batch)
         return {}
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         """Log the weight of this step, and adapt it to the entropy of all ranks. A collective."""
         pl_module.log_means({"policy/entropy_coef": torch.full((), self.applied, device=pl_module.device)})
-        total = torch.as_tensor(self._entropy, dtype=torch.float32, device=pl_module.device)
-        self._entropy = 0.0
-        entropy = float(trainer.strategy.reduce(total, reduce_op="sum"))
+        entropy = self._entropy.take(pl_module)
         self.coefficient = max(0.0, self.coefficient + (self.step if entropy < self.target else -self.step))
         self.applied = self.coefficient if entropy <= self.target else 0.0
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhfkit.data.types import Experience
 from rlhfkit.losses import kl_estimate
 from rlhfkit.models import PolicyOutput
+from rlhfkit.modules.metrics import StepMean
 from rlhfkit.modules.optim import skip_update
 from rlhfkit.modules.parts.kl_penalty import KLPart
 from rlhfkit.parts import Part, Stage, overriding
@@ -40,21 +41,21 @@ class KLTarget(Part):
         check_integer("KLTarget.horizon", horizon, minimum=1, why="it is in samples")
         self.target = target
         self.horizon = horizon
-        self._penalty: KLPart | None = None
 
     def attach(self, module: Any) -> None:
         """Find the penalty."""
         super().attach(module)
-        self._penalty = next((part for part in module.parts if isinstance(part, KLPart)), None)
-        if self._penalty is None:
+        penalty = next((part for part in module.parts if isinstance(part, KLPart)), None)
+        if penalty is None:
             raise ValueError(
                 f"KLTarget({self.target}) moves the weight of a KL penalty, and {type(module).__name__} has none here: "
                 "give a kl_coef to start from, or KLPenalty, or leave it out"
             )
-        if callable(self._penalty.coef):
+        if callable(penalty.coef):
             raise ValueError(
                 "KLTarget moves the weight of the KL penalty, which is a function of the step: leave one out"
             )
+        self._penalty = penalty
 
     def adapted(self, coef: float, kl: float, samples: int) -> float:
         """The next β from this one, the KL in nats per token and the number of samples."""
@@ -63,11 +64,10 @@ class KLTarget(Part):
 
     def prepare(self, rows: Experience) -> Experience:
         """Move β by the KL of all ranks' tokens."""
-        penalty, old, reference = self._penalty, rows.old_logprobs, rows.columns["ref_logprobs"]
-        assert penalty is not None
+        old, reference = rows.old_logprobs, rows.columns["ref_logprobs"]
         assert old is not None
-        kl = kl_estimate(old, reference, estimator=penalty.estimator, mask=rows.action_mask)
-        penalty.coef = self.adapted(self._coef, self.module.ranks.mean(rows, kl), len(rows.summary))
+        kl = kl_estimate(old, reference, estimator=self._penalty.estimator, mask=rows.action_mask)
+        self._penalty.coef = self.adapted(self._coef, self.module.ranks.mean(rows, kl), len(rows.summary))
         return rows
 
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
@@ -80,12 +80,10 @@ class KLTarget(Part):
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue with it."""
-        assert self._penalty is not None
         self._penalty.coef = state["coef"]
 
     @property
     def _coef(self) -> float:
-        assert self._penalty is not None
         assert not callable(self._penalty.coef)
         return self._penalty.coef
 
@@ -114,7 +112,7 @@ class StopEarly(Part):
         self.limit = limit
         self.stopped = False
         """Whether the policy is not updated for the rest of the iteration."""
-        self._distance: Tensor | float = 0.0
+        self._distance = StepMean()
 
     def attach(self, module: Any) -> None:
         """Check that later updates know the policy before the iteration."""
@@ -127,23 +125,21 @@ class StopEarly(Part):
 
     def prepare(self, rows: Experience) -> Experience:
         """Begin an iteration."""
-        self.stopped, self._distance = False, 0.0
+        self.stopped, self._distance = False, StepMean()
         return rows
 
     @torch.no_grad()
     def observe(self, batch: Experience, out: PolicyOutput, old: Tensor) -> Mapping[str, Any]:
         """Add the distance of one micro-batch; the first update has no old log-probs, and distance 0."""
         if not self.stopped and batch.old_logprobs is not None:
-            distance = kl_estimate(batch.old_logprobs, out.logprobs.detach(), mask=batch.action_mask).sum()
-            self._distance = self._distance + distance / max(batch.step_tokens or float(batch.action_mask.sum()), 1.0)
+            kl = kl_estimate(batch.old_logprobs, out.logprobs.detach(), mask=batch.action_mask)
+            self._distance.add(kl.sum(), batch)
         return {}
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         """Skip the update if the policy is too far, the same on all ranks. A collective."""
         if not self.stopped:
-            total = torch.as_tensor(self._distance, dtype=torch.float32, device=pl_module.device)
-            self._distance = 0.0
-            self.stopped = float(trainer.strategy.reduce(total, reduce_op="sum")) > self.limit
+            self.stopped = self._distance.take(pl_module) > self.limit
         pl_module.log_means({"policy/kl_early_stopped": torch.full((), float(self.stopped), device=pl_module.device)})
         if self.stopped:
             skip_update(pl_module, "policy")

@@ -30,9 +30,8 @@ from rlhfkit.modules.parts.advantages import with_advantages
 from rlhfkit.modules.teachers import (
     ComparedOutput,
     TeacherDomains,
-    ask_for_likeliest,
-    check_comparison,
     check_teacher_tokens,
+    checked_divergence,
     load_teacher,
 )
 from rlhfkit.parts import Child, Part, Stage, model_elsewhere, overriding, part_name
@@ -40,7 +39,7 @@ from rlhfkit.roles import ModelPool, ServedModel
 from rlhfkit.roles.frozen_model import FrozenModel
 from rlhfkit.roles.replica import Role
 from rlhfkit.trainer_parts import datamodule_of
-from rlhfkit.validation import check_number, refuse_without_effect, resolve_function
+from rlhfkit.validation import check_number, refuse_without_effect
 
 
 class Teacher(Part):
@@ -214,11 +213,9 @@ class DivergenceLoss(Part):
         chunk_size: int = 1024,
     ) -> None:
         check_number("DivergenceLoss.coef", coef, above=0)
-        check_comparison(
+        self.divergence = checked_divergence(
             divergence, teacher_weight=teacher_weight, top_k=top_k, remainder=remainder, chunk_size=chunk_size
         )
-        named = isinstance(divergence, str) and "." not in divergence
-        self.divergence: Any = divergence if named else resolve_function(cast(Any, divergence), "divergence")
         self.coef, self.teacher_weight, self.top_k = coef, teacher_weight, top_k
         self.remainder: Remainder = remainder
         self.chunk_size = chunk_size
@@ -234,8 +231,7 @@ class DivergenceLoss(Part):
         if self._teacher.domains:
             raise ValueError("several teachers give log-probs of sampled tokens only: leave divergence out")
         if self._teacher.pool is not None:
-            reference = model_elsewhere(module.parts, "reference")
-            ask_for_likeliest(self._teacher.pool, self.top_k, reference=reference)
+            self._ask_for_likeliest(self._teacher.pool, model_elsewhere(module.parts, "reference"))
         replayed = [part_name(part) for part in module.parts if "routing" in part.reads]
         refuse_without_effect(
             dict.fromkeys(replayed, True), f"divergence={self.divergence!r}, which replays no choice of experts"
@@ -247,6 +243,20 @@ class DivergenceLoss(Part):
         unused |= dict.fromkeys(module.policy_loss.arguments.keys() - {"aggregation", "max_length"}, True)
         unused["policy_loss"] = module.policy_loss.function not in (dapo_loss, ppo_loss)  # the defaults of modules
         refuse_without_effect(unused, f"divergence={self.divergence!r} without a reward_coef")
+
+    def _ask_for_likeliest(self, teacher: FrozenModel, reference: FrozenModel | None) -> None:
+        """Have a teacher elsewhere give its likeliest tokens; ValueError if their number is missing."""
+        if self.top_k is None:
+            raise ValueError(
+                "a divergence compares the teacher's probabilities of all tokens, and a model elsewhere gives those of "
+                "its likeliest: give top_k, as in top_k=20, or the teacher's name, so that it is a child"
+            )
+        if teacher is reference:
+            raise ValueError(
+                "the teacher is asked for its likeliest tokens and the reference for the sampled ones: give each a "
+                "ModelPool or ServedModel of its own"
+            )
+        teacher.top = self.top_k
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Experience, batch_idx: int) -> None:
         """Leave nothing of the policy loss if no advantages were computed."""

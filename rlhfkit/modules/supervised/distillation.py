@@ -1,7 +1,7 @@
 """``DistillationModule``: train a student on the next-token distributions of a teacher (Hinton et al., 2015)."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.models.distillation import TeacherRows, compare_logits, teacher_logits
 from rlhfkit.modules.base import PolicyModule
 from rlhfkit.modules.optim import Optimization
-from rlhfkit.modules.teachers import check_comparison, load_teacher
-from rlhfkit.parts import GivenPart
+from rlhfkit.modules.teachers import checked_divergence, load_teacher
+from rlhfkit.parts import GivenPart, plain_value
 from rlhfkit.roles import ServedModel
 from rlhfkit.roles.served_model import MAX_TOP
-from rlhfkit.validation import check_number, function_name, resolve_function
+from rlhfkit.validation import check_number
 
 
 class DistillationModule(PolicyModule):
@@ -84,20 +84,14 @@ class DistillationModule(PolicyModule):
         super().__init__(model, lr=lr, optimization=optimization, lora=lora, loading=loading, parts=parts)
         check_number("temperature", temperature, above=0)
         check_number("distillation_coef", distillation_coef, minimum=0, maximum=1)
-        named = isinstance(divergence, str) and "." not in divergence
-        self.divergence: Any = divergence if named else resolve_function(divergence, "divergence")
-        self.keep_plain(divergence=divergence if isinstance(divergence, str) else function_name(divergence))
+        self.keep_plain(divergence=plain_value(divergence, "divergence"))
         self.served_teacher = None if isinstance(teacher, str) else cast(ServedModel, ServedModel.of(teacher))
         """The teacher, if it is behind a server; ``None``: it is loaded."""
         self.teacher_name = str(teacher) if self.served_teacher is None else self.served_teacher.model
         if self.served_teacher is not None:
             self.keep_plain(teacher=self.served_teacher.plain())
-        check_comparison(
-            divergence,
-            teacher_weight=teacher_weight,
-            top_k=top_k,
-            remainder=remainder,
-            chunk_size=chunk_size,
+        self.divergence = checked_divergence(
+            divergence, teacher_weight=teacher_weight, top_k=top_k, remainder=remainder, chunk_size=chunk_size
         )
         self.temperature = temperature
         self.teacher_weight = teacher_weight
