@@ -125,6 +125,20 @@ def run_on_all_ranks(
     return [value for value, _ in outcomes]
 
 
+def run_on_each_rank(step: Callable[[], T], *, error_type: type[Exception] = RuntimeError) -> T:
+    """Run a step on every rank and return this rank's result; errors as :func:`run_on_all_ranks`. A collective."""
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = step()
+    except Exception as raised:  # the other ranks are told below, then it is raised here
+        error = raised
+    error = exchange_errors(error, error_type=error_type)
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
 def exchange_errors(error: Exception | None, *, error_type: type[Exception] = RuntimeError) -> Exception | None:
     """Return the error that :func:`run_on_all_ranks` would raise here, ``None`` if no rank failed. A collective."""
     return error_of_all(error, gather_objects(failure_of(error)), error_type)

@@ -1,19 +1,16 @@
 """Models of a module that are on machines of their own: starting them, asking them, and waiting for their numbers."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import exchange_errors, gather_objects
+from rlhfkit.distributed import gather_objects, run_on_each_rank
 from rlhfkit.models.load import precision_dtype
 from rlhfkit.roles import ModelPoolError
 from rlhfkit.roles.frozen_model import FrozenModel, row_keys
 from rlhfkit.roles.replica import Role
-
-T = TypeVar("T")
 
 
 class PlacedModels:
@@ -58,7 +55,7 @@ class PlacedModels:
             ModelPoolError: On all ranks, if those of one rank cannot be computed.
         """
         asked = self._asked.pop(name)
-        late, found = wait_for(lambda: asked.wait(columns))
+        late, found = run_on_each_rank(lambda: asked.wait(columns), error_type=ModelPoolError)
         return asked.exchange(late, found, columns)
 
     @property
@@ -135,21 +132,3 @@ class AskedRows:
             if key in found:
                 values[row, : len(found[key])] = found[key]
         return values * mask if columns is None else values
-
-
-def wait_for(wait: Callable[[], T]) -> T:
-    """Wait on every rank for its own rows; returns what ``wait`` does. A collective.
-
-    Raises:
-        ModelPoolError: On all ranks, if those of one rank cannot be computed.
-    """
-    result: Any = None
-    failure: Exception | None = None
-    try:
-        result = wait()
-    except Exception as error:  # the other ranks are told below, then it is raised here
-        failure = error
-    raised = exchange_errors(failure, error_type=ModelPoolError)
-    if raised is not None:
-        raise raised
-    return cast(T, result)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfkit.data.types import Experience
-from rlhfkit.distributed import exchange_errors, gather_objects, get_rank, run_on_all_ranks
+from rlhfkit.distributed import gather_objects, get_rank, run_on_all_ranks, run_on_each_rank
 from rlhfkit.losses import LossOutput, weighted_metric
 from rlhfkit.models import LoRA, ModelLoading
 from rlhfkit.models.heads import critic_values, load_scalar_model
@@ -196,17 +196,11 @@ class RemoteCritic(Part):
 
     def _on_all(self, step: Callable[[], T]) -> T:
         """Run a step that waits for the critic; if it fails on one rank, it ends, and all raise. A collective."""
-        results: list[T] = []
-        failure: Exception | None = None
         try:
-            results.append(step())
-        except Exception as error:  # the other ranks are told below, then it is raised here
-            failure = error
-        raised = exchange_errors(failure, error_type=CriticPoolError)
-        if raised is not None:
+            return run_on_each_rank(step, error_type=CriticPoolError)
+        except Exception:
             self.pool.close()
-            raise raised
-        return results[0]
+            raise
 
     # ------------------------------------------------------------------ checkpoints and exports
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rlhfkit.data.batch import collate_tokens
 from rlhfkit.data.formats import collate_distilled, distilled_examples
 from rlhfkit.data.loaders.steps import StepLoader, TokenizedDataset
-from rlhfkit.distributed import all_reduce, exchange_errors
+from rlhfkit.distributed import all_reduce, run_on_each_rank
 from rlhfkit.models.distillation import teacher_logits
 from rlhfkit.models.forward import unwrap
 from rlhfkit.modules.precompute import (
@@ -132,22 +132,19 @@ class PrecomputedTeacher(Part):
         ends = list(accumulate(examples.targets))
         logprobs, ids = torch.zeros(ends[-1], top_k), torch.zeros(ends[-1], top_k, dtype=torch.int32)
         own = [row for row in range(rank, len(examples.lengths), world) if examples.targets[row]]
+
+        def ask() -> None:
+            for start in range(0, len(own), _SERVED_EXAMPLES):
+                chosen = own[start : start + _SERVED_EXAMPLES]
+                rows = [examples[row] for row in chosen]
+                found = teacher.top_tokens(rows, top_k)
+                for row, example, (values, tokens) in zip(chosen, rows, found, strict=True):
+                    trained = torch.as_tensor(example.loss_mask, dtype=torch.bool)[-len(values) :]
+                    part = slice(ends[row] - examples.targets[row], ends[row])
+                    logprobs[part], ids[part] = values[trained], tokens[trained].int()
+
         try:
-            failure: Exception | None = None
-            try:
-                for start in range(0, len(own), _SERVED_EXAMPLES):
-                    chosen = own[start : start + _SERVED_EXAMPLES]
-                    rows = [examples[row] for row in chosen]
-                    found = teacher.top_tokens(rows, top_k)
-                    for row, example, (values, tokens) in zip(chosen, rows, found, strict=True):
-                        trained = torch.as_tensor(example.loss_mask, dtype=torch.bool)[-len(values) :]
-                        part = slice(ends[row] - examples.targets[row], ends[row])
-                        logprobs[part], ids[part] = values[trained], tokens[trained].int()
-            except Exception as error:  # the other ranks are told
-                failure = error
-            raised = exchange_errors(failure, error_type=ModelPoolError)
-            if raised is not None:
-                raise raised
+            run_on_each_rank(ask, error_type=ModelPoolError)
         finally:
             teacher.close()
         return all_reduce(logprobs.to(module.device)).cpu(), all_reduce(ids.to(module.device)).cpu()

@@ -14,6 +14,7 @@ from rl_runs import PlainGRPO, ahead, digits, setup_run, weights
 from tiny_models import tiny_model
 from torch import Tensor
 
+import rlhfkit.distributed as distributed
 from rlhfkit import (
     DynamicSampling,
     Experience,
@@ -27,7 +28,6 @@ from rlhfkit import (
 )
 from rlhfkit.models import load_causal_lm, policy_output
 from rlhfkit.models.distillation import likeliest_tokens
-from rlhfkit.modules.on_policy import placed_models
 from rlhfkit.modules.parts import Reference
 from rlhfkit.modules.parts.teacher import DivergenceLoss
 from rlhfkit.rewards import PairwiseReward
@@ -165,9 +165,9 @@ def test_whatever_fails_while_one_rank_waits_the_others_are_told(monkeypatch: py
     def wait() -> None:
         raise EngineError("an answer without log-probs")
 
-    monkeypatch.setattr(placed_models, "exchange_errors", exchange)
+    monkeypatch.setattr(distributed, "exchange_errors", exchange)
     with pytest.raises(EngineError, match="an answer without"):
-        placed_models.wait_for(wait)
+        distributed.run_on_each_rank(wait)
     assert [type(one) for one in told] == [EngineError]
 
 
