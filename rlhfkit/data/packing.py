@@ -11,7 +11,7 @@ Everything depends on lengths and seeds only: no state to save, and the same res
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import ceil
@@ -29,6 +29,14 @@ def permutation(count: int, *, seed: int, number: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
+def rows_of_groups(rows: Iterable[int], groups: Sequence[int]) -> list[list[int]]:
+    """The rows of each group, in the order of their first ones."""
+    members: dict[int, list[int]] = {}
+    for row in rows:
+        members.setdefault(groups[row], []).append(row)
+    return list(members.values())
+
+
 def epoch_order(groups: Sequence[int], epochs: int, *, seed: int, iteration: int) -> list[int]:
     """Rows of an iteration in training order, ``epochs`` times: first as they are, later shuffled by prompts.
 
@@ -41,10 +49,8 @@ def epoch_order(groups: Sequence[int], epochs: int, *, seed: int, iteration: int
         seed: Seed of the shuffling.
         iteration: Number of the iteration.
     """
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    prompts, order = list(members.values()), list(range(len(groups)))
+    order = list(range(len(groups)))
+    prompts = rows_of_groups(order, groups)
     for epoch in range(1, epochs):
         shuffled = permutation(len(prompts), seed=seed, number=iteration * epochs + epoch)
         order += [row for place in shuffled for row in prompts[place]]
@@ -290,10 +296,7 @@ def deal_to_members(
         return bins
     dealt: list[list[int]] = []
     for position, rows in enumerate(bins):
-        together: dict[int, list[int]] = defaultdict(list)
-        for row in rows:
-            together[row if groups is None else groups[row]].append(row)
-        pieces = list(together.values())
+        pieces = [[row] for row in rows] if groups is None else rows_of_groups(rows, groups)
         parts: list[list[int]] = [[] for _ in range(ranks_per_forward)]
         if pieces:
             sizes = [sum(lengths[row] for row in piece) for piece in pieces]

@@ -15,6 +15,7 @@ from rlhfkit.data.packing import (
     assign_to_ranks,
     best_fit_decreasing,
     data_ranks,
+    rows_of_groups,
     split_by_tokens,
     update_windows,
 )
@@ -25,12 +26,10 @@ Bins = list[list[int]]
 
 def group_pieces(rows: Sequence[int], groups: Sequence[int]) -> Iterator[list[list[int]]]:
     """Yield divisions of the rows into pieces of groups: whole groups first, then halves, and so on to single rows."""
-    members: dict[int, list[int]] = {}
-    for row in rows:
-        members.setdefault(groups[row], []).append(row)
-    size = max(map(len, members.values()))
+    members = rows_of_groups(rows, groups)
+    size = max(map(len, members))
     while size >= 1:
-        yield [each[first : first + size] for each in members.values() for first in range(0, len(each), size)]
+        yield [each[first : first + size] for each in members for first in range(0, len(each), size)]
         size //= 2
 
 

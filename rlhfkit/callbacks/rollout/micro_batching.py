@@ -19,6 +19,7 @@ from rlhfkit.data.packing import (
     epoch_order,
     iteration_shape,
     plan_micro_batches,
+    rows_of_groups,
 )
 from rlhfkit.data.token_cap import PackedCost, PaddedCost, plan_capped_micro_batches
 from rlhfkit.data.types import Experience, IterationSummary
@@ -85,7 +86,7 @@ def plan_iteration(
     """
     uneven = None if len(summary) == shape.sequences or whole_groups else shape.epochs  # groups of several sizes
     lengths, prompts, groups = summary.lengths.tolist(), summary.prompt_lengths.tolist(), summary.group.tolist()
-    members = _members(groups)
+    members = rows_of_groups(range(len(groups)), groups)
     if whole_groups:  # a group is planned as one sequence, as long as the tokens that it takes to compute it
         forward = PackedCost(lengths, prompts, groups) if packed else PaddedCost(lengths)
         lengths, prompts = [forward.tokens(rows) for rows in members], [0] * len(members)
@@ -126,14 +127,6 @@ def plan_iteration(
             if planned.trained and planned.update < shape.updates // shape.epochs:
                 update[planned.rows], owner[planned.rows] = planned.update, rank
     return IterationPlan(micro_batches, update, owner)
-
-
-def _members(groups: Sequence[int]) -> list[list[int]]:
-    """The rows of each group, in the order of their first ones."""
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    return list(members.values())
 
 
 def check_whole_groups(shape: IterationShape, group_size: int, world_size: int, ranks_per_forward: int) -> None:
