@@ -144,31 +144,3 @@ def launcher(kind: Any, **changes: Any) -> Any:
         "return_weights": True,
     }
     return kind(**(options | changes))
-
-
-def train_grpo(folder: Path) -> dict[str, Any]:
-    """Entry point of a rank of the usual kind: the GRPO run that the Ray test repeats."""
-    import torch
-    from rl_runs import PlainGRPO, setup_run, weights
-
-    from rlhfkit.models import load_causal_lm
-
-    trainer, module, data, _ = setup_run(
-        folder / f"rank{os.environ['LOCAL_RANK']}",
-        module=PlainGRPO,
-        **GRPO,
-        strategy="rlhf_zero2",
-    )
-    trainer.fit(module, data)
-    if trainer.is_global_zero:
-        torch.save(weights(module), folder / "weights.pt")
-        torch.save(load_causal_lm(module.model_name).state_dict(), folder / "start.pt")
-    return {"steps": trainer.global_step, "reward": float(trainer.callback_metrics["reward"])}
-
-
-GRPO: dict[str, Any] = {
-    "module_arguments": {"lr": 0.05, "kl_coef": 0.01},
-    "data_arguments": {"micro_batch_size": 4},
-    "devices": 2,
-    "use_distributed_sampler": False,
-}
