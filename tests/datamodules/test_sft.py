@@ -171,7 +171,7 @@ def test_overlong_examples_are_cut_dropped_or_refused(caplog: pytest.LogCaptureF
         (
             [{"prompt": "a", "completion": 3}],
             {},
-            "column 'completion' of the given rows, row 0, must hold text.* int: 3",
+            "column 'completion' of the given rows, row 0, must hold text.* int: 3: give rows with text .*Value",
         ),
         ([{"prompt": 3, "completion": "a"}], {}, "column 'prompt' of the given rows, row 0, must hold text.* int"),
         ([{"messages": CHAT}], {"messages": "messages"}, "the tokenizer has no chat template"),

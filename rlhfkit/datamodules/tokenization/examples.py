@@ -417,7 +417,14 @@ class ExampleBuilder:
     @staticmethod
     def _text(value: Any, column: str, where: str) -> str:
         if not isinstance(value, str):
-            raise ValueError(f"column {column!r} of {where} must hold text, it holds {type(value).__name__}: {value!r}")
+            cure = (
+                f": give rows with text (datasets: rows.cast_column({column!r}, datasets.Value('string')))"
+                if isinstance(value, int | float)  # a CSV file has them where each value looks like a number
+                else ""
+            )
+            raise ValueError(
+                f"column {column!r} of {where} must hold text, it holds {type(value).__name__}: {value!r}{cure}"
+            )
         return value
 
     def plain(self, text: str) -> PendingExample:
