@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhfkit.cli.jsonl import JSONLWriter, progress_bar, weights_stamp
-from rlhfkit.data.images import Image
 from rlhfkit.data.types import Prompt, Sample
 from rlhfkit.datamodules.prompts.datamodule import final_answer
 from rlhfkit.datamodules.tokenization.sources import IMAGES, Source, check_columns, describe, read_rows
@@ -145,7 +144,12 @@ def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str,
     own = {prompt, completion, "prompt_ids", "completion_ids"}
     token_ids = list(line.get("completion_ids") or [])
     found: Any = next((line[name] for name in IMAGES if line.get(name)), []) if line.get("prompt_ids") else []
-    images = found if isinstance(found, list | tuple) else [found]
+    images: tuple[Any, ...] = ()
+    if found:
+        from rlhfkit.data.images import Image
+
+        values = found if isinstance(found, list | tuple) else [found]
+        images = tuple(Image.of(value, f"image {number} of row {index}") for number, value in enumerate(values))
     return Sample(
         prompt=Prompt(
             index=line.get("index", index),
@@ -153,7 +157,7 @@ def as_sample(line: Mapping[str, Any], index: int, prompt: str, completion: str,
             text=text,
             answer=answer,
             metadata={name: value for name, value in line.items() if name not in own},
-            attachments=tuple(Image.of(each, f"image {number} of row {index}") for number, each in enumerate(images)),
+            attachments=images,
         ),
         sample_index=line.get("sample_index", 0),
         token_ids=token_ids,

@@ -11,7 +11,6 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any, ClassVar, Literal, Protocol
 
-from rlhfkit.data.images import Image
 from rlhfkit.data.types import Sample
 from rlhfkit.rewards.base import Needs, RewardError, RewardWrapper, reward_name
 from rlhfkit.serving.access import AccessToken
@@ -299,6 +298,8 @@ class ChatJudge:
         # In one pass: an answer that contains "{second}" is not filled in.
         content: Any = _PLACES.sub(lambda place: texts[place[1]], self.template)
         if first.prompt.attachments:
+            from rlhfkit.data.images import Image
+
             seen = [Image(image.encoded_rgb()).plain() for image in first.prompt.attachments]
             parts = [{"type": "image_url", "image_url": {"url": url}} for url in seen]
             content = [*parts, {"type": "text", "text": content}]

@@ -2,7 +2,10 @@
 
 import base64
 import io
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import PIL.Image
@@ -88,6 +91,29 @@ def test_an_animated_picture_is_its_first(kind: str) -> None:
     )
     for image in (Image(file.getvalue()), Image(Image(file.getvalue()).encoded_rgb())):
         assert image.open().getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_urls_are_fetched_if_allowed_and_limited_in_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.png").write_bytes(encoded())
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        found = Image.of(f"{address}/a.png", "row 3", allow_urls=True)
+        assert found.source == encoded()
+        assert Image.of_plain(found.plain()) == found  # it is not fetched again where it is kept
+        with pytest.raises(ValueError, match=r"row 3: http://\S*/b.png was not answered: .* 404"):
+            Image.of(f"{address}/b.png", "row 3", allow_urls=True)
+        monkeypatch.setattr(images, "URL_BYTES", 20)
+        with pytest.raises(ValueError, match=r"row 3: http://\S*/a.png has more than 20 bytes"):
+            Image.of(f"{address}/a.png", "row 3", allow_urls=True)
+        server.shutdown()
+    with pytest.raises(ValueError, match=r"row 3: http://\S*/a.png was not answered"):
+        Image.of(f"{address}/a.png", "row 3", allow_urls=True)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: Any) -> None:
+        """Print nothing."""
 
 
 def test_errors_name_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

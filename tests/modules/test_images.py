@@ -10,6 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from models.vision_families import SIDE, save_vision_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -130,3 +131,32 @@ def test_grpo_learns_by_reward_what_it_sees(folder: Path, tmp_path: Path) -> Non
     assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2 + 0.3, rewards
     assert all(abs(value) < 1e-4 for value in mismatch)
     assert asked == [1] * 26  # after each sync the probe has a picture
+
+
+def test_a_run_that_was_stopped_inside_an_iteration_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    data_file, finished = rows(tmp_path, 24), []
+    for place in (None, tmp_path / "saved" / "step=3.ckpt"):
+        torch.manual_seed(0)
+        data = PromptDataModule(data_file, answer="answer", rollout_batch_size=4, micro_batch_size=4)
+        rollouts = RolloutCallback(
+            lambda samples: [float(len(sample.text)) + sample.prompt.index for sample in samples],
+            engine=LocalEngine(),
+            sampling=SamplingSpec(group_size=2, max_new_tokens=3),
+        )
+        module = GRPOModule(str(folder), lr=1e-3, loading=SEEING, kl_coef=0.1)
+        saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = L.Trainer(
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            max_epochs=3,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            callbacks=[rollouts] + [saving] * (place is None),
+        )
+        trainer.fit(module, data, ckpt_path=place, weights_only=False)
+        assert trainer.global_step == 6
+        finished.append(module.policy.state_dict())
+    assert all(torch.equal(one, finished[1][name]) for name, one in finished[0].items())
+    assert str(tmp_path).encode() in (tmp_path / "saved" / "step=3.ckpt").read_bytes()  # paths of pictures
