@@ -15,6 +15,7 @@ from torch import Tensor
 from modules.on_policy.test_base import experience
 from rlhfkit import Experience, GRPOModule, local_rows
 from rlhfkit.modules.parts.advantages import OverriddenAdvantages
+from rlhfkit.modules.parts.fine_tuning import NEFTune, TokenMetrics
 from rlhfkit.parts import Part, make_part
 
 from .cases import CASES, Steps, all_parts, fit, numbers, on_ranks
@@ -33,9 +34,9 @@ def test_formula(name: str, tmp_path: Path) -> None:
     CASES[name].formula(tmp_path)
 
 
-@every_part
-def test_plain_values_make_it_again(name: str) -> None:
-    part = CASES[name].make()
+@pytest.mark.parametrize("make", [*(case.make for case in CASES.values()), lambda: NEFTune(7.0), TokenMetrics])
+def test_plain_values_make_it_again(make: Any) -> None:
+    part = make()
     again = make_part(part.plain())
     assert type(again) is type(part)
     assert again.plain() == part.plain()

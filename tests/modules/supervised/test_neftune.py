@@ -13,8 +13,7 @@ from torch import Tensor
 from modules.data_runs import texts, trainer
 from rlhfkit import SFTDataModule, SFTModule
 from rlhfkit.models import load_causal_lm
-from rlhfkit.modules.parts.fine_tuning import NEFTune, TokenMetrics
-from rlhfkit.parts import make_part
+from rlhfkit.modules.parts.fine_tuning import NEFTune
 
 
 class SimpleBatch:
@@ -80,10 +79,3 @@ def test_training_has_noise_validation_has_none_and_a_resumed_run_has_the_same(t
     with torch.no_grad():
         outputs = [straight.policy_output(batch).logprobs for _ in range(2)]
     assert torch.equal(*outputs)
-
-
-def test_plain_values_make_the_parts_again() -> None:
-    for part in (NEFTune(7.0), TokenMetrics()):
-        again = make_part(part.plain())
-        assert type(again) is type(part)
-        assert again.plain() == part.plain()
