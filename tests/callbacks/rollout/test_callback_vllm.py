@@ -93,7 +93,9 @@ def test_vllm_takes_new_weights_in_the_middle_of_samples(vllm_pool: Any, vllm_mo
 @pytest.mark.vllm
 @pytest.mark.ray
 @pytest.mark.distributed
-def test_two_zero3_ranks_on_ray_ask_one_engine_for_their_share(vllm_model: Path, tmp_path: Path) -> None:
+def test_two_zero3_ranks_on_ray_ask_one_engine_for_their_share(
+    vllm_model: Path, ray_session: None, tmp_path: Path
+) -> None:
     """In flight, with an adapter that is sent alone; ranks of a script publish in ``rollout/vllm/test_pool.py``."""
     vllm_ranks.fit(tmp_path, vllm_model)
     first, second = (json.loads((tmp_path / f"run.{rank}.json").read_text()) for rank in (0, 1))
