@@ -60,9 +60,9 @@ def test_validation_and_checkpoints_fit_between_the_phases(folder: Path, tmp_pat
         keep = ModelCheckpoint(tmp_path / str(offload), save_top_k=-1, every_n_epochs=1, filename="{epoch}")
         shared: dict[str, Any] = {"offload": offload, "data_arguments": data, "enable_checkpointing": True}
         runs[offload] = run(folder, callbacks=[keep], **shared)
-        first = str(tmp_path / str(offload) / "epoch=0.ckpt")
-        resumed = run(folder, ckpt_path=first, callbacks=[ModelCheckpoint(tmp_path / "resumed")], **shared)
-        assert resumed["digest"] == runs[offload]["digest"]
+    first = str(tmp_path / "True" / "epoch=0.ckpt")
+    resumed = run(folder, ckpt_path=first, callbacks=[ModelCheckpoint(tmp_path / "resumed")], **shared)
+    assert resumed["digest"] == runs[True]["digest"]
     assert all(runs[True][name] == runs[False][name] for name in SAME)
     assert runs[True]["metrics"]["val/reward"] == runs[False]["metrics"]["val/reward"]
 
