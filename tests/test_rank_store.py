@@ -73,6 +73,7 @@ class TestThreeRanks:
         assert max(rank["late"][1] for rank in three) < 5
 
 
+@pytest.mark.distributed
 def test_a_dead_rank_is_named_within_seconds(tmp_path: Path) -> None:
     found = ranks.run_until_dead("rank_store_ranks:one_dies", ranks=3, folder=tmp_path)
     for rank in (0, 2):
