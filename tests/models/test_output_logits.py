@@ -123,9 +123,9 @@ def test_a_student_and_a_teacher_are_compared_by_their_own_logits(folders: dict[
     seen = widths(model)
     with torch.no_grad():
         teacher = teacher_logits(model, batch, batch.loss_mask)
-        student = compare_logits(
+        student, _ = compare_logits(
             model, batch, batch.loss_mask, lambda logits, *_: logits, teacher, chunk_size=3, by_token=True
-        ).values
+        )
         assert seen == [32, 101]  # hidden states; then what the comparison gives, here all of the logits
         rows = zip(batch.input_ids, batch.attention_mask, strict=True)
         expected = torch.cat([model(input_ids=ids[real][None]).logits[0, :-1] for ids, real in rows])

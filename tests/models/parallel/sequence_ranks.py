@@ -100,11 +100,11 @@ def router_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
 def compared_router_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     """The load-balancing loss of a student."""
     rows = teacher_logits(model, batch, batch.mask)
-    found = compare_logits(
+    values, balance = compare_logits(
         model, batch, batch.mask, lambda logits, *_: logits.sum(), rows, chunk_size=4, router_aux_loss=True
     )
-    assert found.router_aux_loss is not None
-    return (1 + batch.weights[0, 0]) * found.router_aux_loss + found.values, [found.values, found.router_aux_loss]
+    assert balance is not None
+    return (1 + batch.weights[0, 0]) * balance + values, [values, balance]
 
 
 def scalar_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
@@ -126,7 +126,7 @@ def distillation_loss(model: nn.Module, batch: Batch, *, by_token: bool) -> tupl
         return found if by_token else found.sum(0)
 
     asked: dict[str, Any] = {"chunk_size": 4, "by_token": by_token, "denominator": 1.0 + count}
-    found = [compare_logits(model, batch, batch.mask, compare, rows, **asked).values for rows in (teacher, known)]
+    found = [compare_logits(model, batch, batch.mask, compare, rows, **asked)[0] for rows in (teacher, known)]
     return sum(values.square().sum() for values in found), found
 
 
