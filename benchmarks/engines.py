@@ -13,6 +13,10 @@ Models are random Llamas of the asked sizes; nothing is downloaded. Run it on a 
 
 ``throughput``: tokens per second of one engine and of two, each with one thread, at the same requests.
 
+``images``: seconds of one call of a tiny Idefics3, of 16 groups of 8 samples whose prompts have a picture each, new in
+each call. The picture of a group is read once; beside it as many prompts of their own, whose pictures are read once for
+each sample, and both without pictures.
+
 ``recovery``: one of two engines is killed while both generate. Seconds until all samples are there, next to an
 undisturbed run; until a new engine has started; and of the load after which it serves.
 """
@@ -23,6 +27,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -201,6 +206,67 @@ def serve_and_recover(millions: int, prompts: int, repeats: int) -> dict[str, An
     return result
 
 
+def seeing_prompts(groups: int, size: int, call: int, folder: Path) -> dict[str, tuple[int, list[Prompt]]]:
+    """What is asked for by name, as the size of groups and the prompts."""
+    import numpy as np
+    import PIL.Image
+
+    from rlhfkit.data.images import Image
+    from rlhfkit.models.load import load_config, load_tokenizer
+    from rlhfkit.models.vision import vision_processor
+
+    tokenizer = load_tokenizer(str(folder))
+    processor = vision_processor(str(folder), load_config(str(folder)))
+    chance = np.random.default_rng(call)
+    pictures = [
+        Image.of(PIL.Image.fromarray(chance.integers(0, 255, (448, 448, 3), dtype=np.uint8)), f"picture {number}")
+        for number in range(groups)
+    ]
+    asked: dict[str, tuple[int, list[Prompt]]] = {}
+    for name, shown in (("images", True), ("texts", False)):
+        written = [tokenizer(processor.read(one).text if shown else "." * 7).input_ids for one in pictures]
+        texts = [tokenizer(f"{number:03d}").input_ids for number in range(groups * size)]
+        seen = [(one,) if shown else () for one in pictures]
+        asked[f"{name}_in_groups"] = (
+            size,
+            [Prompt(number, [*texts[number], *written[number]], attachments=seen[number]) for number in range(groups)],
+        )
+        asked[f"{name}_alone"] = (
+            1,
+            [
+                Prompt(number, [*texts[number], *written[number % groups]], attachments=seen[number % groups])
+                for number in range(groups * size)
+            ],
+        )
+    return asked
+
+
+def see(repeats: int, groups: int = 16, size: int = 8) -> dict[str, Any]:
+    """What reading the picture of a group once saves."""
+    from transformers import AutoModelForImageTextToText
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tutorials"))
+    from vlm_grpo_squares import save_model as save_seeing_model
+
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_seeing_model(Path(folder), 0)
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        pool = VLLMPool(num_engines=1, kv_cache_gib=1 / 8, engine_arguments={"block_size": 32})
+        try:
+            pool.start(folder, dtype=torch.float32)
+            pool.load(ModuleWeights(model), 0)
+            for call in range(1 + repeats):  # the first one compiles
+                for name, (each, prompts) in seeing_prompts(groups, size, call, Path(folder)).items():
+                    spec = SamplingSpec(group_size=each, max_new_tokens=8, min_new_tokens=8)
+                    start = time.perf_counter()
+                    pool.generate(prompts, spec, iteration=call)
+                    seconds.setdefault(name, []).append(time.perf_counter() - start)
+        finally:
+            pool.close()
+    return {f"{name}_seconds": round(statistics.median(values[1:]), 3) for name, values in seconds.items()}
+
+
 def recover(pool: VLLMPool, weights: ModuleWeights, prompts: int) -> dict[str, Any]:
     """Kill one of two engines at work."""
     engines = pool.engines
@@ -235,14 +301,16 @@ def main() -> None:
     parser.add_argument("--serving-millions", type=int, default=50, choices=sizes, help="for the rest")
     parser.add_argument("--prompts", type=int, default=32, help="for the rest; four samples of each")
     parser.add_argument("--repeats", type=int, default=5, help="medians are over that many")
-    parser.add_argument("--only", choices=("sync", "serving"))
+    parser.add_argument("--only", choices=("sync", "serving", "images"))
     arguments = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "engines", "torch_threads": torch.get_num_threads()}
-    if arguments.only != "serving":
+    if arguments.only in (None, "sync"):
         dtype = _DTYPES[arguments.dtype]
         result["sync"] = [measure(size, arguments.engines, dtype, arguments.repeats) for size in arguments.millions]
-    if arguments.only != "sync":
+    if arguments.only in (None, "serving"):
         result["serving"] = serve_and_recover(arguments.serving_millions, arguments.prompts, arguments.repeats)
+    if arguments.only in (None, "images"):
+        result["images"] = see(arguments.repeats)
     print(json.dumps(result))
 
 
