@@ -112,12 +112,7 @@ def run_on_all_ranks(
     """
     if get_world_size() == 1:
         return [step()]
-    result: Any = None
-    error: Exception | None = None
-    try:
-        result = step()
-    except Exception as raised:  # the other ranks are told below, then it is raised here
-        error = raised
+    result, error = _attempt(step)
     outcomes = gather_objects((result, failure_of(error)), group=group)
     error = error_of_all(error, [failure for _, failure in outcomes], error_type)
     if error is not None:
@@ -127,16 +122,19 @@ def run_on_all_ranks(
 
 def run_on_each_rank(step: Callable[[], T], *, error_type: type[Exception] = RuntimeError) -> T:
     """Run a step on every rank and return this rank's result; errors as :func:`run_on_all_ranks`. A collective."""
-    result: Any = None
-    error: Exception | None = None
-    try:
-        result = step()
-    except Exception as raised:  # the other ranks are told below, then it is raised here
-        error = raised
+    result, error = _attempt(step)
     error = exchange_errors(error, error_type=error_type)
     if error is not None:
         raise error
     return cast(T, result)
+
+
+def _attempt(step: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Run a step; its error is returned, so that the other ranks can be told before it is raised."""
+    try:
+        return step(), None
+    except Exception as error:
+        return None, error
 
 
 def exchange_errors(error: Exception | None, *, error_type: type[Exception] = RuntimeError) -> Exception | None:
