@@ -70,7 +70,7 @@ KINDS: dict[str, tuple[type, str, list[dict[str, Any]]]] = {
         GRPOModule,
         "prompts",
         [
-            {"policy_loss": "grpo_loss", "kl_coef": 0.1},
+            {"policy_loss": "grpo_loss", "kl_coef": 0.1, "loading": {"max_tokens_per_forward": 64}},
             {"policy_loss": "gspo_loss", "parts": [EntropyBonus(0.01).plain()]},
             {"policy_loss": "dr_grpo_loss", "policy_loss_arguments": {"max_length": 4}},
             {"policy_loss": "cispo_loss", "parts": [MaskTruncated().plain()]},
@@ -130,7 +130,7 @@ class Save(L.Callback):
 
 
 def rows_of(data: str, order: int | None, *, images: bool = False) -> list[dict[str, Any]]:
-    """Rows of uneven lengths; ``order`` mixes those of each step. With ``images`` each has one or two."""
+    """Rows of uneven lengths; ``order`` mixes those of each step. With ``images`` two have none, two one, two two."""
     rows: list[dict[str, Any]] = []
     for i in range(STEP * STEPS):
         asked, said, other = f"{i}+{i % 3}=", "x" * (i % 4) + str(i), "y" * (i % 3 + 1)
@@ -142,7 +142,7 @@ def rows_of(data: str, order: int | None, *, images: bool = False) -> list[dict[
                 "steps": {"prompt": asked, "completions": [said, other], "labels": [i % 2, 1]},
                 "prompts": {"prompt": asked},
             }[data]
-            | ({"images": [picture(number).plain() for number in range(i, i + 1 + i % 2)]} if images else {})
+            | ({"images": [picture(number).plain() for number in range(i, i + i // 2 % 3)]} if images else {})
         )
     if order is None:
         return rows

@@ -179,9 +179,10 @@ def test_a_step_with_images_does_not_depend_on_micro_batches_and_packing(seeing:
 
 @pytest.mark.distributed
 def test_a_step_with_images_does_not_depend_on_ranks(seeing: Path, tmp_path: Path) -> None:
-    strategies = [*("rlhf_zero3", "ddp", "rlhf_zero1", "rlhf_zero2"), *("rlhf_zero3", "rlhf_zero0", "rlhf_zero1")]
+    """Some micro-batches and forward passes have no image where the other rank's have one, or no rows at all."""
+    strategies = [*("ddp", "rlhf_zero3", "rlhf_zero1", "rlhf_zero2"), *("rlhf_zero3", "rlhf_zero0", "rlhf_zero1")]
     cases = [
-        {"setting": 0, "size": 2, "attention": (None, "sdpa")[number % 2], "order": number}
+        {"setting": 0, "size": 1 if strategy == "ddp" else 2, "attention": (None, "sdpa")[number % 2], "order": number}
         | {"strategy": strategy}
         | case
         for number, (case, strategy) in enumerate(zip(SEEING, strategies, strict=True))

@@ -20,11 +20,20 @@ from torch.nn.functional import pad
 
 from rlhfkit.data.batch import moved
 from rlhfkit.data.images import Image
-from rlhfkit.distributed import all_reduce, get_world_size, is_sharded
+from rlhfkit.distributed import get_world_size, is_sharded
 from rlhfkit.mesh import FORWARD
 from rlhfkit.models.attention.layout import PackedLayout, on_cpu
 from rlhfkit.models.attention.packed import has_packed_attention
-from rlhfkit.models.forward import PackedForward, PaddedForward, TokenizedBatch, UnpaddedBatch, forward_of, unwrap
+from rlhfkit.models.forward import (
+    ForwardPass,
+    ModelInputs,
+    PackedForward,
+    PaddedForward,
+    TokenizedBatch,
+    UnpaddedBatch,
+    forward_of,
+    unwrap,
+)
 from rlhfkit.models.lora import vision_parameters
 
 CACHED_BYTES = 2**28
@@ -137,11 +146,9 @@ class VisionProcessor:
         There is none if the model was not loaded for images, or is ``None``.
         """
         texts = [token - (token == self.token_id) for token in tokens]
-        if model is None or not isinstance(forward_of(unwrap(model)), _Seeing):
+        if model is None or not isinstance(forward_of(unwrap(model)), _VisionForward):
             return texts, ()
-        import PIL.Image
-
-        image = Image.of(PIL.Image.linear_gradient("L").resize((64, 64)).convert("RGB"), "the image of a probe")
+        image = probe_image()
         seen: list[int] = tokenizer(self.read(image).text, add_special_tokens=False).input_ids
         return [*texts[:1], *seen, *texts[1:]], (image,)
 
@@ -158,6 +165,14 @@ class VisionProcessor:
         if self.family.row_axis:
             joined = {name: value[None] for name, value in joined.items()}
         return {name: moved(value, device) for name, value in joined.items()}
+
+
+@cache
+def probe_image() -> Image:
+    """A picture of 64 x 64 pixels that stands for any."""
+    import PIL.Image
+
+    return Image.of(PIL.Image.linear_gradient("L").resize((64, 64)).convert("RGB"), "the image of a probe")
 
 
 _CACHE = threading.Lock()
@@ -276,29 +291,10 @@ class _Seeing:
 
     Args:
         processor: The model's.
-        model: The bare model, in training.
     """
 
-    def __init__(self, processor: VisionProcessor, model: nn.Module | None = None) -> None:
+    def __init__(self, processor: VisionProcessor) -> None:
         self.processor = processor
-        self.model: Any = model
-
-    def check_ranks(self, batch: TokenizedBatch) -> None:
-        """Raise ValueError on all ranks if only some have images in training, where they would wait for the others.
-
-        That is so while the vision part is trained, or divided by ZeRO stage 3. A collective then, else nothing.
-        """
-        if get_world_size() == 1 or not torch.is_grad_enabled():
-            return
-        if any(each.requires_grad or is_sharded(each) for _, each in vision_parameters(self.model)):
-            seeing = torch.tensor(float(has_attachments(batch)), device=batch.input_ids.device)
-            all_reduce(seeing)
-            if 0 < int(seeing) < get_world_size():
-                raise ValueError(
-                    f"{int(seeing)} of {get_world_size()} ranks have images in their micro-batches, and the vision "
-                    "part is trained or divided by ZeRO stage 3, so these ranks would wait for the others without end: "
-                    "give every micro-batch an image, or freeze the vision part and use a lower stage"
-                )
 
     def check_texts(self, batch: TokenizedBatch) -> None:
         """Raise ValueError if a batch without images has tokens of images, which the model would read as text."""
@@ -319,21 +315,62 @@ class _Seeing:
         }
 
 
-class PaddedVision(_Seeing, PaddedForward):
+class _VisionForward(_Seeing):
+    """Batches of which some have images and some have none, of ranks that may compute the vision part together.
+
+    Args:
+        processor: The model's.
+        model: The bare model.
+    """
+
+    def __init__(self, processor: VisionProcessor, model: nn.Module) -> None:
+        super().__init__(processor)
+        self.model: Any = model
+
+    def inputs(self, batch: TokenizedBatch, wanted: Tensor | None = None, request: tuple[Any, ...] = ()) -> ModelInputs:
+        """The batch with its images; without any, but in :attr:`needs_image`, with one of which nothing is wanted."""
+        forward = cast(ForwardPass, super())
+        if has_attachments(batch):
+            return forward.inputs(batch, wanted, request)
+        self.check_texts(batch)
+        if not self.needs_image:
+            return forward.inputs(batch, wanted, request)
+        image, (rows, width) = probe_image(), batch.input_ids.shape
+        tokens = self.processor.read(image).tokens
+        more = (0, max(tokens - width, 0), 0, 1)
+        longer: Any = UnpaddedBatch(pad(batch.input_ids, more), [*[()] * rows, (image,)])
+        longer.attention_mask = pad(batch.attention_mask.bool(), more)
+        longer.input_ids[-1, :tokens], longer.attention_mask[-1, :tokens] = self.processor.token_id, True
+        wanted = batch.attention_mask.bool() if wanted is None else wanted.bool()
+        found = forward.inputs(longer, pad(wanted, more), request)
+        row = found.wanted.div(longer.input_ids.shape[1], rounding_mode="floor")
+        return found._replace(wanted=found.wanted - row * (longer.input_ids.shape[1] - width))
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether ranks would wait for one that computes no image.
+
+        They add up gradients of a vision part that is trained, and gather the weights of one that ZeRO stage 3 divides.
+        """
+        trained = torch.is_grad_enabled()
+        return get_world_size() > 1 and any(
+            is_sharded(each) or (trained and each.requires_grad) for _, each in vision_parameters(self.model)
+        )
+
+
+class PaddedVision(_VisionForward, PaddedForward):
     """Padded rows with their images."""
 
     def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
         """The images of all rows."""
-        self.check_ranks(batch)
         if not has_attachments(batch):
-            self.check_texts(batch)
             return self.token_types(batch, None)
         places = _Places(batch, self.processor)
         images = [image for row in places.rows for image in row]
         return self.token_types(batch, places) | self.processor.arguments(images, batch.input_ids.device)
 
 
-class PackedVision(_Seeing, PackedForward):
+class PackedVision(_VisionForward, PackedForward):
     """A packed row with the images of its sequences; an image of a shared prefix goes through the tower once."""
 
     def shared(self, batch: TokenizedBatch, prefixes: Tensor) -> Tensor:
@@ -352,9 +389,6 @@ class PackedVision(_Seeing, PackedForward):
 
     def attached(self, batch: TokenizedBatch, layout: PackedLayout | None) -> dict[str, Any]:
         """Images whose tokens are in the row, and the positions of families that have their own."""
-        self.check_ranks(batch)
-        if not has_attachments(batch):
-            self.check_texts(batch)
         if not has_attachments(batch) or layout is None:
             return {}
         places, device = _Places(batch, self.processor), batch.input_ids.device

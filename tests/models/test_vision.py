@@ -26,7 +26,8 @@ from rlhfkit.models.vision import VisionProcessor, image_token_id, load_processo
 TOLERANCE = 2e-5
 
 
-def picture(seed: int, width: int = SIDE, height: int = SIDE) -> PIL.Image.Image:
+def picture(seed: int) -> PIL.Image.Image:
+    width, height = (3 * SIDE, SIDE) if seed == 2 else (SIDE, SIDE)
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return PIL.Image.fromarray(pixels)
 
@@ -212,24 +213,29 @@ def test_texts_alone_and_the_row_check(family: str, root: Path) -> None:
         torch.testing.assert_close(found[row, : len(wanted)], wanted, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
-def test_ranks_with_images_beside_ranks_without_are_an_error_of_all_if_the_vision_part_is_trained(
-    trained: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_without_images_compute_one_where_others_would_wait_for_them(
+    family: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a second rank that has what this one lacks: its part of the sum is added by hand."""
-    folder = folder_of("idefics3", root)
-    model, case = load_causal_lm(str(folder), loading=ModelLoading(train_vision=trained)), Case(folder)
-    texts = Case(folder, rows=[((), "no image", "yes")])
+    """A picture of which nothing is wanted: numbers are the texts' own, and gradients of the vision part 0."""
+    folder = folder_of(family, root)
+    case = case_of(family, folder)
+    texts = Case(folder, rows=[((), "?", "yes"), ((), "?", "no")])  # shorter than the tokens of a picture
     monkeypatch.setattr(vision, "get_world_size", lambda: 2)
-    for each, other in ((case, 0.0), (texts, 1.0), (case, 1.0), (texts, 0.0)):
-        monkeypatch.setattr(vision, "all_reduce", lambda flag, other=other: flag.add_(other))
-        if trained and (each is case) != bool(other):
-            with pytest.raises(ValueError, match="1 of 2 ranks have images in their micro-batches"):
-                policy_output(model, each.batch, each.mask)
-        else:
-            policy_output(model, each.batch, each.mask)
+    for trained in (True, False):
+        model = load_causal_lm(str(folder), loading=ModelLoading(train_vision=trained))
+        found = policy_output(model, texts.batch, texts.mask).logprobs
+        for row, wanted in enumerate(texts.plain_logprobs(plain_model(folder))):
+            torch.testing.assert_close(found[row, : len(wanted)], wanted, atol=TOLERANCE, rtol=0)
+        found.sum().backward()
+        reached = {name: one.grad for name, one in vision_parameters(model) if one.grad is not None}
+        assert not any(bool(gradient.any()) for gradient in reached.values())
+        policy_output(model, case.batch, case.mask).logprobs.sum().backward()
+        assert reached.keys() == {name for name, one in vision_parameters(model) if one.grad is not None}
+        with torch.no_grad():
+            assert "pixel_values" not in forward_of(model).inputs(texts.batch).arguments
+    monkeypatch.setattr(vision, "is_sharded", lambda _: True)
     with torch.no_grad():
-        policy_output(model, texts.batch, texts.mask)
+        assert "pixel_values" in forward_of(model).inputs(texts.batch).arguments
 
 
 def test_tokens_of_images_must_be_those_of_the_images(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random models of each family that sees images, with their processors; an image of 28 x 28 has 4 to 20 tokens."""
+"""Tiny random models of each family that sees images, with their processors; an image of 28 x 28 has 4 to 95 tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -146,9 +146,9 @@ def idefics3(smol: bool) -> tuple[Any, Any]:
         global_image_token="<global-img>",
         end_of_utterance_token="<end_of_utterance>",
     )
-    edge = {"longest_edge": SIDE}
     kind: Any = SmolVLMImageProcessorPil if smol else Idefics3ImageProcessorPil
-    images = kind(size=edge, max_image_size=edge, do_image_splitting=False)
+    size = {"longest_edge": SIDE * (1 + smol)}  # SmolVLM as it is published: divided into tiles
+    images = kind(size=size, max_image_size={"longest_edge": SIDE}, do_image_splitting=smol)
     config: Any = transformers.SmolVLMConfig if smol else transformers.Idefics3Config
     made = config(
         text_config=TEXT | {"model_type": "llama"},
