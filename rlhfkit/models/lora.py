@@ -150,7 +150,7 @@ def _of_modality(model: nn.Module, targets: list[str], modality: str) -> list[st
         return targets
     if modality == "both":
         return targets
-    vision = {name.rpartition(".")[0] for name, _ in vision_parameters(model)}
+    vision = {name.rpartition(".")[0] for name in _vision_names(model)}
     layers = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     meant = [name for name in layers if any(f".{name}".endswith(f".{target}") for target in targets)]
     return [name for name in meant if (name in vision) == (modality == "vision")]
@@ -167,6 +167,11 @@ def vision_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if id(parameter) in base and id(parameter) not in language:
             yield name, parameter
+
+
+def _vision_names(model: nn.Module) -> list[str]:
+    """Names of :func:`vision_parameters`; none of a model of text."""
+    return [name for name, _ in vision_parameters(model)] if sees_images(cast(Any, model).config) else []
 
 
 def freeze_vision(model: nn.Module) -> None:
@@ -314,10 +319,14 @@ def adapter_settings(model: nn.Module) -> dict[str, Any]:
     of the layers that have matrices.
 
     Raises:
-        ValueError: With the reason, if it is not made of two matrices for each of some linear layers.
+        ValueError: With the reason, if it is not made of two matrices for each of some linear layers of the language
+            model, to which alone engines apply adapters.
     """
     layers = adapter_layers(model)
+    vision = {one.rpartition(".")[0] for one in _vision_names(model)}
     for name, layer in layers.items():
+        if any(one.startswith(f"{name}.") for one in vision):
+            raise ValueError(f"{name} is of the vision part")
         active = [one for one in layer.active_adapters if one in layer.lora_A]
         if active != [ADAPTER]:
             raise ValueError(f"adapters {active} are active on {name}")

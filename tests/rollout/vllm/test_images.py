@@ -15,6 +15,7 @@ from shared_pool import SharedPool
 from torch import nn
 from transformers.models.smolvlm import processing_smolvlm
 
+from rlhfkit import VLLMPool
 from rlhfkit.data.types import Experience, Sample
 from rlhfkit.models import LoRA, load_causal_lm, policy_output
 from rlhfkit.models.forward import UnpaddedBatch
@@ -131,6 +132,28 @@ def check_three_syncs(engine: RolloutEngine, folder: Path) -> None:
             )
     texts = [sample.token_ids.tolist() for sample in samples]
     assert texts[:3] != texts[3:6]  # one text, two pictures
+
+
+@pytest.mark.parametrize("modality", ["vision", "both"])
+def test_an_adapter_of_the_vision_part_is_merged(folder: Path, caplog: pytest.LogCaptureFixture, modality: Any) -> None:
+    model, plain = load_causal_lm(str(folder), lora=LoRA(rank=4, modality=modality)).eval(), load_causal_lm(str(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * parameter.requires_grad
+    merged, pool = ModuleWeights(model), VLLMPool()
+    pool.configure_weights(merged)
+    assert pool.adapter is None
+    assert "the LoRA adapter is merged at every sync: model.vision_model" in caplog.text
+    with pytest.raises(ValueError, match="is of the vision part"):
+        VLLMPool(lora="adapter").configure_weights(merged)
+    plain.load_state_dict(dict(merged), strict=False)
+    batch = Experience.from_samples(
+        [Sample(prompt, 0, [5, 6, 7], [0.0] * 3, [0] * 3, "stop") for prompt in prompts(folder, several=True)],
+        before_rewards=True,
+    )
+    with torch.no_grad():
+        found, expected = (policy_output(each.eval(), batch, batch.action_mask).logprobs for each in (plain, model))
+    torch.testing.assert_close(found, expected, atol=EXACT, rtol=0)
 
 
 @pytest.mark.vllm
