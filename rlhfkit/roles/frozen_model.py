@@ -126,11 +126,12 @@ class FrozenModel(Configured):
 
 
 def row_keys(experience: Experience) -> list[bytes]:
-    """A key of each of B samples, by its tokens, group and number, the same on every rank."""
+    """A key of each of B samples, by its tokens, group and number and what is attached, the same on every rank."""
     keys = []
     ids, lengths = experience.input_ids.to("cpu", torch.int32), experience.lengths.tolist()
+    attached = experience.attachments or ((),) * len(lengths)
     for row, place in enumerate(zip(experience.group.tolist(), experience.sample_index.tolist(), strict=True)):
         tokens = hashlib.blake2b(ids[row, : lengths[row]].numpy().tobytes(), digest_size=16)
-        tokens.update(repr(place).encode())
+        tokens.update(repr((place, [one.key for one in attached[row]])).encode())
         keys.append(tokens.digest())
     return keys

@@ -1,5 +1,6 @@
 """Models outside of the module, as rewards or on Ray actors, see the images of samples."""
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rlhfkit.data.images import Image
 from rlhfkit.models import load_causal_lm, load_scalar_model, load_tokenizer, policy_output, reward_output
 from rlhfkit.models.vision import load_processor
 from rlhfkit.rewards import ModelReward
+from rlhfkit.roles.frozen_model import row_keys
 from rlhfkit.roles.replica import ReplicaOptions, TokenRows, compute_rows
 
 
@@ -55,6 +57,13 @@ def test_a_replica_is_sent_the_images(folder: Path, role: Any) -> None:
         else:
             expected = reward_output(model, batch, normalized=True)[[5, 0, 3], None]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def test_numbers_that_were_asked_for_early_are_those_of_the_same_images(folder: Path) -> None:
+    """An environment may show another picture with the same text when the prompt comes again."""
+    batch = Experience.from_samples(samples(folder), before_rewards=True)
+    other = dataclasses.replace(batch, attachments=(batch.attachments[2], *batch.attachments[1:]))
+    assert [one == two for one, two in zip(row_keys(batch), row_keys(other), strict=True)] == [False, *[True] * 7]
 
 
 def test_completions_are_generated_and_scored_from_the_command_line(folder: Path, tmp_path: Path) -> None:
