@@ -174,13 +174,12 @@ class Decoding:
 
     def _compute_without_cache(self, model: nn.Module, step: int) -> Tensor:
         """Compute all tokens so far in one pass, padded on the right as in training, each distinct row once."""
-        distinct, places, _ = self._distinct(step)
-        ids = pad_sequence([torch.tensor(text) for text in distinct], batch_first=True)
+        distinct, places, images = self._distinct(step)
+        ids = pad_sequence([torch.tensor(text) for text in distinct], batch_first=True).to(self._device)
         ends = torch.tensor([len(text) for text in distinct])
-        mask = torch.arange(ids.shape[1]) < ends[:, None]
-        logits: Tensor = model(
-            input_ids=ids.to(self._device), attention_mask=mask.long().to(self._device), use_cache=False
-        ).logits
+        mask = (torch.arange(ids.shape[1]) < ends[:, None]).long().to(self._device)
+        seen = {} if self._vision is None else self._vision.prompts(images).arguments(model, ids, mask)
+        logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False, **seen).logits
         return logits[places.to(self._device), (ends[places] - 1).to(self._device)]
 
     def _distinct(self, step: int) -> tuple[list[tuple[int, ...]], Tensor, list[tuple[Any, ...]]]:
